@@ -1,0 +1,1 @@
+"""edge-run: an on-device language-model runtime on ONNX Runtime."""

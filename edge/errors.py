@@ -1,0 +1,60 @@
+"""Every error edge-run raises on purpose.
+
+    EdgeError                 anything below; `exit_code` is what the command line returns
+    ├── InputError            what was asked for cannot be used as given (exit code 2)
+    │   ├── CheckpointError   a Hugging Face checkpoint is missing, truncated or of an unknown architecture
+    │   ├── BundleError       a model folder or .onnx file is missing, corrupt or not a language model
+    │   ├── TemplateError     a chat template cannot be read or rendered
+    │   └── ContextError      the prompt does not fit the model's context
+    ├── ExportError           an export started and could not be finished; nothing was written
+    └── DeviceError           no execution provider can do what was asked
+
+A message says what was wrong; `hint` says what to do about it. Together they make the one line a user sees.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EdgeError(Exception):
+    """Base of all edge-run errors: `str(error)` is one line, `what; hint`."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        self.what = " ".join(what.split())
+        self.hint = " ".join(hint.split())
+        super().__init__(f"{self.what}; {self.hint}" if self.hint else self.what)
+
+
+class InputError(EdgeError):
+    """What was asked for cannot be used as given."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class CheckpointError(InputError):
+    """A checkpoint folder is missing something, is damaged, or is of an architecture that is not supported."""
+
+
+class BundleError(InputError):
+    """A model folder or .onnx file is missing something, is damaged, or is not a language model."""
+
+
+class TemplateError(InputError):
+    """A chat template cannot be read or rendered."""
+
+
+class ContextError(InputError):
+    """The prompt does not fit the model's context."""
+
+
+class ExportError(EdgeError):
+    """An export could not be finished; the destination is as it was before."""
+
+
+class DeviceError(EdgeError):
+    """No execution provider can do what was asked."""
+
+    exit_code: ClassVar[int] = 2

@@ -1,0 +1,1 @@
+"""Checkpoint in, ONNX bundle out: architectures, graph, quantization and parity."""

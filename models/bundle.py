@@ -1,0 +1,148 @@
+"""A model folder: which files it has, and whether they are the ones that were written.
+
+A bundle is a plain folder with `model.onnx`, its weights in `model.onnx.data`, the tokenizer and configuration files as
+Hugging Face names them, and `edge.json` (see `manifest`). Only the .onnx file and a tokenizer are required; the rest is
+introspected or has a default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from ..edge.errors import BundleError
+from .atomic import write_atomically
+from .cache import cache_folder
+from .manifest import MANIFEST_NAME, FileDigest, Manifest
+
+GRAPH_NAME: Final = "model.onnx"
+WEIGHTS_NAME: Final = "model.onnx.data"
+COMPANIONS: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+)
+"""Files that are carried from a checkpoint to its bundle as they are."""
+
+_HASH_ALWAYS_BELOW: Final = 8 << 20
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A model on disk: its folder, its graph file and, where there is one, its manifest."""
+
+    folder: Path
+    graph: Path
+    manifest: Manifest | None
+
+    def file(self, name: str) -> Path | None:
+        """The bundle's file of that name, or None."""
+        path = self.folder / name
+        return path if path.is_file() else None
+
+    def json_file(self, name: str) -> dict[str, Any]:
+        """The object in one of the bundle's JSON files; an absent file reads as an empty object.
+
+        Raises:
+            BundleError: the file is not a JSON object.
+        """
+        path = self.file(name)
+        if path is None:
+            return {}
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise BundleError(f"{path} is not valid JSON: {error}", "restore it or export the model again") from error
+        if not isinstance(data, dict):
+            raise BundleError(f"{path} does not hold a JSON object", "restore it or export the model again")
+        return data
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the graph and the weights beside it."""
+        data = self.folder / WEIGHTS_NAME
+        return self.graph.stat().st_size + (data.stat().st_size if data.is_file() else 0)
+
+    def verify(self) -> None:
+        """Compare every file with the manifest's digests; a large file is hashed once per (size, modification time).
+
+        Raises:
+            BundleError: a file is missing or differs.
+        """
+        if self.manifest is None:
+            return
+        for name, digest in self.manifest.files.items():
+            _verify_file(self.folder / name, name, digest)
+
+
+def open_bundle(path: Path) -> Bundle:
+    """Open a model folder, or the folder around an .onnx file, and check it against its manifest.
+
+    Raises:
+        BundleError: there is no such file, no graph in the folder, or the files are not those that were exported.
+    """
+    if path.is_dir():
+        graph = path / GRAPH_NAME
+        if not graph.is_file():
+            raise BundleError(f"{path} holds no {GRAPH_NAME}", _hint_for_folder(path))
+    elif path.is_file():
+        graph = path
+        if path.suffix != ".onnx":
+            raise BundleError(f"{path} is not an .onnx file", "give an .onnx file or a model folder")
+    else:
+        raise BundleError(f"{path} does not exist", "give an .onnx file or a model folder")
+    manifest_path = graph.parent / MANIFEST_NAME
+    manifest = None
+    if manifest_path.is_file() and graph.name == GRAPH_NAME:
+        manifest = Manifest.from_json(manifest_path.read_text(encoding="utf-8"), str(manifest_path))
+    bundle = Bundle(graph.parent, graph, manifest)
+    bundle.verify()
+    return bundle
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Size and SHA-256 of a file, read in pieces of 1 MiB."""
+    sha = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            sha.update(piece)
+            size += len(piece)
+    return FileDigest(size, sha.hexdigest())
+
+
+def _hint_for_folder(path: Path) -> str:
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        return f"it looks like a checkpoint: run edge-run export {path} OUT first"
+    return "give a folder made by edge-run export, or an .onnx file"
+
+
+def _verify_file(path: Path, name: str, expected: FileDigest) -> None:
+    hint = "copy the bundle again or export the model again"
+    if Path(name).name != name:
+        raise BundleError(f"{path.parent / MANIFEST_NAME} names {name!r}, which lies outside the bundle", hint)
+    if not path.is_file():
+        raise BundleError(f"{path} is missing", hint)
+    status = path.stat()
+    if status.st_size != expected.bytes:
+        raise BundleError(f"{path} is damaged: {status.st_size} bytes, {expected.bytes} expected", hint)
+    stamp = None
+    if status.st_size >= _HASH_ALWAYS_BELOW:
+        key = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{expected.sha256}"
+        stamp = cache_folder() / "verified" / hashlib.sha256(key.encode()).hexdigest()
+        if stamp.is_file():
+            return
+    if digest_file(path).sha256 != expected.sha256:
+        raise BundleError(f"{path} is damaged: its checksum is not the one in {MANIFEST_NAME}", hint)
+    if stamp is not None:
+        # A read-only cache only means hashing again next time.
+        try:
+            write_atomically(stamp, b"")
+        except OSError:
+            return

@@ -1,0 +1,1 @@
+"""Tokens in, tokens out: session, KV arena, sampling, decode loop, and the text around it."""
