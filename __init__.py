@@ -1,1 +1,47 @@
-"""edge-run: an on-device language-model runtime on ONNX Runtime."""
+"""edge-run: an on-device language-model runtime on ONNX Runtime.
+
+    import edgerun
+
+    llm = edgerun.load()                      # the bundled model; or a path
+    print(llm.generate("find files larger than 100 MB").text)
+
+`load` gives an `Engine`, which answers (`generate`, `stream`, and their async twins `agenerate`, `astream`) and opens
+conversations (`session`). Errors derive from `EdgeError`.
+"""
+
+from .edge.errors import (
+    BundleError,
+    CheckpointError,
+    ContextError,
+    DeviceError,
+    EdgeError,
+    ExportError,
+    InputError,
+    TemplateError,
+)
+from .runtime.chat import Session
+from .runtime.decode import FinishReason
+from .runtime.engine import Engine, load
+from .runtime.options import GenerateOptions
+from .runtime.reply import Chunk, Reply, Stats
+from .version import __version__
+
+__all__ = [
+    "BundleError",
+    "CheckpointError",
+    "Chunk",
+    "ContextError",
+    "DeviceError",
+    "EdgeError",
+    "Engine",
+    "ExportError",
+    "FinishReason",
+    "GenerateOptions",
+    "InputError",
+    "Reply",
+    "Session",
+    "Stats",
+    "TemplateError",
+    "__version__",
+    "load",
+]

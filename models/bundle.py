@@ -69,6 +69,15 @@ class Bundle:
         data = self.folder / WEIGHTS_NAME
         return self.graph.stat().st_size + (data.stat().st_size if data.is_file() else 0)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hexadecimal) that stands for the graph and its weights."""
+        if self.manifest is None:
+            return digest_file(self.graph).sha256
+        files = self.manifest.files
+        parts = "".join(files[name].sha256 for name in (GRAPH_NAME, WEIGHTS_NAME) if name in files)
+        return hashlib.sha256(parts.encode()).hexdigest()
+
     def verify(self) -> None:
         """Compare every file with the manifest's digests; a large file is hashed once per (size, modification time).
 

@@ -1,0 +1,185 @@
+"""Write a Hugging Face checkpoint of a known model's shape with random weights.
+
+Speed and memory depend on shapes, not on what a model has learned, so benchmarks need no download. Weights are drawn
+and written a few megabytes at a time: memory stays small whatever the model's size.
+
+    python benchmarks/checkpoints.py qwen2.5-0.5b OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import ml_dtypes
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+_STD: Final = 0.02
+_CHUNK_VALUES: Final = 4 << 20
+_DTYPES: Final = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
+_END_OF_TEXT: Final = "<|endoftext|>"
+_CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers that fix a Qwen2 model's tensors."""
+
+    name: str
+    vocab: int
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int = 32768
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every tensor's name and shape (linear weights as `[out, in]`), in file order; the head is tied."""
+        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
+        for i in range(self.layers):
+            layer = f"model.layers.{i}"
+            yield f"{layer}.input_layernorm.weight", (self.hidden,)
+            for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+                yield f"{layer}.self_attn.{name}_proj.weight", (heads * self.head_dim, self.hidden)
+                yield f"{layer}.self_attn.{name}_proj.bias", (heads * self.head_dim,)
+            yield f"{layer}.self_attn.o_proj.weight", (self.hidden, self.heads * self.head_dim)
+            yield f"{layer}.post_attention_layernorm.weight", (self.hidden,)
+            yield f"{layer}.mlp.gate_proj.weight", (self.intermediate, self.hidden)
+            yield f"{layer}.mlp.up_proj.weight", (self.intermediate, self.hidden)
+            yield f"{layer}.mlp.down_proj.weight", (self.hidden, self.intermediate)
+        yield "model.norm.weight", (self.hidden,)
+
+    def config(self, dtype: str) -> dict[str, object]:
+        """The checkpoint's config.json."""
+        return {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.context,
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "attention_dropout": 0.0,
+            "initializer_range": _STD,
+            "use_cache": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "torch_dtype": dtype,
+        }
+
+
+SHAPES: Final = {
+    shape.name: shape
+    for shape in (
+        Shape("tiny", 512, 128, 2, 256, 4, 2, 32, 2048),
+        Shape("qwen2.5-0.5b", 151936, 896, 24, 4864, 14, 2, 64),
+        Shape("qwen2.5-1.5b", 151936, 1536, 28, 8960, 12, 2, 128),
+    )
+}
+
+
+def write_checkpoint(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> None:
+    """Write a complete checkpoint into `folder`, creating it. `dtype` is `float32` or `bfloat16`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_weights(shape, folder / "model.safetensors", dtype, seed)
+    _write_json(folder / "config.json", shape.config(dtype))
+    _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0, "do_sample": False})
+    _write_tokenizer(shape, folder)
+
+
+def _write_weights(shape: Shape, path: Path, dtype: str, seed: int) -> None:
+    """Stream the weights into one safetensors file, which the library itself can only write from whole arrays."""
+    label, stored = _DTYPES[dtype]
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dims in shape.tensors():
+        start, end = end, end + math.prod(dims) * stored.itemsize
+        header[name] = {"dtype": label, "shape": dims, "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    rng = np.random.default_rng(seed)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)))
+        file.write(encoded)
+        for name, dims in shape.tensors():
+            _write_tensor(file, name, math.prod(dims), stored, rng)
+
+
+def _write_tensor(file: BinaryIO, name: str, size: int, stored: np.dtype[np.generic], rng: np.random.Generator) -> None:
+    if name.endswith("norm.weight"):
+        file.write(np.ones(size, stored).tobytes())
+        return
+    for start in range(0, size, _CHUNK_VALUES):
+        values = rng.standard_normal(min(_CHUNK_VALUES, size - start), dtype=np.float32)
+        values *= _STD
+        file.write(values.astype(stored, copy=False).tobytes())
+
+
+def _write_tokenizer(shape: Shape, folder: Path) -> None:
+    """The real Qwen2.5 tokenizer where the data folder has it and it fits, else bytes and an end mark."""
+    real = Path(os.environ.get("EDGERUN_DATA", "")) / "tokenizers" / "qwen2.5"
+    if os.environ.get("EDGERUN_DATA") and shape.name.startswith("qwen2.5") and real.is_dir():
+        for source in real.iterdir():
+            shutil.copyfile(source, folder / source.name)
+        return
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([_END_OF_TEXT, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([_END_OF_TEXT])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None,
+            "eos_token": _END_OF_TEXT,
+            "pad_token": _END_OF_TEXT,
+            "model_max_length": shape.context,
+            "chat_template": _CHAT_TEMPLATE,
+        },
+    )
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description="Write a random-weights Hugging Face checkpoint of a known model's shape.",
+        epilog="example: python benchmarks/checkpoints.py qwen2.5-0.5b /tmp/qwen --dtype float32",
+    )
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("out", type=Path, help="folder to create")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    write_checkpoint(SHAPES[options.shape], options.out, dtype=options.dtype, seed=options.seed)
+    size = (options.out / "model.safetensors").stat().st_size
+    print(f"{options.out}: {options.shape}, {options.dtype}, {size / 2**20:.0f} MiB of weights")
+
+
+if __name__ == "__main__":
+    main()

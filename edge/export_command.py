@@ -1,0 +1,2 @@
+"""stub"""
+def export() -> None: "x"

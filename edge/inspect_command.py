@@ -1,0 +1,2 @@
+"""stub"""
+def inspect() -> None: "x"

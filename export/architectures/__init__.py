@@ -1,0 +1,1 @@
+"""One declarative file per Hugging Face `model_type`; see `family`."""

@@ -1,0 +1,76 @@
+"""Weights of 4 and 8 bits: rounding to nearest, and the operators' packing.
+
+A weight matrix [N, K] is cut along K into blocks. A block's scale puts its weight of largest magnitude on code 0, so
+`scale = extreme / -2**(bits - 1)` (negative when the extreme is positive), `code = round(w / scale) + 2**(bits - 1)` and
+`w ~ (code - 2**(bits - 1)) * scale`: all codes are used and no zero points are stored. This is ONNX Runtime's signed
+full-range form (`MatMulNBits`, `GatherBlockQuantized`). A tail block shorter than the rest is padded with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..models.manifest import WeightFormat
+
+Float32Array = npt.NDArray[np.float32]
+UInt8Array = npt.NDArray[np.uint8]
+
+_NEGLIGIBLE: Final = np.float32(1e-30)
+"""A block whose largest weight is smaller is stored as zeros: the reciprocal of its scale would overflow."""
+
+
+def blocks_of(columns: int, form: WeightFormat) -> int:
+    """Blocks in a row of that many columns, the last one perhaps padded."""
+    return -(-columns // form.block)
+
+
+def quantize_rows(weights: Float32Array, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
+    """Round rows to the nearest codes.
+
+    Args:
+        weights: float32 [N, K], finite.
+        form: 4 or 8 bits and the block.
+
+    Returns:
+        Packed codes, uint8 [N, blocks, block * bits / 8], and scales, float32 [N, blocks].
+    """
+    rows, columns = weights.shape
+    blocks = blocks_of(columns, form)
+    if blocks * form.block != columns:
+        weights = np.pad(weights, ((0, 0), (0, blocks * form.block - columns)))
+    grouped = weights.reshape(rows, blocks, form.block)
+    half = 1 << (form.bits - 1)
+    highest, lowest = grouped.max(axis=-1), grouped.min(axis=-1)
+    extreme = np.where(highest > -lowest, highest, lowest)
+    extreme[np.abs(extreme) < _NEGLIGIBLE] = 0
+    scales = extreme * np.float32(-1 / half)
+    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
+    codes = grouped * inverse[:, :, None]
+    codes += np.float32(half + 0.5)  # truncation to integer then rounds to nearest
+    np.minimum(codes, np.float32(2 * half - 1), out=codes)
+    return pack_codes(codes.astype(np.uint8), form.bits), scales
+
+
+def dequantize_rows(packed: UInt8Array, scales: Float32Array, columns: int, form: WeightFormat) -> Float32Array:
+    """The weights that packed codes stand for, float32 [N, columns]; the inverse of `quantize_rows` up to rounding."""
+    centred = unpack_codes(packed, form.bits).astype(np.float32) - np.float32(1 << (form.bits - 1))
+    centred *= scales[:, :, None]
+    return centred.reshape(len(packed), -1)[:, :columns]
+
+
+def pack_codes(codes: UInt8Array, bits: int) -> UInt8Array:
+    """Codes [..., block] to bytes [..., block * bits / 8], the first code in the lowest bits."""
+    if bits == 8:
+        return codes
+    pairs = codes.view("<u2")  # low byte: even code, high byte: odd code
+    return (pairs | pairs >> 4).astype(np.uint8)
+
+
+def unpack_codes(packed: UInt8Array, bits: int) -> UInt8Array:
+    """The inverse of `pack_codes`."""
+    if bits == 8:
+        return packed
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)

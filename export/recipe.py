@@ -1,0 +1,56 @@
+"""What to make of a checkpoint: how its weights are stored and how long a context the graph serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..edge.errors import InputError
+from ..models.manifest import WeightFormat
+from .config import DecoderConfig
+
+FP32: Final = WeightFormat(32)
+INT8: Final = WeightFormat(8, 32)
+INT4: Final = WeightFormat(4, 32)
+
+BLOCKS: Final = (32, 64, 128)
+QUANTIZED_BITS: Final = (4, 8)
+DEFAULT_CONTEXT_LIMIT: Final = 32768
+"""Longest context exported unasked: the rotary table costs 4 * head_dim bytes a position."""
+
+
+@dataclass(frozen=True)
+class ExportRecipe:
+    """The choices of one export.
+
+    Raises:
+        InputError: a format or the context is not one that can be exported.
+    """
+
+    body: WeightFormat = INT4
+    """Format of the linears inside the layers."""
+    head: WeightFormat | None = None
+    """Format of the LM head and of the embedding; None stands for the body's."""
+    context: int | None = None
+    """Positions the graph serves; None stands for the checkpoint's own, at most `DEFAULT_CONTEXT_LIMIT`."""
+
+    def __post_init__(self) -> None:
+        for form in (self.body, self.head_format):
+            plain = form.bits == FP32.bits and form.block == 0
+            if not plain and (form.bits not in QUANTIZED_BITS or form.block not in BLOCKS):
+                raise InputError(
+                    f"weights of {form.bits} bits in blocks of {form.block} cannot be exported",
+                    f"supported are fp32, and {' and '.join(map(str, QUANTIZED_BITS))} bits in blocks of "
+                    + ", ".join(map(str, BLOCKS)),
+                )
+        if self.context is not None and self.context < 1:
+            raise InputError(f"a context of {self.context} positions cannot be exported", "give a positive number")
+
+    @property
+    def head_format(self) -> WeightFormat:
+        """Format of the LM head and of the embedding."""
+        return self.body if self.head is None else self.head
+
+    def context_for(self, config: DecoderConfig) -> int:
+        """Positions the graph of that model serves."""
+        return self.context or min(config.max_positions, DEFAULT_CONTEXT_LIMIT)

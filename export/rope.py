@@ -1,0 +1,150 @@
+"""Rotary position embeddings: the angle table a graph carries.
+
+Channel pair i of a head (channels i and i + dim/2) turns by `position * frequency[i]`. The scalings that stretch a
+model's context change the frequencies and, in one case, multiply the table by an attention factor. Definitions follow
+the models' authors as Hugging Face transformers states them (`modeling_rope_utils`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Frequencies = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Radians per position for every channel pair, float64 [dim / 2], and the factor on cosine and sine."""
+
+    frequencies: Frequencies
+    attention_factor: float = 1.0
+
+
+class RopeScaling(Protocol):
+    """How a model's context is stretched beyond what it was first trained on."""
+
+    def rotation(self, base: float, dim: int, context: int) -> Rotation:
+        """The rotation for heads of `dim` channels, theta `base`, in a graph that serves `context` positions."""
+        ...
+
+
+@dataclass(frozen=True)
+class Unscaled:
+    """Su et al. 2021 (RoFormer): frequency[i] = base ** (-2 i / dim)."""
+
+    def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
+        """See `RopeScaling.rotation`."""
+        return Rotation(_frequencies(base, dim))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Chen et al. 2023 (position interpolation): every position is divided by `factor`."""
+
+    factor: float
+
+    def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
+        """See `RopeScaling.rotation`."""
+        return Rotation(_frequencies(base, dim) / self.factor)
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Dynamic NTK: the base grows with the sequence once it is longer than `max_positions`.
+
+    A cached key cannot be rotated again when the sequence grows, so the base is the one for the whole exported context;
+    up to `max_positions` that is the plain base.
+    """
+
+    factor: float
+    max_positions: int
+
+    def rotation(self, base: float, dim: int, context: int) -> Rotation:
+        """See `RopeScaling.rotation`."""
+        length = max(context, self.max_positions)
+        growth = self.factor * length / self.max_positions - (self.factor - 1)
+        return Rotation(_frequencies(base * growth ** (dim / (dim - 2)), dim))
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+    def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
+        """See `RopeScaling.rotation`."""
+        plain = _frequencies(base, dim)
+        turns = self.original_positions * plain / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = np.clip(kept, 0.0, 1.0)
+        return Rotation(kept * plain + (1 - kept) * plain / self.factor)
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Peng et al. 2023 (YaRN): interpolation by wavelength, and logits scaled through the table."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
+        """See `RopeScaling.rotation`."""
+        plain = _frequencies(base, dim)
+        low, high = self._pair_of_turns(self.beta_fast, base, dim), self._pair_of_turns(self.beta_slow, base, dim)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        if low == high:
+            high += 0.001  # a step instead of a ramp, without dividing by zero
+        interpolated = np.clip((np.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
+        frequencies = plain * (1 - interpolated) + plain / self.factor * interpolated
+        return Rotation(frequencies, self._attention_factor())
+
+    def _pair_of_turns(self, turns: float, base: float, dim: int) -> float:
+        """The (fractional) channel pair that turns that many times over the original context."""
+        return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    def _attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
+        return _magnitude(self.factor, 1.0)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A model's rotary positions: theta and scaling."""
+
+    base: float
+    scaling: RopeScaling
+
+    def table(self, dim: int, context: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Cosines and sines, float32 [context, dim / 2] each, computed in float64."""
+        rotation = self.scaling.rotation(self.base, dim, context)
+        angles = np.arange(context, dtype=np.float64)[:, None] * rotation.frequencies
+        cosines = (np.cos(angles) * rotation.attention_factor).astype(np.float32)
+        return cosines, (np.sin(angles) * rotation.attention_factor).astype(np.float32)
+
+
+def _frequencies(base: float, dim: int) -> Frequencies:
+    return np.asarray(base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim))
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,126 @@
+"""Optimizers and the learning-rate schedule: Muon for the matrices inside the layers, AdamW for everything else."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .model import CausalLM
+
+
+@dataclass
+class Schedule:
+    """Warm-up, then cosine decay to zero, by whichever budget is nearer its end: steps or wall-clock minutes.
+
+    `used_seconds` is the time earlier runs of the same training took, so a resumed run keeps to the same budget.
+    Time while the process is suspended counts: the budget is a promise about the clock on the wall.
+    """
+
+    steps: int
+    minutes: float | None
+    warmup: int
+    used_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of training so far, earlier runs included."""
+        return self.used_seconds + time.monotonic() - self._started
+
+    def progress(self, step: int) -> float:
+        """Share of the budget used, 0 to 1, before step `step`."""
+        share = step / self.steps
+        if self.minutes is not None:
+            share = max(share, self.elapsed / (60 * self.minutes))
+        return min(1.0, share)
+
+    def factor(self, step: int, progress: float) -> float:
+        """Learning-rate multiplier for `step` at `progress`."""
+        return min(1.0, (step + 1) / max(1, self.warmup)) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Optimizers:
+    """The pair of optimizers as one, with state that fits in a safetensors file."""
+
+    def __init__(
+        self, model: CausalLM, *, matrix_rate: float, other_rate: float, weight_decay: float, kind: str = "muon"
+    ) -> None:
+        named = dict(model.named_parameters())
+        matrices = [p for name, p in named.items() if p.dim() == 2 and "embed" not in name]
+        vectors = [p for name, p in named.items() if p.dim() != 2]
+        embedding = [p for name, p in named.items() if "embed" in name]
+        adam_groups = [
+            {"params": embedding, "lr": other_rate, "weight_decay": 0.0},
+            {"params": vectors, "lr": other_rate, "weight_decay": 0.0},
+        ]
+        self.parts: list[torch.optim.Optimizer] = []
+        if kind == "muon":
+            # match_rms_adamw scales each update to the size an AdamW update would have, so rates mean the same.
+            self.parts.append(
+                torch.optim.Muon(
+                    matrices, lr=matrix_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+                )
+            )
+        else:
+            adam_groups.append({"params": matrices, "lr": matrix_rate, "weight_decay": weight_decay})
+        self.parts.append(torch.optim.AdamW(adam_groups, betas=(0.9, 0.98), eps=1e-9))
+        self.base = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
+        self.names = {parameter: name for name, parameter in named.items()}
+
+    def step(self, factor: float) -> None:
+        """Apply one update with every learning rate multiplied by `factor`, then clear the gradients."""
+        for part, rates in zip(self.parts, self.base, strict=True):
+            for group, rate in zip(part.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """All optimizer state as named tensors: `PARAMETER|FIELD`."""
+        tensors = {}
+        for part in self.parts:
+            for parameter, fields in part.state.items():
+                for field, value in fields.items():
+                    tensors[f"{self.names[parameter]}|{field}"] = torch.as_tensor(value).detach()
+        return tensors
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `state` returned."""
+        parameters = {name: parameter for parameter, name in self.names.items()}
+        owner = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
+        for key, value in tensors.items():
+            name, field = key.rsplit("|", 1)
+            parameter = parameters[name]
+            # Step counters stay on the CPU, where the optimizers expect them.
+            placed = value.clone() if field == "step" else value.to(parameter.device, copy=True)
+            owner[parameter].state[parameter][field] = placed
+
+
+class Average:
+    """Exponential moving average of the weights; early averages forget faster so the start is not remembered."""
+
+    def __init__(self, model: CausalLM, decay: float) -> None:
+        self.decay, self.updates = decay, 0
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: CausalLM) -> None:
+        """Move the average towards the model's current weights."""
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        current = dict(model.named_parameters())
+        torch._foreach_lerp_(list(self.weights.values()), [current[name] for name in self.weights], 1 - decay)
+
+    def swap(self, model: CausalLM) -> None:
+        """Exchange the average and the model's weights; calling it twice restores both."""
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                held = parameter.detach().clone()
+                parameter.copy_(self.weights[name])
+                self.weights[name] = held

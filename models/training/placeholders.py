@@ -1,0 +1,82 @@
+"""Fills tldr-pages placeholders with concrete values in request and command alike, which teaches copying."""
+
+from __future__ import annotations
+
+import random
+import re
+
+STEMS = (
+    "notes", "report", "data", "photo", "backup", "main", "index", "config", "server", "draft", "invoice", "results",
+    "users", "todo", "log", "archive", "sample", "input", "test", "output", "summary", "project", "access", "old",
+)  # fmt: skip
+FOLDERS = (
+    "src", "build", "docs", "Downloads", "/tmp", "/var/log", "~/projects", "photos", "music", "/etc", "backup", "dist",
+    "~/Documents", "/home/alice", "data", "logs", "public", "/opt/app", "my_folder", "/srv/www",
+)  # fmt: skip
+WORDS = (
+    "alpha", "web", "alice", "bob", "demo", "api", "blue", "nginx", "redis", "dev", "staging", "feature-x", "worker",
+    "mysql", "python", "prod", "carol", "frontend", "cache", "app1", "vm2", "release", "hello", "error", "TODO",
+)  # fmt: skip
+HOSTS = ("example.org", "host1", "10.0.0.5", "192.168.1.20", "server.local", "db.internal", "mysite.com", "8.8.8.8")
+URLS = ("https://example.org/file.zip", "https://mysite.com", "http://localhost:8080", "https://api.example.org/v1")
+EXTENSIONS = ("txt", "csv", "log", "json", "md", "py", "xml", "html", "conf")
+
+PLACEHOLDER = re.compile(r"<([A-Za-z0-9_./\\-]+)>")
+NOUN_GROUPS = {
+    "folder": ("directory", "folder", "path"),
+    "host": ("host", "server", "domain", "machine", "website", "address", "ip address", "hostname"),
+    "url": ("url", "link", "website", "page", "webpage"),
+    "number": ("number", "pid", "port", "id", "count"),
+}
+
+
+def value_for(name: str, rng: random.Random) -> tuple[str, tuple[str, ...]] | None:
+    """A plausible value for the placeholder called `name`, and nouns by which a request may call the thing.
+
+    Returns None for placeholders that are not understood well enough to fill.
+    """
+    leaf = re.split(r"[/\\]", name)[-1].lower()
+    extension = re.search(r"\.([a-z0-9.]{1,7})$", leaf)
+    if name.startswith(("path/to/", "path\\to\\")) and "or" not in leaf.split("_"):
+        if "directory" in leaf or "folder" in leaf:
+            return rng.choice(FOLDERS), NOUN_GROUPS["folder"]
+        suffix = extension.group(1) if extension else rng.choice(EXTENSIONS)
+        nouns = tuple({leaf.split(".")[0].strip("0123456789"), suffix.upper() + " file", suffix, "file", "archive"})
+        return f"{rng.choice(STEMS)}{rng.choice(('', '', '1', '2', '_2024', '-old'))}.{suffix}", nouns
+    if leaf in ("host", "hostname", "domain", "ip_address", "remote_host", "ip", "address", "example.com"):
+        return rng.choice(HOSTS), NOUN_GROUPS["host"]
+    if leaf == "url":
+        return rng.choice(URLS), NOUN_GROUPS["url"]
+    if leaf in ("port", "port_number"):
+        return str(rng.choice((22, 80, 443, 3000, 5432, 8000, 8080, 9000))), ("port",)
+    if leaf in ("pid", "process_id", "id", "number", "n", "count"):
+        return str(rng.randint(2, 9999)), (leaf.replace("_", " "), *NOUN_GROUPS["number"], "process")
+    if re.fullmatch(r"[a-z_]+", leaf) and len(leaf) > 3:
+        noun = leaf.replace("_", " ")
+        return rng.choice(WORDS), (noun, noun.removesuffix(" name"), noun.removeprefix("remote "))
+    return None
+
+
+def fill(request: str, command: str, rng: random.Random) -> tuple[str, str]:
+    """Name a concrete thing in the request and put it into the command; unchanged where no noun matches."""
+    for match in PLACEHOLDER.finditer(command):
+        made = value_for(match.group(1), rng)
+        if made is None:
+            continue
+        value, nouns = made
+        named = name_it(request, value, nouns, rng)
+        if named is not None:
+            return named, command.replace(match.group(), value)
+    return request, command
+
+
+def name_it(request: str, value: str, nouns: tuple[str, ...], rng: random.Random) -> str | None:
+    """Write `value` where the request speaks of "a specific NOUN"; None if it names no such thing."""
+    alternatives = "|".join(re.escape(noun) for noun in sorted(nouns, key=len, reverse=True) if noun)
+    pattern = rf"\b(?:an?|the|one)\s+(?:specific |given |specified |particular |single |existing |new )?({alternatives})\b"
+    found = re.search(pattern, request, flags=re.IGNORECASE)
+    if found is None:
+        return None
+    # Mostly the bare name, as a user would write; sometimes "the file NAME".
+    spoken = value if rng.random() < 0.6 else f"the {found.group(1)} {value}"
+    return request[: found.start()] + spoken + request[found.end() :]

@@ -1,0 +1,168 @@
+"""The target's training loop: time-aware, resumable, selecting on a validation split of the training data."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from .batches import Batch, BatchStream
+from .checkpoint import load_state, save_model, save_state, write_atomically
+from .corpus import Pair
+from .evaluate import answer_loss, score
+from .model import CausalLM
+from .optimizer import Average, Optimizers, Schedule
+from .precision import autocast
+from .tokenizer import ChatCodec
+
+LossFunction = Callable[[CausalLM, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What a run is asked to do; `steps` and `minutes` are budgets, whichever ends first."""
+
+    steps: int = 4000
+    minutes: float | None = None
+    batch_tokens: int = 8192
+    matrix_rate: float = 1e-3
+    other_rate: float = 1e-3
+    weight_decay: float = 0.1
+    warmup: int = 100
+    average: float = 0.997
+    label_smoothing: float = 0.0
+    optimizer: str = "muon"
+    seed: int = 1
+    evaluate_every: int = 250
+    save_every: int = 100
+    compiled: bool = False
+
+
+def answer_cross_entropy(label_smoothing: float) -> LossFunction:
+    """Mean cross-entropy over the tokens the model must produce; the LM head runs at those positions only."""
+
+    def loss(model: CausalLM, batch: Batch) -> Tensor:
+        logits = model.head(model.hidden(batch.ids)[batch.predicts])
+        return F.cross_entropy(logits.float(), batch.targets, label_smoothing=label_smoothing)
+
+    return loss
+
+
+def train(
+    model: CausalLM,
+    codec: ChatCodec,
+    stream: BatchStream,
+    validation: Sequence[Pair],
+    out: Path,
+    options: TrainOptions,
+    loss_function: LossFunction | None = None,
+) -> dict[str, Any]:
+    """Train `model` in place and write the best averaged weights to `out`; returns the run's record.
+
+    Resumes from `out/state.safetensors` when it is there: weights, optimizer, average, step, time used. The data
+    and dropout of a step depend on the seed and the step number alone, so a resumed run repeats an
+    uninterrupted one (exactly, as long as the budget is counted in steps).
+    """
+    loss_function = loss_function or answer_cross_entropy(options.label_smoothing)
+    device = next(model.parameters()).device
+    optimizers = Optimizers(
+        model,
+        matrix_rate=options.matrix_rate,
+        other_rate=options.other_rate,
+        weight_decay=options.weight_decay,
+        kind=options.optimizer,
+    )
+    average = Average(model, options.average)
+    record: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "best": -1.0, "history": []}
+    found = load_state(out)
+    if found is not None:
+        tensors, numbers = found
+        record = numbers["record"]
+        restore(model, optimizers, average, tensors, numbers)
+        print(f"resuming at step {record['step']}, {record['seconds'] / 60:.1f} minutes used", file=sys.stderr)
+    schedule = Schedule(options.steps, options.minutes, options.warmup, record["seconds"])
+    if options.compiled:
+        model.model.compile(dynamic=True)
+    model.train()
+    bar = tqdm(total=1000, initial=0, unit="‰", file=sys.stderr, disable=not progress_wanted(), dynamic_ncols=True)
+    recent: list[float] = []
+    # A finished run that is started again has nothing left to do, which is not an error.
+    while record["step"] < options.steps and (progress := schedule.progress(record["step"])) < 1.0:
+        step = record["step"]
+        torch.manual_seed(options.seed * 1_000_003 + step)
+        batch = stream.batch(step).to(device)
+        with autocast(device):
+            loss = loss_function(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers.step(schedule.factor(step, progress))
+        average.update(model)
+        recent = [*recent[-49:], float(loss.detach())]
+        record.update(step=step + 1, tokens=record["tokens"] + batch.tokens, seconds=schedule.elapsed)
+        bar.set_postfix_str(f"step {step + 1} loss {sum(recent) / len(recent):.3f}", refresh=False)
+        bar.update(int(1000 * progress) - bar.n)
+        last = step + 1 == options.steps or schedule.progress(step + 1) >= 1.0
+        if last or (step + 1) % options.evaluate_every == 0:
+            average.swap(model)
+            measured = measure(model, codec, validation)
+            if measured["first_word"] >= record["best"]:
+                record["best"] = measured["first_word"]
+                record["best_step"] = step + 1
+                save_model(out, model, codec.tokenizer)
+            average.swap(model)
+            measured |= {"step": step + 1, "tokens": record["tokens"], "minutes": schedule.elapsed / 60}
+            measured["train_loss"] = sum(recent) / len(recent)
+            record["history"].append(measured)
+            tqdm.write(json.dumps({k: round(v, 4) for k, v in measured.items()}), file=sys.stderr)
+        if last or (step + 1) % options.save_every == 0:
+            record["seconds"] = schedule.elapsed
+            snapshot(out, model, optimizers, average, record)
+    bar.close()
+    write_atomically(out / "training.json", json.dumps({"options": asdict(options), **record}, indent=2).encode())
+    return record
+
+
+def measure(model: CausalLM, codec: ChatCodec, validation: Sequence[Pair]) -> dict[str, float]:
+    """Validation figures that cost seconds: loss on the commands, and the share of right first words."""
+    if not validation:
+        return {"loss": 0.0, "first_word": 0.0}
+    scored = score(model, codec, validation, max_new=8)
+    return {"loss": answer_loss(model, codec, validation), "first_word": scored.first_word}
+
+
+def snapshot(out: Path, model: CausalLM, optimizers: Optimizers, average: Average, record: dict[str, Any]) -> None:
+    """Write everything a resumed run needs, in float32."""
+    tensors = {f"model/{name}": p for name, p in model.named_parameters()}
+    tensors |= {f"average/{name}": p for name, p in average.weights.items()}
+    tensors |= {f"optimizer/{name}": value for name, value in optimizers.state().items()}
+    save_state(out, tensors, {"record": record, "average_updates": average.updates})
+
+
+def restore(
+    model: CausalLM, optimizers: Optimizers, average: Average, tensors: dict[str, Tensor], numbers: dict[str, Any]
+) -> None:
+    """Put back what `snapshot` wrote."""
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "optimizer": {}}
+    for key, value in tensors.items():
+        part, name = key.split("/", 1)
+        parts[part][name] = value
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parts["model"][name])
+            average.weights[name].copy_(parts["average"][name])
+    average.updates = int(numbers["average_updates"])
+    optimizers.load_state(parts["optimizer"])
+
+
+def progress_wanted() -> bool:
+    """Whether someone is watching: a bar in a log file is only noise."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

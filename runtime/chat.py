@@ -1,0 +1,155 @@
+"""A conversation: its messages, its cache, and a file it can be put aside in."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Generator
+from io import BytesIO
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ..edge.errors import ContextError, InputError
+from ..models.atomic import write_atomically
+from .complete import CachedText
+from .options import GenerateOptions
+from .reply import Chunk, Reply
+from .text.template import Message
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_FORMAT: Final = 1
+
+
+class Session:
+    """Messages in order, each turn's prompt reusing the cache rows of the turns before it."""
+
+    def __init__(self, engine: Engine, *, system: str | None = None) -> None:
+        """Start a conversation; `Engine.session` is the usual way to.
+
+        Raises:
+            TemplateError: the model has no chat template, or it takes no system message.
+        """
+        self._engine = engine
+        self._text: CachedText | None = engine.new_text()
+        self.system: Final = system
+        """The system message, or None."""
+        self.messages: list[Message] = []
+        self.reset()
+        if system is not None:
+            engine.encode_chat([*self.messages, {"role": "user", "content": ""}])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose cache rows are kept."""
+        return self._cache().bound.arena.length
+
+    def send(self, text: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
+        """Say something and wait for the whole answer; errors as for `stream`."""
+        return Reply.of(self.stream(text, options, **changes))
+
+    def stream(self, text: str, options: GenerateOptions | None = None, **changes: Any) -> Generator[Chunk, None, None]:
+        """Say something and read the answer piece by piece.
+
+        What was answered joins the conversation, also when the stream is closed or cancelled half-way; if nothing was
+        answered because of an error, the conversation is as before.
+
+        Raises:
+            ContextError: the conversation does not fit the context any more.
+            InputError: an option is out of range, unknown, or makes no sense in a conversation.
+        """
+        chosen = (options or GenerateOptions()).changed(changes)
+        if chosen.raw or chosen.system is not None:
+            raise InputError("raw and system belong to a single answer", "give the session its system message instead")
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._engine.encode_chat(messages)
+        try:
+            chunks = self._engine.run(self._cache(), prompt, chosen)
+        except ContextError as error:
+            raise ContextError(error.what, "start again with reset (/reset in the terminal)") from error
+        return self._follow(messages, chunks)
+
+    def _follow(self, messages: list[Message], chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
+        answer: list[str] = []
+        try:
+            for chunk in chunks:
+                answer.append(chunk.text)
+                yield chunk
+        finally:
+            chunks.close()
+            if any(answer):
+                self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
+
+    def reset(self) -> None:
+        """Forget the conversation; the system message stays."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def save(self, path: str | Path) -> None:
+        """Put the conversation aside in one file, cache included, so that `Engine.session(resume=path)` goes on at once.
+
+        Raises:
+            OSError: the file cannot be written; an older one is untouched.
+        """
+        text = self._cache()
+        about = {"format": _FORMAT, "model": self._engine.fingerprint, "messages": self.messages}
+        rows = text.bound.arena.snapshot()
+        buffer = BytesIO()
+        np.savez(
+            buffer,
+            about=np.frombuffer(json.dumps(about).encode(), np.uint8),
+            tokens=np.asarray(text.tokens[: text.bound.arena.length], np.int64),
+            rows=rows,
+        )
+        write_atomically(Path(path), buffer.getvalue())
+
+    @classmethod
+    def resume(cls, engine: Engine, path: Path) -> Session:
+        """The conversation that `save` put aside.
+
+        Raises:
+            InputError: the file is missing, damaged, or of another model.
+        """
+        hint = "give a file written by /save or Session.save"
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                about = json.loads(stored["about"].tobytes())
+                tokens = stored["tokens"].tolist()
+                rows = stored["rows"]
+            messages = list(about["messages"])
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            raise InputError(f"{path} is not a saved conversation: {error}", hint) from error
+        if about.get("format") != _FORMAT or about.get("model") != engine.fingerprint:
+            raise InputError(f"{path} belongs to another model or another version of edge-run", hint)
+        system = messages[0].get("content") if messages and messages[0].get("role") == "system" else None
+        session = cls(engine, system=system)
+        text = session._cache()
+        try:
+            text.bound.arena.restore(rows)
+        except ValueError as error:
+            raise InputError(f"{path} is damaged: {error}", hint) from error
+        if text.bound.arena.length != len(tokens):
+            raise InputError(f"{path} is damaged: {len(tokens)} tokens, {text.bound.arena.length} rows", hint)
+        text.tokens = tokens
+        session.messages = messages
+        return session
+
+    def close(self) -> None:
+        """Free the conversation's cache."""
+        self._text = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _cache(self) -> CachedText:
+        if self._text is None:
+            raise InputError("this session is closed", "open another with Engine.session")
+        return self._text

@@ -1,0 +1,91 @@
+"""One answer: prompt ids through the decode loop, tokens into text, stop strings, and the account of it all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from .decode import DecodeLimits, FinishReason, decode
+from .reply import Chunk, Stats
+from .sampling import Sampler, SamplingParams
+from .session import BoundSession
+from .text.stops import StopMatcher
+from .text.stream import StreamDecoder
+from .text.tokenizer import TextTokenizer
+
+
+@dataclass
+class CachedText:
+    """A bound arena and the tokens its rows were computed from; there are never fewer tokens than rows."""
+
+    bound: BoundSession
+    tokens: list[int] = field(default_factory=list)
+
+    def continue_with(self, prompt: Sequence[int]) -> int:
+        """Make `prompt` the text, keeping the rows of the common beginning; returns how many were kept."""
+        arena = self.bound.arena
+        kept = 0
+        for old, new in zip(self.tokens[: arena.length], prompt, strict=False):
+            if old != new:
+                break
+            kept += 1
+        arena.rewind_to(kept)
+        self.tokens = list(prompt)
+        return kept
+
+
+def complete(
+    text: CachedText,
+    prompt: Sequence[int],
+    tokenizer: TextTokenizer,
+    sampling: SamplingParams,
+    limits: DecodeLimits,
+    stops: Sequence[str],
+    cancelled: Callable[[], bool],
+) -> Generator[Chunk, None, None]:
+    """Answer `prompt` and yield text as it becomes certain; the last chunk has the finish reason and the stats.
+
+    `text` follows along token by token, so that closing this iterator at any point leaves a cache to continue from.
+
+    Raises:
+        ContextError: the prompt leaves no room for an answer.
+    """
+    started = time.perf_counter()
+    first_token: float | None = None
+    completion = passes = decode_passes = 0
+    reused = text.continue_with(prompt)
+    decoder = StreamDecoder(tokenizer)
+    matcher = StopMatcher(stops)
+    finish = FinishReason.LENGTH
+    sampler = Sampler(sampling, text.bound.spec.vocab_size)
+    with closing(decode(text.bound, prompt, sampler, limits, cancelled)) as steps:
+        for step in steps:
+            passes += step.target_passes
+            decode_passes += step.target_passes if first_token is not None else 0
+            if first_token is None:
+                first_token = time.perf_counter()
+            completion += step.produced
+            text.tokens.extend(step.tokens)
+            shown = matcher.push(decoder.push(step.tokens))
+            if matcher.stopped:
+                finish = FinishReason.STOP
+            elif step.finish is not None:
+                finish = step.finish
+            if shown:
+                yield Chunk(shown)
+            if matcher.stopped:
+                break
+    rest = matcher.push(decoder.flush()) + matcher.flush()
+    ended = time.perf_counter()
+    stats = Stats(
+        prompt_tokens=len(prompt),
+        reused_tokens=min(reused, len(prompt) - 1),
+        completion_tokens=completion,
+        target_passes=passes,
+        decode_passes=decode_passes,
+        first_token_s=(first_token or ended) - started,
+        total_s=ended - started,
+    )
+    yield Chunk(rest, finish, stats)

@@ -1,0 +1,237 @@
+"""A loaded model: `load` it, then `generate`, `stream`, or open a `session`.
+
+One decode runs at a time; other threads wait their turn. `cancel` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from ..edge.errors import ContextError, EdgeError, InputError, TemplateError
+from ..models.bundle import Bundle, open_bundle
+from ..models.find import find_model
+from .asynchronous import stream_in_thread
+from .complete import CachedText, complete
+from .decode import DecodeLimits
+from .device import choose_device
+from .options import GenerateOptions, ModelDefaults
+from .reply import Chunk, Reply
+from .sampling import SamplingParams
+from .session import GraphSession, SessionConfig
+from .text.template import Message, load_template
+from .text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    import os
+
+    from .chat import Session
+
+
+def load(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    context: int | None = None,
+) -> Engine:
+    """Load a model.
+
+    Args:
+        model: an .onnx file or a model folder; None for the model that comes with edge-run.
+        device: `auto`, `cpu`, `gpu`, `npu` or the name of an execution provider.
+        threads: compute threads; None for one per physical core.
+        context: most tokens a conversation may have; None for what the model allows.
+
+    Raises:
+        BundleError: there is no such model, or it is damaged.
+        DeviceError: this machine has no such device.
+        InputError: a number is out of range.
+    """
+    if threads is not None and threads < 1:
+        raise InputError(f"threads is {threads}", "it must be 1 or more")
+    if context is not None and context < 2:
+        raise InputError(f"context is {context}", "it must be 2 or more")
+    chosen = choose_device(device)
+    bundle = open_bundle(find_model(None if model is None else Path(model)))
+    return Engine(bundle, SessionConfig(chosen, threads or 0), context)
+
+
+class Engine:
+    """A model in memory. Use `load` to make one; close it, or use it in a `with` block, to free the memory."""
+
+    def __init__(self, bundle: Bundle, config: SessionConfig, context: int | None = None) -> None:
+        self.bundle: Final = bundle
+        self.context: Final = _context_limit(bundle, context)
+        """Most tokens of prompt and answer together."""
+        self._graph: GraphSession | None = GraphSession(bundle.graph, config)
+        self.spec: Final = self._graph.spec
+        self.device: Final = config.device
+        self.tokenizer: Final = TextTokenizer(bundle, self.spec.vocab_size)
+        self.template: Final = load_template(bundle, self.tokenizer)
+        self.defaults: Final = ModelDefaults.of(bundle)
+        self._text: CachedText | None = None
+        self._turn = threading.Lock()
+        self._decoding_thread: int | None = None
+        self._cancelled = threading.Event()
+
+    def generate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
+        """Answer `prompt` whole. Options can be given as a `GenerateOptions`, by name, or both.
+
+        Raises:
+            ContextError: the prompt does not fit the context.
+            InputError: an option is out of range or unknown.
+            TemplateError: the model has no chat template (use `raw=True`) or a broken one.
+        """
+        return Reply.of(self.stream(prompt, options, **changes))
+
+    def stream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Generator[Chunk, None, None]:
+        """Answer `prompt` piece by piece; errors as for `generate`, raised before the first piece."""
+        chosen = (options or GenerateOptions()).changed(changes)
+        if chosen.raw:
+            if chosen.system is not None:
+                raise InputError("a raw prompt has no system message", "write it into the prompt, or leave raw out")
+            ids = self.tokenizer.encode(prompt, add_special_tokens=True)
+        else:
+            messages = [{"role": "system", "content": chosen.system}] if chosen.system is not None else []
+            ids = self.encode_chat([*messages, {"role": "user", "content": prompt}])
+        return self._stream_once(ids, chosen)
+
+    async def agenerate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
+        """`generate` for asyncio: decodes in a worker thread."""
+        return Reply.of([chunk async for chunk in self.astream(prompt, options, **changes)])
+
+    def astream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> AsyncIterator[Chunk]:
+        """`stream` for asyncio: decodes in a worker thread; cancelling the task cancels the answer."""
+        return stream_in_thread(lambda: self.stream(prompt, options, **changes), self.cancel)
+
+    def session(self, *, system: str | None = None, resume: str | os.PathLike[str] | None = None) -> Session:
+        """Open a conversation with its own cache, new or as `Session.save` left it.
+
+        Raises:
+            InputError: the saved conversation cannot be read or is of another model.
+            TemplateError: the model has no chat template.
+        """
+        from .chat import Session  # the two modules know each other
+
+        if resume is not None:
+            if system is not None:
+                raise InputError("a resumed conversation has its system message already", "give system or resume")
+            return Session.resume(self, Path(resume))
+        return Session(self, system=system)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the model's files; tells saved conversations of one model from another's."""
+        return self.bundle.fingerprint
+
+    def cancel(self) -> None:
+        """End the answer being written, if there is one, after its current pass; callable from any thread."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Free the model's memory, after the answer being written; calling it again does nothing."""
+        with self._turn:
+            self._graph = None
+            self._text = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of a conversation as the chat template writes it, ready for the assistant's turn.
+
+        Raises:
+            TemplateError: there is no chat template, or it failed.
+        """
+        if self.template is None:
+            raise TemplateError(f"{self.bundle.folder} has no chat template", "use --raw (raw=True) to continue plain text")
+        text = self.template.render(messages, **variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def new_text(self) -> CachedText:
+        """An empty arena of this model's, for one conversation.
+
+        Raises:
+            EdgeError: the engine is closed.
+        """
+        if self._graph is None:
+            raise EdgeError("this engine is closed", "load the model again")
+        return CachedText(self._graph.bind(self._graph.arena(self.context)))
+
+    def run(self, text: CachedText, prompt: Sequence[int], options: GenerateOptions) -> Generator[Chunk, None, None]:
+        """Answer `prompt` over a conversation's arena, when this engine's turn comes.
+
+        Raises:
+            ContextError: the prompt does not fit the context.
+            EdgeError: the engine is closed, or this thread is in the middle of another answer.
+        """
+        if not prompt:
+            raise InputError("the prompt is empty", "give at least one character")
+        if len(prompt) >= self.context:
+            raise ContextError(
+                f"the prompt has {len(prompt)} tokens and the model's context is {self.context}",
+                "shorten it, or start the conversation again",
+            )
+        limits = DecodeLimits(options.max_tokens, self.tokenizer.eos)
+        return self._answer(text, prompt, options.sampling(self.defaults), limits, options.stop)
+
+    def _answer(
+        self,
+        text: CachedText,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        limits: DecodeLimits,
+        stops: Sequence[str],
+    ) -> Generator[Chunk, None, None]:
+        with self._taking_turn():
+            yield from complete(text, prompt, self.tokenizer, sampling, limits, stops, self._cancelled.is_set)
+
+    def _stream_once(self, prompt: Sequence[int], options: GenerateOptions) -> Generator[Chunk, None, None]:
+        if self._text is None:
+            self._text = self.new_text()
+        # An answer outside a session starts from nothing, so that it depends on nothing that was asked before.
+        self._text.tokens.clear()
+        return self.run(self._text, prompt, options)
+
+    @contextmanager
+    def _taking_turn(self) -> Iterator[None]:
+        if self._decoding_thread == threading.get_ident():
+            raise EdgeError("this thread is in the middle of another answer", "finish or close that stream first")
+        with self._turn:
+            if self._graph is None:
+                raise EdgeError("this engine is closed", "load the model again")
+            self._cancelled.clear()
+            self._decoding_thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._decoding_thread = None
+
+
+def _context_limit(bundle: Bundle, asked: int | None) -> int:
+    """The context to use: what was asked for, up to what the model allows.
+
+    Raises:
+        InputError: more was asked for than the model allows, or nothing says what it allows.
+    """
+    if bundle.manifest is not None:
+        allowed: object = bundle.manifest.architecture.context
+    else:
+        allowed = bundle.json_file("config.json").get("max_position_embeddings")
+    if not isinstance(allowed, int) or allowed < 2:
+        if asked is None:
+            raise InputError(f"nothing beside {bundle.graph} says how long the context is", "give it with --context")
+        return asked
+    if asked is not None and asked > allowed:
+        raise InputError(f"context is {asked}", f"this model allows at most {allowed}")
+    return allowed if asked is None else asked

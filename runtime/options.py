@@ -1,0 +1,124 @@
+"""What a caller may ask of one answer, and what a model asks for by default."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..edge.errors import BundleError, InputError
+from ..models.bundle import Bundle
+from .sampling import SamplingParams
+
+_Number = TypeVar("_Number", int, float)
+_FILTERS = ("top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options of one answer; None leaves a choice to the model's generation_config.json, then to greedy decoding."""
+
+    max_tokens: int | None = None
+    """Most tokens to write; None: until the model ends or the context is full."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are not part of it."""
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    seed: int | None = None
+    """Same seed, same text; None draws one."""
+    raw: bool = False
+    """Continue the prompt as it is, without the chat template."""
+    system: str | None = None
+    """System message."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif not isinstance(self.stop, tuple):
+            object.__setattr__(self, "stop", tuple(self.stop))
+        if "" in self.stop:
+            raise InputError("a stop text is empty", "give at least one character")
+
+    def changed(self, changes: Mapping[str, Any]) -> GenerateOptions:
+        """A copy with some fields replaced.
+
+        Raises:
+            InputError: there is no such option, or its value is out of range.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
+        if unknown := sorted(set(changes) - known):
+            raise InputError(f"unknown option {unknown[0]!r}", f"options are: {', '.join(sorted(known))}")
+        return dataclasses.replace(self, **changes)
+
+    def sampling(self, defaults: ModelDefaults) -> SamplingParams:
+        """The sampling these options amount to for a model.
+
+        A filter or a temperature given here asks for sampling; filters that are not given come from the model only where
+        the model samples by default.
+        """
+        asked = self.temperature is not None or any(getattr(self, name) is not None for name in _FILTERS)
+        temperature = self.temperature
+        if temperature is None:
+            temperature = defaults.temperature if defaults.samples else 1.0 if asked else 0.0
+        filters = {
+            name: getattr(defaults, name) if defaults.samples and getattr(self, name) is None else getattr(self, name)
+            for name in _FILTERS
+        }
+        return SamplingParams(
+            temperature=temperature,
+            repeat_penalty=defaults.repeat_penalty if self.repeat_penalty is None else self.repeat_penalty,
+            seed=secrets.randbits(32) if self.seed is None else self.seed,
+            **{name: value for name, value in filters.items() if value is not None},
+        )
+
+
+@dataclass(frozen=True)
+class ModelDefaults:
+    """How a model wants to be sampled: its generation_config.json."""
+
+    samples: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> ModelDefaults:
+        """Read generation_config.json; what it does not say keeps its default.
+
+        Raises:
+            BundleError: a value is not a number in range.
+        """
+        config = bundle.json_file("generation_config.json")
+        try:
+            defaults = cls(
+                samples=bool(config.get("do_sample")),
+                temperature=_number(config, "temperature", 1.0),
+                top_k=_number(config, "top_k", 0),
+                top_p=_number(config, "top_p", 1.0),
+                min_p=_number(config, "min_p", 0.0),
+                repeat_penalty=_number(config, "repetition_penalty", 1.0),
+            )
+            SamplingParams(
+                defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p, defaults.repeat_penalty
+            )
+        except InputError as error:
+            raise BundleError(f"{bundle.folder / 'generation_config.json'}: {error.what}", error.hint) from error
+        return defaults
+
+
+def _number(config: Mapping[str, Any], name: str, default: _Number) -> _Number:
+    value = config.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"{name} is {value!r}", "it must be a number")
+    return type(default)(value)

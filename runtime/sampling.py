@@ -1,0 +1,153 @@
+"""From one row of logits to one token: penalties, truncation, and a draw keyed by position.
+
+The draw at a position depends on the seed and the position alone (a counter-based generator: Philox, Salmon et al. 2011),
+so a seed gives one text however many tokens a pass emits. Work arrays of vocabulary size are allocated once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..edge.errors import InputError
+
+Logits: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen; the default is greedy.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off. `repeat_penalty` divides the
+    positive and multiplies the negative logits of every token already in the context (Keskar et al. 2019, CTRL).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top-k", self.top_k, self.top_k >= 0, "0 (off) or more"),
+            ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min-p", self.min_p, 0 <= self.min_p < 1, "at least 0 and below 1"),
+            ("repeat-penalty", self.repeat_penalty, 0 < self.repeat_penalty < float("inf"), "above 0"),
+            ("seed", self.seed, 0 <= self.seed < 1 << 128, "at least 0"),
+        )
+        for name, value, good, expected in checks:
+            if not good:
+                raise InputError(f"{name} is {value}", f"it must be {expected}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+
+def uniform_at(seed: int, position: int) -> float:
+    """The uniform number in [0, 1) that belongs to a position of the text with this seed."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+
+
+class Sampler:
+    """Chooses tokens for one sequence; knows which tokens the context holds."""
+
+    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+        self.params = params
+        self._ids = np.arange(vocab_size) if not params.greedy else np.empty(0, np.intp)
+        self._scores = np.empty(vocab_size, np.float32)
+        self._weights = np.empty(vocab_size if not params.greedy else 0, np.float64)
+        self._cumulative = np.empty(vocab_size if not params.greedy else 0, np.float64)
+        self._mask = np.empty(vocab_size, np.bool_)
+        self._seen = np.zeros(vocab_size, np.bool_)
+        self._seen_ids = np.empty(vocab_size, np.intp)
+        self._seen_count = 0
+
+    def observe(self, tokens: npt.ArrayLike) -> None:
+        """Add tokens to the context that the repetition penalty looks at."""
+        if self.params.repeat_penalty == 1:
+            return
+        for token in np.asarray(tokens, np.intp).ravel():
+            if not self._seen[token]:
+                self._seen[token] = True
+                self._seen_ids[self._seen_count] = token
+                self._seen_count += 1
+
+    def choose(self, logits: Logits, position: int) -> int:
+        """The token for `position` (its index in the text), from float32 logits `[V]`, which are left as they are.
+
+        Greedy ties go to the lowest id.
+        """
+        if self.params.greedy:
+            scores = logits if self.params.repeat_penalty == 1 else self._penalized(logits)
+            return int(scores.argmax())
+        ids, probabilities = self.distribution(logits)
+        cumulative = np.cumsum(probabilities, out=self._cumulative[: probabilities.size])
+        drawn = uniform_at(self.params.seed, position) * cumulative[-1]
+        # A product rounded up to the total would fall off the end.
+        return int(ids[min(int(np.searchsorted(cumulative, drawn, side="right")), ids.size - 1)])
+
+    def distribution(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+        """The law of the next token: ascending ids `[k]` and their float64 probabilities `[k]`, summing to 1.
+
+        Temperature, top-k, top-p and min-p apply in this order, each to what the one before has left. Equal logits at a
+        filter's edge are kept together. The arrays are valid until the next call. Undefined for greedy parameters.
+        """
+        params = self.params
+        scores = self._penalized(logits)
+        ids = self._ids
+        if 0 < params.top_k < scores.size:
+            ids, scores = self._top_k(scores, params.top_k)
+        weights = self._weights[: ids.size]
+        np.subtract(scores, scores.max(), out=weights)
+        weights /= params.temperature
+        np.exp(weights, out=weights)
+        if params.top_p < 1:
+            ids, weights = self._nucleus(ids, weights, params.top_p)
+        if params.min_p > 0:
+            kept = self._where(np.greater_equal, weights, params.min_p * weights.max())
+            ids, weights = ids[kept], weights[kept]
+        weights /= weights.sum()
+        return ids, weights
+
+    def _penalized(self, logits: Logits) -> Logits:
+        scores = self._scores
+        np.copyto(scores, logits)
+        penalty = self.params.repeat_penalty
+        if penalty != 1 and self._seen_count:
+            ids = self._seen_ids[: self._seen_count]
+            seen = scores[ids]
+            scores[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
+        return scores
+
+    def _top_k(self, scores: Logits, k: int) -> tuple[npt.NDArray[np.intp], Logits]:
+        # Selecting in a copy that already exists costs no allocation: float32 scores fit in half the float64 buffer.
+        copy = self._cumulative.view(np.float32)[: scores.size]
+        np.copyto(copy, scores)
+        copy.partition(scores.size - k)
+        ids = self._where(np.greater_equal, scores, copy[scores.size - k])
+        return ids, scores[ids]
+
+    def _nucleus(
+        self, ids: npt.NDArray[np.intp], weights: npt.NDArray[np.float64], top_p: float
+    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+        """The smallest set of likeliest tokens whose mass reaches `top_p` (Holtzman et al. 2020), ties at its edge kept."""
+        total = weights.sum()
+        # Tokens this light hold less than 1 - top_p of the mass all together, so the nucleus is among the others.
+        possible = self._where(np.greater, weights, (1 - top_p) * total / weights.size)
+        heavy = np.sort(weights[possible])[::-1]
+        reached = int(np.searchsorted(np.cumsum(heavy), top_p * total))
+        edge = heavy[min(reached, heavy.size - 1)]
+        kept = possible[weights[possible] >= edge]
+        return ids[kept], weights[kept]
+
+    def _where(self, compare: np.ufunc, values: npt.NDArray[np.floating], bound: float) -> npt.NDArray[np.intp]:
+        """Indices at which `compare(values, bound)` holds."""
+        return np.flatnonzero(compare(values, bound, out=self._mask[: values.size]))

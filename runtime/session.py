@@ -1,0 +1,201 @@
+"""One ONNX Runtime session over one graph, and its binding to a KV arena.
+
+Everything a pass reads or writes is bound once: token, position and length buffers are written in place, the cache is the
+arena itself, and only what changes shape (a bias that grows with the text, another width) is bound again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from ..edge.errors import BundleError, EdgeError
+from .device import Device, put_on
+from .graph_spec import GraphSpec, Port, introspect
+from .kv import KVArena
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+_BLOCKED: Final = np.float32(np.finfo(np.float32).min)
+_LOG_NOTHING: Final = 4
+_LOAD_ERRORS: Final = tuple(
+    getattr(ort_errors, name)
+    for name in ("Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NoSuchFile", "NotImplemented", "EPFail")
+)
+_RUN_ERRORS: Final = (ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.RuntimeException, ort_errors.EPFail)
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """How a graph is run: on which device, with how many threads (0: one per physical core)."""
+
+    device: Device
+    threads: int = 0
+
+
+class GraphSession:
+    """A loaded graph. `spec` says what its ports are."""
+
+    def __init__(self, graph: Path, config: SessionConfig) -> None:
+        """Load `graph`.
+
+        Raises:
+            BundleError: the file is not a model, or not one that edge-run can decode with.
+        """
+        options = ort.SessionOptions()
+        options.log_severity_level = _LOG_NOTHING
+        options.intra_op_num_threads = config.threads
+        options.inter_op_num_threads = 1
+        # The bias changes shape with every token; remembering an allocation plan per shape would only grow.
+        options.enable_mem_pattern = False
+        try:
+            self._session = ort.InferenceSession(str(graph), options, providers=put_on(options, config.device))
+        except _LOAD_ERRORS as error:
+            raise BundleError(
+                f"{graph} cannot be loaded: {_reason(error)}", "give a complete model made by edge-run export"
+            ) from error
+        self.config: Final = config
+        self.spec: Final[GraphSpec] = introspect(
+            [Port(node.name, node.type, tuple(node.shape)) for node in self._session.get_inputs()],
+            [Port(node.name, node.type, tuple(node.shape)) for node in self._session.get_outputs()],
+            str(graph),
+        )
+
+    def arena(self, limit: int) -> KVArena:
+        """An empty arena of this graph's shape for a context of `limit` tokens."""
+        return KVArena(self.spec.layers, self.spec.kv_heads, self.spec.head_dim, limit)
+
+    def bind(self, arena: KVArena) -> BoundSession:
+        """The session ready to run passes over `arena`."""
+        return BoundSession(self._session, self.spec, arena)
+
+
+class BoundSession:
+    """Runs passes that read and extend one arena."""
+
+    def __init__(self, session: ort.InferenceSession, spec: GraphSpec, arena: KVArena) -> None:
+        self._session = session
+        self._io = session.io_binding()
+        self._run_options = ort.RunOptions()
+        self._run_options.log_severity_level = _LOG_NOTHING
+        self.spec: Final = spec
+        self.arena: Final = arena
+        self._bound_generation = -1
+        self._width = 0
+        self._rows = 0
+        self._tokens = np.zeros(0, np.int64)
+        self._positions = np.zeros(0, np.int64)
+        self._row_ids = np.zeros(0, np.int64)
+        self._logits = np.zeros((0, spec.vocab_size), np.float32)
+        self._open_bias = np.zeros(0, np.float32)
+        self._tree_bias = np.zeros(0, np.float32)
+        self._past = np.zeros(1, np.int32)
+        self._total = np.zeros((), np.int32)
+        self._bind_input("seqlens_k", self._past)
+        self._bind_input("total_sequence_length", self._total)
+
+    def forward(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        rows: npt.ArrayLike | None = None,
+        positions: npt.ArrayLike | None = None,
+        tree_mask: npt.NDArray[np.bool_] | None = None,
+    ) -> Floats:
+        """Run `n` new tokens after the arena's committed rows; their cache rows are written, not committed.
+
+        Args:
+            tokens: int `[n]`, ids below the vocabulary size.
+            rows: int `[r]`, which of the `n` rows to return logits for; all when None.
+            positions: int `[n]`, rotary positions; consecutive when None.
+            tree_mask: bool `[n, n]`, whether row i sees row j; causal when None. A row never sees a later one.
+
+        Returns:
+            Logits float32 `[r, V]`, valid until the next call.
+
+        Raises:
+            ContextError: the rows do not fit the context.
+            EdgeError: ONNX Runtime failed; the arena is as it was.
+        """
+        ids = np.asarray(tokens, np.int64)
+        base, width = self.arena.length, ids.size
+        self.arena.reserve(width)
+        total = base + width
+        if self._bound_generation != self.arena.generation:
+            self._bind_cache()
+        if width != self._width:
+            self._bind_width(width)
+        self._tokens[:width] = ids
+        self._positions[:width] = np.arange(base, total) if positions is None else positions
+        wanted = np.arange(width) if rows is None else np.asarray(rows, np.int64)
+        if wanted.size != self._rows:
+            self._bind_rows(wanted.size)
+        self._row_ids[: wanted.size] = wanted
+        if self.spec.takes_bias:
+            self._bind_bias(width, total, tree_mask)
+        elif tree_mask is not None:
+            raise ValueError("this graph takes no attention_bias, so it cannot verify trees")
+        self._past[0] = total - 1
+        self._total[...] = total
+        try:
+            self._session.run_with_iobinding(self._io, self._run_options)
+        except _RUN_ERRORS as error:
+            raise EdgeError(f"the model failed to run: {_reason(error)}", "run again with --debug and report it") from error
+        return self._logits[: wanted.size]
+
+    def _bind_input(self, name: str, array: npt.NDArray[np.generic]) -> None:
+        self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+
+    def _bind_cache(self) -> None:
+        """Bind every layer's slice of the arena as both past and present: the graph writes new rows in place."""
+        slices = self.arena.data.reshape(-1, 1, *self.arena.data.shape[2:])
+        for values, past, present in zip(slices, self.spec.cache_inputs, self.spec.cache_outputs, strict=True):
+            value = ort.OrtValue.ortvalue_from_numpy(values)
+            self._io.bind_ortvalue_input(past, value)
+            self._io.bind_ortvalue_output(present, value)
+        self._bound_generation = self.arena.generation
+
+    def _bind_width(self, width: int) -> None:
+        if width > self._tokens.size:
+            self._tokens = np.zeros(width, np.int64)
+            self._positions = np.zeros(width, np.int64)
+        self._bind_input("input_ids", self._tokens[:width].reshape(1, width))
+        if self.spec.takes_positions:
+            self._bind_input("position_ids", self._positions[:width].reshape(1, width))
+        self._width = width
+
+    def _bind_rows(self, rows: int) -> None:
+        if rows > len(self._logits):
+            self._row_ids = np.zeros(rows, np.int64)
+            self._logits = np.empty((rows, self.spec.vocab_size), np.float32)
+        self._bind_input("logit_rows", self._row_ids[:rows])
+        self._io.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(self._logits[:rows]))
+        self._rows = rows
+
+    def _bind_bias(self, width: int, total: int, tree_mask: npt.NDArray[np.bool_] | None) -> None:
+        """Bind float32 `[1, 1, width, total]`: zeros (causality is the operator's own), or the tree among the new rows."""
+        cells = width * total
+        if tree_mask is None:
+            if cells > self._open_bias.size:
+                self._open_bias = np.zeros(cells + width * self.arena.capacity, np.float32)
+            self._bind_input("attention_bias", self._open_bias[:cells].reshape(1, 1, width, total))
+            return
+        if cells > self._tree_bias.size:
+            self._tree_bias = np.empty(cells + width * self.arena.capacity, np.float32)
+        bias = self._tree_bias[:cells].reshape(1, 1, width, total)
+        bias[..., : total - width] = 0
+        bias[0, 0, :, total - width :] = np.where(tree_mask, np.float32(0), _BLOCKED)
+        self._bind_input("attention_bias", bias)
+
+
+def _reason(error: Exception) -> str:
+    """ONNX Runtime's message without its code prefix and file positions."""
+    text = str(error)
+    return text.split(" : ", 2)[-1].strip().split("\n", 1)[0]

@@ -1,0 +1,82 @@
+"""A model's tokenizer and the special tokens its configuration files name."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from ...edge.errors import BundleError, InputError
+from ...models.bundle import Bundle
+
+
+class TextTokenizer:
+    """Encodes and decodes; knows which tokens end a text."""
+
+    def __init__(self, bundle: Bundle, vocab_size: int) -> None:
+        """Read `tokenizer.json` and the configuration beside it.
+
+        Raises:
+            BundleError: it is missing, unreadable, or has tokens the model does not.
+        """
+        path = bundle.file("tokenizer.json")
+        if path is None:
+            raise BundleError(f"{bundle.folder} holds no tokenizer.json", "put the model's tokenizer.json beside the graph")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001  the library raises Exception itself
+            raise BundleError(f"{path} cannot be read: {error}", "restore it or export the model again") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        highest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if highest >= vocab_size:
+            raise BundleError(
+                f"{path} has token ids up to {highest}, but the model's vocabulary has {vocab_size}",
+                "use the tokenizer that belongs to this model",
+            )
+        self.config: Final = bundle.json_file("tokenizer_config.json")
+        self.special_ids: Final = frozenset(
+            token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self.eos: Final = self._find_eos(bundle, vocab_size)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised.
+
+        Raises:
+            InputError: the text holds lone surrogates, which no encoding can carry.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InputError("the text is not valid Unicode", "remove the lone surrogate characters") from error
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids`, special tokens left out; incomplete UTF-8 shows as U+FFFD."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def token_text(self, name: str) -> str | None:
+        """The text of a token named in tokenizer_config.json, such as `bos_token`."""
+        value: Any = self.config.get(name)
+        return value.get("content") if isinstance(value, dict) else value
+
+    def _find_eos(self, bundle: Bundle, vocab_size: int) -> frozenset[int]:
+        """Ids that end a text: those of generation_config.json (else config.json) and the tokenizer's own eos_token."""
+        for name in ("generation_config.json", "config.json"):
+            value = bundle.json_file(name).get("eos_token_id")
+            if value is not None:
+                break
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and 0 <= token < vocab_size for token in listed):
+            raise BundleError(
+                f"{bundle.folder / name}: eos_token_id is {value!r}",
+                f"it must be an id, or a list of ids, below {vocab_size}",
+            )
+        ids = set(listed)
+        text = self.token_text("eos_token")
+        named = self._tokenizer.token_to_id(text) if text else None
+        if named is not None:
+            ids.add(named)
+        return frozenset(ids)
