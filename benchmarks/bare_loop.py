@@ -107,7 +107,8 @@ class BareLoop:
         self._ids = np.zeros((1, width), np.int64)
         self._positions = np.zeros((1, width), np.int64)
         self._bind("input_ids", self._ids)
-        self._bind("position_ids", self._positions)
+        if "position_ids" in self._names:
+            self._bind("position_ids", self._positions)
         self._row_ids = np.arange(width - rows, width)
         self._bind("logit_rows", self._row_ids)
         self._logits = np.empty((rows, self.vocab), np.float32)

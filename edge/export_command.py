@@ -1,2 +1,95 @@
-"""stub"""
-def export() -> None: "x"
+"""`edge-run export SRC OUT`: a Hugging Face checkpoint to a model folder that edge-run runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from ..models.manifest import WeightFormat
+from .errors import InputError
+
+if TYPE_CHECKING:
+    from ..export.export import ExportReport
+
+
+class WeightChoice(str, Enum):
+    """How `--weights` and `--head` are spelled."""
+
+    FP32 = "fp32"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    def in_blocks_of(self, block: int) -> WeightFormat:
+        """The format this names; fp32 has no blocks."""
+        bits = {WeightChoice.FP32: 32, WeightChoice.INT8: 8, WeightChoice.INT4: 4}[self]
+        return WeightFormat(bits, 0 if self is WeightChoice.FP32 else block)
+
+
+def export(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A folder with config.json, safetensors and tokenizer.")],
+    destination: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
+    weights: Annotated[WeightChoice, typer.Option(help="How the weights are stored.")] = WeightChoice.INT4,
+    block: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 32,
+    head: Annotated[
+        WeightChoice | None,
+        typer.Option(help="How LM head and embedding are stored.", show_default="as the other weights"),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Longest context to serve.", show_default="the model's, at most 32768")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
+) -> None:
+    """Export a checkpoint of the llama, qwen2 or qwen3 family.
+
+    OUT is written whole or not at all; a model that stood there is replaced only when the new one has passed its check
+    against a reference decoder.
+
+    Example: edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4 --block 64 --head int8
+    """
+    try:
+        from ..export.export import export_checkpoint
+        from ..export.recipe import ExportRecipe
+    except ModuleNotFoundError as error:
+        raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
+
+    recipe = ExportRecipe(
+        body=weights.in_blocks_of(block), head=None if head is None else head.in_blocks_of(block), context=context
+    )
+    with _progress_bar() as progress:
+        report = export_checkpoint(source, destination, recipe, progress)
+    _show(report)
+
+
+class _Bar:
+    """Shows each stage of an export as a bar of its own."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=1.0)
+        self._progress.update(self._tasks[stage], completed=fraction)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[_Bar]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        yield _Bar(progress)
+
+
+def _show(report: ExportReport) -> None:
+    size = sum(report.file_bytes.values()) / 1e6
+    parity = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.items())
+    typer.echo(f"{report.bundle}: {size:.1f} MB, {report.bits_per_weight:.2f} bits a weight, {report.seconds:.1f} s")
+    typer.echo(f"against the reference: {parity}")

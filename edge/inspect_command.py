@@ -1,2 +1,87 @@
-"""stub"""
-def inspect() -> None: "x"
+"""`edge-run inspect MODEL`: what a model is."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..runtime.engine import Engine, load
+
+
+def inspect(
+    model: Annotated[
+        Path | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
+) -> None:
+    """Show a model's architecture, weights, files and how near it is to its checkpoint.
+
+    Example: edge-run inspect my-model
+    """
+    with load(model) as engine:
+        facts = describe(engine)
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), _shown(value))
+    Console(highlight=False).print(table)
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """The facts about a loaded model, as plain values."""
+    spec, manifest = engine.spec, engine.bundle.manifest
+    facts: dict[str, Any] = {"model": str(engine.bundle.folder), "graph": engine.bundle.graph.name}
+    if manifest is not None:
+        architecture = manifest.architecture
+        facts |= {
+            "family": architecture.family,
+            "hidden_size": architecture.hidden_size,
+            "intermediate_size": architecture.intermediate_size,
+            "attention_heads": architecture.heads,
+            "tied_head": architecture.tied_head,
+        }
+    facts |= {
+        "layers": spec.layers,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "vocabulary": spec.vocab_size,
+        "context": engine.context,
+        "cache_bytes_per_token": 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim,
+        "token_trees": spec.takes_bias and spec.takes_positions,
+        "chat_template": engine.template is not None,
+        "end_tokens": sorted(engine.tokenizer.eos),
+    }
+    if manifest is not None:
+        facts |= {
+            "weights": dict(Counter(str(form) for form in manifest.weights.values())),
+            "head_weights": str(manifest.weights["head"]),
+            "bits_per_weight": round(manifest.bits_per_weight, 3),
+            "parity": dict(manifest.parity),
+            "draft": manifest.draft,
+            "files": {name: digest.bytes for name, digest in manifest.files.items()},
+            "made_by": manifest.command or manifest.producer,
+        }
+    return facts
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(part)}" for key, part in value.items()) or "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value in (None, "") else str(value)

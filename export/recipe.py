@@ -8,6 +8,7 @@ from typing import Final
 from ..edge.errors import InputError
 from ..models.manifest import WeightFormat
 from .config import DecoderConfig
+from .layout import units_of
 
 FP32: Final = WeightFormat(32)
 INT8: Final = WeightFormat(8, 32)
@@ -54,3 +55,8 @@ class ExportRecipe:
     def context_for(self, config: DecoderConfig) -> int:
         """Positions the graph of that model serves."""
         return self.context or min(config.max_positions, DEFAULT_CONTEXT_LIMIT)
+
+    def plan_for(self, config: DecoderConfig) -> dict[str, WeightFormat]:
+        """Weight format by unit of that model."""
+        outer = ("embedding", "head")
+        return {unit.name: self.head_format if unit.name in outer else self.body for unit in units_of(config)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -19,18 +18,11 @@ _MAP_ALIGNMENT: Final = 1 << 16
 _SMALL_ALIGNMENT: Final = 64
 
 
-@dataclass(frozen=True)
-class Extent:
-    """Where a tensor lies in the file, in bytes."""
-
-    offset: int
-    length: int
-
-
 class WeightFile:
     """Appends tensors; use as a context manager. OSErrors of the disk pass through."""
 
     def __init__(self, path: Path) -> None:
+        self.name = path.name
         self._file = path.open("wb", buffering=0)
         self._sha = hashlib.sha256()
         self._size = 0
@@ -43,11 +35,11 @@ class WeightFile:
     ) -> None:
         self._file.close()
 
-    def start(self, length: int) -> Extent:
-        """Align for a tensor of that many bytes and say where it will lie; `append` its bytes next."""
+    def start(self, length: int) -> int:
+        """Align for a tensor of that many bytes and return its offset; `append` its bytes next."""
         alignment = _MAP_ALIGNMENT if length >= _MAPPED_FROM else _SMALL_ALIGNMENT
         self._write(memoryview(bytes(-self._size % alignment)))
-        return Extent(self._size, length)
+        return self._size
 
     def append(self, piece: npt.NDArray[np.generic]) -> None:
         """Write the next bytes of the tensor that was started."""

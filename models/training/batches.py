@@ -1,4 +1,4 @@
-"""The endless, reproducible stream of training batches: batch k is a pure function of (pairs, seed, k)."""
+"""The endless, reproducible stream of training batches: batch k is a pure function of (examples, seed, k)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,46 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .corpus import Pair
-from .tasks import Chat, TaskMaker
+from .tasks import TaskMaker
 from .tokenizer import ChatCodec
 
-Encoded = tuple[list[int], list[bool]]
 # Conversations cut into one group of batches. Larger pools sort into batches of more even length.
 POOL_EXAMPLES = 8192
+
+
+@dataclass(frozen=True)
+class Example:
+    """One encoded conversation.
+
+    ids: token ids; answer: for each id, whether the model must produce it; likely and share, both
+    [answer.sum(), k] and only in distillation: a teacher's most likely ids at each answer position (int64) and
+    their probabilities (float32, summing to 1).
+    """
+
+    ids: list[int]
+    answer: list[bool]
+    likely: NDArray[np.int64] | None = None
+    share: NDArray[np.float32] | None = None
+
+    def clipped(self, context: int) -> Example:
+        """The example cut to the model's context."""
+        if len(self.ids) <= context:
+            return self
+        kept = sum(self.answer[:context])
+        return Example(
+            self.ids[:context],
+            self.answer[:context],
+            None if self.likely is None else self.likely[:kept],
+            None if self.share is None else self.share[:kept],
+        )
+
+
+# Gives the example at a place in the endless sequence of training examples, and many at once for speed.
+ExampleSource = Callable[[range], list[Example]]
 
 
 @dataclass(frozen=True)
@@ -24,42 +55,54 @@ class Batch:
     """Right-padded token ids and the positions that carry loss.
 
     ids: int64 [B, T]; predicts: bool [B, T], true where the *next* token is one the model must produce;
-    targets: int64 [predicts.sum()], those next tokens; tokens: real (unpadded) tokens.
+    targets: int64 [N], those next tokens; likely, share: [N, k] as in `Example`; tokens: real (unpadded) tokens.
     """
 
     ids: Tensor
     predicts: Tensor
     targets: Tensor
     tokens: int
+    likely: Tensor | None = None
+    share: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        return Batch(self.ids.to(device), self.predicts.to(device), self.targets.to(device), self.tokens)
+        return Batch(
+            self.ids.to(device),
+            self.predicts.to(device),
+            self.targets.to(device),
+            self.tokens,
+            None if self.likely is None else self.likely.to(device),
+            None if self.share is None else self.share.to(device),
+        )
 
 
-def collate(examples: Sequence[Encoded], pad: int) -> Batch:
+def collate(examples: Sequence[Example], pad: int) -> Batch:
     """Pad encoded conversations to the longest of them."""
-    length = max(len(ids) for ids, _ in examples)
+    length = max(len(example.ids) for example in examples)
     ids = np.full((len(examples), length), pad, dtype=np.int64)
     answer = np.zeros((len(examples), length), dtype=np.bool_)
-    for row, (tokens, flags) in enumerate(examples):
-        ids[row, : len(tokens)] = tokens
-        answer[row, : len(flags)] = flags
+    for row, example in enumerate(examples):
+        ids[row, : len(example.ids)] = example.ids
+        answer[row, : len(example.answer)] = example.answer
     predicts = np.zeros_like(answer)
     predicts[:, :-1] = answer[:, 1:]
-    targets = ids[:, 1:][answer[:, 1:]]
+    likely = [example.likely for example in examples if example.likely is not None]
+    share = [example.share for example in examples if example.share is not None]
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(predicts),
-        torch.from_numpy(targets),
-        sum(len(tokens) for tokens, _ in examples),
+        torch.from_numpy(ids[:, 1:][answer[:, 1:]]),
+        sum(len(example.ids) for example in examples),
+        torch.from_numpy(np.concatenate(likely)) if likely else None,
+        torch.from_numpy(np.concatenate(share)) if share else None,
     )
 
 
 def cut_by_cost(lengths: Sequence[int], parts: int) -> list[int]:
-    """Boundaries that cut ascending `lengths` into `parts` runs of about equal padded cost; parts + 1 integers."""
-    cost = np.cumsum(np.asarray(lengths, dtype=np.float64))
-    bounds = np.searchsorted(cost, cost[-1] * np.arange(1, parts) / parts) + 1
+    """Boundaries that cut ascending `lengths` into `parts` runs of about equal total; parts + 1 integers."""
+    total = np.cumsum(np.asarray(lengths, dtype=np.float64))
+    bounds = np.searchsorted(total, total[-1] * np.arange(1, parts) / parts) + 1
     edges = [0, *bounds.tolist(), len(lengths)]
     # Each run needs at least one example, even where one long example is worth several runs.
     for i in range(1, parts):
@@ -67,57 +110,53 @@ def cut_by_cost(lengths: Sequence[int], parts: int) -> list[int]:
     return edges
 
 
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    """The order in which epoch `epoch` visits `count` items."""
+    order: list[int] = np.random.default_rng((seed, 1, epoch)).permutation(count).tolist()
+    return order
+
+
+def in_epochs(count: int, seed: int, places: range) -> list[int]:
+    """The item at each place of the endless sequence "all items shuffled, all items shuffled again, ..."."""
+    orders = {epoch: epoch_order(count, seed, epoch) for epoch in {place // count for place in places}}
+    return [orders[place // count][place % count] for place in places]
+
+
+def task_examples(pairs: Sequence[Pair], maker: TaskMaker, codec: ChatCodec, seed: int) -> ExampleSource:
+    """Conversations freshly made from the pairs in every epoch; place k always gives the same conversation."""
+
+    def source(places: range) -> list[Example]:
+        chats = [
+            maker.make(pairs[index], random.Random(f"{seed}/{place}"))
+            for place, index in zip(places, in_epochs(len(pairs), seed, places), strict=True)
+        ]
+        return [Example(ids, answer) for ids, answer in codec.encode_chats(chats)]
+
+    return source
+
+
 class BatchStream:
     """Batches of similar-length conversations, addressed by number so that a resumed run sees the same data."""
 
     def __init__(
-        self,
-        pairs: Sequence[Pair],
-        make: Callable[[Pair, random.Random], Chat] | TaskMaker,
-        codec: ChatCodec,
-        *,
-        batch_tokens: int,
-        context: int,
-        seed: int,
+        self, source: ExampleSource, *, pad: int, batch_tokens: int, context: int, seed: int, pool: int = POOL_EXAMPLES
     ) -> None:
-        if not pairs:
-            raise ValueError("no training pairs")
-        self.pairs, self.codec, self.context, self.seed = list(pairs), codec, context, seed
-        self.make = make.make if isinstance(make, TaskMaker) else make
-        self.pool_examples = min(POOL_EXAMPLES, max(64, len(self.pairs)))
-        # The number of batches per pool is measured once on the first pool and then kept, so that a batch number
-        # maps to a pool without looking at the pools in between.
-        self._pool_number, self._pool = 0, self._encode_pool(0)
-        total = sum(len(ids) for ids, _ in self._pool)
-        self.per_pool = max(1, min(round(total / batch_tokens), self.pool_examples))
-        self._edges = self._cut()
+        self.source, self.pad, self.context, self.seed, self.pool_examples = source, pad, context, seed, pool
+        self._number, self._pool = 0, self._encode(0)
+        # Batches per pool are counted on the first pool and then kept, so that a batch number leads to its pool
+        # without looking at the pools in between.
+        total = sum(len(example.ids) for example in self._pool)
+        self.per_pool = max(1, min(round(total / batch_tokens), pool))
 
     def batch(self, number: int) -> Batch:
-        """Batch `number` (counted from 0)."""
+        """Batch `number`, counted from 0."""
         pool, place = divmod(number, self.per_pool)
-        if pool != self._pool_number:
-            self._pool_number, self._pool = pool, self._encode_pool(pool)
-            self._edges = self._cut()
-        order = np.random.default_rng((self.seed, 2, pool)).permutation(self.per_pool)
-        part = int(order[place])
-        return collate(self._pool[self._edges[part] : self._edges[part + 1]], self.codec.end)
+        if pool != self._number:
+            self._number, self._pool = pool, self._encode(pool)
+        edges = cut_by_cost([len(example.ids) for example in self._pool], self.per_pool)
+        part = int(np.random.default_rng((self.seed, 2, pool)).permutation(self.per_pool)[place])
+        return collate(self._pool[edges[part] : edges[part + 1]], self.pad)
 
-    def _cut(self) -> list[int]:
-        return cut_by_cost([len(ids) for ids, _ in self._pool], self.per_pool)
-
-    def _encode_pool(self, pool: int) -> list[Encoded]:
-        chats = []
-        for place in range(pool * self.pool_examples, (pool + 1) * self.pool_examples):
-            epoch, index = divmod(place, len(self.pairs))
-            pair = self.pairs[self._shuffled(epoch)[index]]
-            chats.append(self.make(pair, random.Random(f"{self.seed}/{place}")))
-        encoded = self.codec.encode_chats(chats)
-        fitting = [(ids[: self.context], flags[: self.context]) for ids, flags in encoded]
-        return sorted(fitting, key=lambda example: len(example[0]))
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        cached: tuple[int, list[int]] | None = getattr(self, "_order", None)
-        if cached is None or cached[0] != epoch:
-            cached = (epoch, np.random.default_rng((self.seed, 1, epoch)).permutation(len(self.pairs)).tolist())
-            self._order = cached
-        return cached[1]
+    def _encode(self, pool: int) -> list[Example]:
+        examples = self.source(range(pool * self.pool_examples, (pool + 1) * self.pool_examples))
+        return sorted((example.clipped(self.context) for example in examples), key=lambda example: len(example.ids))

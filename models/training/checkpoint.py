@@ -48,9 +48,7 @@ def save_model(folder: Path, model: CausalLM, tokenizer: Tokenizer) -> None:
     }
     for name, text in texts.items():
         write_atomically(folder / name, text.encode())
-    weights = {
-        name: p.detach().to("cpu", torch.bfloat16).contiguous().clone() for name, p in model.named_parameters()
-    }
+    weights = {name: p.detach().to("cpu", torch.bfloat16).contiguous().clone() for name, p in model.named_parameters()}
     write_atomically(folder / "model.safetensors", save(weights, metadata={"format": "pt"}))
 
 

@@ -103,7 +103,8 @@ def split_validation(pairs: Iterable[Pair], per_mille: int) -> tuple[list[Pair],
 
     All copies of a pair fall on the same side.
     """
-    train, validation = [], []
+    train: list[Pair] = []
+    validation: list[Pair] = []
     for pair in pairs:
         digest = hashlib.sha256("\0".join(pair.key).encode()).digest()
         side = validation if int.from_bytes(digest[:4], "big") % 1000 < per_mille else train

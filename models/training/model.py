@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
+        """Normalise x [..., C]; float32 out."""
+        return functional.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
 
 
 class ChannelDropout(nn.Module):
@@ -103,6 +104,7 @@ class ChannelDropout(nn.Module):
         self.share = share
 
     def forward(self, x: Tensor) -> Tensor:
+        """Zero channels of x [B, T, C] and scale up the rest; x itself outside training."""
         if not self.training or self.share == 0.0:
             return x
         kept = torch.rand(x.shape[0], 1, x.shape[2], device=x.device) >= self.share
@@ -143,6 +145,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: LayerCache | None) -> Tensor:
+        """Mix x [B, T, C] along T; cos, sin [T, D], mask [T, past + T] with 0 or minus infinity."""
         batch, length, _ = x.shape
         query = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
         key = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
@@ -171,7 +174,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        """Transform x [B, T, C] position by position."""
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
@@ -187,6 +191,7 @@ class Layer(nn.Module):
         self.dropout = ChannelDropout(dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: LayerCache | None) -> Tensor:
+        """One layer over x [B, T, C]; the other arguments are as for `Attention`."""
         x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, cache))
         out: Tensor = x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
         return out
@@ -206,6 +211,7 @@ class Backbone(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, ids: Tensor, cache: Sequence[LayerCache] | None = None) -> Tensor:
+        """Normalised hidden states [B, T, C] for token ids int64 [B, T], continuing the cache if there is one."""
         past = len(cache[0]) if cache else 0
         total = past + ids.shape[1]
         cos, sin = self.get_buffer("cos")[past:total], self.get_buffer("sin")[past:total]
@@ -228,6 +234,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Backbone(shape, dropout)
+        self._compiled: Callable[[Tensor], Tensor] | None = None
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 # Projections that write into the residual stream start smaller, so depth does not raise its variance.
@@ -239,12 +246,18 @@ class CausalLM(nn.Module):
 
         With a cache (one entry a layer) the ids continue the cached rows, and their own rows are added to it.
         """
+        if self._compiled is not None and self.training and cache is None:
+            return self._compiled(ids)
         out: Tensor = self.model(ids, cache)
         return out
 
+    def compile_training(self) -> None:
+        """Fuse training passes with torch.compile; evaluation, whose shapes vary with the cache, stays as it is."""
+        self._compiled = torch.compile(self.model.forward, dynamic=True)
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab_size] for hidden states [..., hidden_size]."""
-        return F.linear(hidden, self.model.embed_tokens.weight)
+        return functional.linear(hidden, self.model.embed_tokens.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [B, T, vocab_size] for token ids int64 [B, T]."""

@@ -63,15 +63,13 @@ class Optimizers:
         if kind == "muon":
             # match_rms_adamw scales each update to the size an AdamW update would have, so rates mean the same.
             self.parts.append(
-                torch.optim.Muon(
-                    matrices, lr=matrix_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-                )
+                torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
             )
         else:
             adam_groups.append({"params": matrices, "lr": matrix_rate, "weight_decay": weight_decay})
         self.parts.append(torch.optim.AdamW(adam_groups, betas=(0.9, 0.98), eps=1e-9))
         self.base = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
-        self.names = {parameter: name for name, parameter in named.items()}
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
 
     def step(self, factor: float) -> None:
         """Apply one update with every learning rate multiplied by `factor`, then clear the gradients."""

@@ -10,8 +10,8 @@ STEMS = (
     "users", "todo", "log", "archive", "sample", "input", "test", "output", "summary", "project", "access", "old",
 )  # fmt: skip
 FOLDERS = (
-    "src", "build", "docs", "Downloads", "/tmp", "/var/log", "~/projects", "photos", "music", "/etc", "backup", "dist",
-    "~/Documents", "/home/alice", "data", "logs", "public", "/opt/app", "my_folder", "/srv/www",
+    "src", "build", "docs", "Downloads", "/media/usb", "/var/log", "~/projects", "photos", "music", "/etc", "backup",
+    "dist", "~/Documents", "/home/alice", "data", "logs", "public", "/opt/app", "my_folder", "/srv/www",
 )  # fmt: skip
 WORDS = (
     "alpha", "web", "alice", "bob", "demo", "api", "blue", "nginx", "redis", "dev", "staging", "feature-x", "worker",
@@ -36,25 +36,31 @@ def value_for(name: str, rng: random.Random) -> tuple[str, tuple[str, ...]] | No
     Returns None for placeholders that are not understood well enough to fill.
     """
     leaf = re.split(r"[/\\]", name)[-1].lower()
-    extension = re.search(r"\.([a-z0-9.]{1,7})$", leaf)
+    noun = leaf.replace("_", " ")
+    made: tuple[str, tuple[str, ...]] | None = None
     if name.startswith(("path/to/", "path\\to\\")) and "or" not in leaf.split("_"):
-        if "directory" in leaf or "folder" in leaf:
-            return rng.choice(FOLDERS), NOUN_GROUPS["folder"]
-        suffix = extension.group(1) if extension else rng.choice(EXTENSIONS)
-        nouns = tuple({leaf.split(".")[0].strip("0123456789"), suffix.upper() + " file", suffix, "file", "archive"})
-        return f"{rng.choice(STEMS)}{rng.choice(('', '', '1', '2', '_2024', '-old'))}.{suffix}", nouns
-    if leaf in ("host", "hostname", "domain", "ip_address", "remote_host", "ip", "address", "example.com"):
-        return rng.choice(HOSTS), NOUN_GROUPS["host"]
-    if leaf == "url":
-        return rng.choice(URLS), NOUN_GROUPS["url"]
-    if leaf in ("port", "port_number"):
-        return str(rng.choice((22, 80, 443, 3000, 5432, 8000, 8080, 9000))), ("port",)
-    if leaf in ("pid", "process_id", "id", "number", "n", "count"):
-        return str(rng.randint(2, 9999)), (leaf.replace("_", " "), *NOUN_GROUPS["number"], "process")
-    if re.fullmatch(r"[a-z_]+", leaf) and len(leaf) > 3:
-        noun = leaf.replace("_", " ")
-        return rng.choice(WORDS), (noun, noun.removesuffix(" name"), noun.removeprefix("remote "))
-    return None
+        made = path_for(leaf, rng)
+    elif leaf in ("host", "hostname", "domain", "ip_address", "remote_host", "ip", "address", "example.com"):
+        made = rng.choice(HOSTS), NOUN_GROUPS["host"]
+    elif leaf == "url":
+        made = rng.choice(URLS), NOUN_GROUPS["url"]
+    elif leaf in ("port", "port_number"):
+        made = str(rng.choice((22, 80, 443, 3000, 5432, 8000, 8080, 9000))), ("port",)
+    elif leaf in ("pid", "process_id", "id", "number", "n", "count"):
+        made = str(rng.randint(2, 9999)), (noun, *NOUN_GROUPS["number"], "process")
+    elif re.fullmatch(r"[a-z_]{4,}", leaf):
+        made = rng.choice(WORDS), (noun, noun.removesuffix(" name"), noun.removeprefix("remote "))
+    return made
+
+
+def path_for(leaf: str, rng: random.Random) -> tuple[str, tuple[str, ...]]:
+    """A value and nouns for a path placeholder whose last component is `leaf`; a stated extension is kept."""
+    if "directory" in leaf or "folder" in leaf:
+        return rng.choice(FOLDERS), NOUN_GROUPS["folder"]
+    extension = re.search(r"\.([a-z0-9.]{1,7})$", leaf)
+    suffix = extension.group(1) if extension else rng.choice(EXTENSIONS)
+    nouns = (leaf.partition(".")[0].strip("0123456789"), f"{suffix} file", suffix, "file", "archive")
+    return f"{rng.choice(STEMS)}{rng.choice(('', '', '1', '2', '_2024', '-old'))}.{suffix}", nouns
 
 
 def fill(request: str, command: str, rng: random.Random) -> tuple[str, str]:
@@ -73,7 +79,8 @@ def fill(request: str, command: str, rng: random.Random) -> tuple[str, str]:
 def name_it(request: str, value: str, nouns: tuple[str, ...], rng: random.Random) -> str | None:
     """Write `value` where the request speaks of "a specific NOUN"; None if it names no such thing."""
     alternatives = "|".join(re.escape(noun) for noun in sorted(nouns, key=len, reverse=True) if noun)
-    pattern = rf"\b(?:an?|the|one)\s+(?:specific |given |specified |particular |single |existing |new )?({alternatives})\b"
+    adjectives = "specific |given |specified |particular |single |existing |new "
+    pattern = rf"\b(?:an?|the|one)\s+(?:{adjectives})?({alternatives})\b"
     found = re.search(pattern, request, flags=re.IGNORECASE)
     if found is None:
         return None

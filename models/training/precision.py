@@ -12,8 +12,8 @@ import torch
 def native_bfloat16(kind: str) -> bool:
     """Whether a device of this kind multiplies bfloat16 matrices in hardware."""
     if kind == "cuda":
-        return torch.cuda.is_bf16_supported()
-    return kind == "cpu" and bool(torch.backends.mkldnn.is_available()) and bool(torch.cpu._is_avx512_bf16_supported())
+        return bool(torch.cuda.is_bf16_supported())
+    return kind == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -82,12 +82,10 @@ def reword(request: str, rng: random.Random) -> str:
 
 def replace_synonym(text: str, rng: random.Random) -> str:
     """Replace one word or phrase by another of its group; the text is unchanged if it holds none."""
-    hits = [(pattern, group) for pattern, group in SYNONYM_PATTERNS if pattern.search(text)]
+    hits = [(found, group) for pattern, group in SYNONYM_PATTERNS if (found := pattern.search(text))]
     if not hits:
         return text
-    pattern, group = rng.choice(hits)
-    found = pattern.search(text)
-    assert found is not None
+    found, group = rng.choice(hits)
     other = rng.choice([word for word in group if word != found.group().lower()])
     if found.group()[:1].isupper():
         other = other[:1].upper() + other[1:]

@@ -49,12 +49,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
 class ChatCodec:
     """Turns chats into token ids, with a flag on every id that the model is trained to produce."""
 
+    end, system, user, assistant = range(len(SPECIAL_TOKENS))
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         found = [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS]
-        if found != [0, 1, 2, 3]:
+        if found != list(range(len(SPECIAL_TOKENS))):
             raise ValueError(f"expected {', '.join(SPECIAL_TOKENS)} to be tokens 0 to 3, found {found}")
-        self.end, self.system, self.user, self.assistant = found
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatCodec:

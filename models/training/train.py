@@ -5,26 +5,25 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn import functional
 from tqdm import tqdm
 
 from .batches import Batch, BatchStream
 from .checkpoint import load_state, save_model, save_state, write_atomically
-from .corpus import Pair
-from .evaluate import answer_loss, score
 from .model import CausalLM
 from .optimizer import Average, Optimizers, Schedule
 from .precision import autocast
-from .tokenizer import ChatCodec
 
 LossFunction = Callable[[CausalLM, Batch], Tensor]
+Validation = Callable[[CausalLM], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -52,27 +51,28 @@ def answer_cross_entropy(label_smoothing: float) -> LossFunction:
 
     def loss(model: CausalLM, batch: Batch) -> Tensor:
         logits = model.head(model.hidden(batch.ids)[batch.predicts])
-        return F.cross_entropy(logits.float(), batch.targets, label_smoothing=label_smoothing)
+        return functional.cross_entropy(logits.float(), batch.targets, label_smoothing=label_smoothing)
 
     return loss
 
 
 def train(
     model: CausalLM,
-    codec: ChatCodec,
+    tokenizer: Tokenizer,
     stream: BatchStream,
-    validation: Sequence[Pair],
     out: Path,
     options: TrainOptions,
-    loss_function: LossFunction | None = None,
+    loss_function: LossFunction,
+    validate: Validation,
 ) -> dict[str, Any]:
     """Train `model` in place and write the best averaged weights to `out`; returns the run's record.
+
+    `validate` returns named figures; the checkpoint with the highest `score` is kept.
 
     Resumes from `out/state.safetensors` when it is there: weights, optimizer, average, step, time used. The data
     and dropout of a step depend on the seed and the step number alone, so a resumed run repeats an
     uninterrupted one (exactly, as long as the budget is counted in steps).
     """
-    loss_function = loss_function or answer_cross_entropy(options.label_smoothing)
     device = next(model.parameters()).device
     optimizers = Optimizers(
         model,
@@ -82,16 +82,16 @@ def train(
         kind=options.optimizer,
     )
     average = Average(model, options.average)
-    record: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "best": -1.0, "history": []}
+    record: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "best": 0.0, "best_step": 0, "history": []}
     found = load_state(out)
     if found is not None:
         tensors, numbers = found
         record = numbers["record"]
         restore(model, optimizers, average, tensors, numbers)
-        print(f"resuming at step {record['step']}, {record['seconds'] / 60:.1f} minutes used", file=sys.stderr)
+        tqdm.write(f"resuming at step {record['step']}, {record['seconds'] / 60:.1f} minutes used", file=sys.stderr)
     schedule = Schedule(options.steps, options.minutes, options.warmup, record["seconds"])
     if options.compiled:
-        model.model.compile(dynamic=True)
+        model.compile_training()
     model.train()
     bar = tqdm(total=1000, initial=0, unit="‰", file=sys.stderr, disable=not progress_wanted(), dynamic_ncols=True)
     recent: list[float] = []
@@ -113,11 +113,10 @@ def train(
         last = step + 1 == options.steps or schedule.progress(step + 1) >= 1.0
         if last or (step + 1) % options.evaluate_every == 0:
             average.swap(model)
-            measured = measure(model, codec, validation)
-            if measured["first_word"] >= record["best"]:
-                record["best"] = measured["first_word"]
-                record["best_step"] = step + 1
-                save_model(out, model, codec.tokenizer)
+            measured = validate(model)
+            if measured["score"] >= record["best"]:
+                record.update(best=measured["score"], best_step=step + 1)
+                save_model(out, model, tokenizer)
             average.swap(model)
             measured |= {"step": step + 1, "tokens": record["tokens"], "minutes": schedule.elapsed / 60}
             measured["train_loss"] = sum(recent) / len(recent)
@@ -131,17 +130,9 @@ def train(
     return record
 
 
-def measure(model: CausalLM, codec: ChatCodec, validation: Sequence[Pair]) -> dict[str, float]:
-    """Validation figures that cost seconds: loss on the commands, and the share of right first words."""
-    if not validation:
-        return {"loss": 0.0, "first_word": 0.0}
-    scored = score(model, codec, validation, max_new=8)
-    return {"loss": answer_loss(model, codec, validation), "first_word": scored.first_word}
-
-
 def snapshot(out: Path, model: CausalLM, optimizers: Optimizers, average: Average, record: dict[str, Any]) -> None:
     """Write everything a resumed run needs, in float32."""
-    tensors = {f"model/{name}": p for name, p in model.named_parameters()}
+    tensors: dict[str, Tensor] = {f"model/{name}": p for name, p in model.named_parameters()}
     tensors |= {f"average/{name}": p for name, p in average.weights.items()}
     tensors |= {f"optimizer/{name}": value for name, value in optimizers.state().items()}
     save_state(out, tensors, {"record": record, "average_updates": average.updates})

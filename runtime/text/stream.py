@@ -13,7 +13,8 @@ _MOST_HELD: Final = 64
 
 
 class StreamDecoder:
-    """Detokenizes one text; the pieces joined are what decoding all its tokens at once gives.
+    """Detokenizes one text; the pieces joined are what decoding all its tokens at once gives. (Only of invalid UTF-8 may
+    they differ: some decoders turn valid bytes to U+FFFD in hindsight, when an invalid one follows.)
 
     Each piece is the difference between decoding a short window with and without the new tokens, so tokenizers that
     strip or join at word borders are handled by their own rules (the method of text-generation-inference).

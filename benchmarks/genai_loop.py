@@ -1,0 +1,52 @@
+"""Greedy decoding with ONNX Runtime GenAI over a model folder of its own builder."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import onnxruntime_genai as og
+
+from prompts import prompt_tokens
+
+
+class GenaiLoop:
+    """A GenAI model; every measurement uses a fresh generator with `capacity` rows of cache."""
+
+    def __init__(self, model: Path, threads: int, capacity: int) -> None:
+        config = og.Config(str(model))
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
+        self._model = og.Model(config)
+        self._capacity = capacity
+        description = json.loads((model / "genai_config.json").read_text(encoding="utf-8"))
+        self.vocab: Final[int] = description["model"]["vocab_size"]
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds from `tokens` ids and an empty cache to the next token."""
+        prompt = prompt_tokens(tokens, self.vocab)
+        generator = self._generator()
+        started = time.perf_counter()
+        generator.append_tokens(prompt)
+        generator.generate_next_token()
+        generator.get_next_tokens()
+        return time.perf_counter() - started
+
+    def decode(self, context: int, tokens: int) -> list[float]:
+        """Seconds of each of `tokens` greedy tokens after a prompt of `context`."""
+        generator = self._generator()
+        generator.append_tokens(prompt_tokens(context, self.vocab))
+        generator.generate_next_token()  # chosen from the prompt's own logits
+        seconds = []
+        for _ in range(tokens):
+            started = time.perf_counter()
+            generator.generate_next_token()
+            generator.get_next_tokens()
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+    def _generator(self) -> Any:
+        params = og.GeneratorParams(self._model)
+        params.set_search_options(max_length=self._capacity, do_sample=False)
+        return og.Generator(self._model, params)

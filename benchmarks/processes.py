@@ -1,0 +1,62 @@
+"""Measured engines as processes: started, asked one at a time, ended."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+_WORKER: Final = Path(__file__).with_name("worker.py")
+
+
+class WorkerError(RuntimeError):
+    """A worker process ended early; what it had to say is on standard error."""
+
+
+class Worker:
+    """An engine in its own process; use as a context manager.
+
+    A worker only computes while it is asked something, so several may be alive and be measured in turn.
+    """
+
+    def __init__(self, label: str, engine: str, model: Path, *, python: str | None = None, **settings: Any) -> None:
+        """Start the process and load `model` with `engine` (see `worker.ENGINES`); `settings` go to its constructor."""
+        self.label: Final = label
+        self._process = subprocess.Popen(
+            [python or sys.executable, str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+        )
+        self.loaded: Final[dict[str, Any]] = self.ask("load", engine=engine, model=str(model), **settings)
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        """The worker's answer to one request.
+
+        Raises:
+            WorkerError: the process has ended.
+        """
+        process = self._process
+        assert process.stdin is not None  # noqa: S101 - for the type checker
+        assert process.stdout is not None  # noqa: S101
+        try:
+            process.stdin.write(json.dumps({"do": what, "with": arguments}) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise WorkerError(f"the {self.label} worker ended with status {process.wait()}")
+        return json.loads(line)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._process.wait()

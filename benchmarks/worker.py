@@ -1,0 +1,77 @@
+"""One engine in a process of its own, driven by JSON lines on standard input and output (see `processes.Worker`).
+
+Needs only NumPy, psutil and the engine's own package, so it also runs in an environment without edge-run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+ENGINES: Final = {
+    "bare": ("bare_loop", "BareLoop"),
+    "edge-run": ("edgerun_loop", "EdgeRunLoop"),
+    "genai": ("genai_loop", "GenaiLoop"),
+}
+
+
+def memory() -> dict[str, float]:
+    """This process's memory in MiB: resident, its peak, and what belongs to it alone (file pages it maps excluded)."""
+    info = psutil.Process().memory_full_info()
+    peak = getattr(info, "peak_wset", None) or _linux_peak() or info.rss
+    private = info.uss
+    anonymous = _linux_status("RssAnon")
+    found = {"resident": info.rss, "peak": peak, "unique": private, "anonymous": anonymous or info.uss}
+    return {name: value / 2**20 for name, value in found.items()}
+
+
+def _linux_peak() -> int:
+    return _linux_status("VmHWM")
+
+
+def _linux_status(field: str) -> int:
+    """Bytes of a line in /proc/self/status; 0 on other systems."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return 0
+    for line in status.read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return 0
+
+
+def main() -> None:
+    """Answer one JSON line with another until standard input ends."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints must not mix with the replies
+    engine: Any = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        name, arguments = request["do"], request["with"]
+        answer: object
+        if name == "load":
+            module, kind = ENGINES[arguments.pop("engine")]
+            make = getattr(importlib.import_module(module), kind)
+            before = memory()
+            started = time.perf_counter()
+            engine = make(Path(arguments.pop("model")), **arguments)
+            answer = {"seconds": time.perf_counter() - started, "before": before, "after": memory()}
+        elif name == "memory":
+            answer = memory()
+        elif name == "cpu_seconds":
+            answer = time.process_time()
+        else:
+            answer = getattr(engine, name)(**arguments)
+        replies.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Where a checkpoint of the common plan keeps its weights, and how they are fused into units.
+
+A unit is one linear of the graph: the smallest thing that has a weight format of its own. Its matrix is that of its
+checkpoint tensors, one under the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from .config import DecoderConfig
+
+EMBEDDING: Final = "model.embed_tokens.weight"
+FINAL_NORM: Final = "model.norm.weight"
+HEAD: Final = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A fused linear: `modules[j]` gives `rows[j]` of its outputs."""
+
+    name: str
+    modules: tuple[str, ...]
+    rows: tuple[int, ...]
+    columns: int
+    """Inputs (K)."""
+    biased: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs (N) and inputs (K)."""
+        return sum(self.rows), self.columns
+
+    @property
+    def weight_count(self) -> int:
+        """Number of weights in the matrix."""
+        return sum(self.rows) * self.columns
+
+    @property
+    def weights(self) -> list[str]:
+        """Checkpoint names of the matrices, top to bottom."""
+        return [f"{module}.weight" for module in self.modules]
+
+    @property
+    def biases(self) -> list[str]:
+        """Checkpoint names of the biases, in the same order; none where the unit has no bias."""
+        return [f"{module}.bias" for module in self.modules] if self.biased else []
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The units and norms of one decoder layer."""
+
+    qkv: Unit
+    output: Unit
+    gate_up: Unit
+    down: Unit
+    attention_norm: str
+    mlp_norm: str
+    query_norm: str
+    key_norm: str
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All four, in the order of the graph."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+def layer_layout(config: DecoderConfig, index: int) -> Layer:
+    """Units and norms of layer `index`."""
+    unit, module = f"layers.{index}", f"model.layers.{index}"
+    attention, mlp = f"{module}.self_attn", f"{module}.mlp"
+    hidden, wide = config.hidden_size, config.intermediate_size
+    return Layer(
+        qkv=Unit(
+            f"{unit}.qkv",
+            (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            (config.query_width, config.kv_width, config.kv_width),
+            hidden,
+            config.qkv_bias,
+        ),
+        output=Unit(f"{unit}.o", (f"{attention}.o_proj",), (hidden,), config.query_width, config.output_bias),
+        gate_up=Unit(f"{unit}.gate_up", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), (wide, wide), hidden, config.mlp_bias),
+        down=Unit(f"{unit}.down", (f"{mlp}.down_proj",), (hidden,), wide, config.mlp_bias),
+        attention_norm=f"{module}.input_layernorm.weight",
+        mlp_norm=f"{module}.post_attention_layernorm.weight",
+        query_norm=f"{attention}.q_norm.weight",
+        key_norm=f"{attention}.k_norm.weight",
+    )
+
+
+def embedding_layout(config: DecoderConfig) -> Unit:
+    """The token embedding, a unit of vocabulary x hidden."""
+    return Unit("embedding", (EMBEDDING.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
+
+
+def head_layout(config: DecoderConfig) -> Unit:
+    """The LM head; the embedding's matrix where the two are tied."""
+    source = EMBEDDING if config.tied_head else HEAD
+    return Unit("head", (source.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
+
+
+def units_of(config: DecoderConfig) -> Iterator[Unit]:
+    """Every unit, in the order of the graph; a tied head comes after the embedding it shares."""
+    yield embedding_layout(config)
+    for index in range(config.layers):
+        yield from layer_layout(config, index).units
+    yield head_layout(config)
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shape by name of every tensor the graph needs."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    for unit in units_of(config):
+        tensors |= {name: (rows, unit.columns) for name, rows in zip(unit.weights, unit.rows, strict=True)}
+        tensors |= {name: (rows,) for name, rows in zip(unit.biases, unit.rows, strict=bool(unit.biased))}
+    for index in range(config.layers):
+        layer = layer_layout(config, index)
+        tensors |= {layer.attention_norm: (config.hidden_size,), layer.mlp_norm: (config.hidden_size,)}
+        if config.qk_norm:
+            tensors |= {layer.query_norm: (config.head_dim,), layer.key_norm: (config.head_dim,)}
+    return tensors | {FINAL_NORM: (config.hidden_size,)}

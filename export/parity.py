@@ -1,0 +1,138 @@
+"""Whether an exported graph computes what the checkpoint means.
+
+Two questions, two answers:
+
+1. Is the graph the model? The reference evaluates the weights *as rounded*, the graph runs with float activations
+   (accuracy level 1 instead of 4). Nothing separates the two but float32 arithmetic, whatever the weight formats, so the
+   largest difference of a logit must stay within `TOLERANCE`; a wrong norm, bias, rotation, fusion order or packing does
+   not. A breach fails the export.
+2. What did the formats cost? The graph as shipped against the reference on the checkpoint's own weights: mean
+   KL(reference || graph) and top-1 agreement over seeded random tokens. These are reported; they fail the export only
+   when the logits no longer correlate with the reference of question 1, which no rounding explains.
+
+Every run goes through the cache as well: a prefill with logits for one row, then single steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+from onnx import ModelProto
+from threadpoolctl import threadpool_limits
+
+from ..edge.errors import ExportError
+from ..models.bundle import GRAPH_NAME
+from ..models.manifest import WeightFormat
+from .checkpoint import Checkpoint
+from .config import DecoderConfig, read_json
+from .reference import Float64Array, TokenArray, reference_logits
+from .rounded import RoundedWeights
+from .session import GraphSession
+
+TOLERANCE: Final = 1e-3
+"""Largest difference of a logit between graph and reference, in units of the logits' spread where that exceeds 1."""
+MIN_CORRELATION: Final = 0.9
+TOKENS: Final = 32
+_FLOAT_ACTIVATIONS: Final = 1
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How near a graph comes to the reference."""
+
+    max_abs_diff: float
+    """Largest logit difference between the graph with float activations and the reference on the rounded weights."""
+    mean_kl: float
+    """Mean over positions of KL(reference || graph as shipped) in nats, the reference on the checkpoint's weights."""
+    top1_agreement: float
+    """Share of positions where both prefer the same token."""
+
+    def as_mapping(self) -> dict[str, float]:
+        """The numbers by name, as `Manifest.parity` keeps them."""
+        return asdict(self)
+
+
+def check_parity(
+    folder: Path,
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    plan: Mapping[str, WeightFormat],
+    context: int,
+    seed: int = 0,
+) -> Parity:
+    """Compare the graph in `folder` with the reference on random tokens.
+
+    Raises:
+        ExportError: the graph does not compute what the checkpoint means.
+    """
+    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, min(TOKENS, context))
+    rounded, original = _references(checkpoint, config, plan, tokens, context)
+    graph = _with_float_activations(onnx.load(folder / GRAPH_NAME, load_external_data=False))
+    difference = _compare_wiring(GraphSession(folder, config, len(tokens), graph), tokens, rounded)
+    shipped = GraphSession(folder, config, len(tokens)).forward(tokens, np.arange(len(tokens))).astype(np.float64)
+    correlation = float(np.corrcoef(shipped.ravel(), rounded.ravel())[0, 1])
+    if not correlation >= MIN_CORRELATION:
+        raise ExportError(
+            f"the exported graph's logits correlate by only {correlation:.2f} with the reference's on this machine",
+            "ONNX Runtime's low-bit kernels look wrong here: upgrade onnxruntime, or export fp32",
+        )
+    return Parity(difference, _mean_kl(original, shipped), float(np.mean(shipped.argmax(-1) == original.argmax(-1))))
+
+
+def _references(
+    checkpoint: Checkpoint, config: DecoderConfig, plan: Mapping[str, WeightFormat], tokens: TokenArray, context: int
+) -> tuple[Float64Array, Float64Array]:
+    """Reference logits on the rounded weights and on the checkpoint's own."""
+    settings = read_json(checkpoint.folder / "config.json")
+    rounded = RoundedWeights(checkpoint, config, plan)
+    # Products this small lose far more to a BLAS's own threads waking up than they gain: one thread each.
+    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(2) as pool:
+        first = pool.submit(reference_logits, rounded, settings, tokens, context)
+        if all(form.bits == 32 for form in plan.values()):
+            return first.result(), first.result()
+        second = pool.submit(reference_logits, checkpoint, settings, tokens, context)
+        return first.result(), second.result()
+
+
+def _compare_wiring(session: GraphSession, tokens: TokenArray, expected: Float64Array) -> float:
+    """Largest logit difference over one pass and over a prefill with single steps; raises when it is too large."""
+    whole = session.forward(tokens, np.arange(len(tokens)))
+    session.length = 0
+    half = max(1, len(tokens) // 2)
+    stepped = [session.forward(tokens[:half], np.array([half - 1]))]
+    stepped += [session.forward(tokens[i : i + 1], np.array([0])) for i in range(half, len(tokens))]
+    difference = max(
+        float(np.abs(whole - expected).max()), float(np.abs(np.concatenate(stepped) - expected[half - 1 :]).max())
+    )
+    allowed = TOLERANCE * max(1.0, float(expected.std()))
+    if not difference <= allowed:
+        raise ExportError(
+            f"the exported graph differs from the reference by {difference:.2g} in a logit, {allowed:.2g} is allowed",
+            "this is a defect of the exporter: please report the checkpoint",
+        )
+    return difference
+
+
+def _with_float_activations(graph: ModelProto) -> ModelProto:
+    """The same graph with every MatMulNBits at full activation precision."""
+    for node in graph.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = _FLOAT_ACTIVATIONS
+    return graph
+
+
+def _mean_kl(reference: Float64Array, graph: Float64Array) -> float:
+    log_p, log_q = _log_softmax(reference), _log_softmax(graph)
+    return float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)))
+
+
+def _log_softmax(logits: Float64Array) -> Float64Array:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))

@@ -1,0 +1,154 @@
+"""Checkpoint folder in, bundle folder out."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from ..edge.errors import ExportError, InputError
+from ..models.atomic import folder_written_atomically
+from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
+from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, Manifest
+from .checkpoint import Checkpoint
+from .config import DecoderConfig, read_config
+from .graph import build_graph
+from .initializers import Initializers
+from .layout import expected_tensors, units_of
+from .parity import Parity, check_parity
+from .recipe import ExportRecipe
+from .tokenizer import require_tokenizer
+from .weightfile import WeightFile
+
+PRODUCER: Final = "edge-run"
+
+
+class Progress(Protocol):
+    """Hears how far an export is."""
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        """`stage` is a word or two for the user; `fraction` of that stage is done, 0 to 1."""
+        ...
+
+
+def silent(stage: str, fraction: float) -> None:
+    """A `Progress` that shows nothing."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export made."""
+
+    bundle: Path
+    file_bytes: Mapping[str, int]
+    """Size by file name, `edge.json` included."""
+    bits_per_weight: float
+    """Stored bits, scales included, over the weights of all units."""
+    seconds: float
+    parity: Parity
+
+
+def export_checkpoint(
+    source: Path,
+    destination: Path,
+    recipe: ExportRecipe = ExportRecipe(),  # noqa: B008 -- frozen
+    progress: Progress = silent,
+    command: str = "",
+) -> ExportReport:
+    """Export a Hugging Face checkpoint folder to a bundle and check it against the reference.
+
+    Args:
+        source: folder with config.json, safetensors weights and tokenizer.json.
+        destination: the bundle's folder; an earlier bundle there is replaced at the end, all at once.
+        recipe: weight formats and context.
+        progress: hears stages "writing weights" and "checking".
+        command: what the user typed, for the manifest.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, incomplete or not supported.
+        InputError: the destination holds something that is not a bundle.
+        ExportError: the disk refused a write, or the graph does not compute what the checkpoint means. As with every
+            error, the destination is as it was before.
+    """
+    started = time.perf_counter()
+    config = read_config(source)
+    checkpoint = Checkpoint(source)
+    for name, shape in expected_tensors(config).items():
+        checkpoint.require(name, shape)
+    require_tokenizer(source, config.vocab_size)
+    try:
+        with folder_written_atomically(destination, lambda folder: (folder / MANIFEST_NAME).is_file()) as staging:
+            parity, bits = _write_bundle(staging, checkpoint, config, recipe, progress, command)
+            sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
+    except FileExistsError as error:
+        raise InputError(
+            f"{destination} exists and is not a bundle", "choose another folder, or remove that one"
+        ) from error
+    except OSError as error:
+        raise ExportError(
+            f"{destination} cannot be written: {error.strerror or error}", "free space there, or choose another folder"
+        ) from error
+    return ExportReport(destination, sizes, bits, time.perf_counter() - started, parity)
+
+
+def _write_bundle(
+    folder: Path, checkpoint: Checkpoint, config: DecoderConfig, recipe: ExportRecipe, progress: Progress, command: str
+) -> tuple[Parity, float]:
+    """Write every file of the bundle; returns parity and bits per weight."""
+    context, plan = recipe.context_for(config), recipe.plan_for(config)
+    total = sum(unit.weight_count for unit in units_of(config) if not (config.tied_head and unit.name == "head"))
+    files: dict[str, FileDigest] = {}
+    with WeightFile(folder / WEIGHTS_NAME) as data:
+        weights = Initializers(checkpoint, data, _fraction_of(total, progress))
+        graph = build_graph(config, context, plan, weights)
+        files[WEIGHTS_NAME] = data.digest()
+    (folder / GRAPH_NAME).write_bytes(graph.SerializeToString())
+    for name in COMPANIONS:
+        if (checkpoint.folder / name).is_file():
+            shutil.copyfile(checkpoint.folder / name, folder / name)
+    files |= {name: digest_file(folder / name) for name in (GRAPH_NAME, *COMPANIONS) if (folder / name).is_file()}
+    progress("checking", 0.0)
+    parity = check_parity(folder, checkpoint, config, plan, context)
+    progress("checking", 1.0)
+    bits = sum(weights.unit_bits.values()) / total
+    manifest = Manifest(
+        architecture=_architecture(config, context),
+        weights=plan,
+        bits_per_weight=bits,
+        files=files,
+        parity=parity.as_mapping(),
+        producer=PRODUCER,
+        command=command,
+    )
+    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    return parity, bits
+
+
+def _fraction_of(total: int, progress: Progress) -> Callable[[int], None]:
+    """Turns counts of weights just written into calls of `progress`."""
+    written = 0
+
+    def stored(count: int) -> None:
+        nonlocal written
+        written += count
+        progress("writing weights", written / total)
+
+    return stored
+
+
+def _architecture(config: DecoderConfig, context: int) -> Architecture:
+    return Architecture(
+        family=config.family,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        context=context,
+        tied_head=config.tied_head,
+    )

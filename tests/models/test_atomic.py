@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgerun.models.atomic import folder_written_atomically, write_atomically
+
+
+def always(_folder: Path) -> bool:
+    return True
+
+
+def never(_folder: Path) -> bool:
+    return False
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_new_folder_appears_whole(tmp_path: Path) -> None:
+    with folder_written_atomically(tmp_path / "a" / "out", never) as staging:
+        (staging / "x").write_text("1")
+        assert not (tmp_path / "a" / "out").exists()
+    assert entries(tmp_path) == ["a", "a/out", "a/out/x"]
+
+
+def test_an_old_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("0")
+    with folder_written_atomically(tmp_path / "out", always) as staging:
+        (staging / "new").write_text("1")
+        assert (tmp_path / "out" / "old").exists()
+    assert entries(tmp_path) == ["out", "out/new"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_after_an_error_the_old_folder_is_untouched_and_nothing_is_left(tmp_path: Path, error: BaseException) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("0")
+    with pytest.raises(type(error)), folder_written_atomically(tmp_path / "out", always) as staging:  # noqa: PT012
+        (staging / "half").write_text("1")
+        raise error
+    assert entries(tmp_path) == ["out", "out/old"]
+
+
+def test_someone_elses_folder_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis").write_text("0")
+    with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "out", never):
+        pass
+    (tmp_path / "file").write_text("0")
+    with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "file", always):
+        pass
+    assert entries(tmp_path) == ["file", "out", "out/thesis"]
+
+
+def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("0")
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.suffix == ".new":
+            raise PermissionError(13, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(PermissionError), folder_written_atomically(tmp_path / "out", always) as staging:
+        (staging / "x").write_text("1")
+    assert entries(tmp_path) == ["out", "out/old"]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "sub" / "file"
+    write_atomically(target, b"one")
+    write_atomically(target, b"two")
+    assert target.read_bytes() == b"two"
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(target, b"three")
+    assert target.read_bytes() == b"two"
+    assert entries(tmp_path) == ["sub", "sub/file"]

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from edgerun import InputError
+from edgerun.runtime.sampling import Sampler, SamplingParams, uniform_at
+
+
+def naive_law(logits: npt.NDArray[np.float32], params: SamplingParams, seen: set[int]) -> npt.NDArray[np.float64]:
+    """The textbook pipeline, written the slow way: penalty, temperature, top-k, top-p, min-p, renormalised."""
+    scores = logits.astype(np.float64)
+    for token in seen:
+        p = params.repeat_penalty
+        scores[token] = np.float32(logits[token] / p) if logits[token] > 0 else np.float32(logits[token] * p)
+    scores = scores / params.temperature
+    if 0 < params.top_k < scores.size:
+        scores[scores < np.sort(scores)[-params.top_k]] = -np.inf
+    p = np.exp(scores - scores.max())
+    p /= p.sum()
+    if params.top_p < 1:
+        mass = 0.0
+        for value in np.sort(p)[::-1]:
+            mass += value
+            if mass >= params.top_p:
+                p[p < value] = 0
+                break
+    p[p < params.min_p * p.max()] = 0
+    return p / p.sum()
+
+
+# Quarter steps keep every comparison at a filter's edge free of rounding.
+LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.integers(-40, 40).map(lambda i: np.float32(i / 4)))
+
+
+@given(
+    logits=LOGITS,
+    temperature=st.sampled_from([0.25, 0.5, 1.0, 2.0]),
+    top_k=st.integers(0, 45),
+    top_p=st.sampled_from([0.1, 0.337, 0.5, 0.913, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0123, 0.177]),
+    penalty=st.sampled_from([1.0, 2.0, 0.5]),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=300)
+def test_law_equals_the_textbook_pipeline(logits, temperature, top_k, top_p, min_p, penalty, data) -> None:
+    params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
+    seen = set(data.draw(st.lists(st.integers(0, logits.size - 1), max_size=5)))
+    sampler = Sampler(params, logits.size)
+    sampler.observe(sorted(seen))
+    before = logits.copy()
+    ids, probabilities = sampler.distribution(logits)
+    law = np.zeros(logits.size)
+    law[ids] = probabilities
+    np.testing.assert_allclose(law, naive_law(logits, params, seen if penalty != 1 else set()), rtol=1e-6, atol=1e-12)
+    assert (np.diff(ids) > 0).all()
+    np.testing.assert_array_equal(logits, before)
+
+
+def test_draws_follow_the_law() -> None:
+    """Chi-square over 20,000 positions at V = 5; the 0.999 quantile of chi2(4) is 18.47."""
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.08, 0.02], np.float32))
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=7), 5)
+    drawn = np.bincount([sampler.choose(logits, position) for position in range(20_000)], minlength=5)
+    expected = 20_000 * np.exp(logits.astype(np.float64))
+    assert ((drawn - expected) ** 2 / expected).sum() < 18.47
+
+
+def test_choice_is_the_inverse_of_the_cumulative_law() -> None:
+    logits = np.log(np.array([0.25, 0.25, 0.5], np.float32))
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=3), 3)
+    for position in range(200):
+        u = uniform_at(3, position)
+        assert sampler.choose(logits, position) == (0 if u < 0.25 else 1 if u < 0.5 else 2)
+
+
+def test_a_position_has_one_number_per_seed() -> None:
+    values = {(seed, position): uniform_at(seed, position) for seed in range(5) for position in range(50)}
+    assert len(set(values.values())) == len(values)
+    assert all(uniform_at(*key) == value for key, value in reversed(values.items()))
+    assert all(0 <= value < 1 for value in values.values())
+
+
+def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
+    assert Sampler(SamplingParams(), 4).choose(np.array([1, 3, 3, 2], np.float32), 0) == 1
+
+
+def test_greedy_with_penalty_avoids_what_was_seen() -> None:
+    sampler = Sampler(SamplingParams(repeat_penalty=2.0), 3)
+    sampler.observe([1])
+    assert sampler.choose(np.array([1.0, 1.5, 0.0], np.float32), 0) == 0
+    assert sampler.choose(np.array([-4.0, -1.5, -3.5], np.float32), 0) == 1
+
+
+def test_nothing_of_vocabulary_size_is_allocated_per_token() -> None:
+    import tracemalloc
+
+    size = 200_000
+    logits = np.random.default_rng(0).normal(0, 5, size).astype(np.float32)
+    for params in (
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=0.8, top_k=40),
+        SamplingParams(temperature=0.8, top_p=0.9, repeat_penalty=1.1),
+        SamplingParams(temperature=0.8, min_p=0.05),
+        SamplingParams(),
+    ):
+        sampler = Sampler(params, size)
+        sampler.observe([1, 2, 3])
+        sampler.choose(logits, 0)
+        tracemalloc.start()
+        sampler.choose(logits, 1)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < size, params
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1; it must be 0 (greedy) or more"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be 0 (greedy) or more"),
+        ({"top_k": -1}, "top-k is -1; it must be 0 (off) or more"),
+        ({"top_p": 0.0}, "top-p is 0.0; it must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top-p is 1.5; it must be above 0 and at most 1"),
+        ({"min_p": 1.0}, "min-p is 1.0; it must be at least 0 and below 1"),
+        ({"repeat_penalty": 0.0}, "repeat-penalty is 0.0; it must be above 0"),
+        ({"seed": -1}, "seed is -1; it must be at least 0"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(fields, message) -> None:
+    with pytest.raises(InputError) as caught:
+        SamplingParams(**fields)
+    assert str(caught.value) == message

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from edgerun.models.bundle import Bundle
+from edgerun.runtime.text.stream import StreamDecoder
+from edgerun.runtime.text.tokenizer import TextTokenizer
+
+TEXTS = ["Grüße, Welt!", "naïve café", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🎉", "tabs\tand\nlines", " leading"]
+
+
+def saved(folder: Path, tokenizer: Tokenizer) -> TextTokenizer:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TextTokenizer(Bundle(folder, folder / "model.onnx", None), tokenizer.get_vocab_size())
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return saved(tmp_path_factory.mktemp("byte"), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    """The Llama-2 way: words begin with U+2581, unknown characters fall back to bytes, the first space is stripped."""
+    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "▁world", "lo", "é", "!"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return saved(tmp_path_factory.mktemp("meta"), tokenizer)
+
+
+@given(groups=st.lists(st.lists(st.integers(0, 260), max_size=5), max_size=12))
+@settings(deadline=None, max_examples=200)
+def test_pieces_joined_are_the_whole_text(byte_level: TextTokenizer, groups: list[list[int]]) -> None:
+    """Also for tokens that are no valid UTF-8 at all, however many come at a time."""
+    decoder = StreamDecoder(byte_level)
+    text = "".join(decoder.push(group) for group in groups) + decoder.flush()
+    assert text == byte_level.decode([token for group in groups for token in group])
+
+
+@given(words=st.lists(st.sampled_from(["<s>", "▁hello", "▁world", "lo", "é", "!", *"日👩ß\n"]), max_size=20))
+@settings(deadline=None, max_examples=200)
+def test_byte_fallback_pieces_joined_are_the_whole_text(metaspace: TextTokenizer, words: list[str]) -> None:
+    """Of valid UTF-8: one invalid byte makes this decoder turn the whole run of bytes around it to U+FFFD."""
+    ids: list[int] = []
+    for word in words:
+        token = metaspace._tokenizer.token_to_id(word)
+        ids += [token] if token is not None else [2 + byte for byte in word.encode()]
+    decoder = StreamDecoder(metaspace)
+    assert "".join(decoder.push([token]) for token in ids) + decoder.flush() == metaspace.decode(ids)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_piece_shows_half_a_character(byte_level: TextTokenizer, text: str) -> None:
+    decoder = StreamDecoder(byte_level)
+    pieces = [decoder.push([token]) for token in byte_level.encode(text, add_special_tokens=False)]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == text
+    assert decoder.flush() == ""
+
+
+def test_endless_invalid_bytes_are_shown_in_the_end(byte_level: TextTokenizer) -> None:
+    (continuation,) = {i for i in range(byte_level._tokenizer.get_vocab_size()) if byte_level._tokenizer.id_to_token(i) == "Ģ"}
+    decoder = StreamDecoder(byte_level)
+    assert any(decoder.push([continuation]) for _ in range(100))
+
+
+def test_special_tokens_hide_no_space(metaspace: TextTokenizer) -> None:
+    ids = [metaspace._tokenizer.token_to_id(piece) for piece in ("<s>", "▁hello", "<s>", "▁world")]
+    decoder = StreamDecoder(metaspace)
+    assert "".join(decoder.push([token]) for token in ids) == "hello world"
