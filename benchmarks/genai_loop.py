@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import onnxruntime_genai as og
-
 from prompts import prompt_tokens
 
 
@@ -33,18 +32,19 @@ class GenaiLoop:
         generator.get_next_tokens()
         return time.perf_counter() - started
 
-    def decode(self, context: int, tokens: int) -> list[float]:
-        """Seconds of each of `tokens` greedy tokens after a prompt of `context`."""
+    def decode(self, context: int, tokens: int) -> float:
+        """Seconds for each of `tokens` greedy tokens after a prompt of `context`."""
         generator = self._generator()
         generator.append_tokens(prompt_tokens(context, self.vocab))
         generator.generate_next_token()  # chosen from the prompt's own logits
-        seconds = []
+        started = time.perf_counter()
         for _ in range(tokens):
-            started = time.perf_counter()
             generator.generate_next_token()
             generator.get_next_tokens()
-            seconds.append(time.perf_counter() - started)
-        return seconds
+        seconds = time.perf_counter() - started
+        if generator.token_count() != context + tokens + 1:
+            raise RuntimeError(f"the answer ended after {generator.token_count() - context} tokens")
+        return seconds / tokens
 
     def _generator(self) -> Any:
         params = og.GeneratorParams(self._model)

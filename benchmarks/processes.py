@@ -30,6 +30,11 @@ class Worker:
         )
         self.loaded: Final[dict[str, Any]] = self.ask("load", engine=engine, model=str(model), **settings)
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def ask(self, what: str, **arguments: Any) -> Any:
         """The worker's answer to one request.
 

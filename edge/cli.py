@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if "--debug" in given:
             traceback.print_exc()
-        return _fail(f"{error.strerror or error}: {error.filename}; check the path and the disk", 1)
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}; check the path and the disk", 1)
     return result if isinstance(result, int) else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from ..models.manifest import WeightFormat
 from .errors import InputError
 
 if TYPE_CHECKING:
-    from ..export.export import ExportReport
+    from ..export import ExportRecipe, ExportReport
 
 
 class WeightChoice(str, Enum):
@@ -55,8 +56,7 @@ def export(
     Example: edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4 --block 64 --head int8
     """
     try:
-        from ..export.export import export_checkpoint
-        from ..export.recipe import ExportRecipe
+        from ..export import ExportRecipe, export_checkpoint
     except ModuleNotFoundError as error:
         raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
 
@@ -64,8 +64,21 @@ def export(
         body=weights.in_blocks_of(block), head=None if head is None else head.in_blocks_of(block), context=context
     )
     with _progress_bar() as progress:
-        report = export_checkpoint(source, destination, recipe, progress)
+        report = export_checkpoint(source, destination, recipe, progress, _command(source, destination, recipe))
     _show(report)
+
+
+def _command(source: Path, destination: Path, recipe: ExportRecipe) -> str:
+    """The export as a command, for the manifest; folders by their last name, so that no private path is published."""
+    options = []
+    for option, form in (("--weights", recipe.body), ("--head", recipe.head)):
+        if form is not None:
+            options += [option, "fp32" if form.bits == 32 else f"int{form.bits}"]
+    blocks = {form.block for form in (recipe.body, recipe.head_format) if form.block}
+    options += [part for block in blocks for part in ("--block", str(block))]
+    if recipe.context is not None:
+        options += ["--context", str(recipe.context)]
+    return shlex.join(["edge-run", "export", source.resolve().name, destination.resolve().name, *options])
 
 
 class _Bar:
@@ -90,6 +103,6 @@ def _progress_bar() -> Iterator[_Bar]:
 
 def _show(report: ExportReport) -> None:
     size = sum(report.file_bytes.values()) / 1e6
-    parity = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.items())
+    parity = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.as_mapping().items())
     typer.echo(f"{report.bundle}: {size:.1f} MB, {report.bits_per_weight:.2f} bits a weight, {report.seconds:.1f} s")
     typer.echo(f"against the reference: {parity}")

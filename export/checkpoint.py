@@ -111,9 +111,12 @@ class Checkpoint:
 
     def _read_items(self, name: str, tensor: _Tensor, start: int, count: int) -> Float32Array:
         size = _ITEM_BYTES[tensor.dtype]
-        with tensor.file.open("rb", buffering=0) as file:
-            file.seek(tensor.offset + start * size)
-            raw = np.fromfile(file, dtype=np.uint8, count=count * size)
+        try:
+            with tensor.file.open("rb", buffering=0) as file:
+                file.seek(tensor.offset + start * size)
+                raw = np.fromfile(file, dtype=np.uint8, count=count * size)
+        except OSError as error:
+            raise CheckpointError(f"{tensor.file} cannot be read: {error}", _AGAIN) from error
         if raw.size != count * size:
             raise CheckpointError(f"{tensor.file} ended inside {name}", _AGAIN)
         if tensor.dtype == "F32":
@@ -122,8 +125,7 @@ class Checkpoint:
             values = raw.view(np.float16).astype(np.float32)
         else:  # bfloat16 is the upper half of a float32
             values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        # One pass: a sum of finite float32 stays finite in float64.
-        if not math.isfinite(float(np.sum(values, dtype=np.float64))):
+        if not np.isfinite(values).all():
             raise CheckpointError(f"{name} holds NaN or infinite weights", _AGAIN)
         return values
 

@@ -143,6 +143,10 @@ def _slides(config: Mapping[str, Any]) -> bool:
 def _read_rope(config: Mapping[str, Any]) -> Rope:
     """Rotary settings of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
     settings: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        raise CheckpointError(
+            "rotary settings that differ between layers are not supported", "supported is one set for all layers"
+        )
     base = _number(settings, "rope_theta", default=_number(config, "rope_theta", default=10000.0))
     return Rope(base, _read_scaling(settings, _count(config, "max_position_embeddings")))
 
@@ -152,18 +156,19 @@ def _read_scaling(settings: Mapping[str, Any], max_positions: int) -> RopeScalin
     if kind == "default":
         return Unscaled()
     if kind not in SUPPORTED_SCALINGS:
-        raise CheckpointError(f"rope scaling {kind!r} is not supported", f"supported are {', '.join(SUPPORTED_SCALINGS)}")
-    factor = _number(settings, "factor")
+        raise CheckpointError(
+            f"rope scaling {kind!r} is not supported", f"supported are {', '.join(SUPPORTED_SCALINGS)}"
+        )
     if kind == "linear":
-        return Linear(factor)
+        return Linear(_number(settings, "factor"))
     if kind == "dynamic":
-        return Dynamic(factor, max_positions)
+        return Dynamic(_number(settings, "factor"), max_positions)
     original = _count(settings, "original_max_position_embeddings", default=max_positions)
     if kind == "llama3":
         low, high = _number(settings, "low_freq_factor"), _number(settings, "high_freq_factor")
-        return Llama3(factor, low, high, original)
+        return Llama3(_number(settings, "factor"), low, high, original)
     return Yarn(
-        factor=factor,
+        factor=_number(settings, "factor", default=max_positions / original),
         original_positions=original,
         beta_fast=_number(settings, "beta_fast", default=32.0),
         beta_slow=_number(settings, "beta_slow", default=1.0),

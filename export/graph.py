@@ -8,7 +8,7 @@ which every bit width has a fast kernel on CPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, helper
@@ -106,14 +106,10 @@ class _Decoder:
         if form.bits == 32:
             self._table = (self._weights.plain(unit),)
             return self._node("Gather", [*self._table, "input_ids"], "embedded", axis=0)
-        codes, scales = self._table = self._weights.quantized(unit, form)
-        rows, columns = unit.shape
-        blocks = blocks_of(columns, form)
-        # The head's MatMulNBits reads the same codes: no second copy, in the file or in memory.
-        gather_scales = self._weights.reshaped(scales, "embedding.gather_scales", (rows, blocks, 1))
+        codes, scales = self._table = self._weights.quantized(unit, form, gathered=True)
         gathered = self._node(
             "GatherBlockQuantized",
-            [codes, "input_ids", gather_scales],
+            [codes, "input_ids", scales],
             "embedded.blocks",
             domain=MICROSOFT,
             bits=form.bits,
@@ -122,7 +118,8 @@ class _Decoder:
             quantize_axis=2,
         )
         joined = self._node("Reshape", [gathered, self._integers("embedded.shape", 0, 0, -1)], "embedded.joined")
-        if blocks * form.block == columns:
+        columns = unit.columns
+        if columns % form.block == 0:
             return joined
         bounds = [
             self._integers("embedded.starts", 0),
@@ -137,7 +134,9 @@ class _Decoder:
         query, key, value = self._linear(layer.qkv, normed), "", ""
         rotates = config.head_dim % _ROTARY_HEAD_MULTIPLE == 0
         if config.qk_norm or not rotates:
-            query, key, value = self._split(query, [f"{name}.query", f"{name}.key", f"{name}.value"], self._head_widths())
+            query, key, value = self._split(
+                query, [f"{name}.query", f"{name}.key", f"{name}.value"], self._head_widths()
+            )
         if config.qk_norm:
             query = self._norm_heads(query, layer.query_norm)
             key = self._norm_heads(key, layer.key_norm)
@@ -165,9 +164,7 @@ class _Decoder:
         return attended
 
     def _head_widths(self) -> str:
-        return self._integers(
-            "heads.widths", self._config.query_width, self._config.kv_width, self._config.kv_width
-        )
+        return self._integers("heads.widths", self._config.query_width, self._config.kv_width, self._config.kv_width)
 
     def _norm_heads(self, heads: str, weight: str) -> str:
         """RMS norm of every head by itself; GroupQueryAttention's own norm inputs are refused on CPU."""
@@ -203,8 +200,13 @@ class _Decoder:
             (matrix,) = self._table if tied else (self._weights.plain(unit),)
             self._node("Gemm", [rows, matrix], contract.LOGITS, transB=1)
         else:
-            codes, scales = self._table if tied else self._weights.quantized(unit, form)
+            codes, scales = self._tied_table(unit, form) if tied else self._weights.quantized(unit, form)
             self._matmul_nbits(unit, form, [rows, codes, scales], contract.LOGITS)
+
+    def _tied_table(self, unit: Unit, form: WeightFormat) -> tuple[str, str]:
+        """The embedding's codes and scales as MatMulNBits wants them: the same bytes, in the file and in memory."""
+        codes, scales = self._table
+        return codes, self._weights.reshaped(scales, "head.scales", (unit.shape[0], blocks_of(unit.columns, form)))
 
     def _linear(self, unit: Unit, value: str) -> str:
         form = self._plan[unit.name]
@@ -265,6 +267,7 @@ class _Decoder:
             self._weights.constant(name, np.array(values, np.int64))
         return name
 
-    def _node(self, operator: str, inputs: list[str], output: str, **attributes: object) -> str:
-        self._nodes.append(helper.make_node(operator, inputs, [output], name=output, **attributes))
+    def _node(self, operator: str, inputs: list[str], output: str, domain: str = "", **attributes: Any) -> str:
+        node = helper.make_node(operator, inputs, [output], name=output, domain=domain, **attributes)
+        self._nodes.append(node)
         return output

@@ -72,11 +72,12 @@ class Initializers:
         self._stored(matrix.size)
         return name
 
-    def quantized(self, unit: Unit, form: WeightFormat) -> tuple[str, str]:
+    def quantized(self, unit: Unit, form: WeightFormat, gathered: bool = False) -> tuple[str, str]:
         """Add a unit's matrix in blocks along K (see `quantize`).
 
         Returns:
-            Names of the codes, uint8 [N, blocks, block * bits / 8], and of the scales, float32 [N, blocks].
+            Names of the codes, uint8 [N, blocks, block * bits / 8], and of the scales, float32 [N, blocks], or
+            [N, blocks, 1] as GatherBlockQuantized wants them when the matrix is `gathered` from.
         """
         rows, columns = unit.shape
         blocks = blocks_of(columns, form)
@@ -91,7 +92,7 @@ class Initializers:
             self._data.append(packed)
             all_scales.append(piece_scales)
             self._stored(len(packed) * columns)
-        self._begin(scales, np.dtype(np.float32), (rows, blocks), unit)
+        self._begin(scales, np.dtype(np.float32), (rows, blocks, 1) if gathered else (rows, blocks), unit)
         self._data.append(np.concatenate(all_scales))
         return codes, scales
 
@@ -105,9 +106,7 @@ class Initializers:
         self.protos.append(proto)
         return alias
 
-    def _begin(
-        self, name: str, dtype: np.dtype[np.generic], shape: Sequence[int], unit: Unit | None = None
-    ) -> None:
+    def _begin(self, name: str, dtype: np.dtype[np.generic], shape: Sequence[int], unit: Unit | None = None) -> None:
         length = int(np.prod(shape)) * dtype.itemsize
         if unit is not None:
             self.unit_bits[unit.name] = self.unit_bits.get(unit.name, 0) + 8 * length

@@ -110,8 +110,7 @@ def _write_bundle(
         if (checkpoint.folder / name).is_file():
             shutil.copyfile(checkpoint.folder / name, folder / name)
     files |= {name: digest_file(folder / name) for name in (GRAPH_NAME, *COMPANIONS) if (folder / name).is_file()}
-    progress("checking", 0.0)
-    parity = check_parity(folder, checkpoint, config, plan, context)
+    parity = check_parity(folder, checkpoint, config, plan, context, lambda fraction: progress("checking", fraction))
     progress("checking", 1.0)
     bits = sum(weights.unit_bits.values()) / total
     manifest = Manifest(

@@ -1,9 +1,13 @@
 """Weights of 4 and 8 bits: rounding to nearest, and the operators' packing.
 
-A weight matrix [N, K] is cut along K into blocks. A block's scale puts its weight of largest magnitude on code 0, so
-`scale = extreme / -2**(bits - 1)` (negative when the extreme is positive), `code = round(w / scale) + 2**(bits - 1)` and
-`w ~ (code - 2**(bits - 1)) * scale`: all codes are used and no zero points are stored. This is ONNX Runtime's signed
-full-range form (`MatMulNBits`, `GatherBlockQuantized`). A tail block shorter than the rest is padded with zeros.
+A weight matrix [N, K] is cut along K into blocks. A block's scale puts its weight of largest magnitude on code 0:
+
+    scale = extreme / -half            with half = 2 ** (bits - 1); negative when the extreme is positive
+    code = round(w / scale) + half     clipped to 2 * half - 1
+    w ~ (code - half) * scale
+
+All codes are used and no zero points are stored. This is ONNX Runtime's signed full-range form (`MatMulNBits`,
+`GatherBlockQuantized`). A tail block shorter than the rest is padded with zeros.
 """
 
 from __future__ import annotations
@@ -56,9 +60,9 @@ def quantize_rows(weights: Float32Array, form: WeightFormat) -> tuple[UInt8Array
 
 def dequantize_rows(packed: UInt8Array, scales: Float32Array, columns: int, form: WeightFormat) -> Float32Array:
     """The weights that packed codes stand for, float32 [N, columns]; the inverse of `quantize_rows` up to rounding."""
-    centred = unpack_codes(packed, form.bits).astype(np.float32) - np.float32(1 << (form.bits - 1))
-    centred *= scales[:, :, None]
-    return centred.reshape(len(packed), -1)[:, :columns]
+    codes = unpack_codes(packed, form.bits).astype(np.float32)
+    weights: Float32Array = (codes - np.float32(1 << (form.bits - 1))) * scales[:, :, None]
+    return weights.reshape(len(packed), -1)[:, :columns]
 
 
 def pack_codes(codes: UInt8Array, bits: int) -> UInt8Array:
@@ -66,7 +70,8 @@ def pack_codes(codes: UInt8Array, bits: int) -> UInt8Array:
     if bits == 8:
         return codes
     pairs = codes.view("<u2")  # low byte: even code, high byte: odd code
-    return (pairs | pairs >> 4).astype(np.uint8)
+    packed: UInt8Array = (pairs | pairs >> 4).astype(np.uint8)
+    return packed
 
 
 def unpack_codes(packed: UInt8Array, bits: int) -> UInt8Array:

@@ -1,8 +1,8 @@
 """A decoder written for reading: float64 NumPy, the full attention matrix, no cache.
 
-This is what an exported graph is compared with, so it shares no code with the graph's construction: it reads config.json
-itself and computes rotary angles itself, straight from the models' definitions. One layer's weights are in memory
-at a time, in float64 a piece of a matrix at a time.
+This is what an exported graph is compared with, so it shares no code with the graph's construction: it reads the
+settings of config.json and computes rotary angles itself, straight from the models' definitions. A piece of one matrix
+is in memory at a time.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def _linear(weights: WeightSource, name: str, value: Float64Array, biased: bool)
 
 
 def _rms_norm(value: Float64Array, weight: npt.NDArray[np.float32], epsilon: float) -> Float64Array:
-    return value / np.sqrt(np.mean(value**2, axis=-1, keepdims=True) + epsilon) * weight
+    scaled: Float64Array = value / np.sqrt(np.mean(value**2, axis=-1, keepdims=True) + epsilon)
+    return scaled * weight
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

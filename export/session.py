@@ -27,7 +27,7 @@ class GraphSession:
         model = str(bundle / GRAPH_NAME) if graph is None else graph.SerializeToString()
         self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         shape = (1, config.kv_heads, capacity, config.head_dim)
-        self._buffers = [
+        self.buffers = [
             (past, present, np.zeros(shape, np.float32))
             for layer in range(config.layers)
             for past, present in (
@@ -37,9 +37,7 @@ class GraphSession:
         ]
         self.length = 0
 
-    def forward(
-        self, tokens: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.float32]:
+    def forward(self, tokens: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Append tokens [m] after the cached rows and return the logits of some of them, float32 [r, vocabulary]."""
         rows = len(tokens)
         total = self.length + rows
@@ -71,7 +69,7 @@ class GraphSession:
         for name, value in values.items():
             binding.bind_ortvalue_input(name, value)
         binding.bind_output(contract.LOGITS)
-        for past, present, buffer in self._buffers:
+        for past, present, buffer in self.buffers:
             shared = ort.OrtValue.ortvalue_from_numpy(buffer)
             binding.bind_ortvalue_input(past, shared)
             binding.bind_ortvalue_output(present, shared)

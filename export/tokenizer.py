@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from tokenizers import Tokenizer
 
 from ..edge.errors import CheckpointError
 
-_SAVE_FAST: str = "save one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+_SAVE_FAST: Final = "save one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
 
 
 def require_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -20,13 +21,14 @@ def require_tokenizer(folder: Path, vocab_size: int) -> None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no tokenizer.json", _SAVE_FAST)
-    try:
+    try:  # the library raises bare Exception for every defect
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 -- the library raises bare Exception for every defect
+    except Exception as error:
         raise CheckpointError(f"{path} is not a tokenizer: {error}", "download the checkpoint again") from error
-    token, largest = max(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1], default=("", -1))
-    if largest >= vocab_size:
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    last = max(ids, key=ids.__getitem__, default=None)
+    if last is not None and ids[last] >= vocab_size:
         raise CheckpointError(
-            f"tokenizer.json has token {token!r} with id {largest}, config.json a vocab_size of {vocab_size}",
+            f"tokenizer.json has token {last!r} with id {ids[last]}, config.json a vocab_size of {vocab_size}",
             "tokenizer and weights are not of the same model",
         )

@@ -43,7 +43,7 @@ class WeightFile:
 
     def append(self, piece: npt.NDArray[np.generic]) -> None:
         """Write the next bytes of the tensor that was started."""
-        self._write(memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8)))
+        self._write(np.ascontiguousarray(piece).data.cast("B"))
 
     def digest(self) -> FileDigest:
         """Size and SHA-256 of what was written."""

@@ -115,7 +115,7 @@ class Session:
         """
         hint = "give a file written by /save or Session.save"
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 about = json.loads(stored["about"].tobytes())
                 tokens = stored["tokens"].tolist()
                 rows = stored["rows"]

@@ -99,7 +99,8 @@ class KVArena:
 
     def snapshot(self) -> npt.NDArray[np.float32]:
         """A copy of the committed rows, float32 `[2, layers, kv_heads, length, head_dim]`."""
-        return self.data[:, :, :, : self.length].copy()
+        rows: npt.NDArray[np.float32] = self.data[:, :, :, : self.length].copy()
+        return rows
 
     def restore(self, rows: npt.NDArray[np.float32]) -> None:
         """Take over the rows of a `snapshot`, replacing what was committed.

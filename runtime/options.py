@@ -39,12 +39,9 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        elif not isinstance(self.stop, tuple):
-            object.__setattr__(self, "stop", tuple(self.stop))
-        if "" in self.stop:
-            raise InputError("a stop text is empty", "give at least one character")
+        stops: object = self.stop
+        if not isinstance(stops, tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise InputError(f"stop is {stops!r}", "it must be a tuple of texts of at least one character")
 
     def changed(self, changes: Mapping[str, Any]) -> GenerateOptions:
         """A copy with some fields replaced.

@@ -25,11 +25,10 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 _BLOCKED: Final = np.float32(np.finfo(np.float32).min)
 _LOG_NOTHING: Final = 4
-_LOAD_ERRORS: Final = tuple(
-    getattr(ort_errors, name)
-    for name in ("Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NoSuchFile", "NotImplemented", "EPFail")
+_ORT_ERRORS: Final = tuple(
+    value for value in vars(ort_errors).values() if isinstance(value, type) and issubclass(value, Exception)
 )
-_RUN_ERRORS: Final = (ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.RuntimeException, ort_errors.EPFail)
+"""ONNX Runtime's exceptions, which have no base of their own."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class GraphSession:
         options.enable_mem_pattern = False
         try:
             self._session = ort.InferenceSession(str(graph), options, providers=put_on(options, config.device))
-        except _LOAD_ERRORS as error:
+        except _ORT_ERRORS as error:
             raise BundleError(
                 f"{graph} cannot be loaded: {_reason(error)}", "give a complete model made by edge-run export"
             ) from error
@@ -146,7 +145,7 @@ class BoundSession:
         self._total[...] = total
         try:
             self._session.run_with_iobinding(self._io, self._run_options)
-        except _RUN_ERRORS as error:
+        except _ORT_ERRORS as error:
             raise EdgeError(f"the model failed to run: {_reason(error)}", "run again with --debug and report it") from error
         return self._logits[: wanted.size]
 

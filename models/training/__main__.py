@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     tokenizer.add_argument("--vocab-size", type=int, default=TARGET_SHAPE.vocab_size)
 
     target = commands.add_parser("target", parents=[shared, run], help="train the target")
+    target.add_argument("--lead-weight", type=float, default=default.lead_weight, help="loss weight of the first word")
     start = target.add_mutually_exclusive_group()
     start.add_argument("--init", type=Path, help="checkpoint folder to start from; default: from scratch")
     start.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json; default: train one")
@@ -117,7 +118,7 @@ def run_target(arguments: argparse.Namespace) -> None:
         stream_of(task_examples(pairs.train, maker, codec, arguments.seed), model, codec, arguments),
         arguments.out,
         options_from(arguments),
-        answer_cross_entropy(arguments.label_smoothing),
+        answer_cross_entropy(arguments.lead_weight, arguments.label_smoothing),
         lambda trained: validate(trained, codec, pairs.validation),
     )
     report(record)

@@ -17,6 +17,8 @@ from .tokenizer import ChatCodec
 
 # Conversations cut into one group of batches. Larger pools sort into batches of more even length.
 POOL_EXAMPLES = 8192
+# The first word of a command, which decides whether an answer is of any use, is rarely more tokens than this.
+LEAD = 3
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,14 @@ class Batch:
     """Right-padded token ids and the positions that carry loss.
 
     ids: int64 [B, T]; predicts: bool [B, T], true where the *next* token is one the model must produce;
-    targets: int64 [N], those next tokens; likely, share: [N, k] as in `Example`; tokens: real (unpadded) tokens.
+    targets: int64 [N], those next tokens; leads: bool [N], which of them are among the first `LEAD` of an answer;
+    likely, share: [N, k] as in `Example`; tokens: real (unpadded) tokens.
     """
 
     ids: Tensor
     predicts: Tensor
     targets: Tensor
+    leads: Tensor
     tokens: int
     likely: Tensor | None = None
     share: Tensor | None = None
@@ -71,6 +75,7 @@ class Batch:
             self.ids.to(device),
             self.predicts.to(device),
             self.targets.to(device),
+            self.leads.to(device),
             self.tokens,
             None if self.likely is None else self.likely.to(device),
             None if self.share is None else self.share.to(device),
@@ -87,12 +92,14 @@ def collate(examples: Sequence[Example], pad: int) -> Batch:
         answer[row, : len(example.answer)] = example.answer
     predicts = np.zeros_like(answer)
     predicts[:, :-1] = answer[:, 1:]
+    earlier = np.pad(answer, ((0, 0), (LEAD, 0)))[:, : answer.shape[1]]
     likely = [example.likely for example in examples if example.likely is not None]
     share = [example.share for example in examples if example.share is not None]
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(predicts),
         torch.from_numpy(ids[:, 1:][answer[:, 1:]]),
+        torch.from_numpy(~earlier[:, 1:][answer[:, 1:]]),
         sum(len(example.ids) for example in examples),
         torch.from_numpy(np.concatenate(likely)) if likely else None,
         torch.from_numpy(np.concatenate(share)) if share else None,

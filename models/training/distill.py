@@ -36,12 +36,12 @@ def distillation_requests(pairs: Sequence[Pair], maker: TaskMaker, count: int, s
 
 
 @torch.no_grad()
-def teach(target: CausalLM, codec: ChatCodec, requests: Sequence[str], max_new: int = 64) -> list[Example]:
+def teach(target: CausalLM, codec: ChatCodec, requests: Sequence[str], max_new: int = 48) -> list[Example]:
     """The target's greedy answers as examples, with its `LIKELY` most likely tokens at every answer position."""
     prompts = codec.encode_prompts(requests)
     context = target.shape.max_position_embeddings
     prompts = [prompt for prompt in prompts if len(prompt) < context]
-    answers = greedy(target, prompts, end=codec.end, max_new=max_new)
+    answers = greedy(target, prompts, end=codec.end, max_new=max_new, batch=512)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
     examples = []
     device = next(target.parameters()).device

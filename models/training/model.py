@@ -145,7 +145,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: LayerCache | None) -> Tensor:
-        """Mix x [B, T, C] along T; cos, sin [T, D], mask [T, past + T] with 0 or minus infinity."""
+        """Mix x [B, T, C] along T; cos, sin [T, D], mask [.., T, past + T] with 0 or a large negative number."""
         batch, length, _ = x.shape
         query = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
         key = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
@@ -210,12 +210,16 @@ class Backbone(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, ids: Tensor, cache: Sequence[LayerCache] | None = None) -> Tensor:
-        """Normalised hidden states [B, T, C] for token ids int64 [B, T], continuing the cache if there is one."""
+    def forward(self, ids: Tensor, cache: Sequence[LayerCache] | None = None, padding: Tensor | None = None) -> Tensor:
+        """Normalised hidden states [B, T, C] for token ids int64 [B, T]; the rest is as for `CausalLM.hidden`."""
         past = len(cache[0]) if cache else 0
         total = past + ids.shape[1]
         cos, sin = self.get_buffer("cos")[past:total], self.get_buffer("sin")[past:total]
         mask = torch.full((ids.shape[1], total), -torch.inf, device=ids.device).triu(past + 1)
+        if padding is not None:
+            # Finite, so that a padding row, which may attend to nothing, does not become NaN.
+            padded = torch.arange(total, device=ids.device) < padding[:, None]
+            mask = (mask.clamp(min=-1e9) - 1e9 * padded[:, None, :])[:, None]
         x = self.dropout(self.embed_tokens(ids))
         for number, layer in enumerate(self.layers):
             x = layer(x, cos, sin, mask, cache[number] if cache else None)
@@ -241,14 +245,15 @@ class CausalLM(nn.Module):
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * shape.num_hidden_layers) if residual else 1.0))
 
-    def hidden(self, ids: Tensor, cache: Sequence[LayerCache] | None = None) -> Tensor:
+    def hidden(self, ids: Tensor, cache: Sequence[LayerCache] | None = None, padding: Tensor | None = None) -> Tensor:
         """Final hidden states, float [B, T, hidden_size], for token ids int64 [B, T].
 
-        With a cache (one entry a layer) the ids continue the cached rows, and their own rows are added to it.
+        With a cache (one entry a layer) the ids continue the cached rows, and their own rows are added to it. padding,
+        int64 [B], is the number of ids in front of each sequence that are there only to fill the row.
         """
         if self._compiled is not None and self.training and cache is None:
             return self._compiled(ids)
-        out: Tensor = self.model(ids, cache)
+        out: Tensor = self.model(ids, cache, padding)
         return out
 
     def compile_training(self) -> None:

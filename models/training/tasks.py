@@ -24,12 +24,12 @@ Chat = list[Turn]
 # Shares of the conversation kinds. The direct question is what users ask and what is measured; the rest teaches
 # which words belong to which tool, and how to use what the user said.
 TASK_SHARES = {
-    "direct": 0.66,
-    "named": 0.10,
-    "explain": 0.08,
-    "about": 0.04,
-    "tool": 0.08,
-    "follow_up": 0.04,
+    "direct": 0.80,
+    "named": 0.06,
+    "explain": 0.04,
+    "about": 0.02,
+    "tool": 0.06,
+    "follow_up": 0.02,
 }
 NAMED_FORMS = ("{request} with {tool}", "{request} using {tool}", "{tool}: {request}", "use {tool} to {lower}")
 
@@ -71,11 +71,11 @@ class TaskMaker:
             return [Turn(f"which tool: {reword_words(pair.about, rng)}", pair.tool)]
         if kind == "follow_up":
             return self._follow_up(pair, rng)
-        request, command = fill(pair.request, pair.command, rng) if rng.random() < 0.3 else (pair.request, pair.command)
+        request, command = fill(pair.request, pair.command, rng) if rng.random() < 0.2 else (pair.request, pair.command)
         if kind == "named" and pair.tool and pair.tool.lower() not in request.lower():
             lower = request[:1].lower() + request[1:]
             request = rng.choice(NAMED_FORMS).format(request=request.rstrip("."), tool=pair.tool, lower=lower)
-        elif rng.random() < 0.5:
+        elif rng.random() < 0.4:
             request = reword(request, rng)
         return [Turn(request, command)]
 

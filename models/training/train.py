@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -38,6 +37,7 @@ class TrainOptions:
     weight_decay: float = 0.1
     warmup: int = 100
     average: float = 0.997
+    lead_weight: float = 2.0
     label_smoothing: float = 0.0
     optimizer: str = "muon"
     seed: int = 1
@@ -46,12 +46,19 @@ class TrainOptions:
     compiled: bool = False
 
 
-def answer_cross_entropy(label_smoothing: float) -> LossFunction:
-    """Mean cross-entropy over the tokens the model must produce; the LM head runs at those positions only."""
+def answer_cross_entropy(lead_weight: float = 1.0, label_smoothing: float = 0.0) -> LossFunction:
+    """Mean cross-entropy over the tokens the model must produce, the first few of an answer at `lead_weight`.
+
+    The LM head runs at those positions only.
+    """
 
     def loss(model: CausalLM, batch: Batch) -> Tensor:
         logits = model.head(model.hidden(batch.ids)[batch.predicts])
-        return functional.cross_entropy(logits.float(), batch.targets, label_smoothing=label_smoothing)
+        each = functional.cross_entropy(
+            logits.float(), batch.targets, label_smoothing=label_smoothing, reduction="none"
+        )
+        weight = 1.0 + (lead_weight - 1.0) * batch.leads
+        return (each * weight).sum() / weight.sum()
 
     return loss
 
@@ -93,10 +100,12 @@ def train(
     if options.compiled:
         model.compile_training()
     model.train()
-    bar = tqdm(total=1000, initial=0, unit="‰", file=sys.stderr, disable=not progress_wanted(), dynamic_ncols=True)
+    bar = tqdm(total=1000, unit="‰", file=sys.stderr, disable=None, dynamic_ncols=True)
     recent: list[float] = []
-    # A finished run that is started again has nothing left to do, which is not an error.
-    while record["step"] < options.steps and (progress := schedule.progress(record["step"])) < 1.0:
+    progress = schedule.progress(record["step"])
+    # The clock is read once a step: the step that ends the budget is then sure to be measured and saved. A finished
+    # run that is started again has nothing left to do, which is not an error.
+    while progress < 1.0:
         step = record["step"]
         torch.manual_seed(options.seed * 1_000_003 + step)
         batch = stream.batch(step).to(device)
@@ -109,8 +118,9 @@ def train(
         recent = [*recent[-49:], float(loss.detach())]
         record.update(step=step + 1, tokens=record["tokens"] + batch.tokens, seconds=schedule.elapsed)
         bar.set_postfix_str(f"step {step + 1} loss {sum(recent) / len(recent):.3f}", refresh=False)
+        progress = schedule.progress(step + 1)
         bar.update(int(1000 * progress) - bar.n)
-        last = step + 1 == options.steps or schedule.progress(step + 1) >= 1.0
+        last = progress >= 1.0
         if last or (step + 1) % options.evaluate_every == 0:
             average.swap(model)
             measured = validate(model)
@@ -152,8 +162,3 @@ def restore(
             average.weights[name].copy_(parts["average"][name])
     average.updates = int(numbers["average_updates"])
     optimizers.load_state(parts["optimizer"])
-
-
-def progress_wanted() -> bool:
-    """Whether someone is watching: a bar in a log file is only noise."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
 from jinja2 import TemplateError as JinjaError
@@ -88,17 +89,18 @@ def load_template(bundle: Bundle, tokenizer: TextTokenizer) -> ChatTemplate | No
         TemplateError: there is one, and it cannot be read.
     """
     path = bundle.file("chat_template.jinja")
-    if path is not None:
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TemplateError(f"{path} cannot be read: {error}", _HINT) from error
-    else:
-        source = _default_source(tokenizer.config.get("chat_template"))
-        if source is None:
-            return None
+    source = _default_source(tokenizer.config.get("chat_template")) if path is None else _read(path)
+    if source is None:
+        return None
     special = {name: text for name in _SPECIAL_TOKENS if (text := tokenizer.token_text(name))}
     return ChatTemplate(source, special)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"{path} cannot be read: {error}", _HINT) from error
 
 
 def _default_source(value: Any) -> str | None:

@@ -1,0 +1,52 @@
+"""The models a benchmark needs, made once and kept in a working folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpoints import Shape, write_checkpoint
+
+from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
+
+
+def checkpoint(work: Path, shape: Shape) -> Path:
+    """A random-weights checkpoint of the shape."""
+    return _once(work / shape.name / "checkpoint", lambda folder: write_checkpoint(shape, folder))
+
+
+def bundle(work: Path, shape: Shape, block: int) -> Path:
+    """Its edge-run bundle, 4 bits in blocks of `block`."""
+
+    def make(folder: Path) -> None:
+        export_checkpoint(checkpoint(work, shape), folder, ExportRecipe(body=WeightFormat(4, block)))
+
+    return _once(work / shape.name / f"edge-run-int4-{block}", make)
+
+
+def genai_model(work: Path, shape: Shape, block: int, python: str) -> Path:
+    """Its export by the model builder of ONNX Runtime GenAI, which is installed beside `python`."""
+
+    def make(folder: Path) -> None:
+        command = [python, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
+        command += ["-i", str(checkpoint(work, shape)), "-o", str(folder), "--extra_options", f"block_size={block}"]
+        offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=offline, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the GenAI model builder failed:\n{done.stderr[-2000:]}")
+
+    return _once(work / shape.name / f"genai-int4-{block}", make)
+
+
+def _once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """`folder`, made under another name first so that an interrupted run leaves nothing half-made."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        make(part)
+        part.rename(folder)
+    return folder

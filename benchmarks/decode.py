@@ -1,0 +1,289 @@
+"""Plain decoding speed, prompt speed, memory, load time, and what a pass over several tokens costs.
+
+edge-run against a bare onnxruntime loop over the same graph and, where it is installed, against ONNX Runtime GenAI over
+its own export. Every engine runs in its own process, measured in turn while the others are still; ratios are medians over
+rounds. Weights are random (see checkpoints.py): speed does not depend on them. Prints tables, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from artifacts import bundle, genai_model
+from checkpoints import SHAPES, Shape
+from processes import Worker
+from rich.console import Console
+from rich.table import Table
+from rounds import Series, Stillness, alternate, join, median_ratio, spread
+
+CONTEXT: Final = 128
+PROMPTS: Final = (128, 1024)
+WIDTHS: Final = (1, 2, 3, 4, 6, 8, 16)
+EDGE: Final = "edge-run"
+BARE: Final = "bare loop"
+_CAPACITY: Final = 1280
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    restarts: int
+    """Times all processes are started anew: where a process's memory lands changes its speed by several per cent."""
+    rounds: int
+    tokens: int
+    """Tokens a decode measurement is long."""
+    passes: int
+    """Passes a width measurement is the median of."""
+
+
+FULL: Final = Effort(restarts=3, rounds=6, tokens=32, passes=5)
+QUICK: Final = Effort(restarts=1, rounds=3, tokens=12, passes=3)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An engine and the model it runs."""
+
+    label: str
+    engine: str
+    model: Path
+    python: str | None = None
+
+    def start(self, threads: int) -> Worker:
+        """Its process, loaded."""
+        return Worker(self.label, self.engine, self.model, python=self.python, threads=threads, capacity=_CAPACITY)
+
+
+@dataclass
+class Findings:
+    """Everything measured; one `Series` part a restart."""
+
+    decode: list[Series] = field(default_factory=list)
+    prefill: dict[int, list[Series]] = field(default_factory=lambda: {count: [] for count in PROMPTS})
+    widths: dict[int, list[Series]] = field(default_factory=lambda: {width: [] for width in WIDTHS})
+    load_s: dict[str, list[float]] = field(default_factory=dict)
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    stillness: Stillness = field(default_factory=Stillness)
+
+
+def measure(contenders: Sequence[Contender], threads: int, effort: Effort, say: Callable[[str], None]) -> Findings:
+    """Run everything."""
+    found = Findings()
+    for restart in range(effort.restarts):
+        turn = restart % len(contenders)
+        count = f"{restart + 1}/{effort.restarts}"
+        say(f"{count}: loading")
+        with ExitStack() as stack:
+            workers = [stack.enter_context(each.start(threads)) for each in [*contenders[turn:], *contenders[:turn]]]
+            _measure_once(workers, effort, found, lambda what, count=count: say(f"{count}: {what}"))
+    return found
+
+
+def _measure_once(workers: Sequence[Worker], effort: Effort, found: Findings, say: Callable[[str], None]) -> None:
+    """All measurements with the processes that are running now."""
+    for worker in workers:
+        found.load_s.setdefault(worker.label, []).append(worker.loaded["seconds"])
+        worker.ask("decode", context=CONTEXT, tokens=4)  # first passes allocate
+        now = worker.ask("memory")
+        found.memory[worker.label] = {
+            "before": worker.loaded["before"]["resident"],
+            "loaded": worker.loaded["after"]["resident"],
+            "decoding": now["resident"],
+            "decoding_anonymous": now["anonymous"],
+        }
+
+    say(f"decoding after {CONTEXT} tokens")
+
+    def decode(worker: Worker) -> float:
+        return float(worker.ask("decode", context=CONTEXT, tokens=effort.tokens))
+
+    found.decode.append(alternate(workers, effort.rounds, decode, found.stillness))
+
+    same_graph = [worker for worker in workers if worker.label in (EDGE, BARE)]
+    parts: dict[int, list[Series]] = {width: [] for width in WIDTHS}
+    for number in range(effort.rounds):
+        say(f"passes of {WIDTHS[0]} to {WIDTHS[-1]} tokens, round {number + 1}")
+        for width in WIDTHS if number % 2 == 0 else reversed(WIDTHS):
+
+            def run_pass(worker: Worker, width: int = width) -> float:
+                return float(worker.ask("passes", context=CONTEXT, rows=width, times=effort.passes))
+
+            order = same_graph if number % 2 == 0 else same_graph[::-1]
+            parts[width].append(alternate(order, 1, run_pass, found.stillness))
+    for width in WIDTHS:
+        found.widths[width].append(join(parts[width]))
+
+    for count in PROMPTS:
+        say(f"prompts of {count} tokens")
+
+        def prefill(worker: Worker, count: int = count) -> float:
+            return float(worker.ask("prefill", tokens=count))
+
+        rounds = max(2, effort.rounds // 2) if count > CONTEXT else effort.rounds
+        found.prefill[count].append(alternate(workers, rounds, prefill, found.stillness))
+    for worker in workers:
+        found.memory[worker.label]["peak"] = worker.ask("memory")["peak"]
+
+
+def account(found: Findings, contenders: Sequence[Contender]) -> dict[str, Any]:
+    """The findings in numbers; a ratio is this engine's time by the bare loop's, quartiles beside it."""
+    decode = join(found.decode)
+    prefill = {count: join(parts) for count, parts in found.prefill.items()}
+    widths = {width: join(parts) for width, parts in found.widths.items()}
+    engines = {}
+    for each in contenders:
+        label = each.label
+        engines[label] = {
+            "weights_mib": _weights(each.model) / 2**20,
+            "load_s": statistics.median(found.load_s[label]),
+            "resident_mib": found.memory[label],
+            "decode_ms": 1e3 * statistics.median(decode[label]),
+            "decode_ratio": median_ratio(decode, label, BARE),
+            "decode_ratio_quartiles": spread(decode, label, BARE),
+            "prefill": {
+                str(count): {
+                    "tokens_per_s": count / statistics.median(series[label]),
+                    "ratio": median_ratio(series, label, BARE),
+                    "ratio_quartiles": spread(series, label, BARE),
+                }
+                for count, series in prefill.items()
+            },
+        }
+    cost = {
+        label: {
+            str(width): {
+                "ms": 1e3 * statistics.median(series[label]),
+                "by_one_token": statistics.median(
+                    many / one for many, one in zip(series[label], widths[1][label], strict=True)
+                ),
+            }
+            for width, series in widths.items()
+        }
+        for label in (EDGE, BARE)
+    }
+    return {"engines": engines, "pass_cost": cost, "idle_core_share": found.stillness.worst}
+
+
+def _weights(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.onnx*"))
+
+
+def show(console: Console, result: dict[str, Any], title: str) -> None:
+    """Print the tables."""
+    speed = Table(title=f"{title}: speed; in brackets, time by the bare loop's (median over rounds)")
+    speed.add_column("")
+    for name in (f"ms a token\nafter {CONTEXT}", *(f"tokens/s, prompt\nof {count}" for count in PROMPTS)):
+        speed.add_column(name, justify="right")
+    memory = Table(title="load time and resident memory, MiB")
+    memory.add_column("")
+    for name in ("weights on disk", "load, s", "loaded", "decoding", "of that anonymous", "peak"):
+        memory.add_column(name, justify="right")
+    for label, row in result["engines"].items():
+        prompts = [row["prefill"][str(count)] for count in PROMPTS]
+        speed.add_row(
+            label,
+            f"{row['decode_ms']:.2f} ({row['decode_ratio']:.3f})",
+            *(f"{prompt['tokens_per_s']:.0f} ({prompt['ratio']:.3f})" for prompt in prompts),
+        )
+        resident = row["resident_mib"]
+        stages = [resident[name] for name in ("loaded", "decoding", "decoding_anonymous", "peak")]
+        memory.add_row(label, f"{row['weights_mib']:.0f}", f"{row['load_s']:.2f}", *(f"{size:.0f}" for size in stages))
+    passes = Table(title=f"a pass over m tokens after {CONTEXT}, logits for all: ms (times a pass over one)")
+    for name in ("m", *result["pass_cost"]):
+        passes.add_column(name, justify="right")
+    for width in WIDTHS:
+        cells = [cost[str(width)] for cost in result["pass_cost"].values()]
+        passes.add_row(str(width), *(f"{cell['ms']:.2f} ({cell['by_one_token']:.2f})" for cell in cells))
+    for table in (speed, memory, passes):
+        console.print(table)
+    share = result["idle_core_share"]
+    if share > 0.02:
+        console.print(f"[yellow]a waiting process took {share:.0%} of a core while another was measured[/yellow]")
+
+
+def conditions(shape: Shape, threads: int, block: int, effort: Effort) -> dict[str, Any]:
+    """What the numbers hold for."""
+    return {
+        "shape": shape.name,
+        "weights": f"random, int4, block {block}",
+        "context": CONTEXT,
+        "threads": threads,
+        "cores": psutil.cpu_count(logical=False),
+        "cpu": _cpu_name(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "onnxruntime": version("onnxruntime"),
+        "restarts": effort.restarts,
+        "rounds": effort.rounds,
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """The same with every number cut to five significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _cpu_name() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: python benchmarks/decode.py --shape qwen2.5-0.5b --genai-python ~/genai/bin/python",
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
+    parser.add_argument("--block", type=int, choices=(32, 64, 128), default=128, help="weights that share a scale")
+    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
+    parser.add_argument("--quick", action="store_true", help="few rounds, no restarts: a first look")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
+    parser.add_argument(
+        "--genai-python", metavar="PATH", help="interpreter that has onnxruntime-genai, psutil and numpy"
+    )
+    options = parser.parse_args()
+
+    console, progress = Console(), Console(stderr=True)
+    if not console.is_terminal:
+        console.width = 120
+    shape = SHAPES[options.shape]
+    effort = QUICK if options.quick else FULL
+    progress.print("preparing models")
+    ours = bundle(options.work, shape, options.block)
+    contenders = [Contender(EDGE, "edge-run", ours), Contender(BARE, "bare", ours)]
+    if options.genai_python:
+        for block in sorted({options.block, 32}, reverse=True):
+            model = genai_model(options.work, shape, block, options.genai_python)
+            label = f"GenAI, block {block}" + (" (its default)" if block == 32 else "")
+            contenders.append(Contender(label, "genai", model, options.genai_python))
+    found = measure(contenders, options.threads, effort, progress.print)
+    holds_for = conditions(shape, options.threads, options.block, effort)
+    result = {"benchmark": "decode", "conditions": holds_for, **account(found, contenders)}
+    show(console, result, f"{shape.name}, int4 block {options.block}, {options.threads} threads, {holds_for['cpu']}")
+    print(json.dumps(_rounded(result)))
+
+
+if __name__ == "__main__":
+    main()

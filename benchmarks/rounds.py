@@ -1,0 +1,70 @@
+"""Fair comparison of running workers: in turn, in both orders, each while the others are still."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import psutil
+from processes import Worker
+
+_SETTLE_S: Final = 0.05
+"""Pause before a measurement: onnxruntime's threads spin for a moment after their last task."""
+
+
+class Stillness:
+    """Keeps the largest share of a core that waiting workers took while another was measured."""
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+
+    def watch(self, waiting: Sequence[Worker], work: Callable[[], float]) -> float:
+        """The result of `work`."""
+        processes = [psutil.Process(worker.pid) for worker in waiting]
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        started = time.perf_counter()
+        result = work()
+        elapsed = time.perf_counter() - started
+        for process, old in zip(processes, before, strict=True):
+            # The system counts in hundredths of a second; one tick says nothing.
+            busy = sum(process.cpu_times()[:2]) - old - 0.01
+            self.worst = max(self.worst, busy / elapsed)
+        return result
+
+
+Series = dict[str, list[float]]
+"""Seconds by worker label, one value a round."""
+
+
+def alternate(
+    workers: Sequence[Worker], rounds: int, measure: Callable[[Worker], float], stillness: Stillness
+) -> Series:
+    """Measure every worker once a round, in the opposite order every other round."""
+    series: Series = {worker.label: [] for worker in workers}
+    for number in range(rounds):
+        for worker in workers if number % 2 == 0 else reversed(workers):
+            waiting = [other for other in workers if other is not worker]
+            time.sleep(_SETTLE_S)
+            series[worker.label].append(stillness.watch(waiting, lambda worker=worker: measure(worker)))
+    return series
+
+
+def join(parts: Sequence[Series]) -> Series:
+    """Series one after the other."""
+    return {label: [value for part in parts for value in part[label]] for label in parts[0]}
+
+
+def median_ratio(series: Series, label: str, base: str) -> float:
+    """Median over the rounds of `label`'s time by `base`'s of the same round."""
+    return statistics.median(one / other for one, other in zip(series[label], series[base], strict=True))
+
+
+def spread(series: Series, label: str, base: str) -> tuple[float, float]:
+    """Lower and upper quartile of the ratios whose median `median_ratio` gives."""
+    ratios = sorted(one / other for one, other in zip(series[label], series[base], strict=True))
+    if len(ratios) == 1:
+        return ratios[0], ratios[0]
+    lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+    return lower, upper

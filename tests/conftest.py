@@ -1,0 +1,28 @@
+"""Fixtures that several rooms share: a cache folder of the tests' own, and tiny models exported once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ["TERM"] = "dumb"
+os.environ["COLUMNS"] = "110"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """No test reads or writes the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGERUN_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of 300 tokens and a context of 256, float32, with a chat template."""
+    tiny = pytest.importorskip("tiny", reason="needs the export extra")
+    return tiny.write_bundle(tmp_path_factory.mktemp("tiny"))

@@ -1,0 +1,228 @@
+"""The command line: answers, JSON, errors of one line, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import edgerun
+from edgerun.edge.cli import main
+from edgerun.edge.present import for_terminal
+from tiny import write_bundle
+
+COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli import main; sys.exit(main())"]
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run arguments that cannot work: exit code 2, nothing on stdout, one line on stderr, which is returned."""
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("edge-run: error: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("edge-run: error: ").rstrip("\n")
+
+
+def standard_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+
+
+def test_one_answer_is_streamed_to_stdout(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with edgerun.load(tiny_bundle) as engine:
+        expected = engine.generate("the other", max_tokens=12).text
+    assert main([str(tiny_bundle), "-p", "the other", "-n", "12", "--stats"]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected if expected.endswith("\n") else expected + "\n"
+    assert "12 tokens at" in err
+    assert main(["run", str(tiny_bundle / "model.onnx"), "--prompt", "the other", "--max-tokens", "12"]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_json_is_one_object_with_the_promised_fields(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tiny_bundle), "-p", "the", "-n", "5", "--json"]) == 0
+    out, err = capsys.readouterr()
+    reply = json.loads(out)
+    assert out.count("\n") == 1
+    assert err == ""
+    assert list(reply) == ["text", "finish_reason", "usage", "timing", "speculation", "model", "device"]
+    assert reply["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] == 5
+    assert list(reply["usage"]) == ["prompt_tokens", "completion_tokens"]
+    assert list(reply["timing"]) == ["load_ms", "ttft_ms", "decode_tokens_per_second", "total_ms"]
+    assert list(reply["speculation"]) == ["mode", "target_passes", "drafted", "accepted", "tokens_per_pass", "by_source"]
+    assert (reply["speculation"]["mode"], reply["speculation"]["target_passes"]) == ("off", 5)
+    assert reply["device"] == "CPU"
+
+
+def test_the_prompt_may_come_on_standard_input(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main([str(tiny_bundle), "-p", "the other", "-n", "6"])
+    expected = capsys.readouterr().out
+    standard_input(monkeypatch, b"the other\n")
+    assert main([str(tiny_bundle), "-n", "6"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_empty_or_undecodable_standard_input_is_refused(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standard_input(monkeypatch, b"")
+    assert fails(capsys, tiny_bundle) == "the prompt is empty; give -p TEXT, or text on standard input"
+    standard_input(monkeypatch, b"\xff\xfe")
+    assert fails(capsys, tiny_bundle) == "standard input is not UTF-8 text; convert it first"
+
+
+def test_sampling_options_reach_the_sampler(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-t", "1.2", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01", "--repeat-penalty", "1.1"]
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main([str(tiny_bundle), "-p", "a", "-n", "20", "--raw", *options, "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_stop_may_be_repeated(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(tiny_bundle), "-p", "the", "-n", "30"])
+    text = capsys.readouterr().out
+    main([str(tiny_bundle), "-p", "the", "-n", "30", "--stop", "\x00never", "--stop", text[5:8]])
+    assert capsys.readouterr().out == text[: text.index(text[5:8])] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-p", "a", "-n", "0"], "greater than or equal to 1"),
+        (["-p", "a", "-n", "-5"], "greater than or equal to 1"),
+        (["-p", "a", "-n", "many"], "--max-tokens"),
+        (["-p", "a", "-t", "-1"], "greater than or equal to 0"),
+        (["-p", "a", "-t", "nan"], "'--temperature'"),
+        (["-p", "a", "--top-p", "0"], "top-p is 0.0; it must be above 0 and at most 1"),
+        (["-p", "a", "--top-k", "-1"], "greater than or equal to 0"),
+        (["-p", "a", "--min-p", "1"], "min-p is 1.0; it must be at least 0 and below 1"),
+        (["-p", "a", "--repeat-penalty", "0"], "repeat-penalty is 0.0; it must be above 0"),
+        (["-p", "a", "--threads", "0"], "greater than or equal to 1"),
+        (["-p", "a", "--context", "1"], "greater than or equal to 2"),
+        (["-p", "a", "--context", "9999"], "context is 9999; this model allows at most 256"),
+        (["-p", "a", "--stop", ""], "stop is ('',); it must be"),
+        (["-p", "a", "--device", "abacus"], "no device 'abacus' here; available: "),
+        (["-p", "a", "--frobnicate"], "No such option: --frobnicate; see edge-run run --help"),
+        (["-p", ""], "the prompt is empty"),
+        (["-p", "x" * 300], "tokens and the model's context is 256; shorten it"),
+        (["-p", "a", "--raw", "--system", "b"], "a raw prompt has no system message"),
+        (["-p", "a", "--resume", "nothing.kv"], "is not a saved conversation"),
+    ],
+)
+def test_bad_usage_is_one_line(tiny_bundle: Path, capsys: pytest.CaptureFixture[str], arguments, message: str) -> None:
+    assert message in fails(capsys, tiny_bundle, *arguments)
+
+
+def test_bad_models_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys, tmp_path / "no", "-p", "a") == f"{tmp_path / 'no'} does not exist; give an .onnx file or a model folder"
+    (tmp_path / "text.onnx").write_text("this is\nnot a model")
+    assert f"{tmp_path / 'text.onnx'} cannot be loaded" in fails(capsys, tmp_path / "text.onnx", "-p", "a", "--context", "64")
+    assert "extra argument" in fails(capsys, tmp_path / "a", tmp_path / "b")
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "-p", "a", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("edge-run: error: ")
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["export"], ["inspect"], ["devices"]])
+def test_every_command_has_help_with_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    assert "Example" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"edge-run {edgerun.__version__}\n"
+
+
+def test_inspect_says_what_a_model_is(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["family"], facts["layers"], facts["vocabulary"], facts["context"]) == ("llama", 2, 300, 256)
+    assert facts["token_trees"] is True
+    assert main(["inspect", str(tiny_bundle)]) == 0
+    assert "bits per weight" in capsys.readouterr().out
+    assert "does not exist" in fails(capsys, "inspect", "nothing")
+
+
+def test_devices_lists_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["devices", "--json"]) == 0
+    devices = json.loads(capsys.readouterr().out)["devices"]
+    assert any(device["kind"] == "cpu" and device["default"] for device in devices)
+    assert main(["devices"]) == 0
+    assert "cpu" in capsys.readouterr().out
+
+
+def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny_bundle.parent / "checkpoint"
+    out = tmp_path / "out"
+    assert main(["export", str(source), str(out), "--weights", "int4", "--block", "64", "--head", "int8"]) == 0
+    shown = capsys.readouterr().out
+    assert "bits a weight" in shown
+    assert "mean kl" in shown
+    assert main(["inspect", str(out), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["weights"] == {"int8/64": 2, "int4/64": 8}
+    assert facts["made_by"].startswith("edge-run export")
+    assert main([str(out), "-p", "the", "-n", "3"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--weights", "int3"], "int3"),
+        (["--block", "48"], "blocks of 48"),
+        (["--context", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_bad_export_options_are_one_line(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert message in fails(capsys, "export", tiny_bundle.parent / "checkpoint", tmp_path / "out", *options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_never_replaces_what_is_no_bundle(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    fails(capsys, "export", tiny_bundle.parent / "checkpoint", tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_ctrl_c_keeps_the_partial_text_and_exits_130(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path, max_position_embeddings=30_000, num_hidden_layers=6)
+    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
+        config = json.loads((bundle / name).read_text())
+        (bundle / name).write_text(json.dumps({key: value for key, value in config.items() if "eos" not in key}))
+    (bundle / "edge.json").unlink()
+    process = subprocess.Popen(
+        [*COMMAND, str(bundle), "-p", "the", "-t", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == b""
+    assert first
+    assert rest.endswith(b"\n")
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+    assert for_terminal("a\x1b[2Jb\x07\r\nc\td\x9b") == "a\ufffd[2Jb\ufffd\ufffd\nc\td\ufffd"

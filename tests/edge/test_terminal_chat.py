@@ -1,0 +1,128 @@
+"""The chat on a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tiny import write_bundle
+
+pty = pytest.importorskip("pty", reason="POSIX terminals")
+
+COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli import main; sys.exit(main())"]
+PROMPT = "> "
+
+
+class Terminal:
+    """A chat process and what it has put on its screen."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True
+        )
+        os.close(slave)
+        self._unread = ""
+
+    def until(self, wanted: str, seconds: float = 60) -> str:
+        """Read up to and including `wanted`; escape sequences are left out."""
+        end = time.monotonic() + seconds
+        while wanted not in self._unread:
+            ready, _, _ = select.select([self._master], [], [], max(0, end - time.monotonic()))
+            assert ready, f"no {wanted!r} in {self._unread!r}"
+            try:
+                piece = os.read(self._master, 4096).decode(errors="replace")
+            except OSError:
+                piece = ""
+            assert piece, f"the program ended before {wanted!r}: {self._unread!r}"
+            self._unread = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._unread + piece).replace("\r\n", "\n")
+        before, _, self._unread = self._unread.partition(wanted)
+        return before + wanted
+
+    def say(self, line: str) -> str:
+        """Type a line at the prompt; returns what came between it and the next prompt."""
+        self.type(line + "\n")
+        self.until(line + "\n")
+        return self.until("\n" + PROMPT).removesuffix("\n" + PROMPT)
+
+    def type(self, text: str) -> None:
+        """Send keys."""
+        os.write(self._master, text.encode())
+
+    def end(self) -> int:
+        """Wait for the program; returns its exit code."""
+        code = self.process.wait(timeout=60)
+        os.close(self._master)
+        return code
+
+
+def test_a_conversation_with_every_command(tiny_bundle: Path, tmp_path: Path) -> None:
+    chat = Terminal(str(tiny_bundle), "-n", "8")
+    assert "/help for help" in chat.until("\n" + PROMPT)
+    assert "/save PATH" in chat.say("/help")
+    assert "nothing has been answered yet" in chat.say("/stats")
+    first = chat.say("the other")
+    assert first
+    assert "8 tokens at" in chat.say("/stats")
+    chat.say("again")
+    assert "reused" in chat.say("/stats")
+    assert "a new conversation" in chat.say("/reset")
+    assert chat.say("the other") == first
+    assert "saved; go on with --resume" in chat.say(f"/save {tmp_path / 'chat.kv'}")
+    assert (tmp_path / "chat.kv").is_file()
+    assert "cannot be written" in chat.say("/save /proc/nowhere/chat.kv")
+    assert "system message: none" in chat.say("/system")
+    assert "a new conversation" in chat.say("/system speak up")
+    assert "system message: speak up" in chat.say("/system")
+    assert "no command /dance; /help lists them" in chat.say("/dance")
+    assert "start again with reset (/reset in the terminal)" in chat.say("x" * 300)
+    assert chat.say("the other")
+    chat.type("/quit\n")
+    assert chat.end() == 0
+
+    resumed = Terminal(str(tiny_bundle), "-n", "8", "--resume", str(tmp_path / "chat.kv"))
+    assert "2 messages in the conversation" in resumed.until("\n" + PROMPT)
+    resumed.type("\x04")
+    assert resumed.end() == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path, max_position_embeddings=30_000, num_hidden_layers=6)
+    chat = Terminal(str(bundle), "-t", "1", "--seed", "1", "--stats")
+    chat.until("\n" + PROMPT)
+    for _ in range(2):
+        chat.type("the\n")
+        chat.until("the\n")
+        chat.until("")
+        time.sleep(0.3)
+        chat.type("\x03")
+        chat.until("\n" + PROMPT)
+    chat.type("\x03")
+    chat.until("/quit or Ctrl-D leaves\n" + PROMPT)
+    chat.type("/quit\n")
+    assert chat.end() == 0
+
+
+def test_a_line_may_go_on_in_the_next(tiny_bundle: Path) -> None:
+    chat = Terminal(str(tiny_bundle), "-n", "4")
+    chat.until("\n" + PROMPT)
+    chat.type("the\\\n")
+    chat.until("  ")
+    chat.type("other\n")
+    assert chat.until("\n" + PROMPT)
+    chat.type("/quit\n")
+    assert chat.end() == 0
+
+
+@pytest.mark.parametrize("options", [["--raw"], ["--json"]])
+def test_what_makes_no_sense_in_a_chat_is_refused(tiny_bundle: Path, options: list[str]) -> None:
+    chat = Terminal(str(tiny_bundle), *options)
+    assert f"edge-run: error: {options[0]} needs a prompt; give -p TEXT" in chat.until("standard input")
+    assert chat.end() == 2

@@ -1,0 +1,221 @@
+"""Reading weights, and one clear line for everything that can be wrong with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from edgerun.edge.errors import CheckpointError
+from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
+from edgerun.export.checkpoint import Checkpoint
+from tiny import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 70),
+    st.integers(1, 40),
+    st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16]),
+    st.data(),
+)
+def test_rows_are_those_the_library_reads(tmp_path_factory, rows: int, columns: int, dtype, data) -> None:
+    folder = tmp_path_factory.mktemp("weights")
+    value = np.random.default_rng(rows * columns).standard_normal((rows, columns)).astype(dtype)
+    write_weights(folder, {"model.first": value[:1], "model.second": value})
+    expected = load_file(folder / "model.safetensors")["model.second"].astype(np.float32)
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.shape("model.second") == (rows, columns)
+    read = checkpoint.read("model.second")
+    assert read.dtype == np.float32
+    np.testing.assert_array_equal(read, expected)
+    start = data.draw(st.integers(0, rows))
+    stop = data.draw(st.integers(start, rows))
+    np.testing.assert_array_equal(checkpoint.read_rows("model.second", start, stop), expected[start:stop])
+
+
+def test_pieces_cover_a_matrix_once(tmp_path) -> None:
+    write_weights(tmp_path, {"model.wide": np.zeros((5, 600_000), np.float32)})
+    pieces = list(Checkpoint(tmp_path).pieces("model.wide"))
+    assert len(pieces) > 1
+    assert [row for start, stop in pieces for row in range(start, stop)] == list(range(5))
+
+
+Spoil = Callable[[Path], None]
+
+
+def edit_config(**changes: object) -> Spoil:
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        write_json(folder / "config.json", {**config, **changes})
+
+    return spoil
+
+
+def edit_weights(**changes: np.ndarray) -> Spoil:
+    """Replace tensors; `__` in a name stands for a dot."""
+
+    def spoil(folder: Path) -> None:
+        replaced = {name.replace("__", "."): value for name, value in changes.items()}
+        write_weights(folder, {**tiny_weights(tiny_config()), **replaced})
+
+    return spoil
+
+
+def drop_weight(name: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        weights = tiny_weights(tiny_config())
+        del weights[name]
+        write_weights(folder, weights)
+
+    return spoil
+
+
+def poison(value: float) -> Spoil:
+    def spoil(folder: Path) -> None:
+        weights = tiny_weights(tiny_config())
+        weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+        write_weights(folder, weights)
+
+    return spoil
+
+
+def write_text(name: str, text: str) -> Spoil:
+    return lambda folder: (folder / name).write_text(text, encoding="utf-8")  # type: ignore[return-value]
+
+
+def remove(name: str) -> Spoil:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut(name: str, size: int) -> Spoil:
+    def spoil(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: size if size >= 0 else len(data) + size])
+
+    return spoil
+
+
+def pickled_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def shard_gone(folder: Path) -> None:
+    write_weights(folder, tiny_weights(tiny_config()), shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def header_of(text: str) -> Spoil:
+    data = text.encode()
+    return lambda folder: (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)  # type: ignore[return-value]
+
+
+ROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [1.0]}
+BAD = [
+    (remove("config.json"), r"holds no config\.json; give the folder of a Hugging Face checkpoint"),
+    (write_text("config.json", "{not json"), r"config\.json is not readable JSON: .*; download"),
+    (write_text("config.json", "[1]"), r"config\.json does not hold a JSON object"),
+    (write_text("config.json", "{}"), r"config\.json names no model_type"),
+    (
+        edit_config(model_type="mixtral"),
+        r"model_type 'mixtral' is not a supported architecture; supported are llama, qwen2, qwen3$",
+    ),
+    (edit_config(model_type="../llama"), r"'\.\./llama' is not a supported architecture"),
+    (edit_config(hidden_size=None), r"hidden_size must be a positive whole number, found None"),
+    (edit_config(num_hidden_layers=-1), r"num_hidden_layers must be a positive whole number, found -1"),
+    (edit_config(num_attention_heads="four"), r"num_attention_heads must be .*'four'"),
+    (edit_config(num_key_value_heads=3), r"num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+    (edit_config(rms_norm_eps="small"), r"rms_norm_eps must be a number, found 'small'"),
+    (edit_config(head_dim=20), r"head_dim 20 is not a multiple of 8"),
+    (edit_config(hidden_act="gelu"), r"hidden_act 'gelu' is not supported; supported is silu"),
+    (edit_config(partial_rotary_factor=0.5), r"partial_rotary_factor 0\.5 is not supported; supported is 1\.0"),
+    (edit_config(rope_scaling=ROPE), r"rope scaling 'longrope' is not supported; supported are default, linear,"),
+    (edit_config(rope_scaling={"type": "linear"}), r"factor must be a positive number, found None"),
+    (
+        edit_config(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
+        r"rotary settings that differ between layers are not supported",
+    ),
+    (
+        edit_config(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        r"uses sliding-window attention; supported is full attention",
+    ),
+    (edit_config(layer_types=["full_attention", "sliding_attention"]), r"uses sliding-window attention"),
+    (
+        edit_config(quantization_config={"quant_method": "gptq"}),
+        r"already quantized \(gptq\); export the original float checkpoint",
+    ),
+    (remove("model.safetensors"), r"holds no model\.safetensors; give the folder"),
+    (pickled_only, r"pickled weights only.*; save the checkpoint as safetensors"),
+    (shard_gone, r"shard model-00002-of-00003\.safetensors is missing"),
+    (write_text("model.safetensors.index.json", "{}"), r"index\.json holds no weight_map"),
+    (cut("model.safetensors", 5), r"truncated or not a safetensors file"),
+    (cut("model.safetensors", 500), r"truncated or not a safetensors file"),
+    (cut("model.safetensors", -100), r"model\.safetensors is truncated: .* lies beyond its \d+ bytes; download"),
+    (header_of("{oops"), r"has a damaged header"),
+    (header_of('{"model.x": {"dtype": "F32"}}'), r"has a damaged header"),
+    (
+        header_of('{"model.x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}}'),
+        r"has a damaged header: model\.x has 4 bytes for shape \[3\]",
+    ),
+    (
+        drop_weight("model.layers.1.self_attn.k_proj.weight"),
+        r"holds no tensor model\.layers\.1\.self_attn\.k_proj\.weight; the checkpoint is incomplete",
+    ),
+    (edit_config(tie_word_embeddings=False), r"holds no tensor lm_head\.weight"),
+    (
+        edit_weights(model__norm__weight=np.ones(65, np.float32)),
+        r"model\.norm\.weight has shape \[65\], config\.json asks for \[64\]",
+    ),
+    (edit_weights(model__norm__weight=np.ones(64, np.int32)), r"is of type I32; supported are F32, F16 and BF16"),
+    (poison(float("nan")), r"up_proj\.weight holds NaN or infinite weights"),
+    (poison(float("inf")), r"up_proj\.weight holds NaN or infinite weights"),
+    (poison(float("-inf")), r"up_proj\.weight holds NaN or infinite weights"),
+    (remove("tokenizer.json"), r"holds no tokenizer\.json; save one with AutoTokenizer"),
+    (write_text("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
+    (write_text("tokenizer.json", "not json"), r"tokenizer\.json is not a tokenizer"),
+]
+
+
+@pytest.mark.parametrize("form", [FP32, INT4], ids=str)
+@pytest.mark.parametrize(("spoil", "message"), BAD, ids=[message[:40] for _, message in BAD])
+def test_bad_checkpoints_are_refused_in_one_line(tmp_path, spoil: Spoil, message: str, form) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    spoil(source)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(form))
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_missing_folder_is_named(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere holds no config\.json"):
+        export_checkpoint(tmp_path / "nowhere", tmp_path / "bundle", ExportRecipe(FP32))
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    other = write_checkpoint(tmp_path / "other", vocab_size=301)
+    (source / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
+    with pytest.raises(
+        CheckpointError, match=r"has token '.*' with id 300, config\.json a vocab_size of 300; tokenizer"
+    ):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizer_is_fine(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", vocab_size=320)
+    other = write_checkpoint(tmp_path / "other")
+    (source / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
+    assert export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).parity.top1_agreement == 1.0
+
+
+def test_a_window_that_no_layer_uses_is_no_window(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen2", use_sliding_window=True, max_window_layers=2)
+    export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))

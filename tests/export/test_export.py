@@ -1,0 +1,332 @@
+"""Whole exports of tiny checkpoints: every family and format computes what the checkpoint means, and lands whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from data import data_path
+from edgerun.edge.errors import ExportError, InputError
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint, supported_families
+from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.config import read_config, read_json
+from edgerun.export.reference import reference_logits
+from edgerun.export.rounded import RoundedWeights
+from edgerun.export.session import GraphSession
+from edgerun.export.weightfile import WeightFile
+from edgerun.models.bundle import digest_file, open_bundle
+from tiny import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
+
+FAMILIES = ["llama", "qwen2", "qwen3"]
+FORMATS = [FP32, INT8, INT4]
+TOKENS = np.random.default_rng(5).integers(0, 300, 40)
+# What 8-bit activations may do to the logits of a two-layer model, in units of their spread.
+ACTIVATION_NOISE = 0.1
+
+
+def logits_of(bundle: Path, tokens=TOKENS, capacity: int = 64):
+    """All rows' logits in one pass, float32 [n, vocabulary]."""
+    session = GraphSession(bundle, read_config(bundle), capacity)
+    return session.forward(tokens, np.arange(len(tokens)))
+
+
+def expected_logits(bundle: Path, recipe: ExportRecipe, tokens=TOKENS, context: int = 256):
+    """The reference on the rounded weights of `bundle`'s checkpoint."""
+    source = bundle.parent / "checkpoint"
+    config, checkpoint = read_config(source), Checkpoint(source)
+    weights = RoundedWeights(checkpoint, config, recipe.plan_for(config))
+    return reference_logits(weights, read_json(source / "config.json"), tokens, context)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graph_computes_what_the_checkpoint_means(tmp_path, family: str, form: WeightFormat, tied: bool) -> None:
+    bundle = write_bundle(tmp_path, family, weights=form, tie_word_embeddings=tied)
+    expected = expected_logits(bundle, ExportRecipe(form))
+    difference = np.abs(logits_of(bundle) - expected)
+    if form == FP32:
+        assert difference.max() < 1e-4
+    else:
+        assert difference.max() < 5 * ACTIVATION_NOISE * expected.std()
+        assert np.sqrt(np.mean(difference**2)) < ACTIVATION_NOISE * expected.std()
+    manifest = open_bundle(bundle).manifest
+    assert manifest.parity["max_abs_diff"] < 1e-4
+    assert manifest.architecture.tied_head is tied
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"head_dim": 8},
+        {"head_dim": 24},
+        {"head_dim": 32, "num_key_value_heads": 1},
+        {"hidden_size": 80, "intermediate_size": 172, "num_attention_heads": 5, "num_key_value_heads": 5},
+        {"num_hidden_layers": 1, "num_key_value_heads": None},
+        {"vocab_size": 10},
+        {"rms_norm_eps": 0.5},
+        {"rope_theta": 100.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", [FP32, WeightFormat(8, 64), WeightFormat(4, 128)], ids=str)
+def test_odd_shapes(tmp_path, form: WeightFormat, overrides) -> None:
+    bundle = write_bundle(tmp_path, weights=form, **overrides)
+    parity = open_bundle(bundle).manifest.parity
+    assert parity["max_abs_diff"] < 1e-4
+    if form.bits == 8:
+        assert parity["mean_kl"] < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_norms_and_biases_matter(tmp_path, family: str) -> None:
+    """Guards the tests above: were the family's extras ignored on both sides, they would pass for nothing."""
+    flag = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    source = write_checkpoint(tmp_path / "checkpoint", family, **flag)
+    changed = tiny_weights(tiny_config(family, **flag))
+    names = ("_proj.bias",) if family == "llama" else ("q_norm.weight", "k_norm.weight")
+    touched = [name for name in changed if name.endswith(names)]
+    assert len(touched) == (2 * 7 if family == "llama" else 2 * 2)
+    before = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+    for name in touched:
+        write_weights(source, {**changed, name: changed[name] * 0})
+        after = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+        # A key bias alone shifts every score of a row alike only without rotation.
+        assert np.abs(after - before).max() > 1e-3, name
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": 8.0, "mscale": 2.0, "mscale_all_dim": 1.0, "truncate": False, "beta_fast": 8},
+    ],
+    ids=lambda scaling: str(scaling.get("rope_type", "linear")),
+)
+def test_rope_scalings(tmp_path, scaling) -> None:
+    context = 512  # beyond the 256 of the checkpoint, so that the dynamic base moves
+    recipe = ExportRecipe(FP32, context=context)
+    bundle = write_bundle(tmp_path / "scaled", weights=recipe, rope_scaling=scaling)
+    scaled = logits_of(bundle)
+    assert np.abs(scaled - expected_logits(bundle, recipe, context=context)).max() < 1e-4
+    plain = logits_of(write_bundle(tmp_path / "plain", weights=recipe))
+    assert np.abs(scaled - plain).max() > 1e-2
+
+
+def test_head_has_its_own_format(tmp_path) -> None:
+    recipe = ExportRecipe(WeightFormat(4, 64), head=WeightFormat(8, 32))
+    for tied in (True, False):
+        bundle = write_bundle(tmp_path / str(tied), weights=recipe, tie_word_embeddings=tied)
+        manifest = open_bundle(bundle).manifest
+        assert manifest.weights["head"] == manifest.weights["embedding"] == WeightFormat(8, 32)
+        assert {form for unit, form in manifest.weights.items() if unit.startswith("layers")} == {WeightFormat(4, 64)}
+        expected = expected_logits(bundle, recipe)
+        assert np.sqrt(np.mean((logits_of(bundle) - expected) ** 2)) < ACTIVATION_NOISE * expected.std()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_half_precision_sources(tmp_path, dtype) -> None:
+    source = write_checkpoint(tmp_path / "half", dtype=dtype)
+    half = logits_of(export_checkpoint(source, tmp_path / "half-bundle", ExportRecipe(FP32)).bundle)
+    widened = {name: value.astype(dtype).astype(np.float32) for name, value in tiny_weights(tiny_config()).items()}
+    write_weights(write_checkpoint(tmp_path / "float"), widened)
+    whole = logits_of(export_checkpoint(tmp_path / "float", tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+    np.testing.assert_array_equal(half, whole)
+
+
+def test_shards_and_bare_names_make_the_same_bundle(tmp_path) -> None:
+    whole = write_bundle(tmp_path / "whole", weights=INT4)
+    sharded = write_bundle(tmp_path / "sharded", weights=INT4, shards=3)
+    bare = write_checkpoint(tmp_path / "bare")
+    write_weights(bare, {name.removeprefix("model."): v for name, v in tiny_weights(tiny_config()).items()})
+    export_checkpoint(bare, tmp_path / "bare-bundle", ExportRecipe(INT4))
+    for name in ("model.onnx", "model.onnx.data"):
+        assert digest_file(sharded / name) == digest_file(whole / name)
+        assert digest_file(tmp_path / "bare-bundle" / name) == digest_file(whole / name)
+
+
+def test_a_tied_flag_outranks_a_stray_head(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    weights = tiny_weights(tiny_config())
+    write_weights(source, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 2})
+    stray = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+    np.testing.assert_array_equal(stray, logits_of(write_bundle(tmp_path / "tied")))
+
+
+def test_bundle_is_complete_and_verified(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    (source / "README.md").write_text("not carried along", encoding="utf-8")
+    heard: list[tuple[str, float]] = []
+    report = export_checkpoint(
+        source,
+        tmp_path / "bundle",
+        ExportRecipe(INT8, context=100),
+        lambda stage, fraction: heard.append((stage, fraction)),
+        command="edge-run export checkpoint bundle",
+    )
+    names = {"model.onnx", "model.onnx.data", "edge.json"}
+    names |= {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert {file.name for file in report.bundle.iterdir()} == names == set(report.file_bytes)
+    for name, size in report.file_bytes.items():
+        assert (report.bundle / name).stat().st_size == size
+    bundle = open_bundle(report.bundle)
+    assert set(bundle.manifest.files) == names - {"edge.json"}
+    for name, digest in bundle.manifest.files.items():
+        assert digest_file(report.bundle / name) == digest
+    assert bundle.manifest.architecture.context == 100
+    assert bundle.manifest.command == "edge-run export checkpoint bundle"
+    assert bundle.manifest.parity == report.parity.as_mapping()
+    assert bundle.manifest.bits_per_weight == report.bits_per_weight
+    assert report.seconds > 0
+    for stage in ("writing weights", "checking"):
+        fractions = [fraction for name, fraction in heard if name == stage]
+        assert fractions == sorted(fractions)
+        assert fractions[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("form", "tied", "bits"),
+    [
+        (FP32, True, 32.0),
+        (FP32, False, 32.0),
+        (WeightFormat(8, 32), True, 9.0),
+        (WeightFormat(4, 32), False, 5.0),
+        (WeightFormat(4, 64), True, 4.5),
+    ],
+    ids=str,
+)
+def test_bits_per_weight_counts_scales_once(tmp_path, form: WeightFormat, tied: bool, bits: float) -> None:
+    bundle = write_bundle(tmp_path, weights=form, tie_word_embeddings=tied, intermediate_size=128)
+    assert open_bundle(bundle).manifest.bits_per_weight == bits
+
+
+def test_default_context_is_the_checkpoints_own_within_reason(tmp_path) -> None:
+    config = read_config(write_checkpoint(tmp_path, max_position_embeddings=131072))
+    assert ExportRecipe().context_for(config) == 32768
+    assert ExportRecipe(context=40000).context_for(config) == 40000
+
+
+@pytest.mark.parametrize("form", [WeightFormat(4, 16), WeightFormat(2, 32), WeightFormat(32, 32), WeightFormat(4)])
+def test_impossible_formats_are_refused(form: WeightFormat) -> None:
+    with pytest.raises(InputError, match="supported are fp32, and 4 and 8 bits in blocks of 32, 64, 128"):
+        ExportRecipe(form)
+    with pytest.raises(InputError, match="supported are"):
+        ExportRecipe(FP32, head=form)
+
+
+def test_context_must_be_positive() -> None:
+    with pytest.raises(InputError, match="context of 0"):
+        ExportRecipe(context=0)
+
+
+def test_families_are_the_architecture_files() -> None:
+    assert supported_families() == FAMILIES
+
+
+def test_an_earlier_bundle_is_replaced(tmp_path) -> None:
+    first = write_bundle(tmp_path, weights=FP32)
+    before = digest_file(first / "model.onnx.data")
+    export_checkpoint(tmp_path / "checkpoint", first, ExportRecipe(INT4))
+    assert digest_file(first / "model.onnx.data") != before
+    open_bundle(first)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
+
+
+def test_a_folder_that_is_no_bundle_is_left_alone(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("all my work", encoding="utf-8")
+    for destination in (tmp_path / "precious", source):
+        with pytest.raises(InputError, match=r"exists and is not a bundle; choose another folder"):
+            export_checkpoint(source, destination, ExportRecipe(FP32))
+    assert (tmp_path / "precious" / "thesis.txt").read_text(encoding="utf-8") == "all my work"
+    assert (source / "model.safetensors").is_file()
+
+
+def test_a_full_disk_leaves_the_old_bundle(tmp_path, monkeypatch) -> None:
+    bundle = write_bundle(tmp_path, weights=INT4)
+    before = {file.name: file.read_bytes() for file in bundle.iterdir()}
+
+    def refuse(self: WeightFile, piece: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(WeightFile, "append", refuse)
+    with pytest.raises(ExportError, match="cannot be written: No space left on device; free space there"):
+        export_checkpoint(tmp_path / "checkpoint", bundle, ExportRecipe(FP32))
+    assert {file.name: file.read_bytes() for file in bundle.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+@pytest.mark.parametrize("limit", [10_000, 200_000], ids=["in the weights", "later in the weights"])
+def test_the_system_refusing_a_write_leaves_nothing(tmp_path, limit: int) -> None:
+    write_checkpoint(tmp_path / "checkpoint")
+    program = textwrap.dedent("""
+        import resource, signal, sys
+        from pathlib import Path
+        from edgerun.edge.errors import ExportError
+        from edgerun.export import FP32, ExportRecipe, export_checkpoint
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+        root = Path(sys.argv[1])
+        try:
+            export_checkpoint(root / "checkpoint", root / "bundle", ExportRecipe(FP32))
+        except ExportError as error:
+            print(error)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), str(limit)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+    )
+    assert "cannot be written: File too large; free space there" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_stories_greedy_text_of_record(tmp_path) -> None:
+    """ORIGIN.md of the data quotes what llama2.c writes at temperature 0."""
+    from tokenizers import Tokenizer  # noqa: PLC0415
+
+    source = data_path("weights/stories260K-hf")
+    bundle = export_checkpoint(source, tmp_path / "stories", ExportRecipe(FP32)).bundle
+    tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
+    prompt = np.array(tokenizer.encode("Once upon a time").ids)
+    assert prompt[0] == 1
+    session = GraphSession(bundle, read_config(bundle), 256)
+    following = session.forward(prompt, np.array([len(prompt) - 1])).argmax(-1)
+    tokens = [*prompt.tolist(), int(following[0])]
+    for _ in range(179):
+        following = session.forward(following, np.array([0])).argmax(-1)
+        tokens.append(int(following[0]))
+    text = tokenizer.decode(tokens)
+    record = (source / "ORIGIN.md").read_text(encoding="utf-8")
+    assert len(text) > 350
+    assert text in record
+
+
+def test_shell_helper_keeps_its_quality_at_8_bits(tmp_path) -> None:
+    source = data_path("weights/shell-helper/target")
+    report = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT8))
+    assert report.parity.mean_kl < 0.01
+    assert report.parity.top1_agreement > 0.9
+    assert json.loads((report.bundle / "edge.json").read_text(encoding="utf-8"))["bits_per_weight"] == 9.0

@@ -1,0 +1,213 @@
+"""The graph contract: what the inputs mean, that trees work, and how the weights lie in the file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from edgerun.export import FP32, INT4, INT8, WeightFormat
+from edgerun.export.config import read_config
+from edgerun.export.session import GraphSession
+from tiny import write_bundle
+
+TOKENS = np.random.default_rng(3).integers(0, 300, 12)
+MASKED = np.float32(-1e9)
+
+
+def all_rows(tokens):
+    return np.arange(len(tokens))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "llama/head_dim 8"])
+def bundle(request, tmp_path_factory) -> Path:
+    family, _, odd = request.param.partition("/")
+    return write_bundle(tmp_path_factory.mktemp("graph"), family, weights=FP32, **({"head_dim": 8} if odd else {}))
+
+
+@pytest.fixture
+def session(bundle: Path) -> GraphSession:
+    return GraphSession(bundle, read_config(bundle), 64)
+
+
+def test_single_steps_equal_one_pass(session: GraphSession) -> None:
+    whole = session.forward(TOKENS, all_rows(TOKENS))
+    session.length = 0
+    stepped = [session.forward(TOKENS[i : i + 1], np.array([0]))[0] for i in range(len(TOKENS))]
+    np.testing.assert_allclose(stepped, whole, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [[11], [0], [2, 5, 11], [7, 7, 1]], ids=str)
+def test_logit_rows_select_and_change_nothing_else(session: GraphSession, rows: list[int]) -> None:
+    whole = session.forward(TOKENS, all_rows(TOKENS))
+    following = session.forward(TOKENS[:2], np.array([1]))
+    session.length = 0
+    np.testing.assert_allclose(session.forward(TOKENS, np.array(rows)), whole[rows], atol=1e-5)
+    # The cache took every row, asked for or not.
+    np.testing.assert_allclose(session.forward(TOKENS[:2], np.array([1])), following, atol=1e-5)
+
+
+def test_rewinding_is_moving_the_length(session: GraphSession) -> None:
+    session.forward(TOKENS[:6], np.array([5]))
+    expected = session.forward(TOKENS[6:9], all_rows(TOKENS[6:9]))
+    session.length = 6
+    session.forward(TOKENS[::-1].copy(), np.array([0]))
+    session.length = 6
+    np.testing.assert_array_equal(session.forward(TOKENS[6:9], all_rows(TOKENS[6:9])), expected)
+
+
+def test_a_tree_and_compaction_equal_decoding_its_paths(session: GraphSession) -> None:
+    """A tree of two branches after a prompt: every node sees its ancestors only, siblings share a position."""
+    prompt = TOKENS[:5]
+    nodes = np.array([10, 20, 30, 40, 50, 60])
+    parents = [-1, 0, 0, 1, 2, 4]
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 4, 5]]
+    expected = []
+    for path in paths:
+        session.length = 0
+        expected.append(
+            session.forward(np.concatenate([prompt, nodes[path]]), np.array([len(prompt) + len(path) - 1]))[0]
+        )
+
+    session.length = 0
+    session.forward(prompt, np.array([4]))
+    bias = np.full((len(nodes), len(prompt) + len(nodes)), MASKED)
+    bias[:, : len(prompt)] = 0
+    for node, path in enumerate(paths):
+        bias[node, len(prompt) + np.array(path)] = 0
+    depths = np.array([len(path) - 1 for path in paths])
+    assert all(depths[node] == depths[parent] + 1 for node, parent in enumerate(parents) if parent >= 0)
+    logits = session.run(nodes, len(prompt) + depths, bias, all_rows(nodes))
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+    accepted = paths[5]
+    for _, _, buffer in session.buffers:
+        buffer[:, :, 5 : 5 + len(accepted)] = buffer[:, :, 5 + np.array(accepted)]
+    session.length = len(prompt) + len(accepted)
+    compacted = session.forward(np.array([70]), np.array([0]))
+    session.length = 0
+    path = np.concatenate([prompt, nodes[accepted], [70]])
+    np.testing.assert_allclose(compacted, session.forward(path, np.array([len(path) - 1])), atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [FP32, INT8, INT4], ids=str)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
+def test_inputs_outputs_and_operators(tmp_path, form: WeightFormat, tied: bool) -> None:
+    bundle = write_bundle(tmp_path, "qwen2", weights=form, tie_word_embeddings=tied)
+    model = onnx.load(bundle / "model.onnx", load_external_data=False)
+    graph = model.graph
+
+    def described(values):
+        kinds = onnx.TensorProto.DataType
+        return {
+            value.name: (
+                kinds.Name(value.type.tensor_type.elem_type),
+                [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim],
+            )
+            for value in values
+        }
+
+    buffers = ("FLOAT", [1, 2, "capacity", 16])
+    assert described(graph.input) == {
+        "input_ids": ("INT64", [1, "M"]),
+        "position_ids": ("INT64", [1, "M"]),
+        "attention_bias": ("FLOAT", [1, 1, "M", "T"]),
+        "seqlens_k": ("INT32", [1]),
+        "total_sequence_length": ("INT32", []),
+        "logit_rows": ("INT64", ["R"]),
+        **{f"past_key_values.{layer}.{name}": buffers for layer in (0, 1) for name in ("key", "value")},
+    }
+    assert described(graph.output) == {
+        "logits": ("FLOAT", ["R", 300]),
+        **{f"present.{layer}.{name}": buffers for layer in (0, 1) for name in ("key", "value")},
+    }
+    operators = [node.op_type for node in graph.node]
+    assert operators.count("GroupQueryAttention") == 2
+    for node in graph.node:
+        if node.op_type == "GroupQueryAttention":
+            assert list(node.input[7:11]) == ["rope.cos", "rope.sin", "position_ids", "attention_bias"]
+            assert list(node.input[1:3]) == ["", ""]
+    linears = 2 * 4 + 1
+    if form == FP32:
+        assert operators.count("MatMul") == linears - 1
+        assert operators.count("Gemm") == 1
+    else:
+        assert operators.count("MatMulNBits") == linears
+        assert operators.count("GatherBlockQuantized") == 1
+        levels = [a.i for node in graph.node for a in node.attribute if a.name == "accuracy_level"]
+        assert levels == [4] * linears
+    names = [node.input[0] if node.op_type == "GatherBlockQuantized" else "" for node in graph.node]
+    if form != FP32:
+        head = next(node for node in graph.node if "logits" in node.output)
+        assert (head.input[1] in names) is tied
+
+
+def test_external_data_is_aligned_disjoint_and_shared(tmp_path) -> None:
+    bundle = write_bundle(tmp_path, weights=INT8, vocab_size=500, hidden_size=256, intermediate_size=6000)
+    model = onnx.load(bundle / "model.onnx", load_external_data=False)
+    size = (bundle / "model.onnx.data").stat().st_size
+    extents = {}
+    for tensor in model.graph.initializer:
+        if tensor.external_data:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            assert entries["location"] == "model.onnx.data"
+            extents[tensor.name] = (int(entries["offset"]), int(entries["length"]))
+    assert extents.pop("head.scales") == extents["embedding.scales"]
+    assert any(length >= 1 << 20 for _, length in extents.values())
+    for offset, length in extents.values():
+        assert offset % (65536 if length >= 1 << 20 else 64) == 0
+    ordered = sorted(extents.values())
+    assert all(a + length <= b for (a, length), (b, _) in itertools.pairwise(ordered))
+    assert sum(ordered[-1]) == size
+    assert (bundle / "model.onnx").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_it_loads_and_runs_quietly_on_the_fast_path(tmp_path, bits: int, block: int) -> None:
+    for tied in (True, False):
+        form = WeightFormat(bits, block)
+        bundle = write_bundle(tmp_path / str(tied), weights=form, intermediate_size=172, tie_word_embeddings=tied)
+        log = run_log(bundle)
+        assert "Session successfully initialized" in log
+        assert SLOW not in log
+        assert "[W:" not in log
+
+
+def test_the_slow_path_would_be_noticed(tmp_path) -> None:
+    bundle = write_bundle(tmp_path, weights=INT8)
+    model = onnx.load(bundle / "model.onnx", load_external_data=False)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = 1
+    (bundle / "model.onnx").write_bytes(model.SerializeToString())
+    assert SLOW in run_log(bundle)
+
+
+SLOW = "unpacked compute mode"
+"""ONNX Runtime's words, at INFO level, for a MatMulNBits that expands its weights to float on every call."""
+
+
+def run_log(bundle: Path) -> str:
+    """What ONNX Runtime logs while it loads and runs a bundle; it writes to the process's stderr."""
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import numpy as np\n"
+        "import onnxruntime as ort\n"
+        "from edgerun.export.config import read_config\n"
+        "from edgerun.export.session import GraphSession\n"
+        "ort.set_default_logger_severity(1)\n"
+        "bundle = Path(sys.argv[1])\n"
+        "GraphSession(bundle, read_config(bundle), 8).forward(np.arange(3), np.arange(3))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, str(bundle)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stderr

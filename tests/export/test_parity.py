@@ -1,0 +1,102 @@
+"""The check that guards every export: it passes what is right and catches what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from edgerun.edge.errors import ExportError
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, export_checkpoint
+from edgerun.export import graph as graph_module
+from edgerun.export import initializers as initializers_module
+from edgerun.export.parity import TOLERANCE
+from tiny import write_bundle, write_checkpoint
+
+
+def drop_norm(model: onnx.ModelProto) -> None:
+    node = next(node for node in model.graph.node if node.name.endswith("query.normed"))
+    node.op_type = "Identity"
+    del node.input[1:], node.attribute[:]
+
+
+def swap_gate_and_up(model: onnx.ModelProto) -> None:
+    node = next(node for node in model.graph.node if node.name == "layers.1.gate")
+    node.output[0], node.output[1] = node.output[1], node.output[0]
+
+
+def change_epsilon(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "epsilon":
+                attribute.f = 1e-3
+
+
+def shift_rotation(model: onnx.ModelProto) -> None:
+    """One position too far for the queries and keys of one layer, which nothing but a non-linear bias would show..."""
+    for node in model.graph.node:
+        if node.op_type == "GroupQueryAttention" and node.name == "layers.0.attended":
+            node.input[7], node.input[8] = node.input[8], node.input[7]
+
+
+def forget_residual(model: onnx.ModelProto) -> None:
+    node = next(node for node in model.graph.node if node.name == "asked.residual")
+    node.input[0] = next(n for n in model.graph.node if n.name == "layers.0.mlp_norm").output[3]
+
+
+def interleave_rotation(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            node.attribute.append(helper.make_attribute("rotary_interleaved", 1))
+
+
+@pytest.mark.parametrize("form", [FP32, INT8, INT4], ids=str)
+@pytest.mark.parametrize(
+    "defect",
+    [drop_norm, swap_gate_and_up, change_epsilon, shift_rotation, forget_residual, interleave_rotation],
+)
+def test_a_miswired_graph_is_not_written(tmp_path, monkeypatch, form, defect) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen3")
+    right = graph_module.build_graph
+
+    def wrong(*arguments):
+        model = right(*arguments)
+        defect(model)
+        return model
+
+    monkeypatch.setattr("edgerun.export.pipeline.build_graph", wrong)
+    with pytest.raises(ExportError, match=r"differs from the reference by .* in a logit, 0\.00\d+ is allowed"):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(form))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_misplaced_codes_are_caught(tmp_path, monkeypatch) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    right = initializers_module.quantize_rows
+
+    def swapped(rows, form):
+        packed, scales = right(rows, form)
+        return (packed >> 4 | packed << 4).astype(np.uint8), scales
+
+    monkeypatch.setattr(initializers_module, "quantize_rows", swapped)
+    with pytest.raises(ExportError, match="differs from the reference"):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4))
+
+
+def test_tolerance_leaves_room_for_arithmetic_only(tmp_path) -> None:
+    for form in (FP32, INT8, INT4):
+        bundle: Path = write_bundle(tmp_path / str(form.bits), "qwen2", weights=form)
+        report = export_checkpoint(tmp_path / str(form.bits) / "checkpoint", bundle, ExportRecipe(form))
+        assert report.parity.max_abs_diff < TOLERANCE / 20
+
+
+def test_fewer_bits_cost_more(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    costs = [
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(form)).parity.mean_kl for form in (FP32, INT8, INT4)
+    ]
+    assert costs[0] < 1e-9
+    assert costs[0] < costs[1] < costs[2]

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from onnx import TensorProto, helper, numpy_helper
+
+from edgerun.export import WeightFormat
+from edgerun.export.quantize import blocks_of, dequantize_rows, pack_codes, quantize_rows, unpack_codes
+
+FORMATS = [WeightFormat(bits, block) for bits in (4, 8) for block in (32, 64, 128)]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(FORMATS), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_packing_is_a_bijection(form: WeightFormat, rows: int, blocks: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 1 << form.bits, (rows, blocks, form.block)).astype(np.uint8)
+    packed = pack_codes(codes, form.bits)
+    assert packed.shape == (rows, blocks, form.block * form.bits // 8)
+    np.testing.assert_array_equal(unpack_codes(packed, form.bits), codes)
+
+
+def test_the_first_code_is_in_the_low_bits() -> None:
+    np.testing.assert_array_equal(pack_codes(np.array([[[1, 2, 15, 0]]], np.uint8), 4), [[[0x21, 0x0F]]])
+
+
+@settings(deadline=None)
+@given(
+    arrays.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 3), st.integers(1, 200)),
+        elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=True),
+    ),
+    st.sampled_from(FORMATS),
+)
+def test_error_is_at_most_half_a_step_and_the_extreme_is_exact(weights, form: WeightFormat) -> None:
+    packed, scales = quantize_rows(weights, form)
+    rows, columns = weights.shape
+    blocks = blocks_of(columns, form)
+    assert scales.shape == (rows, blocks)
+    padded = np.zeros((rows, blocks * form.block), np.float32)
+    padded[:, :columns] = weights
+    error = np.abs(dequantize_rows(packed, scales, blocks * form.block, form) - padded)
+    error = error.reshape(rows, blocks, form.block)
+    grouped = padded.reshape(rows, blocks, form.block)
+    half = 1 << (form.bits - 1)
+    # Half a step, except that the end opposite to the extreme has one code less and may lose a whole one.
+    opposite = np.abs(grouped) > (half - 1.5) * np.abs(scales[..., None])
+    step = np.abs(scales)[..., None] + np.float32(1e-30) * half
+    assert np.all(error <= np.where(opposite, 1.0, 0.5) * step * 1.001)
+    where = np.abs(grouped).argmax(-1)[..., None]
+    extreme = np.take_along_axis(grouped, where, -1)
+    np.testing.assert_allclose(
+        np.take_along_axis(error, where, -1), 0, atol=float(np.abs(extreme).max()) * 1e-6 + 1.1e-30
+    )
+    # The padding of a tail block adds nothing to a product: it decodes to zero.
+    assert not dequantize_rows(packed, scales, blocks * form.block, form)[:, columns:].any()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_all_codes_are_used(form: WeightFormat) -> None:
+    half = 1 << (form.bits - 1)
+    row = np.resize(np.arange(-half, half, dtype=np.float32), (1, 2 * half))
+    packed, scales = quantize_rows(row, WeightFormat(form.bits, 2 * half) if form.bits == 8 else form)
+    columns = 2 * half
+    codes = unpack_codes(packed, form.bits).reshape(-1)[:columns]
+    np.testing.assert_array_equal(codes, np.arange(columns))
+    assert scales.reshape(-1)[0] == 1.0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(FORMATS), st.integers(1, 9), st.sampled_from([16, 32, 172, 200, 256]), st.integers(0, 2**32 - 1))
+def test_operators_decode_as_we_do(form: WeightFormat, rows: int, columns: int, seed: int) -> None:
+    weights = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+    packed, scales = quantize_rows(weights, form)
+    expected = dequantize_rows(packed, scales, columns, form)
+    product, gathered = run_operators(packed, scales, columns, form)
+    np.testing.assert_allclose(product, expected.T, atol=1e-6)
+    np.testing.assert_array_equal(gathered.reshape(rows, -1)[:, :columns], expected)
+
+
+def run_operators(packed, scales, columns: int, form: WeightFormat):
+    """MatMulNBits of the identity, which is the transposed weight, and GatherBlockQuantized of every row."""
+    rows = len(packed)
+    product = helper.make_node(
+        "MatMulNBits",
+        ["identity", "codes", "scales"],
+        ["product"],
+        domain="com.microsoft",
+        K=columns,
+        N=rows,
+        bits=form.bits,
+        block_size=form.block,
+        accuracy_level=1,
+    )
+    gathered = helper.make_node(
+        "GatherBlockQuantized",
+        ["codes", "rows", "gather_scales"],
+        ["gathered"],
+        domain="com.microsoft",
+        bits=form.bits,
+        block_size=form.block,
+        gather_axis=0,
+        quantize_axis=2,
+    )
+    constants = {
+        "identity": np.eye(columns, dtype=np.float32),
+        "codes": packed,
+        "scales": scales,
+        "gather_scales": scales[..., None],
+        "rows": np.arange(rows),
+    }
+    graph = helper.make_graph(
+        [product, gathered],
+        "operators",
+        [],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("product", "gathered")],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, {})

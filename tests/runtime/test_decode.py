@@ -1,0 +1,178 @@
+"""The decode loop on real sessions, against the naive decoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgerun import ContextError
+from edgerun.export import INT4, INT8
+from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.reference import reference_logits
+from edgerun.runtime import decode as decode_module
+from edgerun.runtime.decode import DecodeLimits, FinishReason, decode
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.sampling import Sampler, SamplingParams, uniform_at
+from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from tiny import write_bundle
+
+VOCABULARY = 300
+
+
+def bind(bundle: Path, limit: int = 256) -> BoundSession:
+    session = GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+    return session.bind(session.arena(limit))
+
+
+def run(bound: BoundSession, prompt: list[int], params: SamplingParams, limits: DecodeLimits) -> list[int]:
+    steps = list(decode(bound, prompt, Sampler(params, VOCABULARY), limits, lambda: False))
+    assert all(step.finish is None for step in steps[:-1])
+    assert steps[-1].finish is not None
+    return [token for step in steps for token in step.tokens]
+
+
+def naive(bundle: Path, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
+    """The same law from the float64 reference, recomputed from the beginning for every token."""
+    source = bundle.parent / "checkpoint"
+    config = json.loads((source / "config.json").read_text())
+    weights = Checkpoint(source)
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = reference_logits(weights, config, np.asarray(tokens), 256)[-1]
+        if params.greedy:
+            tokens.append(int(logits.argmax()))
+            continue
+        p = np.exp((logits - logits.max()) / params.temperature)
+        cumulative = np.cumsum(p / p.sum())
+        tokens.append(int(np.searchsorted(cumulative, uniform_at(params.seed, len(tokens)), side="right")))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, seed=5)], ids=["greedy", "sampled"])
+def test_text_is_that_of_the_naive_decoder(tiny_bundle: Path, params: SamplingParams) -> None:
+    prompt = list(range(20, 45))
+    assert run(bind(tiny_bundle), prompt, params, DecodeLimits(12)) == naive(tiny_bundle, prompt, params, 12)
+
+
+def test_chunked_prefill_gives_the_same_text(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = np.random.default_rng(1).integers(5, VOCABULARY, 100).tolist()
+    whole = run(bind(tiny_bundle), prompt, SamplingParams(), DecodeLimits(20))
+    for rows in (1, 7, 99, 100):
+        monkeypatch.setattr(decode_module, "PREFILL_ROWS", rows)
+        bound = bind(tiny_bundle)
+        assert run(bound, prompt, SamplingParams(), DecodeLimits(20)) == whole
+        assert bound.arena.length == 119
+
+
+def test_a_cached_beginning_gives_the_same_text(tiny_bundle: Path) -> None:
+    prompt = np.random.default_rng(2).integers(5, VOCABULARY, 60).tolist()
+    fresh = run(bind(tiny_bundle), prompt, SamplingParams(), DecodeLimits(15))
+    bound = bind(tiny_bundle)
+    run(bound, prompt[:40], SamplingParams(temperature=1.0, seed=1), DecodeLimits(30))
+    for kept in (0, 1, 39, 40):
+        bound.arena.rewind_to(kept)
+        assert run(bound, prompt, SamplingParams(), DecodeLimits(15)) == fresh
+
+
+def test_growth_of_the_arena_in_mid_text_changes_nothing(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path, max_position_embeddings=700)
+    prompt = np.random.default_rng(3).integers(5, VOCABULARY, 250).tolist()
+    bound = bind(bundle, limit=700)
+    text = run(bound, prompt, SamplingParams(), DecodeLimits(20))
+    assert bound.arena.capacity == 512
+    assert text == naive(bundle, prompt, SamplingParams(), 20)
+
+
+@pytest.mark.parametrize("weights", [INT8, INT4], ids=["int8", "int4"])
+def test_quantized_models_give_one_text_for_a_seed(tmp_path: Path, weights) -> None:
+    bundle = write_bundle(tmp_path, "qwen3", weights=weights)
+    params = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, repeat_penalty=1.1, seed=11)
+    texts = {tuple(run(bind(bundle), [30, 31, 32], params, DecodeLimits(40))) for _ in range(3)}
+    assert len(texts) == 1
+    other = run(bind(bundle), [30, 31, 32], SamplingParams(temperature=0.9, seed=12), DecodeLimits(40))
+    assert tuple(other) not in texts
+
+
+def test_end_tokens_end_the_text_and_are_not_part_of_it(tiny_bundle: Path) -> None:
+    free = run(bind(tiny_bundle), [50, 60], SamplingParams(), DecodeLimits(30))
+    for eos in (frozenset({free[0]}), frozenset({free[7], 299}), frozenset({free[-1]})):
+        steps = list(decode(bind(tiny_bundle), [50, 60], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(30, eos), lambda: False))
+        tokens = [token for step in steps for token in step.tokens]
+        end = min(free.index(token) for token in eos if token in free)
+        assert tokens == free[:end]
+        assert steps[-1].finish is FinishReason.STOP
+        assert sum(step.produced for step in steps) == end + 1
+
+
+def test_passes_and_rows_add_up(tiny_bundle: Path) -> None:
+    bound = bind(tiny_bundle)
+    steps = list(decode(bound, [5, 6, 7], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(9), lambda: False))
+    assert sum(step.produced for step in steps) == sum(step.target_passes for step in steps) == 9
+    assert bound.arena.length == 3 + 9 - 1
+
+
+def test_the_context_ends_the_text(tiny_bundle: Path) -> None:
+    bound = bind(tiny_bundle, limit=32)
+    steps = list(decode(bound, list(range(5, 35)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits(), lambda: False))
+    assert [len(step.tokens) for step in steps] == [1, 1]
+    assert steps[-1].finish is FinishReason.LENGTH
+    with pytest.raises(ContextError, match="the prompt has 32 tokens and the model's context is 32; shorten it"):
+        list(decode(bound, list(range(32)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits(), lambda: False))
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_cancelling_leaves_an_arena_to_go_on_with(tiny_bundle: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_module, "PREFILL_ROWS", 10)
+    prompt = list(range(40, 65))
+    expected = run(bind(tiny_bundle), prompt, SamplingParams(), DecodeLimits(8))
+    bound, asked = bind(tiny_bundle), []
+
+    def cancelled() -> bool:
+        asked.append(None)
+        return len(asked) > after
+
+    steps = list(decode(bound, prompt, Sampler(SamplingParams(), VOCABULARY), DecodeLimits(8), cancelled))
+    assert steps[-1].finish is FinishReason.CANCELLED
+    tokens = [token for step in steps for token in step.tokens]
+    assert tokens == expected[: len(tokens)]
+    assert bound.arena.length <= len(prompt) + len(tokens)
+    assert run(bound, prompt, SamplingParams(), DecodeLimits(8)) == expected
+
+
+def test_a_tree_is_verified_as_its_branches_alone(tiny_bundle: Path) -> None:
+    """Siblings share a position and do not see each other; compaction leaves the accepted branch as if decoded in order."""
+    prompt, tokens = list(range(70, 90)), [100, 110, 120, 130, 140]
+    parents = [-1, 0, 0, 2, 1]  # two branches under the anchor: 100-110-140 and 100-120-130
+    depth, mask = [0, 1, 1, 2, 2], np.zeros((5, 5), bool)
+    for node in range(5):
+        at = node
+        while at >= 0:
+            mask[node, at] = True
+            at = parents[at]
+    bound = bind(tiny_bundle)
+    bound.forward(prompt, rows=(0,))
+    bound.arena.commit(20)
+    logits = bound.forward(tokens, positions=[20 + d for d in depth], tree_mask=mask).copy()
+
+    for branch in ([0, 1, 4], [0, 2, 3]):
+        alone = bind(tiny_bundle)
+        for token in prompt:
+            alone.forward([token])
+            alone.arena.commit(1)
+        for node in branch:
+            np.testing.assert_allclose(alone.forward([tokens[node]])[0], logits[node], atol=2e-5)
+            alone.arena.commit(1)
+
+    bound.arena.compact(20, [0, 2, 3])
+    np.testing.assert_allclose(bound.arena.snapshot(), alone.arena.snapshot(), atol=2e-5)
+    np.testing.assert_allclose(bound.forward([150]), alone.forward([150]), atol=2e-5)
+
+
+def test_asked_rows_are_those_of_the_whole_pass(tiny_bundle: Path) -> None:
+    bound = bind(tiny_bundle)
+    every = bound.forward(list(range(10, 20))).copy()
+    for rows in ([9], [0, 9], [3, 1, 4], range(10)):
+        np.testing.assert_allclose(bound.forward(list(range(10, 20)), rows=list(rows)), every[list(rows)], atol=1e-5)

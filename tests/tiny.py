@@ -1,0 +1,182 @@
+"""Tiny random models: checkpoints in Hugging Face layout, and bundles exported from them.
+
+The weights are random but not small, so logits are well apart and greedy text is reproducible; the tokenizer is a real
+one, with special tokens and a chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL_TOKENS: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>")
+"""Ids 0 to 4, in this order; <|end|> is the end-of-text token."""
+CHAT_TEMPLATE: Final = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MERGES: Final = (
+    *("t h", "h e", "i n", "e r", "a n", "o n", "r e", "Ġ t", "Ġ a", "Ġ s", "Ġt he", "an d", "Ġ th", "in g", "o u"),
+    *("Ġ w", "e n", "Ġ o", "a t", "i s", "Ġ b", "o r", "Ġ c", "e s", "i t", "Ġ and", "o f", "Ġ of", "t o", "Ġ to"),
+)
+FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 2},
+    "qwen3": {"attention_bias": False, "head_dim": 32, "use_sliding_window": False},
+}
+
+FloatArray = npt.NDArray[np.floating[Any]]
+
+
+def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
+    """config.json of a two-layer model; an override of None removes the setting."""
+    config = {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        **FAMILY_SETTINGS[family],
+        **overrides,
+    }
+    return {name: value for name, value in config.items() if value is not None or name not in overrides}
+
+
+def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
+    """Random weights by their Hugging Face names, float32."""
+    random = np.random.default_rng(seed)
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
+    head_dim = config.get("head_dim", hidden // heads)
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+
+    def matrix(name: str, rows: int, columns: int, size: float) -> None:
+        tensors[name] = (random.standard_normal((rows, columns)) * size).astype(np.float32)
+
+    def linear(name: str, rows: int, columns: int, biased: bool) -> None:
+        matrix(f"{name}.weight", rows, columns, 1.5 / math.sqrt(columns))
+        if biased:
+            tensors[f"{name}.bias"] = (random.standard_normal(rows) * 0.5).astype(np.float32)
+
+    def norm(name: str, width: int) -> None:
+        tensors[f"{name}.weight"] = (1 + 0.2 * random.standard_normal(width)).astype(np.float32)
+
+    flagged = bool(config.get("attention_bias"))
+    matrix("model.embed_tokens.weight", config["vocab_size"], hidden, 0.4)
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        norm(f"{name}.input_layernorm", hidden)
+        norm(f"{name}.post_attention_layernorm", hidden)
+        for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            biased = flagged or config["model_type"] == "qwen2"
+            linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, biased)
+        linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim, flagged)
+        if config["model_type"] == "qwen3":
+            norm(f"{name}.self_attn.q_norm", head_dim)
+            norm(f"{name}.self_attn.k_norm", head_dim)
+        for projection, rows, columns in (("gate", wide, hidden), ("up", wide, hidden), ("down", hidden, wide)):
+            linear(f"{name}.mlp.{projection}_proj", rows, columns, bool(config.get("mlp_bias")))
+    norm("model.norm", hidden)
+    if not config["tie_word_embeddings"]:
+        matrix("lm_head.weight", config["vocab_size"], hidden, 0.4)
+    return tensors
+
+
+def tiny_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer with exactly that many tokens, at least 6; short ones know few letters."""
+    common = list("Ġetaoinshrdlucmfwypvbgkqjxz.,'!?0123456789Ċ")
+    letters = common + sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(common))
+    symbols = letters[: vocab_size - len(SPECIAL_TOKENS)]
+    merges = [tuple(merge.split()) for merge in MERGES][: vocab_size - len(SPECIAL_TOKENS) - len(symbols)]
+    filler = [f"<|extra {i}|>" for i in range(vocab_size - len(SPECIAL_TOKENS) - len(symbols) - len(merges))]
+    tokens = [*SPECIAL_TOKENS, *symbols, *("".join(merge) for merge in merges), *filler]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=SPECIAL_TOKENS[4]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def write_checkpoint(
+    folder: Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: npt.DTypeLike = np.float32,
+    shards: int = 1,
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint and return its folder.
+
+    Args:
+        folder: made if need be.
+        family: llama, qwen2 or qwen3.
+        seed: of the weights.
+        dtype: of the stored weights: float32, float16 or ml_dtypes.bfloat16.
+        shards: number of weight files.
+        overrides: settings of config.json; None removes one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(family, **overrides)
+    write_json(folder / "config.json", config)
+    tensors = {name: value.astype(dtype) for name, value in tiny_weights(config, seed).items()}
+    write_weights(folder, tensors, shards)
+    tiny_tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[0],
+        "pad_token": SPECIAL_TOKENS[0],
+        "unk_token": SPECIAL_TOKENS[4],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "generation_config.json", {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False})
+    return folder
+
+
+def write_bundle(
+    folder: Path, family: str = "llama", *, weights: WeightFormat | ExportRecipe = FP32, seed: int = 0, **overrides: Any
+) -> Path:
+    """Export a random checkpoint and return the bundle's folder, `folder`/bundle; the source is `folder`/checkpoint."""
+    source = write_checkpoint(folder / "checkpoint", family, seed=seed, **overrides)
+    recipe = weights if isinstance(weights, ExportRecipe) else ExportRecipe(weights)
+    return export_checkpoint(source, folder / "bundle", recipe).bundle
+
+
+def write_weights(folder: Path, tensors: Mapping[str, FloatArray], shards: int = 1) -> None:
+    """Write model.safetensors, or an index and that many shards."""
+    if shards == 1:
+        save_file(dict(tensors), folder / "model.safetensors")
+        return
+    names = sorted(tensors)
+    where = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+    for file in sorted(set(where.values())):
+        save_file({name: tensors[name] for name in names if where[name] == file}, folder / file)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write an object as JSON."""
+    path.write_text(json.dumps(data, indent=2), encoding="utf-8")
