@@ -1,8 +1,8 @@
 """Plain decoding speed, prompt speed, memory, load time, and what a pass over several tokens costs.
 
 edge-run against a bare onnxruntime loop over the same graph and, where it is installed, against ONNX Runtime GenAI over
-its own export. Every engine runs in its own process, measured in turn while the others are still; ratios are medians over
-rounds. Weights are random (see checkpoints.py): speed does not depend on them. Prints tables, then one line of JSON.
+its own export. Every engine runs in its own process, measured in turn while the others are still; ratios are medians
+over rounds. Weights are random (see checkpoints.py): speed does not depend on them. Prints tables, then one JSON line.
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ def measure(contenders: Sequence[Contender], threads: int, effort: Effort, say: 
     found = Findings()
     for restart in range(effort.restarts):
         turn = restart % len(contenders)
-        count = f"{restart + 1}/{effort.restarts}"
-        say(f"{count}: loading")
+        say(f"processes {restart + 1} of {effort.restarts}: loading")
         with ExitStack() as stack:
             workers = [stack.enter_context(each.start(threads)) for each in [*contenders[turn:], *contenders[:turn]]]
-            _measure_once(workers, effort, found, lambda what, count=count: say(f"{count}: {what}"))
+            _measure_once(workers, effort, found, say)
     return found
 
 
@@ -104,7 +103,7 @@ def _measure_once(workers: Sequence[Worker], effort: Effort, found: Findings, sa
             "decoding_anonymous": now["anonymous"],
         }
 
-    say(f"decoding after {CONTEXT} tokens")
+    say(f"  decoding after {CONTEXT} tokens")
 
     def decode(worker: Worker) -> float:
         return float(worker.ask("decode", context=CONTEXT, tokens=effort.tokens))
@@ -114,7 +113,7 @@ def _measure_once(workers: Sequence[Worker], effort: Effort, found: Findings, sa
     same_graph = [worker for worker in workers if worker.label in (EDGE, BARE)]
     parts: dict[int, list[Series]] = {width: [] for width in WIDTHS}
     for number in range(effort.rounds):
-        say(f"passes of {WIDTHS[0]} to {WIDTHS[-1]} tokens, round {number + 1}")
+        say(f"  passes of {WIDTHS[0]} to {WIDTHS[-1]} tokens, round {number + 1}")
         for width in WIDTHS if number % 2 == 0 else reversed(WIDTHS):
 
             def run_pass(worker: Worker, width: int = width) -> float:
@@ -126,7 +125,7 @@ def _measure_once(workers: Sequence[Worker], effort: Effort, found: Findings, sa
         found.widths[width].append(join(parts[width]))
 
     for count in PROMPTS:
-        say(f"prompts of {count} tokens")
+        say(f"  prompts of {count} tokens")
 
         def prefill(worker: Worker, count: int = count) -> float:
             return float(worker.ask("prefill", tokens=count))
@@ -173,7 +172,7 @@ def account(found: Findings, contenders: Sequence[Contender]) -> dict[str, Any]:
         }
         for label in (EDGE, BARE)
     }
-    return {"engines": engines, "pass_cost": cost, "idle_core_share": found.stillness.worst}
+    return {"engines": engines, "pass_cost": cost, "idle_core_share": found.stillness.idle_core_share}
 
 
 def _weights(model: Path) -> int:
@@ -210,7 +209,7 @@ def show(console: Console, result: dict[str, Any], title: str) -> None:
         console.print(table)
     share = result["idle_core_share"]
     if share > 0.02:
-        console.print(f"[yellow]a waiting process took {share:.0%} of a core while another was measured[/yellow]")
+        console.print(f"[yellow]waiting processes took {share:.0%} of a core while others were measured[/yellow]")
 
 
 def conditions(shape: Shape, threads: int, block: int, effort: Effort) -> dict[str, Any]:

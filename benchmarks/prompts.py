@@ -7,4 +7,4 @@ import numpy as np
 
 def prompt_tokens(count: int, vocab: int, seed: int = 0) -> list[int]:
     """`count` token ids below `vocab`; id 0, which ends a text, is not among them."""
-    return np.random.default_rng(seed).integers(1, vocab, count).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(1, vocab, count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import psutil
@@ -15,23 +16,30 @@ _SETTLE_S: Final = 0.05
 
 
 class Stillness:
-    """Keeps the largest share of a core that waiting workers took while another was measured."""
+    """Keeps the share of a core that waiting workers took while others were measured."""
 
     def __init__(self) -> None:
-        self.worst = 0.0
+        self._busy_s = 0.0
+        self._elapsed_s = 0.0
+
+    @property
+    def idle_core_share(self) -> float:
+        """Processor time of all waiting workers by measured time; the clock's hundredths even out over a run."""
+        return self._busy_s / self._elapsed_s if self._elapsed_s else 0.0
 
     def watch(self, waiting: Sequence[Worker], work: Callable[[], float]) -> float:
         """The result of `work`."""
         processes = [psutil.Process(worker.pid) for worker in waiting]
-        before = [sum(process.cpu_times()[:2]) for process in processes]
+        before = _processor_seconds(processes)
         started = time.perf_counter()
         result = work()
-        elapsed = time.perf_counter() - started
-        for process, old in zip(processes, before, strict=True):
-            # The system counts in hundredths of a second; one tick says nothing.
-            busy = sum(process.cpu_times()[:2]) - old - 0.01
-            self.worst = max(self.worst, busy / elapsed)
+        self._elapsed_s += time.perf_counter() - started
+        self._busy_s += _processor_seconds(processes) - before
         return result
+
+
+def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 Series = dict[str, list[float]]
@@ -47,7 +55,7 @@ def alternate(
         for worker in workers if number % 2 == 0 else reversed(workers):
             waiting = [other for other in workers if other is not worker]
             time.sleep(_SETTLE_S)
-            series[worker.label].append(stillness.watch(waiting, lambda worker=worker: measure(worker)))
+            series[worker.label].append(stillness.watch(waiting, partial(measure, worker)))
     return series
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..edge.errors import CheckpointError
 from .config import read_json
+from .prefetch import in_order
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -29,6 +30,15 @@ _PIECE_WEIGHTS: Final = 1 << 20
 _AGAIN: Final = "download the checkpoint again"
 
 Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows `start` to `stop` of the matrix `name`."""
+
+    name: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -86,22 +96,31 @@ class Checkpoint:
         tensor = self._find(name)
         return self._read_items(name, tensor, 0, math.prod(tensor.shape)).reshape(tensor.shape)
 
-    def read_rows(self, name: str, start: int, stop: int) -> Float32Array:
-        """Rows `start` to `stop` of a matrix as float32 [stop - start, columns].
+    def read_rows(self, rows: RowRange) -> Float32Array:
+        """Some rows of a matrix as float32 [stop - start, columns].
 
         Raises:
             CheckpointError: they hold a NaN or an infinity, or cannot be read.
         """
-        tensor = self._find(name)
+        tensor = self._find(rows.name)
         columns = tensor.shape[1]
-        return self._read_items(name, tensor, start * columns, (stop - start) * columns).reshape(-1, columns)
+        count = (rows.stop - rows.start) * columns
+        return self._read_items(rows.name, tensor, rows.start * columns, count).reshape(-1, columns)
 
-    def pieces(self, name: str) -> Iterator[tuple[int, int]]:
-        """Row ranges that cover a matrix, each of about a million weights."""
+    def row_ranges(self, name: str) -> Iterator[RowRange]:
+        """Ranges that cover a matrix from top to bottom, each of about a million weights."""
         rows, columns = self._find(name).shape
         step = max(1, _PIECE_WEIGHTS // columns)
         for start in range(0, rows, step):
-            yield start, min(start + step, rows)
+            yield RowRange(name, start, min(start + step, rows))
+
+    def pieces(self, name: str) -> Iterator[Float32Array]:
+        """A matrix from top to bottom, about a million weights at a time.
+
+        Raises:
+            CheckpointError: it holds a NaN or an infinity, or cannot be read.
+        """
+        return in_order(self.read_rows, self.row_ranges(name))
 
     def _find(self, name: str) -> _Tensor:
         tensor = self._tensors.get(name.removeprefix(self._drop))
@@ -131,25 +150,27 @@ class Checkpoint:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.is_file():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise CheckpointError(f"{index} holds no weight_map", _AGAIN)
-        files = [folder / name for name in sorted(set(names.values()))]
-        for file in files:
-            if not file.is_file():
-                raise CheckpointError(f"shard {file.name} is missing from {folder}", _AGAIN)
-        return files
-    single = folder / SINGLE_FILE
-    if single.is_file():
-        return [single]
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    if (folder / INDEX_FILE).is_file():
+        return _shards(folder / INDEX_FILE)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise CheckpointError(
             f"{folder} holds pickled weights only, which can run code when opened",
             "save the checkpoint as safetensors (save_pretrained with safe_serialization=True)",
         )
     raise CheckpointError(f"{folder} holds no {SINGLE_FILE}", "give the folder of a Hugging Face checkpoint")
+
+
+def _shards(index: Path) -> list[Path]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{index} holds no weight_map", _AGAIN)
+    files = [index.parent / name for name in sorted(set(places.values()))]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"shard {file.name} is missing from {index.parent}", _AGAIN)
+    return files
 
 
 def _read_header(path: Path) -> dict[str, _Tensor]:
@@ -168,8 +189,8 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
             start, stop = entry["data_offsets"]
             tensor = _Tensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start)
             item = _ITEM_BYTES.get(tensor.dtype)
-            if item is not None and stop - start != item * math.prod(tensor.shape):
-                raise ValueError(f"{name} has {stop - start} bytes for shape {list(tensor.shape)}")
+            if start < 0 or (item is not None and stop - start != item * math.prod(tensor.shape)):
+                raise ValueError(f"{name} has bytes {start} to {stop} for shape {list(tensor.shape)}")
             if 8 + length + stop > size:
                 raise CheckpointError(f"{path} is truncated: {name} lies beyond its {size} bytes", _AGAIN)
             tensors[name] = tensor

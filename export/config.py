@@ -112,8 +112,9 @@ def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise CheckpointError(f"hidden_act {activation!r} is not supported", "supported is silu")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
         raise CheckpointError(
             f"the checkpoint is already quantized ({method})",
             "export the original float checkpoint: float32, float16 and bfloat16 are supported",
@@ -123,7 +124,7 @@ def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
             f"this {model_type} checkpoint uses sliding-window attention", "supported is full attention in every layer"
         )
     rotated = config.get("partial_rotary_factor", 1.0)
-    rotated = (config.get("rope_parameters") or {}).get("partial_rotary_factor", rotated)
+    rotated = _rope_settings(config).get("partial_rotary_factor", rotated)
     if rotated != 1.0:
         raise CheckpointError(
             f"partial_rotary_factor {rotated} is not supported", "supported is 1.0: every channel rotated"
@@ -137,18 +138,25 @@ def _slides(config: Mapping[str, Any]) -> bool:
     if not config.get("use_sliding_window") or config.get("sliding_window") is None:
         return False
     # Layers below max_window_layers attend to everything.
-    return int(config.get("max_window_layers", 0)) < int(config.get("num_hidden_layers", 0))
+    return int(config.get("max_window_layers") or 0) < _count(config, "num_hidden_layers")
 
 
 def _read_rope(config: Mapping[str, Any]) -> Rope:
     """Rotary settings of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
-    settings: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    settings = _rope_settings(config)
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise CheckpointError(
             "rotary settings that differ between layers are not supported", "supported is one set for all layers"
         )
     base = _number(settings, "rope_theta", default=_number(config, "rope_theta", default=10000.0))
     return Rope(base, _read_scaling(settings, _count(config, "max_position_embeddings")))
+
+
+def _rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"config.json: rotary settings must be an object, found {settings!r}")
+    return settings
 
 
 def _read_scaling(settings: Mapping[str, Any], max_positions: int) -> RopeScaling:

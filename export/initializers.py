@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, TypeVar
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto, helper, numpy_helper
 
 from ..models.manifest import WeightFormat
-from .checkpoint import Checkpoint, Float32Array
+from .checkpoint import Checkpoint, Float32Array, RowRange
 from .layout import Unit
+from .prefetch import in_order
 from .quantize import UInt8Array, blocks_of, quantize_rows
 from .weightfile import WeightFile
 
 _WORKERS: Final = 2
 _INLINE_BELOW: Final = 1024
 """Bytes of a constant that goes into the .onnx file itself, where shape inference can see it."""
-_Result = TypeVar("_Result")
-_Rows = tuple[str, int, int]
 
 
 class Initializers:
@@ -57,10 +55,10 @@ class Initializers:
         """Add a unit's matrix [N, K] in float32."""
         name = f"{unit.name}.weight"
         self._begin(name, np.dtype(np.float32), unit.shape, unit)
-        for rows in self._pieces(unit):
-            piece = self._checkpoint.read_rows(*rows)
-            self._data.append(piece)
-            self._stored(piece.size)
+        for source in unit.weights:
+            for piece in self._checkpoint.pieces(source):
+                self._data.append(piece)
+                self._stored(piece.size)
         return name
 
     def plain_transposed(self, unit: Unit) -> str:
@@ -83,12 +81,13 @@ class Initializers:
         blocks = blocks_of(columns, form)
         codes, scales = f"{unit.name}.codes", f"{unit.name}.scales"
 
-        def quantize(part: _Rows) -> tuple[UInt8Array, Float32Array]:
-            return quantize_rows(self._checkpoint.read_rows(*part), form)
+        def quantize(part: RowRange) -> tuple[UInt8Array, Float32Array]:
+            return quantize_rows(self._checkpoint.read_rows(part), form)
 
         self._begin(codes, np.dtype(np.uint8), (rows, blocks, form.block * form.bits // 8), unit)
         all_scales: list[Float32Array] = []
-        for packed, piece_scales in _in_order(quantize, self._pieces(unit)):
+        parts = chain.from_iterable(self._checkpoint.row_ranges(source) for source in unit.weights)
+        for packed, piece_scales in in_order(quantize, parts):
             self._data.append(packed)
             all_scales.append(piece_scales)
             self._stored(len(packed) * columns)
@@ -116,20 +115,3 @@ class Initializers:
         for key, value in (("location", self._data.name), ("offset", offset), ("length", length)):
             proto.external_data.add(key=key, value=str(value))
         self.protos.append(proto)
-
-    def _pieces(self, unit: Unit) -> Iterator[_Rows]:
-        for source in unit.weights:
-            for start, stop in self._checkpoint.pieces(source):
-                yield source, start, stop
-
-
-def _in_order(work: Callable[[_Rows], _Result], parts: Iterator[_Rows]) -> Iterator[_Result]:
-    """Results of `work` in the order of `parts`, on threads that run a few parts ahead (NumPy releases the lock)."""
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        ahead: deque[Future[_Result]] = deque()
-        for part in parts:
-            ahead.append(pool.submit(work, part))
-            if len(ahead) > _WORKERS:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()

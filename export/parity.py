@@ -17,12 +17,12 @@ steps, so the cache and the row selection answer too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 from onnx import ModelProto
 from threadpoolctl import threadpool_limits
@@ -76,12 +76,19 @@ def check_parity(
     """
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, min(TOKENS, context))
     progress(0.0)
-    rounded, original = _references(checkpoint, config, plan, tokens, context)
-    progress(0.7)
+    settings = read_json(checkpoint.folder / "config.json")
+    quantized = any(form.bits != 32 for form in plan.values())
+    # Products this small lose far more to a BLAS's own threads waking up than they gain.
+    with threadpool_limits(1, user_api="blas"):
+        rounded = reference_logits(RoundedWeights(checkpoint, config, plan), settings, tokens, context)
+        progress(0.4)
+        original = reference_logits(checkpoint, settings, tokens, context) if quantized else rounded
+    progress(0.8)
     graph = _with_float_activations(onnx.load(folder / GRAPH_NAME, load_external_data=False))
-    difference = _compare_wiring(GraphSession(folder, config, len(tokens), graph), tokens, rounded)
-    progress(0.9)
-    shipped = GraphSession(folder, config, len(tokens)).forward(tokens, np.arange(len(tokens))).astype(np.float64)
+    difference, logits = _compare_wiring(GraphSession(folder, config, len(tokens), graph), tokens, rounded)
+    if quantized:
+        logits = GraphSession(folder, config, len(tokens)).forward(tokens, np.arange(len(tokens)))
+    shipped = logits.astype(np.float64)
     correlation = float(np.corrcoef(shipped.ravel(), rounded.ravel())[0, 1])
     if not correlation >= MIN_CORRELATION:
         raise ExportError(
@@ -91,23 +98,14 @@ def check_parity(
     return Parity(difference, _mean_kl(original, shipped), float(np.mean(shipped.argmax(-1) == original.argmax(-1))))
 
 
-def _references(
-    checkpoint: Checkpoint, config: DecoderConfig, plan: Mapping[str, WeightFormat], tokens: TokenArray, context: int
-) -> tuple[Float64Array, Float64Array]:
-    """Reference logits on the rounded weights and on the checkpoint's own."""
-    settings = read_json(checkpoint.folder / "config.json")
-    rounded = RoundedWeights(checkpoint, config, plan)
-    # Products this small lose far more to a BLAS's own threads waking up than they gain: one thread each.
-    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(2) as pool:
-        first = pool.submit(reference_logits, rounded, settings, tokens, context)
-        if all(form.bits == 32 for form in plan.values()):
-            return first.result(), first.result()
-        second = pool.submit(reference_logits, checkpoint, settings, tokens, context)
-        return first.result(), second.result()
+def _compare_wiring(
+    session: GraphSession, tokens: TokenArray, expected: Float64Array
+) -> tuple[float, npt.NDArray[np.float32]]:
+    """Largest logit difference over one pass and over a prefill with single steps, and the logits of the one pass.
 
-
-def _compare_wiring(session: GraphSession, tokens: TokenArray, expected: Float64Array) -> float:
-    """Largest logit difference over one pass and over a prefill with single steps; raises when it is too large."""
+    Raises:
+        ExportError: the difference is too large.
+    """
     whole = session.forward(tokens, np.arange(len(tokens)))
     session.length = 0
     start = max(1, len(tokens) - STEPS)
@@ -122,7 +120,7 @@ def _compare_wiring(session: GraphSession, tokens: TokenArray, expected: Float64
             f"the exported graph differs from the reference by {difference:.2g} in a logit, {allowed:.2g} is allowed",
             "this is a defect of the exporter: please report the checkpoint",
         )
-    return difference
+    return difference, whole
 
 
 def _with_float_activations(graph: ModelProto) -> ModelProto:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .checkpoint import RowRange
+
 Float64Array = npt.NDArray[np.float64]
 TokenArray = npt.NDArray[np.int64]
 
@@ -21,20 +23,16 @@ TokenArray = npt.NDArray[np.int64]
 class WeightSource(Protocol):
     """Named tensors in float32, read when asked for."""
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's dimensions."""
-        ...
-
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """A whole tensor."""
         ...
 
-    def read_rows(self, name: str, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """Rows `start` to `stop` of a matrix."""
+    def read_rows(self, rows: RowRange) -> npt.NDArray[np.float32]:
+        """Some rows of a matrix."""
         ...
 
-    def pieces(self, name: str) -> Iterator[tuple[int, int]]:
-        """Row ranges that cover a matrix."""
+    def pieces(self, name: str) -> Iterator[npt.NDArray[np.float32]]:
+        """A matrix from top to bottom, some rows at a time."""
         ...
 
 
@@ -52,8 +50,8 @@ def reference_logits(
     Returns:
         float64 [n, vocabulary].
     """
-    hidden = np.concatenate([weights.read_rows("model.embed_tokens.weight", t, t + 1) for t in tokens.tolist()])
-    hidden = hidden.astype(np.float64)
+    rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
+    hidden = np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
     epsilon = config.get("rms_norm_eps", 1e-6)
     rotation = _rotation(config, np.arange(len(tokens)), context)
     for layer in range(config["num_hidden_layers"]):
@@ -106,10 +104,8 @@ def _feed_forward(weights: WeightSource, config: Mapping[str, Any], name: str, n
 
 def _linear(weights: WeightSource, name: str, value: Float64Array, biased: bool) -> Float64Array:
     """value @ weight.T + bias, a piece of the weight at a time."""
-    matrix = f"{name}.weight"
-    result = np.empty((len(value), weights.shape(matrix)[0]))
-    for start, stop in weights.pieces(matrix):
-        result[:, start:stop] = value @ weights.read_rows(matrix, start, stop).astype(np.float64).T
+    products = [value @ piece.astype(np.float64).T for piece in weights.pieces(f"{name}.weight")]
+    result = np.concatenate(products, axis=-1)
     return result + weights.read(f"{name}.bias") if biased else result
 
 

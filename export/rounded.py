@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..models.manifest import WeightFormat
-from .checkpoint import Checkpoint, Float32Array
+from .checkpoint import Checkpoint, Float32Array, RowRange
 from .config import DecoderConfig
 from .layout import units_of
+from .prefetch import in_order
 from .quantize import dequantize_rows, quantize_rows
 
 
@@ -18,21 +19,17 @@ class RoundedWeights:
         self._checkpoint = checkpoint
         self._formats = {name: plan[unit.name] for unit in units_of(config) for name in unit.weights}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's dimensions."""
-        return self._checkpoint.shape(name)
-
     def read(self, name: str) -> Float32Array:
-        """A whole tensor that is not quantized: a norm or a bias."""
+        """A whole tensor that belongs to no unit: a norm or a bias."""
         return self._checkpoint.read(name)
 
-    def read_rows(self, name: str, start: int, stop: int) -> Float32Array:
-        """Rows `start` to `stop` of a unit's matrix, rounded."""
-        rows, form = self._checkpoint.read_rows(name, start, stop), self._formats[name]
+    def read_rows(self, rows: RowRange) -> Float32Array:
+        """Rows of a unit's matrix, rounded."""
+        exact, form = self._checkpoint.read_rows(rows), self._formats[rows.name]
         if form.bits == 32:
-            return rows
-        return dequantize_rows(*quantize_rows(rows, form), rows.shape[1], form)
+            return exact
+        return dequantize_rows(*quantize_rows(exact, form), exact.shape[1], form)
 
-    def pieces(self, name: str) -> Iterator[tuple[int, int]]:
-        """Row ranges that cover a matrix."""
-        return self._checkpoint.pieces(name)
+    def pieces(self, name: str) -> Iterator[Float32Array]:
+        """A unit's matrix from top to bottom, rounded."""
+        return in_order(self.read_rows, self._checkpoint.row_ranges(name))

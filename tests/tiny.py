@@ -14,9 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
 
 SPECIAL_TOKENS: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>")
 """Ids 0 to 4, in this order; <|end|> is the end-of-text token."""
@@ -163,6 +164,16 @@ def write_bundle(
     source = write_checkpoint(folder / "checkpoint", family, seed=seed, **overrides)
     recipe = weights if isinstance(weights, ExportRecipe) else ExportRecipe(weights)
     return export_checkpoint(source, folder / "bundle", recipe).bundle
+
+
+def write_endless_bundle(folder: Path) -> Path:
+    """A bundle with a long context whose text no token ends: for interrupting it."""
+    bundle = write_bundle(folder, max_position_embeddings=30_000, num_hidden_layers=6)
+    (bundle / "edge.json").unlink()
+    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
+        config = json.loads((bundle / name).read_text(encoding="utf-8"))
+        write_json(bundle / name, {key: value for key, value in config.items() if "eos" not in key})
+    return bundle
 
 
 def write_weights(folder: Path, tensors: Mapping[str, FloatArray], shards: int = 1) -> None:

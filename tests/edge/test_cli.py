@@ -14,7 +14,7 @@ import pytest
 import edgerun
 from edgerun.edge.cli import main
 from edgerun.edge.present import for_terminal
-from tiny import write_bundle
+from tiny import write_endless_bundle
 
 COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli import main; sys.exit(main())"]
 
@@ -203,11 +203,7 @@ def test_export_never_replaces_what_is_no_bundle(tiny_bundle: Path, tmp_path: Pa
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_ctrl_c_keeps_the_partial_text_and_exits_130(tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path, max_position_embeddings=30_000, num_hidden_layers=6)
-    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
-        config = json.loads((bundle / name).read_text())
-        (bundle / name).write_text(json.dumps({key: value for key, value in config.items() if "eos" not in key}))
-    (bundle / "edge.json").unlink()
+    bundle = write_endless_bundle(tmp_path)
     process = subprocess.Popen(
         [*COMMAND, str(bundle), "-p", "the", "-t", "1"],
         stdout=subprocess.PIPE,

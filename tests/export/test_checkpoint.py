@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from edgerun.edge.errors import CheckpointError
 from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
-from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.checkpoint import Checkpoint, RowRange
 from tiny import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
 
 
@@ -38,14 +38,16 @@ def test_rows_are_those_the_library_reads(tmp_path_factory, rows: int, columns: 
     np.testing.assert_array_equal(read, expected)
     start = data.draw(st.integers(0, rows))
     stop = data.draw(st.integers(start, rows))
-    np.testing.assert_array_equal(checkpoint.read_rows("model.second", start, stop), expected[start:stop])
+    np.testing.assert_array_equal(checkpoint.read_rows(RowRange("model.second", start, stop)), expected[start:stop])
 
 
-def test_pieces_cover_a_matrix_once(tmp_path) -> None:
-    write_weights(tmp_path, {"model.wide": np.zeros((5, 600_000), np.float32)})
+@pytest.mark.parametrize(("rows", "columns", "count"), [(5, 600_000, 5), (5, 400_000, 3), (7, 3_000_000, 7), (9, 2, 1)])
+def test_pieces_make_up_the_matrix_in_order(tmp_path, rows: int, columns: int, count: int) -> None:
+    value = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
+    write_weights(tmp_path, {"model.wide": value})
     pieces = list(Checkpoint(tmp_path).pieces("model.wide"))
-    assert len(pieces) > 1
-    assert [row for start, stop in pieces for row in range(start, stop)] == list(range(5))
+    assert len(pieces) == count
+    np.testing.assert_array_equal(np.concatenate(pieces), value)
 
 
 Spoil = Callable[[Path], None]
@@ -108,8 +110,17 @@ def pickled_only(folder: Path) -> None:
 
 
 def shard_gone(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
     write_weights(folder, tiny_weights(tiny_config()), shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def index_of(text: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+    return spoil
 
 
 def header_of(text: str) -> Spoil:
@@ -137,6 +148,7 @@ BAD = [
     (edit_config(hidden_act="gelu"), r"hidden_act 'gelu' is not supported; supported is silu"),
     (edit_config(partial_rotary_factor=0.5), r"partial_rotary_factor 0\.5 is not supported; supported is 1\.0"),
     (edit_config(rope_scaling=ROPE), r"rope scaling 'longrope' is not supported; supported are default, linear,"),
+    (edit_config(rope_scaling=[4.0]), r"rotary settings must be an object, found \[4\.0\]"),
     (edit_config(rope_scaling={"type": "linear"}), r"factor must be a positive number, found None"),
     (
         edit_config(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
@@ -154,7 +166,9 @@ BAD = [
     (remove("model.safetensors"), r"holds no model\.safetensors; give the folder"),
     (pickled_only, r"pickled weights only.*; save the checkpoint as safetensors"),
     (shard_gone, r"shard model-00002-of-00003\.safetensors is missing"),
-    (write_text("model.safetensors.index.json", "{}"), r"index\.json holds no weight_map"),
+    (index_of("{}"), r"index\.json holds no weight_map"),
+    (index_of('{"weight_map": {"model.norm.weight": 3}}'), r"index\.json holds no weight_map"),
+    (index_of("{"), r"index\.json is not readable JSON"),
     (cut("model.safetensors", 5), r"truncated or not a safetensors file"),
     (cut("model.safetensors", 500), r"truncated or not a safetensors file"),
     (cut("model.safetensors", -100), r"model\.safetensors is truncated: .* lies beyond its \d+ bytes; download"),
@@ -162,7 +176,11 @@ BAD = [
     (header_of('{"model.x": {"dtype": "F32"}}'), r"has a damaged header"),
     (
         header_of('{"model.x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}}'),
-        r"has a damaged header: model\.x has 4 bytes for shape \[3\]",
+        r"has a damaged header: model\.x has bytes 0 to 4 for shape \[3\]",
+    ),
+    (
+        header_of('{"model.x": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}'),
+        r"has a damaged header: model\.x has bytes -4 to 0",
     ),
     (
         drop_weight("model.layers.1.self_attn.k_proj.weight"),

@@ -14,6 +14,7 @@ from edgerun.export import FP32, INT4, INT8, ExportRecipe, export_checkpoint
 from edgerun.export import graph as graph_module
 from edgerun.export import initializers as initializers_module
 from edgerun.export.parity import TOLERANCE
+from edgerun.export.session import GraphSession
 from tiny import write_bundle, write_checkpoint
 
 
@@ -35,8 +36,7 @@ def change_epsilon(model: onnx.ModelProto) -> None:
                 attribute.f = 1e-3
 
 
-def shift_rotation(model: onnx.ModelProto) -> None:
-    """One position too far for the queries and keys of one layer, which nothing but a non-linear bias would show..."""
+def swap_sine_and_cosine(model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         if node.op_type == "GroupQueryAttention" and node.name == "layers.0.attended":
             node.input[7], node.input[8] = node.input[8], node.input[7]
@@ -56,7 +56,7 @@ def interleave_rotation(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize("form", [FP32, INT8, INT4], ids=str)
 @pytest.mark.parametrize(
     "defect",
-    [drop_norm, swap_gate_and_up, change_epsilon, shift_rotation, forget_residual, interleave_rotation],
+    [drop_norm, swap_gate_and_up, change_epsilon, swap_sine_and_cosine, forget_residual, interleave_rotation],
 )
 def test_a_miswired_graph_is_not_written(tmp_path, monkeypatch, form, defect) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3")
@@ -84,6 +84,29 @@ def test_misplaced_codes_are_caught(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(initializers_module, "quantize_rows", swapped)
     with pytest.raises(ExportError, match="differs from the reference"):
         export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4))
+
+
+def test_kernels_that_compute_something_else_are_caught(tmp_path, monkeypatch) -> None:
+    """The graph with float activations is right, the one that ships is not: a broken low-bit kernel looks like this."""
+    source = write_checkpoint(tmp_path / "checkpoint")
+    right = GraphSession.forward
+
+    def noisy(self: GraphSession, tokens, rows):
+        logits = right(self, tokens, rows)
+        if self.ships:
+            logits = logits + np.random.default_rng(0).normal(0, logits.std(), logits.shape).astype(np.float32)
+        return logits
+
+    constructed = GraphSession.__init__
+
+    def construct(self: GraphSession, bundle, config, capacity, graph=None) -> None:
+        constructed(self, bundle, config, capacity, graph)
+        self.ships = graph is None
+
+    monkeypatch.setattr(GraphSession, "__init__", construct)
+    monkeypatch.setattr(GraphSession, "forward", noisy)
+    with pytest.raises(ExportError, match=r"correlate by only 0\.\d+ with the reference's on this machine"):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT8))
 
 
 def test_tolerance_leaves_room_for_arithmetic_only(tmp_path) -> None:
