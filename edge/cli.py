@@ -58,7 +58,7 @@ app.command(name="devices")(devices)
 
 @app.callback()
 def _root(
-    version: Annotated[  # noqa: ARG001  its callback does the work
+    version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:

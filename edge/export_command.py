@@ -35,7 +35,9 @@ class WeightChoice(str, Enum):
 
 
 def export(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A folder with config.json, safetensors and tokenizer.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A folder with config.json, safetensors and tokenizer.")
+    ],
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
     weights: Annotated[WeightChoice, typer.Option(help="How the weights are stored.")] = WeightChoice.INT4,
     block: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 32,
@@ -96,7 +98,12 @@ class _Bar:
 
 @contextmanager
 def _progress_bar() -> Iterator[_Bar]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         yield _Bar(progress)
 

@@ -28,7 +28,9 @@ def run(
     ] = None,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Answer this once, then exit.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
     max_tokens: Annotated[
         int | None, typer.Option("-n", "--max-tokens", min=1, help="Most tokens to write.", show_default="no limit")
     ] = None,

@@ -142,6 +142,6 @@ class TerminalChat:
 def _enable_line_editing() -> None:
     """Arrow keys and line history in `input`, where the platform has them; nothing is written to disk."""
     if sys.platform != "win32":
-        import readline
+        import readline  # noqa: PLC0415  not on Windows
 
         readline.set_history_length(1000)

@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from .reply import Chunk
 
 
-async def stream_in_thread(start: Callable[[], Generator[Chunk, None, None]], cancel: Callable[[], None]) -> AsyncIterator[Chunk]:
+async def stream_in_thread(
+    start: Callable[[], Generator[Chunk, None, None]], cancel: Callable[[], None]
+) -> AsyncIterator[Chunk]:
     """Run the stream that `start` opens in one worker thread and yield its chunks.
 
-    When the consumer stops early or its task is cancelled, `cancel` is called and the stream closed before this returns,
-    so the engine is free again.
+    When the consumer stops early or its task is cancelled, `cancel` is called and the stream closed before this
+    returns, so the engine is free again.
     """
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="edge-run") as worker:

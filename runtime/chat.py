@@ -89,7 +89,7 @@ class Session:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def save(self, path: str | Path) -> None:
-        """Put the conversation aside in one file, cache included, so that `Engine.session(resume=path)` goes on at once.
+        """Put the conversation aside in one file, cache included; `Engine.session(resume=path)` goes on at once.
 
         Raises:
             OSError: the file cannot be written; an older one is untouched.

@@ -1,8 +1,8 @@
 """The decode loop: token ids in, token ids out, one round at a time.
 
-A round runs one pass over the weights and emits the tokens it is sure of. The token a round ends with is the next round's
-anchor: it is run together with whatever follows it, never alone, so between rounds the arena holds one row less than
-there are tokens. Every round leaves the arena valid; a consumer may stop at any of them.
+A round runs one pass over the weights and emits the tokens it is sure of. The token a round ends with is the next
+round's anchor: it is run together with whatever follows it, so between rounds the arena holds one row less than there
+are tokens. Every round leaves the arena valid; a consumer may stop at any of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """What one round gave: the tokens it emitted (an end-of-sequence token is not among them) and whether it was the last."""
+    """What one round gave: the tokens it emitted, an end-of-sequence token left out, and whether it was the last."""
 
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
@@ -59,8 +59,8 @@ def decode(
 ) -> Generator[Step, None, None]:
     """Continue `prompt`, whose first tokens may already be in the arena, and yield one `Step` a round.
 
-    The arena's committed rows must be those of `prompt[:arena.length]`. The first step comes from the prompt's last pass.
-    `cancelled` is asked before every pass.
+    The arena's committed rows must be those of `prompt[:arena.length]`. The first step comes from the prompt's last
+    pass. `cancelled` is asked before every pass.
 
     Raises:
         ContextError: the prompt leaves no room for a single new token.

@@ -1,7 +1,7 @@
 """Which execution providers this machine has, and how a session is put on one.
 
-ONNX Runtime's device list (`get_ep_devices`, which plugin providers join) comes first; a provider that is only compiled in
-and lists no device is offered by name.
+ONNX Runtime's device list (`get_ep_devices`, which plugin providers join) comes first; a provider that is only
+compiled in and lists no device is offered by name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Device:
 def available_devices() -> list[Device]:
     """Every device a session can be put on, the CPU first."""
     devices = [
-        Device(d.ep_name, DeviceKind[d.device.type.name], d.device.vendor or d.ep_vendor, d) for d in ort.get_ep_devices()
+        Device(d.ep_name, DeviceKind[d.device.type.name], d.device.vendor or d.ep_vendor, d)
+        for d in ort.get_ep_devices()
     ]
     listed = {device.provider for device in devices}
     for provider in ort.get_available_providers():

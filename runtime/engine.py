@@ -16,6 +16,7 @@ from ..edge.errors import ContextError, EdgeError, InputError, TemplateError
 from ..models.bundle import Bundle, open_bundle
 from ..models.find import find_model
 from .asynchronous import stream_in_thread
+from .chat import Session
 from .complete import CachedText, complete
 from .decode import DecodeLimits
 from .device import choose_device
@@ -28,8 +29,6 @@ from .text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     import os
-
-    from .chat import Session
 
 
 def load(
@@ -89,7 +88,9 @@ class Engine:
         """
         return Reply.of(self.stream(prompt, options, **changes))
 
-    def stream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Generator[Chunk, None, None]:
+    def stream(
+        self, prompt: str, options: GenerateOptions | None = None, **changes: Any
+    ) -> Generator[Chunk, None, None]:
         """Answer `prompt` piece by piece; errors as for `generate`, raised before the first piece."""
         chosen = (options or GenerateOptions()).changed(changes)
         if chosen.raw:
@@ -116,8 +117,6 @@ class Engine:
             InputError: the saved conversation cannot be read or is of another model.
             TemplateError: the model has no chat template.
         """
-        from .chat import Session  # the two modules know each other
-
         if resume is not None:
             if system is not None:
                 raise InputError("a resumed conversation has its system message already", "give system or resume")
@@ -154,7 +153,8 @@ class Engine:
             TemplateError: there is no chat template, or it failed.
         """
         if self.template is None:
-            raise TemplateError(f"{self.bundle.folder} has no chat template", "use --raw (raw=True) to continue plain text")
+            hint = "use --raw (raw=True) to continue plain text"
+            raise TemplateError(f"{self.bundle.folder} has no chat template", hint)
         text = self.template.render(messages, **variables)
         return self.tokenizer.encode(text, add_special_tokens=False)
 

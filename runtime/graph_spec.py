@@ -67,7 +67,7 @@ def introspect(inputs: Sequence[Port], outputs: Sequence[Port], where: str) -> G
     if "logits" not in outs:
         raise BundleError(f"{where} has no output named logits", _HINT)
 
-    first = ins[f"past_key_values.{layers[0]}.key"] if f"past_key_values.{layers[0]}.key" in ins else None
+    first = ins.get(f"past_key_values.{layers[0]}.key")
     if first is None or len(first.shape) != 4:
         raise BundleError(f"{where}: the cache of layer {layers[0]} is not [1, heads, capacity, head size]", _HINT)
     _, kv_heads, _, head_dim = first.shape

@@ -57,8 +57,8 @@ class GenerateOptions:
     def sampling(self, defaults: ModelDefaults) -> SamplingParams:
         """The sampling these options amount to for a model.
 
-        A filter or a temperature given here asks for sampling; filters that are not given come from the model only where
-        the model samples by default.
+        A filter or a temperature given here asks for sampling; filters that are not given come from the model only
+        where the model samples by default.
         """
         asked = self.temperature is not None or any(getattr(self, name) is not None for name in _FILTERS)
         temperature = self.temperature

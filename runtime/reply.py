@@ -1,4 +1,4 @@
-"""What an answer is made of: chunks while it is being written, a reply when it is whole, and the account of its cost."""
+"""What an answer is made of: chunks while it is written, a reply when it is whole, and the account of its cost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From one row of logits to one token: penalties, truncation, and a draw keyed by position.
 
-The draw at a position depends on the seed and the position alone (a counter-based generator: Philox, Salmon et al. 2011),
-so a seed gives one text however many tokens a pass emits. Work arrays of vocabulary size are allocated once.
+The draw at a position depends on the seed and the position alone (a counter-based generator: Philox, Salmon et al.
+2011), so a seed gives one text however many tokens a pass emits. Work arrays of vocabulary size are allocated once.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Sampler:
     def _nucleus(
         self, ids: npt.NDArray[np.intp], weights: npt.NDArray[np.float64], top_p: float
     ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-        """The smallest set of likeliest tokens whose mass reaches `top_p` (Holtzman et al. 2020), ties at its edge kept."""
+        """The fewest tokens whose mass reaches `top_p` (Holtzman et al. 2020), ties at the edge kept."""
         total = weights.sum()
         # Tokens this light hold less than 1 - top_p of the mass all together, so the nucleus is among the others.
         possible = self._where(np.greater, weights, (1 - top_p) * total / weights.size)

@@ -1,7 +1,7 @@
 """One ONNX Runtime session over one graph, and its binding to a KV arena.
 
-Everything a pass reads or writes is bound once: token, position and length buffers are written in place, the cache is the
-arena itself, and only what changes shape (a bias that grows with the text, another width) is bound again.
+Everything a pass reads or writes is bound once: token, position and length buffers are written in place, the cache is
+the arena itself, and only what changes shape (a bias that grows with the text, another width) is bound again.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ class BoundSession:
         try:
             self._session.run_with_iobinding(self._io, self._run_options)
         except _ORT_ERRORS as error:
-            raise EdgeError(f"the model failed to run: {_reason(error)}", "run again with --debug and report it") from error
+            raise EdgeError(
+                f"the model failed to run: {_reason(error)}", "run again with --debug and report it"
+            ) from error
         return self._logits[: wanted.size]
 
     def _bind_input(self, name: str, array: npt.NDArray[np.generic]) -> None:
@@ -179,7 +181,7 @@ class BoundSession:
         self._rows = rows
 
     def _bind_bias(self, width: int, total: int, tree_mask: npt.NDArray[np.bool_] | None) -> None:
-        """Bind float32 `[1, 1, width, total]`: zeros (causality is the operator's own), or the tree among the new rows."""
+        """Bind float32 `[1, 1, width, total]`: zeros (causality is the operator's own), or the new rows' tree."""
         cells = width * total
         if tree_mask is None:
             if cells > self._open_bias.size:

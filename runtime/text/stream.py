@@ -13,8 +13,8 @@ _MOST_HELD: Final = 64
 
 
 class StreamDecoder:
-    """Detokenizes one text; the pieces joined are what decoding all its tokens at once gives. (Only of invalid UTF-8 may
-    they differ: some decoders turn valid bytes to U+FFFD in hindsight, when an invalid one follows.)
+    """Detokenizes one text; the pieces joined are what decoding all its tokens at once gives. (Only of invalid UTF-8
+    may they differ: some decoders turn valid bytes to U+FFFD in hindsight, when an invalid one follows.)
 
     Each piece is the difference between decoding a short window with and without the new tokens, so tokenizers that
     strip or join at word borders are handled by their own rules (the method of text-generation-inference).
@@ -30,7 +30,7 @@ class StreamDecoder:
 
     def push(self, tokens: Iterable[int]) -> str:
         """The text that `tokens` complete; empty while a character is still in pieces."""
-        # Left out here rather than by the tokenizer: a window of special tokens alone would hide a word's leading space.
+        # Left out here, not by the tokenizer: a window of special tokens alone would hide a word's leading space.
         self._ids.extend(token for token in tokens if token not in self._tokenizer.special_ids)
         text = self._pending()
         if not text or (text.endswith(_REPLACEMENT) and len(self._ids) - self._shown < _MOST_HELD):

@@ -77,7 +77,15 @@ class ChatTemplate:
                     raise TemplateError(f"the chat template writes over {_MOST_CHARACTERS} characters", _HINT)
         except JinjaError as error:
             raise TemplateError(f"the chat template failed: {error}", _HINT) from error
-        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError) as error:
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}", _HINT) from error
         return "".join(pieces)
 

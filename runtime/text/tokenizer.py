@@ -21,10 +21,12 @@ class TextTokenizer:
         """
         path = bundle.file("tokenizer.json")
         if path is None:
-            raise BundleError(f"{bundle.folder} holds no tokenizer.json", "put the model's tokenizer.json beside the graph")
+            raise BundleError(
+                f"{bundle.folder} holds no tokenizer.json", "put the model's tokenizer.json beside the graph"
+            )
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001  the library raises Exception itself
+        except Exception as error:  # the library raises Exception itself
             raise BundleError(f"{path} cannot be read: {error}", "restore it or export the model again") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -55,7 +55,14 @@ def test_json_is_one_object_with_the_promised_fields(tiny_bundle: Path, capsys: 
     assert reply["usage"]["completion_tokens"] == 5
     assert list(reply["usage"]) == ["prompt_tokens", "completion_tokens"]
     assert list(reply["timing"]) == ["load_ms", "ttft_ms", "decode_tokens_per_second", "total_ms"]
-    assert list(reply["speculation"]) == ["mode", "target_passes", "drafted", "accepted", "tokens_per_pass", "by_source"]
+    assert list(reply["speculation"]) == [
+        "mode",
+        "target_passes",
+        "drafted",
+        "accepted",
+        "tokens_per_pass",
+        "by_source",
+    ]
     assert (reply["speculation"]["mode"], reply["speculation"]["target_passes"]) == ("off", 5)
     assert reply["device"] == "CPU"
 
@@ -124,9 +131,14 @@ def test_bad_usage_is_one_line(tiny_bundle: Path, capsys: pytest.CaptureFixture[
 
 
 def test_bad_models_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fails(capsys, tmp_path / "no", "-p", "a") == f"{tmp_path / 'no'} does not exist; give an .onnx file or a model folder"
+    assert (
+        fails(capsys, tmp_path / "no", "-p", "a")
+        == f"{tmp_path / 'no'} does not exist; give an .onnx file or a model folder"
+    )
     (tmp_path / "text.onnx").write_text("this is\nnot a model")
-    assert f"{tmp_path / 'text.onnx'} cannot be loaded" in fails(capsys, tmp_path / "text.onnx", "-p", "a", "--context", "64")
+    assert f"{tmp_path / 'text.onnx'} cannot be loaded" in fails(
+        capsys, tmp_path / "text.onnx", "-p", "a", "--context", "64"
+    )
     assert "extra argument" in fails(capsys, tmp_path / "a", tmp_path / "b")
 
 
@@ -195,7 +207,9 @@ def test_bad_export_options_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_never_replaces_what_is_no_bundle(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_never_replaces_what_is_no_bundle(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     fails(capsys, "export", tiny_bundle.parent / "checkpoint", tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"

@@ -51,7 +51,9 @@ def naive(bundle: Path, prompt: list[int], params: SamplingParams, count: int) -
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, seed=5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=0.8, seed=5)], ids=["greedy", "sampled"]
+)
 def test_text_is_that_of_the_naive_decoder(tiny_bundle: Path, params: SamplingParams) -> None:
     prompt = list(range(20, 45))
     assert run(bind(tiny_bundle), prompt, params, DecodeLimits(12)) == naive(tiny_bundle, prompt, params, 12)
@@ -99,7 +101,11 @@ def test_quantized_models_give_one_text_for_a_seed(tmp_path: Path, weights) -> N
 def test_end_tokens_end_the_text_and_are_not_part_of_it(tiny_bundle: Path) -> None:
     free = run(bind(tiny_bundle), [50, 60], SamplingParams(), DecodeLimits(30))
     for eos in (frozenset({free[0]}), frozenset({free[7], 299}), frozenset({free[-1]})):
-        steps = list(decode(bind(tiny_bundle), [50, 60], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(30, eos), lambda: False))
+        steps = list(
+            decode(
+                bind(tiny_bundle), [50, 60], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(30, eos), lambda: False
+            )
+        )
         tokens = [token for step in steps for token in step.tokens]
         end = min(free.index(token) for token in eos if token in free)
         assert tokens == free[:end]
@@ -116,7 +122,9 @@ def test_passes_and_rows_add_up(tiny_bundle: Path) -> None:
 
 def test_the_context_ends_the_text(tiny_bundle: Path) -> None:
     bound = bind(tiny_bundle, limit=32)
-    steps = list(decode(bound, list(range(5, 35)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits(), lambda: False))
+    steps = list(
+        decode(bound, list(range(5, 35)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits(), lambda: False)
+    )
     assert [len(step.tokens) for step in steps] == [1, 1]
     assert steps[-1].finish is FinishReason.LENGTH
     with pytest.raises(ContextError, match="the prompt has 32 tokens and the model's context is 32; shorten it"):
@@ -124,7 +132,9 @@ def test_the_context_ends_the_text(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("after", range(6))
-def test_cancelling_leaves_an_arena_to_go_on_with(tiny_bundle: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_leaves_an_arena_to_go_on_with(
+    tiny_bundle: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode_module, "PREFILL_ROWS", 10)
     prompt = list(range(40, 65))
     expected = run(bind(tiny_bundle), prompt, SamplingParams(), DecodeLimits(8))

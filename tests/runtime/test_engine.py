@@ -251,7 +251,14 @@ def test_a_closed_session_says_so(engine: Engine) -> None:
 
 def test_defaults_come_from_generation_config(tiny_bundle: Path, tmp_path: Path) -> None:
     folder = copy_of(tiny_bundle, tmp_path / "m")
-    config = {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2, "eos_token_id": [0, 7]}
+    config = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+        "eos_token_id": [0, 7],
+    }
     (folder / "generation_config.json").write_text(json.dumps(config))
     with edgerun.load(folder) as engine:
         params = GenerateOptions().sampling(engine.defaults)
@@ -315,7 +322,9 @@ def test_missing_files_are_named(tiny_bundle: Path, tmp_path: Path) -> None:
         edgerun.load(tmp_path / "notes.txt")
     folder = copy_of(tiny_bundle, tmp_path / "m")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(BundleError, match=r"holds no tokenizer\.json; put the model's tokenizer\.json beside the graph"):
+    with pytest.raises(
+        BundleError, match=r"holds no tokenizer\.json; put the model's tokenizer\.json beside the graph"
+    ):
         edgerun.load(folder)
 
 

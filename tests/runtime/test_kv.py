@@ -28,7 +28,7 @@ def slots(arena: KVArena) -> list[int]:
 @given(base=st.integers(0, 50), data=st.data())
 def test_compact_keeps_exactly_the_accepted_path(base: int, data: st.DataObject) -> None:
     nodes = data.draw(st.integers(1, 40))
-    path = [0, *sorted(data.draw(st.sets(st.integers(1, nodes - 1)))) ] if nodes > 1 else [0]
+    path = [0, *sorted(data.draw(st.sets(st.integers(1, nodes - 1))))] if nodes > 1 else [0]
     arena = filled(base + nodes)
     arena.rewind_to(base)
     arena.compact(base, path)

@@ -35,7 +35,9 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 def metaspace(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     """The Llama-2 way: words begin with U+2581, unknown characters fall back to bytes, the first space is stripped."""
     pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "▁world", "lo", "é", "!"]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -74,7 +76,9 @@ def test_no_piece_shows_half_a_character(byte_level: TextTokenizer, text: str) -
 
 
 def test_endless_invalid_bytes_are_shown_in_the_end(byte_level: TextTokenizer) -> None:
-    (continuation,) = {i for i in range(byte_level._tokenizer.get_vocab_size()) if byte_level._tokenizer.id_to_token(i) == "Ģ"}
+    (continuation,) = {
+        i for i in range(byte_level._tokenizer.get_vocab_size()) if byte_level._tokenizer.id_to_token(i) == "Ģ"
+    }
     decoder = StreamDecoder(byte_level)
     assert any(decoder.push([continuation]) for _ in range(100))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +49,11 @@ def test_templates_render_as_transformers_renders_them(family: str, monkeypatch:
     assert ChatTemplate(source, SPECIAL).render(CONVERSATION) == expected[0]
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
+    )
+)
 def test_tojson_keeps_text_as_it_is(value: object) -> None:
     text = ChatTemplate("{{ messages[0].content | tojson }}").render([{"role": "user", "content": value}])
     assert json.loads(text) == value
