@@ -22,8 +22,8 @@ class KVArena:
 
     `data` is float32 `[2, layers, kv_heads, capacity, head_dim]`, keys at index 0 (already rotated for their
     positions) and values at 1. Rows `0 .. length-1` are committed; what lies beyond is scratch for the next pass.
-    `data` is replaced when the arena grows, and `generation` counts the replacements so that a holder of slices knows to take
-    new ones.
+    `data` is replaced when the arena grows, and `generation` counts the replacements so that a holder of slices knows
+    to take new ones.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, limit: int) -> None:

@@ -153,7 +153,7 @@ def test_cancelling_leaves_an_arena_to_go_on_with(
 
 
 def test_a_tree_is_verified_as_its_branches_alone(tiny_bundle: Path) -> None:
-    """Siblings share a position and do not see each other; compaction leaves the accepted branch as if decoded in order."""
+    """Siblings share a position and do not see each other; compaction leaves a branch as if decoded in order."""
     prompt, tokens = list(range(70, 90)), [100, 110, 120, 130, 140]
     parents = [-1, 0, 0, 2, 1]  # two branches under the anchor: 100-110-140 and 100-120-130
     depth, mask = [0, 1, 1, 2, 2], np.zeros((5, 5), bool)
