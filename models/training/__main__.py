@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from ..atomic import write_atomically
 from .batches import BatchStream, ExampleSource, task_examples
-from .checkpoint import load_model, write_atomically
+from .checkpoint import load_model
 from .corpus import data_folder
 from .distill import (
     agreement,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,11 @@ from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from ..atomic import write_atomically
 from .model import CausalLM, ModelShape
 from .tokenizer import CHAT_TEMPLATE, ChatCodec, tokenizer_config
 
 STATE_TENSORS, STATE_NUMBERS = "state.safetensors", "state.json"
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a reader or a crash sees the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def save_model(folder: Path, model: CausalLM, tokenizer: Tokenizer) -> None:

@@ -11,8 +11,8 @@ import torch
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
+from ..atomic import write_atomically
 from .batches import Batch, Example, ExampleSource, collate, in_epochs
-from .checkpoint import write_atomically
 from .corpus import Pair
 from .generate import greedy
 from .model import CausalLM

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
+from ..atomic import write_atomically
 from .batches import Batch, BatchStream
-from .checkpoint import load_state, save_model, save_state, write_atomically
+from .checkpoint import load_state, save_model, save_state
 from .model import CausalLM
 from .optimizer import Average, Optimizers, Schedule
 from .precision import autocast
