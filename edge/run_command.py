@@ -53,6 +53,9 @@ def run(
     context: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a conversation.", show_default="what the model allows")
     ] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep weights packed for this machine on disk.")
+    ] = True,
     resume: Annotated[Path | None, typer.Option(help="Go on with a conversation put aside by /save.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print what the answer cost, on stderr.")] = False,
@@ -82,7 +85,7 @@ def run(
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
 
     started = time.perf_counter()
-    engine = load(model, device=device, threads=threads, context=context)
+    engine = load(model, device=device, threads=threads, context=context, cache=cache)
     load_s = time.perf_counter() - started
     with engine:
         if chatting:

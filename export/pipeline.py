@@ -54,7 +54,7 @@ class ExportReport:
 def export_checkpoint(
     source: Path,
     destination: Path,
-    recipe: ExportRecipe = ExportRecipe(),  # noqa: B008 -- frozen
+    recipe: ExportRecipe,
     progress: Progress = silent,
     command: str = "",
 ) -> ExportReport:

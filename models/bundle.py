@@ -87,7 +87,12 @@ class Bundle:
         if self.manifest is None:
             return
         for name, digest in self.manifest.files.items():
-            _verify_file(self.folder / name, name, digest)
+            if Path(name).name != name:
+                raise BundleError(
+                    f"{self.folder / MANIFEST_NAME} names {name!r}, which lies outside the bundle",
+                    "do not use this bundle: it was tampered with",
+                )
+            verify_file(self.folder / name, digest)
 
 
 def open_bundle(path: Path) -> Bundle:
@@ -132,10 +137,13 @@ def _hint_for_folder(path: Path) -> str:
     return "give a folder made by edge-run export, or an .onnx file"
 
 
-def _verify_file(path: Path, name: str, expected: FileDigest) -> None:
+def verify_file(path: Path, expected: FileDigest) -> None:
+    """Compare a file with its digest; a large one is hashed once per (size, modification time).
+
+    Raises:
+        BundleError: it is missing or differs.
+    """
     hint = "copy the bundle again or export the model again"
-    if Path(name).name != name:
-        raise BundleError(f"{path.parent / MANIFEST_NAME} names {name!r}, which lies outside the bundle", hint)
     if not path.is_file():
         raise BundleError(f"{path} is missing", hint)
     status = path.stat()
@@ -148,7 +156,7 @@ def _verify_file(path: Path, name: str, expected: FileDigest) -> None:
         if stamp.is_file():
             return
     if digest_file(path).sha256 != expected.sha256:
-        raise BundleError(f"{path} is damaged: its checksum is not the one in {MANIFEST_NAME}", hint)
+        raise BundleError(f"{path} is damaged: its checksum is not the one recorded", hint)
     if stamp is not None:
         # A read-only cache only means hashing again next time.
         try:

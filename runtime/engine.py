@@ -19,11 +19,12 @@ from .asynchronous import stream_in_thread
 from .chat import Session
 from .complete import CachedText, complete
 from .decode import DecodeLimits
-from .device import choose_device
+from .device import DeviceKind, choose_device
 from .options import GenerateOptions, ModelDefaults
+from .prepacked import prepacked_graph
 from .reply import Chunk, Reply
 from .sampling import SamplingParams
-from .session import GraphSession, SessionConfig
+from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
 from .text.template import Message, load_template
 from .text.tokenizer import TextTokenizer
 
@@ -37,6 +38,7 @@ def load(
     device: str = "auto",
     threads: int | None = None,
     context: int | None = None,
+    cache: bool = True,
 ) -> Engine:
     """Load a model.
 
@@ -45,6 +47,7 @@ def load(
         device: `auto`, `cpu`, `gpu`, `npu` or the name of an execution provider.
         threads: compute threads; None for one per physical core.
         context: most tokens a conversation may have; None for what the model allows.
+        cache: whether weights packed for this machine are kept on disk (see `prepacked`).
 
     Raises:
         BundleError: there is no such model, or it is damaged.
@@ -57,17 +60,21 @@ def load(
         raise InputError(f"context is {context}", "it must be 2 or more")
     chosen = choose_device(device)
     bundle = open_bundle(find_model(None if model is None else Path(model)))
-    return Engine(bundle, SessionConfig(chosen, threads or 0), context)
+    return Engine(bundle, SessionConfig(chosen, threads or 0), context, cache=cache)
 
 
 class Engine:
     """A model in memory. Use `load` to make one; close it, or use it in a `with` block, to free the memory."""
 
-    def __init__(self, bundle: Bundle, config: SessionConfig, context: int | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, config: SessionConfig, context: int | None = None, *, cache: bool = True
+    ) -> None:
         self.bundle: Final = bundle
         self.context: Final = _context_limit(bundle, context)
         """Most tokens of prompt and answer together."""
-        self._graph: GraphSession | None = GraphSession(bundle.graph, config)
+        packed = cache and config.device.kind is DeviceKind.CPU
+        graph = prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if packed else bundle.graph
+        self._graph: GraphSession | None = GraphSession(graph, config)
         self.spec: Final = self._graph.spec
         self.device: Final = config.device
         self.tokenizer: Final = TextTokenizer(bundle, self.spec.vocab_size)

@@ -19,10 +19,12 @@ from ..edge.errors import BundleError, EdgeError
 from .device import Device, put_on
 from .graph_spec import GraphSpec, Port, introspect
 from .kv import KVArena
+from .residency import drop_file_pages
 
-Int64s: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
+RUNTIME_VERSION: Final[str] = ort.__version__
+"""Of ONNX Runtime."""
 _BLOCKED: Final = np.float32(np.finfo(np.float32).min)
 _LOG_NOTHING: Final = 4
 _ORT_ERRORS: Final = tuple(
@@ -37,6 +39,28 @@ class SessionConfig:
 
     device: Device
     threads: int = 0
+
+
+def write_prepacked(graph: Path, destination: Path) -> None:
+    """Write a twin of `graph` whose weights are stored as this machine's kernels want them, beside the originals.
+
+    Raises:
+        BundleError: the file is not a model.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = _LOG_NOTHING
+    options.optimized_model_filepath = str(destination)
+    for key, value in {
+        "session.optimized_model_external_initializers_file_name": f"{destination.name}.data",
+        # Shapes have to stay in the graph itself, or it cannot be checked when it is loaded.
+        "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+        "session.save_external_prepacked_constant_initializers": "1",
+    }.items():
+        options.add_session_config_entry(key, value)
+    try:
+        ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    except _ORT_ERRORS as error:
+        raise BundleError(f"{graph} cannot be prepacked: {_reason(error)}") from error
 
 
 class GraphSession:
@@ -60,6 +84,8 @@ class GraphSession:
             raise BundleError(
                 f"{graph} cannot be loaded: {_reason(error)}", "give a complete model made by edge-run export"
             ) from error
+        # Loading has read all weights to pack them; only rows of the embedding are read from the file again.
+        drop_file_pages(graph.with_name(f"{graph.name}.data"))
         self.config: Final = config
         self.spec: Final[GraphSpec] = introspect(
             [Port(node.name, node.type, tuple(node.shape)) for node in self._session.get_inputs()],

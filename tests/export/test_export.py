@@ -12,6 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from data import data_path
 from edgerun.edge.errors import ExportError, InputError
@@ -305,8 +306,6 @@ def test_the_system_refusing_a_write_leaves_nothing(tmp_path, limit: int) -> Non
 
 def test_stories_greedy_text_of_record(tmp_path) -> None:
     """ORIGIN.md of the data quotes what llama2.c writes at temperature 0."""
-    from tokenizers import Tokenizer  # noqa: PLC0415
-
     source = data_path("weights/stories260K-hf")
     bundle = export_checkpoint(source, tmp_path / "stories", ExportRecipe(FP32)).bundle
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))

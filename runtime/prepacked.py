@@ -1,0 +1,96 @@
+"""Weights packed for this machine's kernels, kept on disk and memory-mapped.
+
+ONNX Runtime repacks quantized weights at load into private memory. Saved once per host, the packed form is mapped instead:
+loading is quicker, and the pages are the page cache's, shared by every process that runs the model. The packing is
+specific to the processor and to ONNX Runtime's version, so both are part of the cache's key; a model that changed has
+another key too. The cache holds nothing that cannot be made again: whatever goes wrong with it, the model is loaded as it
+was exported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ..edge.errors import BundleError
+from ..models.atomic import folder_written_atomically
+from ..models.bundle import GRAPH_NAME, Bundle, digest_file, verify_file
+from ..models.cache import cache_folder
+from ..models.manifest import FileDigest
+
+_FORMAT: Final = 1
+_DIGESTS: Final = "digests.json"
+_WORTH_IT_FROM: Final = 64 << 20
+"""Smaller models load in a blink as they are."""
+_GROWTH: Final = 2.5
+"""Packed and original weights together, over the original."""
+_MOST_BYTES: Final = 16 << 30
+"""What all prepacked models together may take; the ones unused for longest go first."""
+
+
+def prepacked_graph(bundle: Bundle, runtime_version: str, pack: Callable[[Path, Path], None]) -> Path:
+    """The graph to load for `bundle`: its prepacked twin, made now if need be, else its own.
+
+    Args:
+        bundle: a checked bundle.
+        runtime_version: of ONNX Runtime.
+        pack: writes the prepacked twin of a graph (first argument) to a path (second).
+    """
+    if bundle.manifest is None or bundle.weight_bytes < _WORTH_IT_FROM:
+        return bundle.graph
+    key = f"{_FORMAT}\0{bundle.fingerprint}\0{runtime_version}\0{_processor()}"
+    folder = cache_folder() / "prepacked" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    try:
+        if not folder.is_dir():
+            _make(folder, bundle, pack)
+        _check(folder)
+        os.utime(folder)
+    except (OSError, BundleError, ValueError, KeyError, TypeError):
+        shutil.rmtree(folder, ignore_errors=True)
+        return bundle.graph
+    return folder / GRAPH_NAME
+
+
+def _make(folder: Path, bundle: Bundle, pack: Callable[[Path, Path], None]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    needed = int(bundle.weight_bytes * _GROWTH)
+    if shutil.disk_usage(folder.parent).free < 2 * needed:
+        raise OSError("too little room on the disk")
+    _make_room(folder.parent, needed)
+    with folder_written_atomically(folder, lambda _: True) as staging:
+        pack(bundle.graph, staging / GRAPH_NAME)
+        digests = {path.name: vars(digest_file(path)) for path in sorted(staging.iterdir())}
+        (staging / _DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
+
+
+def _check(folder: Path) -> None:
+    for name, digest in json.loads((folder / _DIGESTS).read_text(encoding="utf-8")).items():
+        verify_file(folder / name, FileDigest(**digest))
+
+
+def _make_room(folder: Path, needed: int) -> None:
+    """Remove the prepacked models unused for longest until `needed` bytes fit."""
+    entries = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda entry: entry.stat().st_mtime)
+    sizes = {entry: sum(file.stat().st_size for file in entry.iterdir()) for entry in entries}
+    total = sum(sizes.values())
+    for entry in entries:
+        if total + needed <= _MOST_BYTES:
+            return
+        shutil.rmtree(entry, ignore_errors=True)
+        total -= sizes[entry]
+
+
+def _processor() -> str:
+    """What decides how weights are packed: architecture and instruction sets."""
+    about = Path("/proc/cpuinfo")
+    flags = ""
+    if about.is_file():
+        lines = about.read_text(encoding="utf-8", errors="replace").splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.system()}\0{platform.machine()}\0{platform.processor()}\0{flags}"
