@@ -16,8 +16,9 @@ from ..edge.errors import ContextError
 from .sampling import Sampler
 from .session import BoundSession
 
-PREFILL_ROWS: Final = 256
-"""Prompt tokens per pass: enough to keep the matrix products wide, few enough to bound the activations' memory."""
+PREFILL_ROWS: Final = 128
+"""Prompt tokens per pass: wide enough for the matrix products (256 gains under 2 %), few enough to bound the memory of the
+activations and to let a prompt be cancelled soon."""
 
 
 class FinishReason(Enum):

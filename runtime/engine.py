@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 from ..edge.errors import ContextError, EdgeError, InputError, TemplateError
 from ..models.bundle import Bundle, open_bundle
 from ..models.find import find_model
-from .asynchronous import stream_in_thread
 from .chat import Session
 from .complete import CachedText, complete
 from .decode import DecodeLimits
@@ -23,6 +22,7 @@ from .device import DeviceKind, choose_device
 from .options import GenerateOptions, ModelDefaults
 from .prepacked import prepacked_graph
 from .reply import Chunk, Reply
+from .residency import trim_heap
 from .sampling import SamplingParams
 from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
 from .text.template import Message, load_template
@@ -80,6 +80,7 @@ class Engine:
         self.tokenizer: Final = TextTokenizer(bundle, self.spec.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         self.defaults: Final = ModelDefaults.of(bundle)
+        trim_heap()
         self._text: CachedText | None = None
         self._turn = threading.Lock()
         self._decoding_thread: int | None = None
@@ -115,6 +116,8 @@ class Engine:
 
     def astream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> AsyncIterator[Chunk]:
         """`stream` for asyncio: decodes in a worker thread; cancelling the task cancels the answer."""
+        from .asynchronous import stream_in_thread  # noqa: PLC0415  asyncio takes a tenth of the import time
+
         return stream_in_thread(lambda: self.stream(prompt, options, **changes), self.cancel)
 
     def session(self, *, system: str | None = None, resume: str | os.PathLike[str] | None = None) -> Session:

@@ -30,10 +30,12 @@ class TextTokenizer:
             raise BundleError(f"{path} cannot be read: {error}", "restore it or export the model again") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        highest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        if highest >= vocab_size:
+        # Asking for the last tokens by id, since the whole vocabulary as a dictionary is slow and large.
+        count = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        beyond = [i for i in range(vocab_size, vocab_size + max(count, 1)) if self._tokenizer.id_to_token(i) is not None]
+        if beyond:
             raise BundleError(
-                f"{path} has token ids up to {highest}, but the model's vocabulary has {vocab_size}",
+                f"{path} has token ids up to {beyond[-1]}, but the model's vocabulary has {vocab_size}",
                 "use the tokenizer that belongs to this model",
             )
         self.config: Final = bundle.json_file("tokenizer_config.json")

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgerun.runtime.residency import drop_file_pages, trim_heap
+
+SIZE = 4 << 20
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * (SIZE // 256))
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux")
+def test_pages_are_dropped_and_come_back(file: Path) -> None:
+    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+        before = mapping[:]
+        assert drop_file_pages(file) >= SIZE
+        assert drop_file_pages(file) < SIZE
+        assert mapping[:] == before
+    assert drop_file_pages(file.with_name("other")) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux")
+def test_pages_written_to_are_kept(file: Path) -> None:
+    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
+        mapping[5:8] = b"new"
+        assert drop_file_pages(file) == 0
+        assert mapping[5:8] == b"new"
+
+
+def test_trimming_the_heap_does_no_harm() -> None:
+    trim_heap()
