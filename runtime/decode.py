@@ -17,8 +17,8 @@ from .sampling import Sampler
 from .session import BoundSession
 
 PREFILL_ROWS: Final = 128
-"""Prompt tokens per pass: wide enough for the matrix products (256 gains under 2 %), few enough to bound the memory of the
-activations and to let a prompt be cancelled soon."""
+"""Prompt tokens per pass: wide enough for the matrix products (256 gains under 2 %), few enough to bound the memory of
+the activations and to let a prompt be cancelled soon."""
 
 
 class FinishReason(Enum):

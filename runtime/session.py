@@ -152,7 +152,9 @@ class BoundSession:
         ids = np.asarray(tokens, np.int64)
         # The operator would answer an id outside the vocabulary with zeros instead of an error.
         if ids.min() < 0 or ids.max() >= self.spec.vocab_size:
-            raise ValueError(f"token ids must lie between 0 and {self.spec.vocab_size - 1}, found {ids.min()} to {ids.max()}")
+            raise ValueError(
+                f"token ids must lie between 0 and {self.spec.vocab_size - 1}, found {ids.min()} to {ids.max()}"
+            )
         base, width = self.arena.length, ids.size
         self.arena.reserve(width)
         total = base + width

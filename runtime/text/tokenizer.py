@@ -32,7 +32,9 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         # Asking for the last tokens by id, since the whole vocabulary as a dictionary is slow and large.
         count = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        beyond = [i for i in range(vocab_size, vocab_size + max(count, 1)) if self._tokenizer.id_to_token(i) is not None]
+        beyond = [
+            i for i in range(vocab_size, vocab_size + max(count, 1)) if self._tokenizer.id_to_token(i) is not None
+        ]
         if beyond:
             raise BundleError(
                 f"{path} has token ids up to {beyond[-1]}, but the model's vocabulary has {vocab_size}",

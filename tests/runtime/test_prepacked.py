@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -95,17 +96,22 @@ def test_a_full_disk_or_a_failed_packing_means_the_model_as_it_is(
 
 def test_what_was_unused_for_longest_makes_room(bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(file.stat().st_size for file in packed(bundle, "1").parent.iterdir())
-    newer = packed(bundle, "2")
-    older = packed(bundle, "1")
+    unused, used = packed(bundle, "2"), packed(bundle, "1")
+    os.utime(unused.parent, (1, 1))
+    os.utime(used.parent, (2, 2))
+    assert packed(bundle, "1") == used
+    assert used.parent.stat().st_mtime > 2
     needed = int(open_bundle(bundle).weight_bytes * prepacked._GROWTH)
     monkeypatch.setattr(prepacked, "_MOST_BYTES", size + needed)
     latest = packed(bundle, "3")
-    assert not newer.exists()
-    assert older.exists()
+    assert not unused.exists()
+    assert used.exists()
     assert latest.exists()
 
 
-def test_small_or_unsigned_models_and_no_cache_leave_no_trace(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_or_unsigned_models_and_no_cache_leave_no_trace(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     assert packed(bundle) == bundle / "model.onnx"
     monkeypatch.setattr(prepacked, "_WORTH_IT_FROM", 0)
