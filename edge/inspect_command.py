@@ -68,7 +68,6 @@ def describe(engine: Engine) -> dict[str, Any]:
             "head_weights": str(manifest.weights["head"]),
             "bits_per_weight": round(manifest.bits_per_weight, 3),
             "parity": dict(manifest.parity),
-            "draft": manifest.draft,
             "files": {name: digest.bytes for name, digest in manifest.files.items()},
             "made_by": manifest.command or manifest.producer,
         }

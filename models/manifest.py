@@ -68,8 +68,6 @@ class Manifest:
     """Digest by file name, for every file of the bundle but this one."""
     parity: Mapping[str, float] = field(default_factory=dict)
     """How near the graph came to the reference when it was exported: `max_abs_diff`, `mean_kl`, `top1_agreement`."""
-    draft: str | None = None
-    """Folder of the draft model's bundle, relative to this one."""
     producer: str = ""
     command: str = ""
     format: int = BUNDLE_FORMAT
