@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints import Shape, write_checkpoint
-
 from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
 
 

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
+
 from prompts import prompt_tokens
 
 CHUNK_ROWS: Final = 256

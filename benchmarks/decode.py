@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
+from rich.console import Console
+from rich.table import Table
+
 from artifacts import bundle, genai_model
 from checkpoints import SHAPES, Shape
 from processes import Worker
-from rich.console import Console
-from rich.table import Table
 from rounds import Series, Stillness, alternate, join, median_ratio, spread
 
 CONTEXT: Final = 128

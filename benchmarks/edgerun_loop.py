@@ -6,9 +6,8 @@ import statistics
 import time
 from pathlib import Path
 
-from prompts import prompt_tokens
-
 import edgerun
+from prompts import prompt_tokens
 
 
 class EdgeRunLoop:

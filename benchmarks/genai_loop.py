@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import onnxruntime_genai as og
+
 from prompts import prompt_tokens
 
 

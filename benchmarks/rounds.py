@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final
 
 import psutil
+
 from processes import Worker
 
 _SETTLE_S: Final = 0.05

@@ -17,6 +17,7 @@ from typing import Any, Final
 from ..edge.errors import BundleError
 from .atomic import write_atomically
 from .cache import cache_folder
+from .external_data import check_external_data
 from .manifest import MANIFEST_NAME, FileDigest, Manifest
 
 GRAPH_NAME: Final = "model.onnx"
@@ -117,6 +118,7 @@ def open_bundle(path: Path) -> Bundle:
         manifest = Manifest.from_json(manifest_path.read_text(encoding="utf-8"), str(manifest_path))
     bundle = Bundle(graph.parent, graph, manifest)
     bundle.verify()
+    check_external_data(graph)
     return bundle
 
 

@@ -12,7 +12,7 @@ BUNDLED_MODEL: Final = "shell-helper"
 
 def bundled_folder() -> Path:
     """The folder of the model that comes with edge-run."""
-    return Path(__file__).parent / "bundled" / BUNDLED_MODEL / "target"
+    return Path(__file__).parent / "bundled" / BUNDLED_MODEL
 
 
 def find_model(name: Path | None) -> Path:

@@ -136,7 +136,7 @@ def test_bad_models_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
         == f"{tmp_path / 'no'} does not exist; give an .onnx file or a model folder"
     )
     (tmp_path / "text.onnx").write_text("this is\nnot a model")
-    assert f"{tmp_path / 'text.onnx'} cannot be loaded" in fails(
+    assert f"{tmp_path / 'text.onnx'} is not an ONNX model" in fails(
         capsys, tmp_path / "text.onnx", "-p", "a", "--context", "64"
     )
     assert "extra argument" in fails(capsys, tmp_path / "a", tmp_path / "b")

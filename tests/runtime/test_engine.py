@@ -282,7 +282,7 @@ def test_a_filter_asks_for_sampling(engine: Engine) -> None:
         ("generation_config.json", "[]", "does not hold a JSON object"),
         ("generation_config.json", "{", "is not valid JSON"),
         ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
-        ("model.onnx", "just text", "model.onnx cannot be loaded"),
+        ("model.onnx", "just text", "model.onnx is not an ONNX model"),
         ("chat_template.jinja", "{% if %}", "the chat template is not valid"),
     ],
 )
@@ -396,7 +396,7 @@ def test_external_data_outside_the_bundle_is_refused(tmp_path: Path) -> None:
                 if entry.key == "location":
                     entry.value = location
         (folder / "model.onnx").write_bytes(model.SerializeToString())
-        with pytest.raises(BundleError, match=r"model\.onnx cannot be loaded"):
+        with pytest.raises(BundleError, match=r"model\.onnx keeps weights in '.*', outside its folder"):
             edgerun.load(folder)
 
 

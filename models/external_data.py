@@ -1,0 +1,108 @@
+"""Which files an ONNX model keeps its weights in, read from the model before anything opens them.
+
+A model names files beside it (`external_data` of a tensor, key `location`). A file that was made to harm may name any
+path, so the names are checked here and not left to the runtime's version. The model is read as protobuf wire format
+(https://protobuf.dev/programming-guides/encoding/), following only the fields of onnx.proto that can hold a tensor:
+nothing is decoded that is not asked for, and inline weights are skipped unread.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Final
+
+from ..edge.errors import BundleError
+
+_FIELDS: Final[Mapping[str, Mapping[int, str]]] = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "tensor": {13: "entry"},
+}
+"""Message fields that lead to tensors, by message and field number in onnx.proto."""
+_DEEPEST: Final = 64
+
+
+def check_external_data(graph: Path) -> None:
+    """Check that a model keeps its weights in files beside it, and that they are there.
+
+    Raises:
+        BundleError: the file is not an ONNX model, names a file outside its folder, or one that is missing.
+    """
+    for name in external_files(graph):
+        windows = PureWindowsPath(name)
+        if not name or windows.is_absolute() or windows.drive or windows.root or ".." in windows.parts:
+            raise BundleError(f"{graph} keeps weights in {name!r}, outside its folder", "do not use this model")
+        if not (graph.parent / PurePosixPath(name)).is_file():
+            raise BundleError(f"{graph} keeps weights in {name}, which is missing", "copy the whole model folder")
+
+
+def external_files(graph: Path) -> list[str]:
+    """Names of the files that the tensors of a model refer to, sorted.
+
+    Raises:
+        BundleError: the file is not protobuf, so it is no ONNX model.
+    """
+    try:
+        if graph.stat().st_size == 0:
+            raise ValueError("it is empty")
+        with graph.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return sorted(set(_locations(data, 0, len(data), "model", 0)))
+    except (ValueError, IndexError, UnicodeDecodeError) as error:
+        raise BundleError(f"{graph} is not an ONNX model: {error}", "give a complete .onnx file") from error
+
+
+def _locations(data: mmap.mmap, start: int, end: int, message: str, depth: int) -> Iterator[str]:
+    if depth > _DEEPEST:
+        raise ValueError("it is nested too deeply")
+    if message == "entry":
+        parts = {number: data[begin:stop].decode("utf-8") for number, begin, stop in _submessages(data, start, end)}
+        if parts.get(1) == "location":
+            yield parts.get(2, "")
+        return
+    for number, begin, stop in _submessages(data, start, end):
+        kind = _FIELDS[message].get(number)
+        if kind is not None:
+            yield from _locations(data, begin, stop, kind, depth + 1)
+
+
+def _submessages(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Field number, begin and end of every length-delimited field of the message in `data[start:end]`."""
+    at = start
+    while at < end:
+        tag, at = _varint(data, at, end)
+        number, wire = tag >> 3, tag & 7
+        if number == 0:
+            raise ValueError("a field has the number 0")
+        if wire == 0:
+            _, at = _varint(data, at, end)
+        elif wire in (1, 5):
+            at += 8 if wire == 1 else 4
+        elif wire == 2:
+            size, at = _varint(data, at, end)
+            if size > end - at:
+                raise ValueError("it ends too early")
+            yield number, at, at + size
+            at += size
+        else:
+            raise ValueError(f"a field has the unknown wire type {wire}")
+    if at != end:
+        raise ValueError("it ends too early")
+
+
+def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < end and shift < 64:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise ValueError("it ends too early")

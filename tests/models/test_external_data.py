@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun import BundleError
+from edgerun.models.external_data import check_external_data, external_files
+
+onnx = pytest.importorskip("onnx", reason="needs the export extra")
+
+
+def tensor(location: str, *, value_first: bool = False) -> onnx.TensorProto:
+    proto = onnx.TensorProto(name="w", data_type=1, dims=[1], data_location=onnx.TensorProto.EXTERNAL)
+    if value_first:
+        # The same entry with its fields the other way round, which protobuf allows.
+        name = location.encode()
+        body = b"\x12" + bytes([len(name)]) + name + b"\x0a\x08location"
+        proto.MergeFromString(b"\x6a" + bytes([len(body)]) + body)
+    else:
+        proto.external_data.add(key="location", value=location)
+        proto.external_data.add(key="offset", value="0")
+    return proto
+
+
+def places(proto: onnx.TensorProto) -> dict[str, onnx.ModelProto]:
+    """Models that hide the tensor in every place onnx.proto has for one."""
+    models = {
+        name: onnx.ModelProto(ir_version=10) for name in ("initializer", "attribute", "subgraph", "sparse", "function")
+    }
+    models["initializer"].graph.initializer.append(proto)
+    models["attribute"].graph.node.add(op_type="Constant").attribute.add(name="value", type=4).t.CopyFrom(proto)
+    models["subgraph"].graph.node.add(op_type="If").attribute.add(name="then", type=5).g.initializer.append(proto)
+    models["sparse"].graph.sparse_initializer.add().values.CopyFrom(proto)
+    models["function"].functions.add(name="f").node.add(op_type="C").attribute.add(name="v", type=9).tensors.append(
+        proto
+    )
+    return models
+
+
+@pytest.mark.parametrize("place", ["initializer", "attribute", "subgraph", "sparse", "function"])
+@pytest.mark.parametrize("value_first", [False, True])
+def test_names_are_found_wherever_a_tensor_can_be(tmp_path: Path, place: str, value_first: bool) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(places(tensor("weights.bin", value_first=value_first))[place].SerializeToString())
+    assert external_files(path) == ["weights.bin"]
+
+
+@pytest.mark.parametrize(
+    "location", ["../x", "/etc/passwd", "a/../../x", "C:\\x", "..\\x", "\\\\host\\x", "c:x", "", "//host/x"]
+)
+def test_names_outside_the_folder_are_refused(tmp_path: Path, location: str) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(places(tensor(location))["initializer"].SerializeToString())
+    with pytest.raises(BundleError, match=r"outside its folder; do not use this model"):
+        check_external_data(path)
+
+
+def test_missing_files_are_named_and_present_ones_pass(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(places(tensor("sub/weights.bin"))["initializer"].SerializeToString())
+    with pytest.raises(BundleError, match=r"keeps weights in sub/weights\.bin, which is missing; copy the whole model"):
+        check_external_data(path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "weights.bin").write_bytes(b"1234")
+    check_external_data(path)
+
+
+@given(st.binary(max_size=200))
+@settings(deadline=None, max_examples=300)
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.onnx"
+    path.write_bytes(data)
+    try:
+        external_files(path)
+    except BundleError as error:
+        assert "is not an ONNX model" in str(error)
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    body = b""
+    for _ in range(200):
+        for tag in (b"\x32", b"\x2a", b"\x0a"):  # attribute.g, node.attribute, graph.node
+            size, length = len(body), b""
+            while size > 0x7F:
+                length += bytes([size & 0x7F | 0x80])
+                size >>= 7
+            body = tag + length + bytes([size]) + body
+    path = tmp_path / "model.onnx"
+    size, length = len(body), b""
+    while size > 0x7F:
+        length += bytes([size & 0x7F | 0x80])
+        size >>= 7
+    path.write_bytes(b"\x3a" + length + bytes([size]) + body)
+    with pytest.raises(BundleError, match="nested too deeply"):
+        external_files(path)
+
+
+def test_inline_weights_name_no_file_whatever_their_bytes(tmp_path: Path) -> None:
+    model = onnx.ModelProto(ir_version=10)
+    bait = tensor("../x").SerializeToString()
+    model.graph.initializer.append(onnx.TensorProto(name="w", data_type=2, dims=[len(bait)], raw_data=bait))
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert external_files(path) == []
