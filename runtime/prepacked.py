@@ -1,10 +1,10 @@
 """Weights packed for this machine's kernels, kept on disk and memory-mapped.
 
 ONNX Runtime repacks quantized weights at load into private memory. Saved once per host, the packed form is mapped
-instead: loading is quicker, and the pages are the page cache's, shared by every process that runs the model. The packing
-is specific to the processor and to ONNX Runtime's version, so both are part of the cache's key; a model that changed has
-another key too. The cache holds nothing that cannot be made again: whatever goes wrong with it, the model is loaded as
-it was exported.
+instead: loading is quicker, and the pages are the page cache's, shared by every process that runs the model. The
+packing is specific to the processor and to ONNX Runtime's version, so both are part of the cache's key; a model that
+changed has another key too. The cache holds nothing that cannot be made again: whatever goes wrong with it, the model
+is loaded as it was exported.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
         assert chat.until_something()
         chat.process.send_signal(signal.SIGINT)
         assert "stopped" in chat.until("\n" + PROMPT)
-    # A signal that comes in the instant before readline waits for keys is seen at the next one: press again, as one does.
+    # A signal in the instant before readline waits for keys is seen at the next key: press again, as one does.
     for _ in range(20):
         chat.process.send_signal(signal.SIGINT)
         if chat.until_something(3):
