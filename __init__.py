@@ -24,9 +24,11 @@ from .runtime.decode import FinishReason
 from .runtime.engine import Engine, load
 from .runtime.options import GenerateOptions
 from .runtime.reply import Chunk, Reply, Stats
+from .runtime.turns import AnswerStream
 from .version import __version__
 
 __all__ = [
+    "AnswerStream",
     "BundleError",
     "CheckpointError",
     "Chunk",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Final
 
 import typer
@@ -15,6 +18,7 @@ from .devices_command import devices
 from .errors import EdgeError
 from .export_command import export
 from .inspect_command import inspect
+from .present import write_error
 from .run_command import run
 
 _DEFAULT_COMMAND: Final = "run"
@@ -68,6 +72,11 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 bad usage or bad input, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:
+        return _fail("standard output is closed; give it a file or a terminal", 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Models write any character, whatever a pipe's encoding is by default.
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     command = typer.main.get_command(app)
     names = {info.name for info in app.registered_commands}
     if not given or (given[0] not in names and given[0] not in _GLOBAL_OPTIONS):
@@ -86,12 +95,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if "--debug" in given:
             traceback.print_exc()
+        _discard_output()
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}; check the path and the disk", 1)
     return result if isinstance(result, int) else 0
 
 
+def _discard_output() -> None:
+    """What is still buffered for a standard output that refused it would be refused again, loudly, at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(message: str, code: int) -> int:
     """One line on stderr, whatever the message holds."""
-    print(f"edge-run: error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+    write_error(f"edge-run: error: {' '.join(message.split())}")
     return code

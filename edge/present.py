@@ -22,6 +22,12 @@ def write_out(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_error(line: str) -> None:
+    """Put a line on standard error, if there is one."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr)  # noqa: T201
+
+
 def stats_line(stats: Stats, load_s: float | None = None) -> str:
     """One line for `--stats` and `/stats`."""
     parts = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,7 +17,7 @@ from ..runtime.options import GenerateOptions
 from ..runtime.reply import Reply
 from .errors import InputError
 from .interrupt import cancelling_on_interrupt
-from .present import reply_json, stats_line, write_out
+from .present import reply_json, stats_line, write_error, write_out
 from .terminal_chat import TerminalChat
 
 _INTERRUPTED: Final = 130
@@ -48,7 +49,7 @@ def run(
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same text.", show_default="random")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, gpu, npu, or an execution provider's name.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Compute threads.", show_default="one per physical core")
+        int | None, typer.Option(min=1, max=1024, help="Compute threads.", show_default="one per physical core")
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a conversation.", show_default="what the model allows")
@@ -76,7 +77,7 @@ def run(
         seed=seed,
         raw=raw,
     )
-    chatting = prompt is None and sys.stdin.isatty()
+    chatting = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if chatting:
         _check_chat(raw=raw, as_json=as_json)
     elif prompt is None:
@@ -95,7 +96,7 @@ def run(
         if as_json:
             print(json.dumps(reply_json(reply, engine, load_s), ensure_ascii=False))  # noqa: T201
         if stats:
-            print(stats_line(reply.stats, load_s), file=sys.stderr)  # noqa: T201
+            write_error(stats_line(reply.stats, load_s))
     return _INTERRUPTED if interrupted else 0
 
 
@@ -108,7 +109,7 @@ def _answer(
     else:
         chunks = engine.stream(prompt, options, system=system)
     pieces = []
-    with cancelling_on_interrupt(engine.cancel) as interrupted:
+    with closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
         for chunk in chunks:
             pieces.append(chunk)
             if show:
@@ -127,6 +128,8 @@ def _check_chat(*, raw: bool, as_json: bool) -> None:
 
 
 def _read_standard_input() -> str:
+    if sys.stdin is None:
+        return ""
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -66,7 +68,7 @@ class TerminalChat:
                 self._console.print()
                 self._note("/quit or Ctrl-D leaves")
                 continue
-            if line in ("/quit", "/exit"):
+            if line.split(" ")[0] in ("/quit", "/exit"):
                 return 0
             if line:
                 try:
@@ -92,8 +94,9 @@ class TerminalChat:
             command(argument.strip())
 
     def _answer(self, text: str) -> None:
-        with cancelling_on_interrupt(self._engine.cancel) as interrupted:
-            for chunk in self._session.stream(text, self._options):
+        chunks = self._session.stream(text, self._options)
+        with closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
+            for chunk in chunks:
                 write_out(chunk.text)
                 if chunk.stats is not None:
                     self._last = chunk.stats
@@ -124,7 +127,7 @@ class TerminalChat:
         if not argument:
             self._complain("/save needs a path")
             return
-        path = Path(argument).expanduser()
+        path = Path(os.path.expanduser(argument))  # unlike Path.expanduser, leaves an unknown user's ~ as it is
         try:
             self._session.save(path)
         except OSError as error:

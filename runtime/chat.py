@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from .complete import CachedText
 from .options import GenerateOptions
 from .reply import Chunk, Reply
 from .text.template import Message
+from .turns import AnswerStream
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -39,6 +40,7 @@ class Session:
         self.system: Final = system
         """The system message, or None."""
         self.messages: list[Message] = []
+        self._conversation = 0
         self.reset()
         if system is not None:
             engine.encode_chat([*self.messages, {"role": "user", "content": ""}])
@@ -52,40 +54,42 @@ class Session:
         """Say something and wait for the whole answer; errors as for `stream`."""
         return Reply.of(self.stream(text, options, **changes))
 
-    def stream(self, text: str, options: GenerateOptions | None = None, **changes: Any) -> Generator[Chunk, None, None]:
+    def stream(self, text: str, options: GenerateOptions | None = None, **changes: Any) -> AnswerStream:
         """Say something and read the answer piece by piece.
 
         What was answered joins the conversation, also when the stream is closed or cancelled half-way; if nothing was
         answered because of an error, the conversation is as before.
 
         Raises:
-            ContextError: the conversation does not fit the context any more.
             InputError: an option is out of range, unknown, or makes no sense in a conversation.
+            ContextError: with the first piece: the conversation does not fit the context any more.
         """
         chosen = (options or GenerateOptions()).changed(changes)
         if chosen.raw or chosen.system is not None:
             raise InputError("raw and system belong to a single answer", "give the session its system message instead")
+        return AnswerStream(self._engine.turns, lambda cancelled: self._turn(text, chosen, cancelled))
+
+    def _turn(self, text: str, options: GenerateOptions, cancelled: Callable[[], bool]) -> Generator[Chunk, None, None]:
+        conversation = self._conversation
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._engine.encode_chat(messages)
         try:
-            chunks = self._engine.run(self._cache(), prompt, chosen)
+            self._engine.check_fits(prompt)
         except ContextError as error:
             raise ContextError(error.what, "start again with reset (/reset in the terminal)") from error
-        return self._follow(messages, chunks)
-
-    def _follow(self, messages: list[Message], chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
         answer: list[str] = []
         try:
-            for chunk in chunks:
+            for chunk in self._engine.write(self._cache(), prompt, options, cancelled):
                 answer.append(chunk.text)
                 yield chunk
         finally:
-            chunks.close()
-            if any(answer):
+            # A conversation that was reset meanwhile stays empty.
+            if any(answer) and conversation == self._conversation:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
     def reset(self) -> None:
         """Forget the conversation; the system message stays."""
+        self._conversation += 1
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def save(self, path: str | Path) -> None:
@@ -94,16 +98,16 @@ class Session:
         Raises:
             OSError: the file cannot be written; an older one is untouched.
         """
-        text = self._cache()
-        about = {"format": _FORMAT, "model": self._engine.fingerprint, "messages": self.messages}
-        rows = text.bound.arena.snapshot()
         buffer = BytesIO()
-        np.savez(
-            buffer,
-            about=np.frombuffer(json.dumps(about).encode(), np.uint8),
-            tokens=np.asarray(text.tokens[: text.bound.arena.length], np.int64),
-            rows=rows,
-        )
+        with self._engine.turns.between():
+            text = self._cache()
+            about = {"format": _FORMAT, "model": self._engine.fingerprint, "messages": self.messages}
+            np.savez(
+                buffer,
+                about=np.frombuffer(json.dumps(about).encode(), np.uint8),
+                tokens=np.asarray(text.tokens[: text.bound.arena.length], np.int64),
+                rows=text.bound.arena.snapshot(),
+            )
         write_atomically(Path(path), buffer.getvalue())
 
     @classmethod
@@ -117,23 +121,29 @@ class Session:
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 about = json.loads(stored["about"].tobytes())
-                tokens = stored["tokens"].tolist()
-                rows = stored["rows"]
-            messages = list(about["messages"])
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-            raise InputError(f"{path} is not a saved conversation: {error}", hint) from error
-        if about.get("format") != _FORMAT or about.get("model") != engine.fingerprint:
+                tokens, rows = stored["tokens"], stored["rows"]
+            messages = _checked_messages(about["messages"])
+            format_of, model = about["format"], about["model"]
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror or error}", hint) from error
+        except (ValueError, KeyError, TypeError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+            raise InputError(f"{path} is not a saved conversation", hint) from error
+        if format_of != _FORMAT or model != engine.fingerprint:
             raise InputError(f"{path} belongs to another model or another version of edge-run", hint)
-        system = messages[0].get("content") if messages and messages[0].get("role") == "system" else None
+        if tokens.dtype != np.int64 or tokens.ndim != 1 or not np.isfinite(rows).all():
+            raise InputError(f"{path} is damaged", hint)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < engine.spec.vocab_size:
+            raise InputError(f"{path} is damaged: it holds tokens that the model does not have", hint)
+        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         session = cls(engine, system=system)
         text = session._cache()
         try:
             text.bound.arena.restore(rows)
         except ValueError as error:
             raise InputError(f"{path} is damaged: {error}", hint) from error
-        if text.bound.arena.length != len(tokens):
-            raise InputError(f"{path} is damaged: {len(tokens)} tokens, {text.bound.arena.length} rows", hint)
-        text.tokens = tokens
+        if text.bound.arena.length != tokens.size:
+            raise InputError(f"{path} is damaged: {tokens.size} tokens, {text.bound.arena.length} rows", hint)
+        text.tokens = tokens.tolist()
         session.messages = messages
         return session
 
@@ -153,3 +163,17 @@ class Session:
         if self._text is None:
             raise InputError("this session is closed", "open another with Engine.session")
         return self._text
+
+
+def _checked_messages(value: Any) -> list[Message]:
+    """The messages of a saved conversation.
+
+    Raises:
+        ValueError: they are not a list of roles and contents.
+    """
+    fields = ("role", "content")
+    if not isinstance(value, list) or not all(
+        isinstance(message, dict) and all(isinstance(message.get(field), str) for field in fields) for message in value
+    ):
+        raise ValueError("not a list of messages")
+    return list(value)

@@ -5,9 +5,7 @@ One decode runs at a time; other threads wait their turn. `cancel` may be called
 
 from __future__ import annotations
 
-import threading
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -23,13 +21,15 @@ from .options import GenerateOptions, ModelDefaults
 from .prepacked import prepacked_graph
 from .reply import Chunk, Reply
 from .residency import trim_heap
-from .sampling import SamplingParams
 from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
 from .text.template import Message, load_template
 from .text.tokenizer import TextTokenizer
+from .turns import AnswerStream, Turns
 
 if TYPE_CHECKING:
     import os
+
+_MOST_THREADS: Final = 1024
 
 
 def load(
@@ -54,8 +54,8 @@ def load(
         DeviceError: this machine has no such device.
         InputError: a number is out of range.
     """
-    if threads is not None and threads < 1:
-        raise InputError(f"threads is {threads}", "it must be 1 or more")
+    if threads is not None and not 1 <= threads <= _MOST_THREADS:
+        raise InputError(f"threads is {threads}", f"it must be 1 or more, and at most {_MOST_THREADS}")
     if context is not None and context < 2:
         raise InputError(f"context is {context}", "it must be 2 or more")
     chosen = choose_device(device)
@@ -82,9 +82,7 @@ class Engine:
         self.defaults: Final = ModelDefaults.of(bundle)
         trim_heap()
         self._text: CachedText | None = None
-        self._turn = threading.Lock()
-        self._decoding_thread: int | None = None
-        self._cancelled = threading.Event()
+        self.turns: Final = Turns()
 
     def generate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
         """Answer `prompt` whole. Options can be given as a `GenerateOptions`, by name, or both.
@@ -96,10 +94,10 @@ class Engine:
         """
         return Reply.of(self.stream(prompt, options, **changes))
 
-    def stream(
-        self, prompt: str, options: GenerateOptions | None = None, **changes: Any
-    ) -> Generator[Chunk, None, None]:
+    def stream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> AnswerStream:
         """Answer `prompt` piece by piece; errors as for `generate`, raised before the first piece."""
+        if not isinstance(prompt, str):
+            raise InputError(f"the prompt is {prompt!r}", "it must be text")
         chosen = (options or GenerateOptions()).changed(changes)
         if chosen.raw:
             if chosen.system is not None:
@@ -108,7 +106,7 @@ class Engine:
         else:
             messages = [{"role": "system", "content": chosen.system}] if chosen.system is not None else []
             ids = self.encode_chat([*messages, {"role": "user", "content": prompt}])
-        return self._stream_once(ids, chosen)
+        return self.run(None, ids, chosen)
 
     async def agenerate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
         """`generate` for asyncio: decodes in a worker thread."""
@@ -118,7 +116,7 @@ class Engine:
         """`stream` for asyncio: decodes in a worker thread; cancelling the task cancels the answer."""
         from .asynchronous import stream_in_thread  # noqa: PLC0415  asyncio takes a tenth of the import time
 
-        return stream_in_thread(lambda: self.stream(prompt, options, **changes), self.cancel)
+        return stream_in_thread(lambda: self.stream(prompt, options, **changes))
 
     def session(self, *, system: str | None = None, resume: str | os.PathLike[str] | None = None) -> Session:
         """Open a conversation with its own cache, new or as `Session.save` left it.
@@ -140,13 +138,13 @@ class Engine:
 
     def cancel(self) -> None:
         """End the answer being written, if there is one, after its current pass; callable from any thread."""
-        self._cancelled.set()
+        self.turns.cancel()
 
     def close(self) -> None:
-        """Free the model's memory, after the answer being written; calling it again does nothing."""
-        with self._turn:
-            self._graph = None
-            self._text = None
+        """End the answer being written and free the model's memory; calling it again does nothing."""
+        self.turns.close()
+        self._graph = None
+        self._text = None
 
     def __enter__(self) -> Engine:
         return self
@@ -178,12 +176,22 @@ class Engine:
             raise EdgeError("this engine is closed", "load the model again")
         return CachedText(self._graph.bind(self._graph.arena(self.context)))
 
-    def run(self, text: CachedText, prompt: Sequence[int], options: GenerateOptions) -> Generator[Chunk, None, None]:
-        """Answer `prompt` over a conversation's arena, when this engine's turn comes.
+    def run(self, text: CachedText | None, prompt: Sequence[int], options: GenerateOptions) -> AnswerStream:
+        """Answer the token ids of `prompt` over a conversation's arena, or from nothing, when this answer's turn comes.
 
         Raises:
             ContextError: the prompt does not fit the context.
-            EdgeError: the engine is closed, or this thread is in the middle of another answer.
+            InputError: the prompt is empty.
+        """
+        self.check_fits(prompt)
+        return AnswerStream(self.turns, lambda cancelled: self.write(text, prompt, options, cancelled))
+
+    def check_fits(self, prompt: Sequence[int]) -> None:
+        """Check that a prompt leaves room for an answer.
+
+        Raises:
+            ContextError: it does not.
+            InputError: it is empty.
         """
         if not prompt:
             raise InputError("the prompt is empty", "give at least one character")
@@ -192,40 +200,24 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens and the model's context is {self.context}",
                 "shorten it, or start the conversation again",
             )
-        limits = DecodeLimits(options.max_tokens, self.tokenizer.eos)
-        return self._answer(text, prompt, options.sampling(self.defaults), limits, options.stop)
 
-    def _answer(
+    def write(
         self,
-        text: CachedText,
+        text: CachedText | None,
         prompt: Sequence[int],
-        sampling: SamplingParams,
-        limits: DecodeLimits,
-        stops: Sequence[str],
+        options: GenerateOptions,
+        cancelled: Callable[[], bool],
     ) -> Generator[Chunk, None, None]:
-        with self._taking_turn():
-            yield from complete(text, prompt, self.tokenizer, sampling, limits, stops, self._cancelled.is_set)
-
-    def _stream_once(self, prompt: Sequence[int], options: GenerateOptions) -> Generator[Chunk, None, None]:
-        if self._text is None:
-            self._text = self.new_text()
-        # An answer outside a session starts from nothing, so that it depends on nothing that was asked before.
-        self._text.tokens.clear()
-        return self.run(self._text, prompt, options)
-
-    @contextmanager
-    def _taking_turn(self) -> Iterator[None]:
-        if self._decoding_thread == threading.get_ident():
-            raise EdgeError("this thread is in the middle of another answer", "finish or close that stream first")
-        with self._turn:
-            if self._graph is None:
-                raise EdgeError("this engine is closed", "load the model again")
-            self._cancelled.clear()
-            self._decoding_thread = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._decoding_thread = None
+        """Write an answer now; to be started only by an `AnswerStream` whose turn it is."""
+        if text is None:
+            if self._text is None:
+                self._text = self.new_text()
+            text = self._text
+            # An answer outside a session starts from nothing, so that it depends on nothing that was asked before.
+            text.tokens.clear()
+        limits = DecodeLimits(options.max_tokens, self.tokenizer.eos)
+        sampling = options.sampling(self.defaults)
+        yield from complete(text, prompt, self.tokenizer, sampling, limits, options.stops, cancelled)
 
 
 def _context_limit(bundle: Bundle, asked: int | None) -> int:

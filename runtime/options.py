@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from ..models.bundle import Bundle
 from .sampling import SamplingParams
 
 _Number = TypeVar("_Number", int, float)
+_LARGEST = 1e30
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
@@ -22,8 +23,8 @@ class GenerateOptions:
 
     max_tokens: int | None = None
     """Most tokens to write; None: until the model ends or the context is full."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer; they are not part of it."""
+    stop: str | Sequence[str] = ()
+    """Text, or texts, that end the answer; they are not part of it."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -37,11 +38,23 @@ class GenerateOptions:
     """System message."""
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise InputError(f"{name} is {value!r}", "it must be a whole number")
+        for name in ("temperature", "top_p", "min_p", "repeat_penalty"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise InputError(f"{name} is {value!r}", "it must be a number")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
-        stops: object = self.stop
-        if not isinstance(stops, tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise InputError(f"stop is {stops!r}", "it must be a tuple of texts of at least one character")
+        if not all(isinstance(stop, str) and stop for stop in self.stops):
+            raise InputError(f"stop is {self.stop!r}", "it must be a text, or texts, of at least one character")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def changed(self, changes: Mapping[str, Any]) -> GenerateOptions:
         """A copy with some fields replaced.
@@ -116,6 +129,6 @@ def _number(config: Mapping[str, Any], name: str, default: _Number) -> _Number:
     value = config.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"{name} is {value!r}", "it must be a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST < value < _LARGEST:
+        raise InputError(f"{name} is {value!r:.60}", "it must be a number")
     return type(default)(value)

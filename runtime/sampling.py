@@ -34,12 +34,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            (
+                "temperature",
+                self.temperature,
+                self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
+                "0 (greedy), or between 0.0001 and 10000",
+            ),
             ("top-k", self.top_k, self.top_k >= 0, "0 (off) or more"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min-p", self.min_p, 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repeat-penalty", self.repeat_penalty, 0 < self.repeat_penalty < float("inf"), "above 0"),
-            ("seed", self.seed, 0 <= self.seed < 1 << 128, "at least 0"),
+            ("repeat-penalty", self.repeat_penalty, 0.01 <= self.repeat_penalty <= 100, "between 0.01 and 100"),
+            ("seed", self.seed, 0 <= self.seed < 1 << 64, "at least 0 and below 2 to the 64th"),
         )
         for name, value, good, expected in checks:
             if not good:

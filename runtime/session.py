@@ -6,6 +6,7 @@ the arena itself, and only what changes shape (a bias that grows with the text, 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -27,10 +28,11 @@ RUNTIME_VERSION: Final[str] = ort.__version__
 """Of ONNX Runtime."""
 _BLOCKED: Final = np.float32(np.finfo(np.float32).min)
 _LOG_NOTHING: Final = 4
-_ORT_ERRORS: Final = tuple(
-    value for value in vars(ort_errors).values() if isinstance(value, type) and issubclass(value, Exception)
+_ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
+    *(value for value in vars(ort_errors).values() if isinstance(value, type) and issubclass(value, Exception)),
+    *(RuntimeError, TypeError, ValueError),
 )
-"""ONNX Runtime's exceptions, which have no base of their own."""
+"""What ONNX Runtime raises: its own exceptions, which have no common base, and what its binding makes of others."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def write_prepacked(graph: Path, destination: Path) -> None:
     }.items():
         options.add_session_config_entry(key, value)
     try:
-        ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"], enable_fallback=0)
     except _ORT_ERRORS as error:
         raise BundleError(f"{graph} cannot be prepacked: {_reason(error)}") from error
 
@@ -79,7 +81,13 @@ class GraphSession:
         # The bias changes shape with every token; remembering an allocation plan per shape would only grow.
         options.enable_mem_pattern = False
         try:
-            self._session = ort.InferenceSession(str(graph), options, providers=put_on(options, config.device))
+            self._session = ort.InferenceSession(
+                # Falling back would try again without a word, and print to standard output.
+                str(graph),
+                options,
+                providers=put_on(options, config.device),
+                enable_fallback=0,
+            )
         except _ORT_ERRORS as error:
             raise BundleError(
                 f"{graph} cannot be loaded: {_reason(error)}", "give a complete model made by edge-run export"
@@ -228,6 +236,6 @@ class BoundSession:
 
 
 def _reason(error: Exception) -> str:
-    """ONNX Runtime's message without its code prefix and file positions."""
-    text = str(error)
-    return text.split(" : ", 2)[-1].strip().split("\n", 1)[0]
+    """ONNX Runtime's message without its code and its source positions."""
+    text = str(error).split(" : ", 3)[-1].strip().split("\n", 1)[0]
+    return re.sub(r"/\S+\.(cc|h):\d+ ?", "", text)

@@ -14,15 +14,23 @@ END, SYSTEM, USER, ASSISTANT = "<|end|>", "<|system|>", "<|user|>", "<|assistant
 SPECIAL_TOKENS = (END, SYSTEM, USER, ASSISTANT)
 
 CHAT_TEMPLATE = """\
+{#- A request stands for itself: the model is too small to follow a conversation, so earlier turns are left out. -#}
+{%- set turn = namespace(start=0) -%}
 {%- for message in messages -%}
-{%- if message['role'] == 'system' -%}
-<|system|>{{ message['content'] }}
-{%- elif message['role'] == 'user' -%}
+{%- if message['role'] == 'user' -%}
+{%- set turn.start = loop.index0 -%}
+{%- elif message['role'] not in ('system', 'assistant') -%}
+{{ raise_exception("roles are system, user and assistant; found " ~ message['role']) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if messages and messages[0]['role'] == 'system' -%}
+<|system|>{{ messages[0]['content'] }}
+{%- endif -%}
+{%- for message in messages[turn.start:] -%}
+{%- if message['role'] == 'user' -%}
 <|user|>{{ message['content'] }}
 {%- elif message['role'] == 'assistant' -%}
 <|assistant|>{{ message['content'] }}<|end|>
-{%- else -%}
-{{ raise_exception("roles are system, user and assistant; found " ~ message['role']) }}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}

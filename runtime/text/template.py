@@ -2,7 +2,8 @@
 
 The dialect is the one `transformers` renders: trimmed blocks, loop controls, a `tojson` that keeps non-ASCII text, and
 the functions `raise_exception` and `strftime_now`. A template is untrusted: it runs in Jinja's immutable sandbox, which
-reaches no Python internals, and its output is bounded.
+reaches no Python internals; its output, its ranges, and what it makes by multiplication are bounded. How long it
+computes is not: a template can waste time, as a model can.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jinja2 import TemplateError as JinjaError
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...edge.errors import TemplateError
@@ -44,7 +46,7 @@ class ChatTemplate:
         self._variables = dict(special_tokens or {})
         try:
             self._template = _environment().from_string(source)
-        except JinjaError as error:
+        except (JinjaError, RecursionError, SyntaxError, MemoryError) as error:
             raise TemplateError(f"the chat template is not valid: {error}", _HINT) from error
 
     def render(
@@ -58,7 +60,7 @@ class ChatTemplate:
         """The prompt for a conversation.
 
         Raises:
-            TemplateError: the template refuses the messages, reaches outside the sandbox, or does not come to an end.
+            TemplateError: the template refuses the messages, reaches outside the sandbox, or writes without end.
         """
         context = {
             **self._variables,
@@ -114,7 +116,8 @@ def _read(path: Path) -> str:
 def _default_source(value: Any) -> str | None:
     """A template is a string, or a list of named ones of which `default` counts."""
     if isinstance(value, list):
-        value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
     if value is not None and not isinstance(value, str):
         raise TemplateError("chat_template in tokenizer_config.json is not text", _HINT)
     return value
@@ -130,11 +133,24 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox, in which multiplication and powers cannot fill the memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """`left * right` or `left ** right`, of small operands only."""
+        numbers = [value for value in (left, right) if isinstance(value, (int, float))]
+        sizes = [len(value) for value in (left, right) if hasattr(value, "__len__")]
+        bound = _MOST_CHARACTERS if operator == "*" else 1000
+        if any(abs(value) > bound for value in numbers) or (sizes and sizes[0] * int(numbers[0]) > bound):
+            raise JinjaError(f"the operands of {operator} are too large")
+        return super().call_binop(context, operator, left, right)
+
+
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -64,9 +64,17 @@ class TextTokenizer:
         return text
 
     def token_text(self, name: str) -> str | None:
-        """The text of a token named in tokenizer_config.json, such as `bos_token`."""
+        """The text of a token named in tokenizer_config.json, such as `bos_token`.
+
+        Raises:
+            BundleError: it is not text.
+        """
         value: Any = self.config.get(name)
-        return value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value is not None and not isinstance(value, str):
+            raise BundleError(f"tokenizer_config.json: {name} is {value!r:.60}", "it must be text")
+        return value
 
     def _find_eos(self, bundle: Bundle, vocab_size: int) -> frozenset[int]:
         """Ids that end a text: those of generation_config.json (else config.json) and the tokenizer's own eos_token."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -113,17 +115,18 @@ def test_stop_may_be_repeated(tiny_bundle: Path, capsys: pytest.CaptureFixture[s
         (["-p", "a", "--top-p", "0"], "top-p is 0.0; it must be above 0 and at most 1"),
         (["-p", "a", "--top-k", "-1"], "greater than or equal to 0"),
         (["-p", "a", "--min-p", "1"], "min-p is 1.0; it must be at least 0 and below 1"),
-        (["-p", "a", "--repeat-penalty", "0"], "repeat-penalty is 0.0; it must be above 0"),
+        (["-p", "a", "--repeat-penalty", "0"], "repeat-penalty is 0.0; it must be between 0.01 and 100"),
         (["-p", "a", "--threads", "0"], "greater than or equal to 1"),
+        (["-p", "a", "--threads", "3000000000"], "less than or equal to 1024"),
         (["-p", "a", "--context", "1"], "greater than or equal to 2"),
         (["-p", "a", "--context", "9999"], "context is 9999; this model allows at most 256"),
-        (["-p", "a", "--stop", ""], "stop is ('',); it must be"),
+        (["-p", "a", "--stop", ""], "it must be a text, or texts, of at least one character"),
         (["-p", "a", "--device", "abacus"], "no device 'abacus' here; available: "),
         (["-p", "a", "--frobnicate"], "No such option: --frobnicate; see edge-run run --help"),
         (["-p", ""], "the prompt is empty"),
         (["-p", "x" * 300], "tokens and the model's context is 256; shorten it"),
         (["-p", "a", "--raw", "--system", "b"], "a raw prompt has no system message"),
-        (["-p", "a", "--resume", "nothing.kv"], "is not a saved conversation"),
+        (["-p", "a", "--resume", "nothing.kv"], "nothing.kv cannot be read: No such file"),
     ],
 )
 def test_bad_usage_is_one_line(tiny_bundle: Path, capsys: pytest.CaptureFixture[str], arguments, message: str) -> None:
@@ -232,6 +235,48 @@ def test_ctrl_c_keeps_the_partial_text_and_exits_130(tmp_path: Path) -> None:
     assert err == b""
     assert first
     assert rest.endswith(b"\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [("| head -c 1", 1, b""), (">/dev/full", 1, b"No space left on device"), (">&-", 1, b"standard output is closed")],
+)
+def test_an_output_that_takes_nothing_ends_the_program(
+    tiny_bundle: Path, redirection: str, code: int, message: bytes
+) -> None:
+    command = f"{shlex.join([*COMMAND, str(tiny_bundle), '-p', 'the', '-n', '150'])} {redirection}"
+    result = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == code
+    assert message in result.stderr
+    assert b"Traceback" not in result.stderr
+    assert result.stderr.count(b"\n") == (1 if message else 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
+def test_any_character_can_be_written_whatever_the_locale(tiny_bundle: Path) -> None:
+    result = subprocess.run(
+        [*COMMAND, str(tiny_bundle), "-p", "é", "-n", "60", "-t", "1", "--seed", "1", "--raw"],
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.decode("utf-8")
+
+
+def test_closed_standard_input_is_an_empty_prompt(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert "the prompt is empty" in fails(capsys, tiny_bundle)
 
 
 def test_what_a_model_writes_cannot_steer_the_terminal() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import shutil
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import edgerun
@@ -69,7 +71,8 @@ def test_stop_texts_end_the_answer_wherever_they_fall(engine: Engine) -> None:
     text = engine.generate("the", max_tokens=40).text
     for start in range(2, len(text) - 4, 3):
         stop = text[start : start + 4]
-        reply = engine.generate("the", max_tokens=40, stop=(stop,))
+        reply = engine.generate("the", max_tokens=40, stop=stop)
+        assert engine.generate("the", max_tokens=40, stop=["\0", stop]).text == reply.text
         assert reply.text == text[: text.index(stop)]
         assert reply.finish_reason is FinishReason.STOP
 
@@ -81,8 +84,13 @@ def test_options_are_checked_by_name_and_value(engine: Engine) -> None:
         engine.generate("a", max_tokens=0)
     with pytest.raises(InputError, match="top-p is 2; it must be above 0 and at most 1"):
         engine.generate("a", top_p=2)
-    with pytest.raises(InputError, match="stop is 'x'; it must be a tuple of texts"):
-        engine.generate("a", stop="x")
+    with pytest.raises(InputError, match="stop is ''; it must be a text, or texts, of at least one character"):
+        engine.generate("a", stop="")
+    for changes in ({"max_tokens": 2.5}, {"seed": 1.5}, {"top_k": "4"}, {"temperature": "hot"}, {"stop": (1,)}):
+        with pytest.raises(InputError, match="it must be a"):
+            engine.generate("a", **changes)
+    with pytest.raises(InputError, match="the prompt is None; it must be text"):
+        engine.generate(None)
     with pytest.raises(InputError, match="the prompt is empty"):
         engine.generate("", raw=True)
     with pytest.raises(InputError, match="a raw prompt has no system message"):
@@ -130,10 +138,62 @@ def test_threads_take_turns(engine: Engine) -> None:
 def test_a_second_answer_inside_the_first_is_refused_not_hung(engine: Engine) -> None:
     stream = engine.stream("the", max_tokens=5)
     next(stream)
-    with pytest.raises(EdgeError, match="this thread is in the middle of another answer"):
+    with pytest.raises(EdgeError, match="the reader is in the middle of another answer"):
         engine.generate("other")
     stream.close()
     assert engine.generate("the", max_tokens=5).text
+
+
+def test_an_answer_asked_for_before_its_turn_starts_from_nothing(engine: Engine) -> None:
+    """Also when its prompt begins as the running answer's text does."""
+    ids = list(range(30, 40))
+    options = GenerateOptions(max_tokens=10)
+    first = engine.new_text()
+    list(engine.run(first, ids, options))
+    continuation = first.tokens[:-2]
+    expected = "".join(chunk.text for chunk in engine.run(None, continuation, options))
+    running = engine.run(None, ids, options)
+    next(running)
+    waiting = engine.run(None, continuation, options)
+    list(running)
+    chunks = list(waiting)
+    assert "".join(chunk.text for chunk in chunks) == expected
+    assert chunks[-1].stats.reused_tokens == 0
+
+
+def test_cancelling_before_the_first_piece_is_remembered(engine: Engine) -> None:
+    stream = engine.stream("the")
+    stream.cancel()
+    (chunk,) = stream
+    assert chunk.finish_reason is FinishReason.CANCELLED
+    assert engine.generate("the", max_tokens=2).text
+
+
+def test_a_stream_may_change_threads(engine: Engine) -> None:
+    stream = engine.stream("the", max_tokens=20)
+    next(stream)
+    rest: list[object] = []
+    reader = threading.Thread(target=lambda: rest.extend(stream))
+    reader.start()
+    reader.join()
+    assert rest
+    assert engine.generate("the", max_tokens=2).text
+
+
+def test_a_forgotten_stream_gives_its_turn_back(engine: Engine) -> None:
+    stream = engine.stream("the", max_tokens=20)
+    next(stream)
+    del stream
+    gc.collect()
+    assert engine.generate("the", max_tokens=2).text
+
+
+def test_closing_the_engine_ends_a_suspended_answer(tiny_bundle: Path) -> None:
+    engine = edgerun.load(tiny_bundle)
+    stream = engine.stream("the", raw=True)
+    next(stream)
+    engine.close()
+    assert list(stream) == []
 
 
 def test_a_closed_engine_says_so(tiny_bundle: Path) -> None:
@@ -170,6 +230,34 @@ def test_cancelling_a_task_frees_the_engine(engine: Engine) -> None:
     assert engine.generate("the", max_tokens=3).text
 
 
+def test_cancelling_a_queued_task_leaves_the_running_answer_alone(engine: Engine) -> None:
+    expected = engine.generate("the", max_tokens=60).text
+
+    async def scenario() -> str:
+        running = asyncio.create_task(engine.agenerate("the", max_tokens=60))
+        await asyncio.sleep(0.01)
+        queued = asyncio.create_task(engine.agenerate("other", max_tokens=60))
+        await asyncio.sleep(0.01)
+        queued.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await queued
+        return (await running).text
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) == expected
+
+
+def test_an_answer_inside_an_asyncio_stream_is_refused_not_hung(engine: Engine) -> None:
+    async def scenario() -> None:
+        stream = engine.astream("the", max_tokens=5)
+        await anext(stream)
+        with pytest.raises(EdgeError, match="the reader is in the middle of another answer"):
+            await engine.agenerate("other")
+        await stream.aclose()
+        assert (await engine.agenerate("the", max_tokens=2)).text
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 # Sessions
 
 
@@ -193,6 +281,33 @@ def test_an_abandoned_turn_keeps_what_was_said(engine: Engine) -> None:
     stream.close()
     assert chat.messages == [{"role": "user", "content": "the"}, {"role": "assistant", "content": said}]
     assert chat.send("on", max_tokens=4).text
+
+
+def test_turns_asked_for_together_follow_each_other(engine: Engine) -> None:
+    chat = engine.session()
+    first, second = chat.stream("the", max_tokens=4), chat.stream("other", max_tokens=4)
+    list(first)
+    list(second)
+    assert [message["content"] for message in chat.messages if message["role"] == "user"] == ["the", "other"]
+
+
+def test_a_reset_in_mid_answer_stays(engine: Engine) -> None:
+    chat = engine.session()
+    stream = chat.stream("the", max_tokens=20)
+    next(stream)
+    chat.reset()
+    list(stream)
+    assert chat.messages == []
+
+
+def test_saving_in_mid_answer_is_refused_not_hung(engine: Engine, tmp_path: Path) -> None:
+    chat = engine.session()
+    stream = chat.stream("the", max_tokens=20)
+    next(stream)
+    with pytest.raises(EdgeError, match="finish or close that stream first"):
+        chat.save(tmp_path / "chat.kv")
+    stream.close()
+    chat.save(tmp_path / "chat.kv")
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(engine: Engine) -> None:
@@ -222,7 +337,7 @@ def test_a_saved_conversation_goes_on_as_if_never_closed(engine: Engine, tiny_bu
 
 def test_what_is_no_saved_conversation_is_refused(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "chat.kv"
-    with pytest.raises(InputError, match="is not a saved conversation"):
+    with pytest.raises(InputError, match=r"chat\.kv cannot be read: No such file"):
         engine.session(resume=path)
     path.write_text("hello")
     with pytest.raises(InputError, match="is not a saved conversation"):
@@ -244,6 +359,41 @@ def test_a_closed_session_says_so(engine: Engine) -> None:
     chat.close()
     with pytest.raises(InputError, match="this session is closed"):
         chat.send("a")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", "hi"),
+        ("messages", [1, 2]),
+        ("messages", [{"role": "user"}]),
+        ("tokens", np.zeros((), np.int64)),
+        ("tokens", np.array([1.5, 2.5])),
+        ("tokens", np.array([-1, 2])),
+        ("tokens", np.array([299, 300])),
+        ("tokens", np.array([1])),
+        ("rows", np.full((2, 2, 2, 2, 16), np.nan, np.float32)),
+        ("rows", np.zeros((2, 2, 2, 2, 15), np.float32)),
+    ],
+)
+def test_a_saved_conversation_with_nonsense_in_it_is_refused(engine: Engine, tmp_path: Path, field, value) -> None:
+    about = {"format": 1, "model": engine.fingerprint, "messages": [{"role": "user", "content": "a"}]}
+    arrays = {"tokens": np.array([5, 6]), "rows": np.zeros((2, 2, 2, 2, 16), np.float32)}
+    path = tmp_path / "chat.kv"
+
+    def store() -> None:
+        with path.open("wb") as file:
+            np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
+
+    store()
+    engine.session(resume=path).close()
+    if field == "messages":
+        about["messages"] = value
+    else:
+        arrays[field] = value
+    store()
+    with pytest.raises(InputError, match="is damaged|is not a saved conversation"):
+        engine.session(resume=path)
 
 
 # Model folders
@@ -278,6 +428,11 @@ def test_a_filter_asks_for_sampling(engine: Engine) -> None:
     [
         ("generation_config.json", '{"temperature": "hot"}', "temperature is 'hot'; it must be a number"),
         ("generation_config.json", '{"top_p": 7}', "top-p is 7.0; it must be above 0"),
+        ("generation_config.json", '{"top_k": Infinity}', "top_k is inf; it must be a number"),
+        ("generation_config.json", '{"temperature": 1' + "0" * 400 + "}", "it must be a number"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "tokenizer_config.json: eos_token is 5; it must be text"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template in tokenizer_config.json is not text"),
+        ("config.json", "[" * 100_000, "config.json"),
         ("generation_config.json", '{"eos_token_id": 300}', "eos_token_id is 300; it must be an id"),
         ("generation_config.json", "[]", "does not hold a JSON object"),
         ("generation_config.json", "{", "is not valid JSON"),
@@ -403,7 +558,7 @@ def test_external_data_outside_the_bundle_is_refused(tmp_path: Path) -> None:
 def test_unknown_devices_name_those_there_are(tiny_bundle: Path) -> None:
     with pytest.raises(DeviceError, match="no device 'abacus' here; available: .*CPU"):
         edgerun.load(tiny_bundle, device="abacus")
-    with pytest.raises(InputError, match="threads is 0; it must be 1 or more"):
+    with pytest.raises(InputError, match="threads is 0; it must be 1 or more, and at most 1024"):
         edgerun.load(tiny_bundle, threads=0)
     with edgerun.load(tiny_bundle, device="CPUExecutionProvider") as engine:
         assert str(engine.device) == "CPU"

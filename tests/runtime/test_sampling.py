@@ -121,14 +121,14 @@ def test_nothing_of_vocabulary_size_is_allocated_per_token() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -1}, "temperature is -1; it must be 0 (greedy) or more"),
-        ({"temperature": float("nan")}, "temperature is nan; it must be 0 (greedy) or more"),
+        ({"temperature": -1}, "temperature is -1; it must be 0 (greedy), or between 0.0001 and 10000"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be 0 (greedy), or between 0.0001 and 10000"),
         ({"top_k": -1}, "top-k is -1; it must be 0 (off) or more"),
         ({"top_p": 0.0}, "top-p is 0.0; it must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top-p is 1.5; it must be above 0 and at most 1"),
         ({"min_p": 1.0}, "min-p is 1.0; it must be at least 0 and below 1"),
-        ({"repeat_penalty": 0.0}, "repeat-penalty is 0.0; it must be above 0"),
-        ({"seed": -1}, "seed is -1; it must be at least 0"),
+        ({"repeat_penalty": 0.0}, "repeat-penalty is 0.0; it must be between 0.01 and 100"),
+        ({"seed": -1}, "seed is -1; it must be at least 0 and below 2 to the 64th"),
     ],
 )
 def test_parameters_out_of_range_are_refused(fields, message) -> None:

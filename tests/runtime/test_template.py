@@ -68,6 +68,10 @@ def test_generation_marks_and_loop_controls_are_understood() -> None:
     assert ChatTemplate(source).render(CONVERSATION) == "Grüße <b>&</b>;Hello;"
 
 
+def test_small_products_are_allowed() -> None:
+    assert ChatTemplate("{{ '-' * 3 }}{{ 2 ** 8 }}{{ 1.5 * 2 }}").render([]) == "---2563.0"
+
+
 def test_blocks_are_trimmed() -> None:
     source = "{% for m in messages %}\n    {% if true %}\nx\n    {% endif %}\n{% endfor %}\n"
     assert ChatTemplate(source).render(CONVERSATION) == "x\nx\nx\n"
@@ -91,6 +95,9 @@ def test_a_template_may_refuse() -> None:
         "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
         "{% for a in range(100000000) %}x{% endfor %}",
         "{% for a in range(90000) %}{% for b in range(90000) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}",
+        "{{ 'a' * 400000000 }}",
+        "{{ [0] * 400000000 }}",
+        "{{ 9 ** 9 ** 9 }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% include '/etc/passwd' %}",
         "{% import 'os' as os %}",
@@ -110,7 +117,9 @@ def test_python_internals_are_not_there(probe: str) -> None:
     assert ChatTemplate(probe).render([]) == ""
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{", "{% endif %}", "{% frobnicate %}"])
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ " + "(" * 5000 + ")" * 5000 + " }}", "{{", "{% endif %}", "{% frobnicate %}"]
+)
 def test_what_is_not_jinja_is_refused_when_compiled(source: str) -> None:
     with pytest.raises(TemplateError, match="the chat template is not valid"):
         ChatTemplate(source)
