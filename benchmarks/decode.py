@@ -16,7 +16,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, choices=(32, 64, 128), default=128, help="weights that share a scale")
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
     parser.add_argument("--quick", action="store_true", help="few rounds, no restarts: a first look")
+    parser.add_argument("--restarts", type=int, metavar="N", help="times all processes are started anew (3; quick: 1)")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
     parser.add_argument(
         "--genai-python", metavar="PATH", help="interpreter that has onnxruntime-genai, psutil and numpy"
@@ -279,6 +280,8 @@ def main() -> None:
         console.width = 120
     shape = SHAPES[options.shape]
     effort = QUICK if options.quick else FULL
+    if options.restarts:
+        effort = replace(effort, restarts=options.restarts)
     progress.print("preparing models")
     cache = options.work / "cache"  # of its own and empty, so that the first load is one
     shutil.rmtree(cache, ignore_errors=True)

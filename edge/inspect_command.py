@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +15,7 @@ from ..runtime.engine import Engine, load
 
 def inspect(
     model: Annotated[
-        Path | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
+        str | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001

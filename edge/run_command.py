@@ -25,7 +25,7 @@ _INTERRUPTED: Final = 130
 
 def run(
     model: Annotated[
-        Path | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
+        str | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
     ] = None,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Answer this once, then exit.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,

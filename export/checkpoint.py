@@ -7,17 +7,18 @@ this reads pieces with plain file reads. (It also reads bfloat16 without a NumPy
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..edge.errors import CheckpointError
+from ..models.json_file import is_whole, parse_json_object, shown
 from .config import read_json
 from .prefetch import in_order
 
@@ -26,6 +27,7 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 
 _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _HEADER_LIMIT: Final = 100 << 20
+_MOST_DIMENSIONS: Final = 64
 _PIECE_WEIGHTS: Final = 1 << 20
 _AGAIN: Final = "download the checkpoint again"
 
@@ -166,34 +168,63 @@ def _shards(index: Path) -> list[Path]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(f"{index} holds no weight_map", _AGAIN)
-    files = [index.parent / name for name in sorted(set(places.values()))]
+    names = sorted(set(places.values()))
+    for name in names:
+        if PureWindowsPath(name).name != name:  # these know the separators of every system
+            raise CheckpointError(f"{index} names a file outside the checkpoint: {shown(name)}", _AGAIN)
+    files = [index.parent / name for name in names]
     for file in files:
-        if not file.is_file():
+        if not os.path.isfile(file):  # Path.is_file raises for names that are too long
             raise CheckpointError(f"shard {file.name} is missing from {index.parent}", _AGAIN)
     return files
 
 
 def _read_header(path: Path) -> dict[str, _Tensor]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 0 < length <= min(size - 8, _HEADER_LIMIT):
-            raise CheckpointError(f"{path} is truncated or not a safetensors file", _AGAIN)
-        text = file.read(length)
-    tensors: dict[str, _Tensor] = {}
     try:
-        header: dict[str, Any] = json.loads(text)
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            start, stop = entry["data_offsets"]
-            tensor = _Tensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start)
-            item = _ITEM_BYTES.get(tensor.dtype)
-            if start < 0 or (item is not None and stop - start != item * math.prod(tensor.shape)):
-                raise ValueError(f"{name} has bytes {start} to {stop} for shape {list(tensor.shape)}")
-            if 8 + length + stop > size:
-                raise CheckpointError(f"{path} is truncated: {name} lies beyond its {size} bytes", _AGAIN)
-            tensors[name] = tensor
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} has a damaged header: {error}", _AGAIN) from error
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 0 < length <= min(size - 8, _HEADER_LIMIT):
+                raise CheckpointError(f"{path} is truncated or not a safetensors file", _AGAIN)
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", _AGAIN) from error
+    try:
+        header = parse_json_object(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} has a damaged header: it {error}", _AGAIN) from error
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            tensor, stop = _read_entry(path, entry, 8 + length)
+        except ValueError as error:
+            raise CheckpointError(f"{path} has a damaged header: {name} {error}", _AGAIN) from error
+        if stop > size:
+            raise CheckpointError(f"{path} is truncated: {name} lies beyond its {size} bytes", _AGAIN)
+        tensors[name] = tensor
     return tensors
+
+
+def _read_entry(path: Path, entry: object, start_of_data: int) -> tuple[_Tensor, int]:
+    """A tensor from its entry of the header, and where in the file it ends."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"is {shown(entry)}")
+    dtype, shape, offsets = entry.get("dtype"), _counts(entry, "shape"), _counts(entry, "data_offsets")
+    if not isinstance(dtype, str):
+        raise ValueError(f"has the dtype {shown(dtype)}")
+    if len(shape) > _MOST_DIMENSIONS or len(offsets) != 2:
+        raise ValueError(f"has {len(shape)} dimensions and {len(offsets)} offsets")
+    start, stop = offsets
+    item = _ITEM_BYTES.get(dtype)
+    if start > stop or (item is not None and stop - start != item * math.prod(shape)):
+        raise ValueError(f"has bytes {shown(start)} to {shown(stop)} for shape {shown(shape)}")
+    return _Tensor(path, dtype, tuple(shape), start_of_data + start), start_of_data + stop
+
+
+def _counts(entry: Mapping[str, Any], name: str) -> list[int]:
+    value = entry.get(name)
+    if not isinstance(value, list) or not all(is_whole(item, 0) for item in value):
+        raise ValueError(f"has the {name} {shown(value)}")
+    return value

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ..edge.errors import CheckpointError
+from ..models.json_file import is_finite, is_whole, read_json_object, shown
+from ..models.manifest import SHORTEST_CONTEXT
 from .family import find_family
 from .rope import Dynamic, Linear, Llama3, Rope, RopeScaling, Unscaled, Yarn
 
+LARGEST_COUNT: Final = (1 << 31) - 1
+"""Of a whole number in config.json: the graph's operators count in 32 bits."""
+LARGEST_NUMBER: Final = 1e30
+"""Of a real number in config.json; larger ones mean nothing and their powers overflow."""
 SUPPORTED_SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -78,7 +84,7 @@ def read_config(folder: Path) -> DecoderConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=_count(config, "max_position_embeddings"),
+        max_positions=_max_positions(config),
         norm_epsilon=_number(config, "rms_norm_eps", default=1e-6),
         rope=_read_rope(config),
         tied_head=bool(config.get("tie_word_embeddings", False)),
@@ -95,26 +101,19 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is absent, unreadable or not a JSON object.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path.parent} holds no {path.name}", "give the folder of a Hugging Face checkpoint"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}", "download the checkpoint again") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object", "download the checkpoint again")
-    return data
+    if not os.path.exists(path):  # Path.exists raises for names that are too long
+        raise CheckpointError(f"{path.parent} holds no {path.name}", "give the folder of a Hugging Face checkpoint")
+    return read_json_object(path, CheckpointError, "download the checkpoint again")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise CheckpointError(f"hidden_act {activation!r} is not supported", "supported is silu")
+        raise CheckpointError(f"hidden_act {shown(activation)} is not supported", "supported is silu")
     quantization = config.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        method = method if isinstance(method, str) else "unknown"
         raise CheckpointError(
             f"the checkpoint is already quantized ({method})",
             "export the original float checkpoint: float32, float16 and bfloat16 are supported",
@@ -127,18 +126,20 @@ def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
     rotated = _rope_settings(config).get("partial_rotary_factor", rotated)
     if rotated != 1.0:
         raise CheckpointError(
-            f"partial_rotary_factor {rotated} is not supported", "supported is 1.0: every channel rotated"
+            f"partial_rotary_factor {shown(rotated)} is not supported", "supported is 1.0: every channel rotated"
         )
 
 
 def _slides(config: Mapping[str, Any]) -> bool:
     layer_types = config.get("layer_types")
+    if layer_types is not None and not isinstance(layer_types, list):
+        raise CheckpointError(f"config.json: layer_types must be a list, found {shown(layer_types)}")
     if layer_types:
         return any(kind != "full_attention" for kind in layer_types)
     if not config.get("use_sliding_window") or config.get("sliding_window") is None:
         return False
     # Layers below max_window_layers attend to everything.
-    return int(config.get("max_window_layers") or 0) < _count(config, "num_hidden_layers")
+    return _count(config, "max_window_layers", default=0, least=0) < _count(config, "num_hidden_layers")
 
 
 def _read_rope(config: Mapping[str, Any]) -> Rope:
@@ -149,13 +150,15 @@ def _read_rope(config: Mapping[str, Any]) -> Rope:
             "rotary settings that differ between layers are not supported", "supported is one set for all layers"
         )
     base = _number(settings, "rope_theta", default=_number(config, "rope_theta", default=10000.0))
-    return Rope(base, _read_scaling(settings, _count(config, "max_position_embeddings")))
+    if base <= 1:
+        raise CheckpointError(f"config.json: rope_theta must be greater than 1, found {base}")
+    return Rope(base, _read_scaling(settings, _max_positions(config)))
 
 
 def _rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(settings, Mapping):
-        raise CheckpointError(f"config.json: rotary settings must be an object, found {settings!r}")
+        raise CheckpointError(f"config.json: rotary settings must be an object, found {shown(settings)}")
     return settings
 
 
@@ -165,16 +168,18 @@ def _read_scaling(settings: Mapping[str, Any], max_positions: int) -> RopeScalin
         return Unscaled()
     if kind not in SUPPORTED_SCALINGS:
         raise CheckpointError(
-            f"rope scaling {kind!r} is not supported", f"supported are {', '.join(SUPPORTED_SCALINGS)}"
+            f"rope scaling {shown(kind)} is not supported", f"supported are {', '.join(SUPPORTED_SCALINGS)}"
         )
     if kind == "linear":
         return Linear(_number(settings, "factor"))
     if kind == "dynamic":
         return Dynamic(_number(settings, "factor"), max_positions)
-    original = _count(settings, "original_max_position_embeddings", default=max_positions)
     if kind == "llama3":
         low, high = _number(settings, "low_freq_factor"), _number(settings, "high_freq_factor")
-        return Llama3(_number(settings, "factor"), low, high, original)
+        if low >= high:
+            raise CheckpointError(f"config.json: high_freq_factor {high} must be greater than low_freq_factor {low}")
+        return Llama3(_number(settings, "factor"), low, high, _count(settings, "original_max_position_embeddings"))
+    original = _count(settings, "original_max_position_embeddings", default=max_positions)
     return Yarn(
         factor=_number(settings, "factor", default=max_positions / original),
         original_positions=original,
@@ -187,11 +192,17 @@ def _read_scaling(settings: Mapping[str, Any], max_positions: int) -> RopeScalin
     )
 
 
-def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _max_positions(config: Mapping[str, Any]) -> int:
+    return _count(config, "max_position_embeddings", least=SHORTEST_CONTEXT)
+
+
+def _count(config: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
     value = config.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise CheckpointError(f"config.json: {name} must be a positive whole number, found {value!r}")
+    if value is None or not is_whole(value, least) or value > LARGEST_COUNT:
+        kind = "positive whole number" if least == 1 else f"whole number of at least {least}"
+        kind += f", at most {LARGEST_COUNT}" if value is not None and is_whole(value, LARGEST_COUNT) else ""
+        raise CheckpointError(f"config.json: {name} must be a {kind}, found {shown(value)}")
     return value
 
 
@@ -199,7 +210,7 @@ def _number(config: Mapping[str, Any], name: str, default: float | None = None) 
     value = _optional_number(config, name)
     value = default if value is None else value
     if value is None or value <= 0:
-        raise CheckpointError(f"config.json: {name} must be a positive number, found {config.get(name)!r}")
+        raise CheckpointError(f"config.json: {name} must be a positive number, found {shown(config.get(name))}")
     return value
 
 
@@ -207,6 +218,6 @@ def _optional_number(config: Mapping[str, Any], name: str) -> float | None:
     value = config.get(name)
     if value is None:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise CheckpointError(f"config.json: {name} must be a number, found {value!r}")
+    if not is_finite(value) or abs(value) > LARGEST_NUMBER:
+        raise CheckpointError(f"config.json: {name} must be a number, at most {LARGEST_NUMBER:g}, found {shown(value)}")
     return float(value)

@@ -110,15 +110,24 @@ def units_of(config: DecoderConfig) -> Iterator[Unit]:
     yield head_layout(config)
 
 
-def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shape by name of every tensor the graph needs."""
-    tensors: dict[str, tuple[int, ...]] = {}
-    for unit in units_of(config):
-        tensors |= {name: (rows, unit.columns) for name, rows in zip(unit.weights, unit.rows, strict=True)}
-        tensors |= {name: (rows,) for name, rows in zip(unit.biases, unit.rows, strict=bool(unit.biased))}
+def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor the graph needs, made one by one: config.json may claim any number of layers."""
+    yield from _tensors_of(embedding_layout(config))
     for index in range(config.layers):
         layer = layer_layout(config, index)
-        tensors |= {layer.attention_norm: (config.hidden_size,), layer.mlp_norm: (config.hidden_size,)}
+        for unit in layer.units:
+            yield from _tensors_of(unit)
+        yield layer.attention_norm, (config.hidden_size,)
+        yield layer.mlp_norm, (config.hidden_size,)
         if config.qk_norm:
-            tensors |= {layer.query_norm: (config.head_dim,), layer.key_norm: (config.head_dim,)}
-    return tensors | {FINAL_NORM: (config.hidden_size,)}
+            yield layer.query_norm, (config.head_dim,)
+            yield layer.key_norm, (config.head_dim,)
+    yield from _tensors_of(head_layout(config))
+    yield FINAL_NORM, (config.hidden_size,)
+
+
+def _tensors_of(unit: Unit) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, rows in zip(unit.weights, unit.rows, strict=True):
+        yield name, (rows, unit.columns)
+    for name, rows in zip(unit.biases, unit.rows, strict=unit.biased):
+        yield name, (rows,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -11,9 +12,10 @@ from typing import Final, Protocol
 
 from ..edge.errors import ExportError, InputError
 from ..models.atomic import folder_written_atomically
-from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
-from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, Manifest
+from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file, holds_only_bundle_files
+from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, Manifest, WeightFormat
 from .checkpoint import Checkpoint
+from .companions import require_companions
 from .config import DecoderConfig, read_config
 from .graph import build_graph
 from .initializers import Initializers
@@ -69,23 +71,29 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
-        InputError: the destination holds something that is not a bundle.
+        InputError: the destination holds something that is not a bundle's or overlaps the source, or the context is
+            too long.
         ExportError: the disk refused a write, or the graph does not compute what the checkpoint means. As with every
             error, the destination is as it was before.
     """
     started = time.perf_counter()
+    _require_apart(source, destination)
     config = read_config(source)
+    context = recipe.context_for(config)
     checkpoint = Checkpoint(source)
-    for name, shape in expected_tensors(config).items():
+    for name, shape in expected_tensors(config):
         checkpoint.require(name, shape)
     require_tokenizer(source, config.vocab_size)
+    require_companions(source, config.vocab_size)
     try:
-        with folder_written_atomically(destination, lambda folder: (folder / MANIFEST_NAME).is_file()) as staging:
-            parity, bits = _write_bundle(staging, checkpoint, config, recipe, progress, command)
+        with folder_written_atomically(destination, holds_only_bundle_files) as staging:
+            parity, bits = _write_bundle(
+                staging, checkpoint, config, recipe.plan_for(config), context, progress, command
+            )
             sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
     except FileExistsError as error:
         raise InputError(
-            f"{destination} exists and is not a bundle", "choose another folder, or remove that one"
+            f"{destination} exists and is not a bundle, or not only one", "choose another folder, or move it away"
         ) from error
     except OSError as error:
         raise ExportError(
@@ -94,11 +102,32 @@ def export_checkpoint(
     return ExportReport(destination, sizes, bits, time.perf_counter() - started, parity)
 
 
+def _require_apart(source: Path, destination: Path) -> None:
+    """Refuse a destination that is the checkpoint, lies in it or holds it."""
+    here, there = Path(os.path.realpath(source)), Path(os.path.realpath(destination))
+    if any(_is_same(folder, here) for folder in (there, *there.parents)) or any(
+        _is_same(folder, there) for folder in here.parents
+    ):
+        raise InputError(f"{destination} overlaps the checkpoint {source}", "choose a folder apart from it")
+
+
+def _is_same(first: Path, second: Path) -> bool:
+    try:  # not by name, since some file systems do not tell capitals from small letters
+        return first.samefile(second)
+    except OSError:
+        return False
+
+
 def _write_bundle(
-    folder: Path, checkpoint: Checkpoint, config: DecoderConfig, recipe: ExportRecipe, progress: Progress, command: str
+    folder: Path,
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    plan: dict[str, WeightFormat],
+    context: int,
+    progress: Progress,
+    command: str,
 ) -> tuple[Parity, float]:
     """Write every file of the bundle; returns parity and bits per weight."""
-    context, plan = recipe.context_for(config), recipe.plan_for(config)
     total = sum(unit.weight_count for unit in units_of(config) if not (config.tied_head and unit.name == "head"))
     files: dict[str, FileDigest] = {}
     with WeightFile(folder / WEIGHTS_NAME) as data:

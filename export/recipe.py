@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..edge.errors import InputError
-from ..models.manifest import WeightFormat
+from ..models.manifest import SHORTEST_CONTEXT, WeightFormat
 from .config import DecoderConfig
 from .layout import units_of
 
@@ -18,6 +18,8 @@ BLOCKS: Final = (32, 64, 128)
 QUANTIZED_BITS: Final = (4, 8)
 DEFAULT_CONTEXT_LIMIT: Final = 32768
 """Longest context exported unasked: the rotary table costs 4 * head_dim bytes a position."""
+LONGEST_CONTEXT: Final = 1 << 20
+"""Longest context exported at all, unless the checkpoint itself has a longer one."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,10 @@ class ExportRecipe:
                     f"supported are fp32, and {' and '.join(map(str, QUANTIZED_BITS))} bits in blocks of "
                     + ", ".join(map(str, BLOCKS)),
                 )
-        if self.context is not None and self.context < 1:
-            raise InputError(f"a context of {self.context} positions cannot be exported", "give a positive number")
+        if self.context is not None and self.context < SHORTEST_CONTEXT:
+            raise InputError(
+                f"a context of {self.context} positions cannot be exported", f"give at least {SHORTEST_CONTEXT}"
+            )
 
     @property
     def head_format(self) -> WeightFormat:
@@ -53,8 +57,17 @@ class ExportRecipe:
         return self.body if self.head is None else self.head
 
     def context_for(self, config: DecoderConfig) -> int:
-        """Positions the graph of that model serves."""
-        return self.context or min(config.max_positions, DEFAULT_CONTEXT_LIMIT)
+        """Positions the graph of that model serves.
+
+        Raises:
+            InputError: more are asked for than can be exported.
+        """
+        if self.context is None:
+            return min(config.max_positions, DEFAULT_CONTEXT_LIMIT)
+        longest = max(config.max_positions, LONGEST_CONTEXT)
+        if self.context > longest:
+            raise InputError(f"a context of {self.context} positions cannot be exported", f"give at most {longest}")
+        return self.context
 
     def plan_for(self, config: DecoderConfig) -> dict[str, WeightFormat]:
         """Weight format by unit of that model."""

@@ -52,7 +52,7 @@ def reference_logits(
     """
     rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
     hidden = np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
-    epsilon = config.get("rms_norm_eps", 1e-6)
+    epsilon = _epsilon(config)
     rotation = _rotation(config, np.arange(len(tokens)), context)
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
@@ -81,8 +81,8 @@ def _attention(
     key = _linear(weights, f"{name}.k_proj", normed, biased).reshape(rows, kv_heads, dim)
     value = _linear(weights, f"{name}.v_proj", normed, biased).reshape(rows, kv_heads, dim)
     if config["model_type"] == "qwen3":
-        query = _rms_norm(query, weights.read(f"{name}.q_norm.weight"), config.get("rms_norm_eps", 1e-6))
-        key = _rms_norm(key, weights.read(f"{name}.k_norm.weight"), config.get("rms_norm_eps", 1e-6))
+        query = _rms_norm(query, weights.read(f"{name}.q_norm.weight"), _epsilon(config))
+        key = _rms_norm(key, weights.read(f"{name}.k_norm.weight"), _epsilon(config))
     query, key = _rotate(query, *rotation), _rotate(key, *rotation)
     attended = np.empty_like(query)
     future = np.triu(np.ones((rows, rows), bool), 1)
@@ -114,6 +114,10 @@ def _rms_norm(value: Float64Array, weight: npt.NDArray[np.float32], epsilon: flo
     return scaled * weight
 
 
+def _epsilon(config: Mapping[str, Any]) -> float:
+    return float(config.get("rms_norm_eps") or 1e-6)
+
+
 def _head_dim(config: Mapping[str, Any]) -> int:
     if config.get("head_dim"):
         return int(config["head_dim"])
@@ -133,7 +137,7 @@ def _rotation(
     """Cosine and sine [n, dim/2] of every position and channel pair, magnitudes included."""
     dim = _head_dim(config)
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = settings.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = float(settings.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = settings.get("rope_type", settings.get("type", "default"))
     trained = config["max_position_embeddings"]
     if kind == "dynamic" and context > trained:

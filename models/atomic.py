@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,15 +18,16 @@ def write_atomically(path: Path, data: bytes) -> None:
         OSError: the file cannot be written; `path` is as it was before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    # Not by tempfile: its files are private, and one written here is as readable as any other.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -33,29 +35,33 @@ def write_atomically(path: Path, data: bytes) -> None:
 def folder_written_atomically(destination: Path, replaceable: Callable[[Path], bool]) -> Iterator[Path]:
     """Yield an empty sibling folder that takes `destination`'s place when the block ends without an error.
 
-    An existing destination is replaced only if it is empty or `replaceable(destination)` agrees, so that a mistyped
-    path never deletes someone's files. On any error the sibling is removed and the destination is untouched.
+    An existing destination is replaced only if it is empty or `replaceable(destination)` agrees, before the block and
+    after it, so that a mistyped path never deletes someone's files. A link is followed: the folder it leads to is
+    replaced. On any error the sibling is removed and the destination is untouched.
 
     Raises:
         FileExistsError: the destination exists and may not be replaced.
         OSError: the disk refused a write.
     """
-    destination = destination.absolute()
-    if destination.exists() and not _may_replace(destination, replaceable):
-        raise FileExistsError(str(destination))
+    destination = Path(os.path.realpath(destination))
+    _require_replaceable(destination, replaceable)
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".new", dir=destination.parent))
     try:
         staging.chmod(0o755)  # mkdtemp makes it private; a model folder is shared like any other
         yield staging
+        _require_replaceable(destination, replaceable)
         _swap_in(staging, destination)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def _may_replace(destination: Path, replaceable: Callable[[Path], bool]) -> bool:
-    return destination.is_dir() and (not any(destination.iterdir()) or replaceable(destination))
+def _require_replaceable(destination: Path, replaceable: Callable[[Path], bool]) -> None:
+    if not destination.exists():
+        return
+    if not destination.is_dir() or (any(destination.iterdir()) and not replaceable(destination)):
+        raise FileExistsError(str(destination))
 
 
 def _swap_in(staging: Path, destination: Path) -> None:

@@ -8,7 +8,7 @@ introspected or has a default.
 from __future__ import annotations
 
 import hashlib
-import json
+import stat
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..edge.errors import BundleError
 from .atomic import write_atomically
 from .cache import cache_folder
 from .external_data import check_external_data
+from .json_file import read_json_object
 from .manifest import MANIFEST_NAME, FileDigest, Manifest
 
 GRAPH_NAME: Final = "model.onnx"
@@ -31,6 +32,7 @@ COMPANIONS: Final = (
 )
 """Files that are carried from a checkpoint to its bundle as they are."""
 
+_HINT: Final = "give an .onnx file or a model folder"
 _HASH_ALWAYS_BELOW: Final = 8 << 20
 
 
@@ -51,18 +53,10 @@ class Bundle:
         """The object in one of the bundle's JSON files; an absent file reads as an empty object.
 
         Raises:
-            BundleError: the file is not a JSON object.
+            BundleError: the file cannot be read or is not a JSON object.
         """
         path = self.file(name)
-        if path is None:
-            return {}
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise BundleError(f"{path} is not valid JSON: {error}", "restore it or export the model again") from error
-        if not isinstance(data, dict):
-            raise BundleError(f"{path} does not hold a JSON object", "restore it or export the model again")
-        return data
+        return {} if path is None else read_json_object(path, BundleError, "restore it or export the model again")
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -87,6 +81,8 @@ class Bundle:
         """
         if self.manifest is None:
             return
+        if GRAPH_NAME not in self.manifest.files:  # the fingerprint stands on its digest
+            raise BundleError(f"{self.folder / MANIFEST_NAME} lacks files.{GRAPH_NAME}", "export the model again")
         for name, digest in self.manifest.files.items():
             if Path(name).name != name:
                 raise BundleError(
@@ -102,24 +98,26 @@ def open_bundle(path: Path) -> Bundle:
     Raises:
         BundleError: there is no such file, no graph in the folder, or the files are not those that were exported.
     """
-    if path.is_dir():
-        graph = path / GRAPH_NAME
-        if not graph.is_file():
-            raise BundleError(f"{path} holds no {GRAPH_NAME}", _hint_for_folder(path))
-    elif path.is_file():
-        graph = path
-        if path.suffix != ".onnx":
-            raise BundleError(f"{path} is not an .onnx file", "give an .onnx file or a model folder")
-    else:
-        raise BundleError(f"{path} does not exist", "give an .onnx file or a model folder")
-    manifest_path = graph.parent / MANIFEST_NAME
-    manifest = None
-    if manifest_path.is_file() and graph.name == GRAPH_NAME:
-        manifest = Manifest.from_json(manifest_path.read_text(encoding="utf-8"), str(manifest_path))
-    bundle = Bundle(graph.parent, graph, manifest)
-    bundle.verify()
-    check_external_data(graph)
+    try:
+        graph = _find_graph(path)
+        manifest_path = graph.parent / MANIFEST_NAME
+        manifest = None
+        if manifest_path.is_file() and graph.name == GRAPH_NAME:
+            manifest = Manifest.from_json(manifest_path.read_bytes(), str(manifest_path))
+        bundle = Bundle(graph.parent, graph, manifest)
+        bundle.verify()
+        check_external_data(graph)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise BundleError(f"{error.filename or path} cannot be read: {reason}", "check its permissions") from error
     return bundle
+
+
+def holds_only_bundle_files(folder: Path) -> bool:
+    """Whether everything in `folder` is a file that an export writes, `edge.json` among them."""
+    names = {GRAPH_NAME, WEIGHTS_NAME, MANIFEST_NAME, *COMPANIONS}
+    entries = list(folder.iterdir())
+    return all(entry.name in names and entry.is_file() for entry in entries) and folder / MANIFEST_NAME in entries
 
 
 def digest_file(path: Path) -> FileDigest:
@@ -131,6 +129,22 @@ def digest_file(path: Path) -> FileDigest:
             sha.update(piece)
             size += len(piece)
     return FileDigest(size, sha.hexdigest())
+
+
+def _find_graph(path: Path) -> Path:
+    try:
+        mode = path.stat().st_mode
+    except PermissionError:
+        raise
+    except (OSError, ValueError) as error:  # such as a name that is too long, or holds a zero byte
+        raise BundleError(f"{path} does not exist", _HINT) from error
+    if stat.S_ISDIR(mode):
+        if not (path / GRAPH_NAME).is_file():
+            raise BundleError(f"{path} holds no {GRAPH_NAME}", _hint_for_folder(path))
+        return path / GRAPH_NAME
+    if not stat.S_ISREG(mode) or path.suffix != ".onnx":
+        raise BundleError(f"{path} is not an .onnx file", _HINT)
+    return path
 
 
 def _hint_for_folder(path: Path) -> str:

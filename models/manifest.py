@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ..edge.errors import BundleError
+from .json_file import is_finite, is_whole, parse_json_object, shown
 
 MANIFEST_NAME: Final = "edge.json"
 BUNDLE_FORMAT: Final = 1
 """Version of the folder's layout and of this file."""
 GRAPH_CONTRACT: Final = 1
 """Version of the graph's inputs and outputs (docs/graph-contract.md)."""
+SHORTEST_CONTEXT: Final = 2
+"""Fewest positions a model can serve: one of a prompt and one of its answer."""
 
 
 @dataclass(frozen=True)
@@ -78,23 +81,118 @@ class Manifest:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str = MANIFEST_NAME) -> Manifest:
-        """Read the text of `edge.json`.
+    def from_json(cls, text: str | bytes, where: str = MANIFEST_NAME) -> Manifest:
+        """Read the text of `edge.json`; fields this program does not know are left out.
 
         Raises:
-            BundleError: it is not JSON, lacks a field, or is of a later format than this program knows.
+            BundleError: it is not JSON, a field is missing or of the wrong type, or it is of a later format than this
+                program knows.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
-            if data["format"] > BUNDLE_FORMAT or data["contract"] > GRAPH_CONTRACT:
+            data = _Fields(parse_json_object(text))
+            data.require("format", "contract")
+            version, contract = data.whole("format", 1), data.whole("contract", 1)
+            if version > BUNDLE_FORMAT or contract > GRAPH_CONTRACT:
                 raise BundleError(
-                    f"{where} is of format {data['format']}, contract {data['contract']}; this edge-run reads "
+                    f"{where} is of format {shown(version)}, contract {shown(contract)}; this edge-run reads "
                     f"format {BUNDLE_FORMAT}, contract {GRAPH_CONTRACT}",
                     "upgrade edge-run",
                 )
-            data["architecture"] = Architecture(**data["architecture"])
-            data["weights"] = {unit: WeightFormat(**form) for unit, form in data["weights"].items()}
-            data["files"] = {name: FileDigest(**digest) for name, digest in data["files"].items()}
-            return cls(**data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BundleError(f"{where} cannot be read: {error!r}", "export the model again") from error
+            data.require("architecture", "weights", "bits_per_weight", "files")
+            weights = data.each("weights", _weight_format)
+            if "head" not in weights:
+                raise ValueError("lacks weights.head")
+            return cls(
+                architecture=_architecture(data.fields("architecture")),
+                weights=weights,
+                bits_per_weight=data.number("bits_per_weight"),
+                files=data.each("files", _file_digest),
+                parity=data.numbers("parity") if "parity" in data else {},
+                producer=data.text("producer") if "producer" in data else "",
+                command=data.text("command") if "command" in data else "",
+                format=version,
+                contract=contract,
+            )
+        except ValueError as error:
+            raise BundleError(f"{where} cannot be read: it {error}", "export the model again") from error
+
+
+_Value = TypeVar("_Value")
+
+
+class _Fields:
+    """One object of the file; every look-up checks a type. ValueError says what is wrong, as `it ...`."""
+
+    def __init__(self, data: Mapping[str, Any], path: str = "") -> None:
+        self._data = data
+        self._path = path
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._data
+
+    def require(self, *names: str) -> None:
+        missing = [f"{self._path}{name}" for name in names if name not in self._data]
+        if missing:
+            raise ValueError(f"lacks {', '.join(missing)}")
+
+    def whole(self, name: str, least: int) -> int:
+        value = self._data[name]
+        if not is_whole(value, least):
+            raise self._wrong(name, f"a whole number of at least {least}")
+        return int(value)
+
+    def number(self, name: str) -> float:
+        value = self._data[name]
+        if not is_finite(value):
+            raise self._wrong(name, "a finite number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._data[name]
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self._data[name]
+        if not isinstance(value, str):
+            raise self._wrong(name, "text")
+        return value
+
+    def fields(self, name: str) -> _Fields:
+        value = self._data[name]
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object")
+        return _Fields(value, f"{self._path}{name}.")
+
+    def each(self, name: str, read: Callable[[_Fields], _Value]) -> dict[str, _Value]:
+        inner = self.fields(name)
+        return {key: read(inner.fields(key)) for key in inner._data}
+
+    def numbers(self, name: str) -> dict[str, float]:
+        inner = self.fields(name)
+        return {key: inner.number(key) for key in inner._data}
+
+    def _wrong(self, name: str, expected: str) -> ValueError:
+        return ValueError(f"has {self._path}{name} {shown(self._data[name])}, which must be {expected}")
+
+
+def _architecture(data: _Fields) -> Architecture:
+    counts = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
+    data.require("family", *counts, "context", "tied_head")
+    return Architecture(
+        family=data.text("family"),
+        context=data.whole("context", SHORTEST_CONTEXT),
+        tied_head=data.flag("tied_head"),
+        **{name: data.whole(name, 1) for name in counts},
+    )
+
+
+def _weight_format(data: _Fields) -> WeightFormat:
+    data.require("bits")
+    return WeightFormat(data.whole("bits", 1), data.whole("block", 0) if "block" in data else 0)
+
+
+def _file_digest(data: _Fields) -> FileDigest:
+    data.require("bytes", "sha256")
+    return FileDigest(data.whole("bytes", 0), data.text("sha256"))

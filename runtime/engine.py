@@ -59,7 +59,7 @@ def load(
     if context is not None and context < 2:
         raise InputError(f"context is {context}", "it must be 2 or more")
     chosen = choose_device(device)
-    bundle = open_bundle(find_model(None if model is None else Path(model)))
+    bundle = open_bundle(find_model(model))
     return Engine(bundle, SessionConfig(chosen, threads or 0), context, cache=cache)
 
 

@@ -61,6 +61,10 @@ def edit_config(**changes: object) -> Spoil:
     return spoil
 
 
+def edit_generation(**changes: object) -> Spoil:
+    return lambda folder: write_json(folder / "generation_config.json", changes)
+
+
 def edit_weights(**changes: np.ndarray) -> Spoil:
     """Replace tensors; `__` in a name stands for a dot."""
 
@@ -128,10 +132,25 @@ def header_of(text: str) -> Spoil:
     return lambda folder: (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)  # type: ignore[return-value]
 
 
+def write_bytes(name: str, data: bytes) -> Spoil:
+    return lambda folder: (folder / name).write_bytes(data)  # type: ignore[return-value]
+
+
+def huge_number(name: str) -> Spoil:
+    """A setting with a number that no float holds, which `json.dumps` writes as it is."""
+    return edit_config(**{name: 10**400})
+
+
+def entry_of(shape: object, offsets: object, dtype: object = "F32") -> Spoil:
+    return header_of(json.dumps({"model.x": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}))
+
+
+DEEP = "[" * 100_000
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [1.0]}
 BAD = [
     (remove("config.json"), r"holds no config\.json; give the folder of a Hugging Face checkpoint"),
-    (write_text("config.json", "{not json"), r"config\.json is not readable JSON: .*; download"),
+    (write_text("config.json", "{not json"), r"config\.json is not valid JSON: .*; download"),
     (write_text("config.json", "[1]"), r"config\.json does not hold a JSON object"),
     (write_text("config.json", "{}"), r"config\.json names no model_type"),
     (
@@ -143,7 +162,7 @@ BAD = [
     (edit_config(num_hidden_layers=-1), r"num_hidden_layers must be a positive whole number, found -1"),
     (edit_config(num_attention_heads="four"), r"num_attention_heads must be .*'four'"),
     (edit_config(num_key_value_heads=3), r"num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-    (edit_config(rms_norm_eps="small"), r"rms_norm_eps must be a number, found 'small'"),
+    (edit_config(rms_norm_eps="small"), r"rms_norm_eps must be a number, at most 1e\+30, found 'small'"),
     (edit_config(head_dim=20), r"head_dim 20 is not a multiple of 8"),
     (edit_config(hidden_act="gelu"), r"hidden_act 'gelu' is not supported; supported is silu"),
     (edit_config(partial_rotary_factor=0.5), r"partial_rotary_factor 0\.5 is not supported; supported is 1\.0"),
@@ -168,7 +187,7 @@ BAD = [
     (shard_gone, r"shard model-00002-of-00003\.safetensors is missing"),
     (index_of("{}"), r"index\.json holds no weight_map"),
     (index_of('{"weight_map": {"model.norm.weight": 3}}'), r"index\.json holds no weight_map"),
-    (index_of("{"), r"index\.json is not readable JSON"),
+    (index_of("{"), r"index\.json is not valid JSON"),
     (cut("model.safetensors", 5), r"truncated or not a safetensors file"),
     (cut("model.safetensors", 500), r"truncated or not a safetensors file"),
     (cut("model.safetensors", -100), r"model\.safetensors is truncated: .* lies beyond its \d+ bytes; download"),
@@ -180,7 +199,7 @@ BAD = [
     ),
     (
         header_of('{"model.x": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}'),
-        r"has a damaged header: model\.x has bytes -4 to 0",
+        r"has a damaged header: model\.x has the data_offsets \[-4, 0\]",
     ),
     (
         drop_weight("model.layers.1.self_attn.k_proj.weight"),
@@ -198,6 +217,59 @@ BAD = [
     (remove("tokenizer.json"), r"holds no tokenizer\.json; save one with AutoTokenizer"),
     (write_text("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
     (write_text("tokenizer.json", "not json"), r"tokenizer\.json is not a tokenizer"),
+    (write_text("config.json", DEEP), r"config\.json is not valid JSON: it is nested too deeply"),
+    (write_text("config.json", '{"a":' * 100_000), r"config\.json is not valid JSON: it is nested too deeply"),
+    (write_bytes("config.json", b'{"model_type": "\xff"}'), r"config\.json is not valid JSON: 'utf-8' codec"),
+    (huge_number("rope_theta"), r"rope_theta must be a number, at most 1e\+30, found 1000"),
+    (huge_number("rms_norm_eps"), r"rms_norm_eps must be a number, at most 1e\+30, found 1000"),
+    (huge_number("max_position_embeddings"), r"max_position_embeddings must be .*, at most 2147483647, found 1000"),
+    (edit_config(rope_theta=float("nan")), r"rope_theta must be a number, .*found nan"),
+    (edit_config(rms_norm_eps=float("inf")), r"rms_norm_eps must be a number, .*found inf"),
+    (edit_config(rms_norm_eps=True), r"rms_norm_eps must be a number, .*found True"),
+    (edit_config(rope_theta=1), r"rope_theta must be greater than 1, found 1\.0"),
+    (edit_config(rope_theta=1, rope_scaling={"type": "yarn", "factor": 2.0}), r"rope_theta must be greater than 1"),
+    (edit_config(rope_scaling=LLAMA3), r"original_max_position_embeddings must be a positive .*found None"),
+    (
+        edit_config(rope_scaling={**LLAMA3, "low_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+        r"high_freq_factor 4\.0 must be greater than low_freq_factor 4\.0",
+    ),
+    (edit_config(max_position_embeddings=1), r"max_position_embeddings must be a whole number of at least 2, found 1"),
+    (edit_config(layer_types=5), r"layer_types must be a list, found 5"),
+    (
+        edit_config(use_sliding_window=True, sliding_window=8, max_window_layers="x"),
+        r"max_window_layers must be a whole number of at least 0, found 'x'",
+    ),
+    (
+        edit_config(use_sliding_window=True, sliding_window=8, max_window_layers=[2]),
+        r"max_window_layers must be a whole number of at least 0, found \[2\]",
+    ),
+    (edit_config(num_hidden_layers=10**7), r"holds no tensor model\.layers\.2\.self_attn\.q_proj\.weight"),
+    (header_of(DEEP), r"has a damaged header: it is not valid JSON: it is nested too deeply"),
+    (header_of("[]"), r"has a damaged header: it does not hold a JSON object"),
+    (header_of('{"model.x": 3}'), r"has a damaged header: model\.x is 3"),
+    (entry_of([1.5], [0, 6]), r"has a damaged header: model\.x has the shape \[1\.5\]"),
+    (entry_of([1], [0.0, 4.0]), r"has a damaged header: model\.x has the data_offsets \[0\.0, 4\.0\]"),
+    (entry_of([-1, -1], [0, 4]), r"has a damaged header: model\.x has the shape \[-1, -1\]"),
+    (entry_of([1], [4, 0], "I8"), r"has a damaged header: model\.x has bytes 4 to 0"),
+    (entry_of([1], [0]), r"has a damaged header: model\.x has 1 dimensions and 1 offsets"),
+    (entry_of([1] * 65, [0, 4]), r"has a damaged header: model\.x has 65 dimensions"),
+    (entry_of([1], [0, 4], 7), r"has a damaged header: model\.x has the dtype 7"),
+    (index_of('{"weight_map": {"a": "../other/model.safetensors"}}'), r"names a file outside the checkpoint: '\.\./"),
+    (index_of('{"weight_map": {"a": "/etc/passwd"}}'), r"names a file outside the checkpoint"),
+    (index_of('{"weight_map": {"a": "..\\\\model.safetensors"}}'), r"names a file outside the checkpoint"),
+    (index_of(json.dumps({"weight_map": {"a": "x" * 5000}})), r"shard x+ is missing"),
+    (edit_generation(eos_token_id=300), r"generation_config\.json: eos_token_id must be .* below 300, found 300"),
+    (edit_generation(eos_token_id=[0, -1]), r"generation_config\.json: eos_token_id must be .*found \[0, -1\]"),
+    (edit_generation(eos_token_id="<|end|>"), r"generation_config\.json: eos_token_id must be an id, or a list"),
+    (edit_generation(temperature="hot"), r"generation_config\.json: temperature must be a number, found 'hot'"),
+    (write_text("generation_config.json", "{"), r"generation_config\.json is not valid JSON"),
+    (write_text("tokenizer_config.json", "[]"), r"tokenizer_config\.json does not hold a JSON object"),
+    (
+        write_text("tokenizer_config.json", '{"eos_token": 3}'),
+        r"tokenizer_config\.json: eos_token must be text, found 3",
+    ),
+    (write_text("tokenizer_config.json", '{"chat_template": 3}'), r"json: chat_template must be text, found 3"),
+    (write_bytes("chat_template.jinja", b"\xff"), r"chat_template\.jinja cannot be read: 'utf-8' codec"),
 ]
 
 
@@ -210,6 +282,20 @@ def test_bad_checkpoints_are_refused_in_one_line(tmp_path, spoil: Spoil, message
         export_checkpoint(source, tmp_path / "bundle", ExportRecipe(form))
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_the_end_of_text_of_config_json_counts_where_the_other_file_names_none(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", eos_token_id=300)
+    export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
+    (source / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"^config\.json: eos_token_id must be .* below 300, found 300"):
+        export_checkpoint(source, tmp_path / "other", ExportRecipe(FP32))
+
+
+def test_settings_that_are_null_have_their_defaults(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    edit_config(rms_norm_eps=None, rope_theta=None)(source)
+    assert export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).parity.top1_agreement == 1.0
 
 
 def test_a_missing_folder_is_named(tmp_path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from data import data_path
+from edgerun.edge.cli import main
 from edgerun.edge.errors import ExportError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint, supported_families
 from edgerun.export.checkpoint import Checkpoint
@@ -233,9 +234,19 @@ def test_impossible_formats_are_refused(form: WeightFormat) -> None:
         ExportRecipe(FP32, head=form)
 
 
-def test_context_must_be_positive() -> None:
-    with pytest.raises(InputError, match="context of 0"):
-        ExportRecipe(context=0)
+@pytest.mark.parametrize("context", [-1, 0, 1])
+def test_a_context_has_room_for_a_prompt_and_an_answer(context: int) -> None:
+    with pytest.raises(InputError, match=f"context of {context} positions cannot be exported; give at least 2"):
+        ExportRecipe(context=context)
+
+
+def test_an_absurd_context_is_refused_before_anything_is_written(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    with pytest.raises(InputError, match="context of 99999999999999 positions .*; give at most 1048576"):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32, context=99999999999999))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    longer = read_config(write_checkpoint(tmp_path / "longer", max_position_embeddings=2_000_000))
+    assert ExportRecipe(context=2_000_000).context_for(longer) == 2_000_000
 
 
 def test_families_are_the_architecture_files() -> None:
@@ -255,11 +266,48 @@ def test_a_folder_that_is_no_bundle_is_left_alone(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("all my work", encoding="utf-8")
-    for destination in (tmp_path / "precious", source):
-        with pytest.raises(InputError, match=r"exists and is not a bundle; choose another folder"):
-            export_checkpoint(source, destination, ExportRecipe(FP32))
+    with pytest.raises(InputError, match=r"exists and is not a bundle, or not only one; choose another folder"):
+        export_checkpoint(source, tmp_path / "precious", ExportRecipe(FP32))
     assert (tmp_path / "precious" / "thesis.txt").read_text(encoding="utf-8") == "all my work"
-    assert (source / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("foreign", ["thesis.txt", "model.safetensors", "photos/", "tokenizer.json/"])
+def test_a_bundle_with_someones_files_is_left_alone(tmp_path, capsys, foreign: str) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "edge.json").write_text("{}", encoding="utf-8")
+    if foreign.endswith("/"):
+        (out / foreign).mkdir()
+    else:
+        (out / foreign).write_text("all my work", encoding="utf-8")
+    assert main(["export", str(source), str(out), "--weights", "fp32"]) == 2
+    message = capsys.readouterr().err
+    assert "exists and is not a bundle, or not only one; choose another folder" in message
+    assert message.count("\n") == 1
+    assert sorted(path.name for path in out.iterdir()) == sorted(["edge.json", foreign.rstrip("/")])
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "checkpoint/out", ".", "link", "checkpoint/../checkpoint/"])
+def test_a_checkpoint_is_never_its_own_destination(tmp_path, capsys, where: str) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    (source / "edge.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "link").symlink_to(source)
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    assert main(["export", str(source), str(tmp_path / where)]) == 2
+    assert "overlaps the checkpoint" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "link"]
+
+
+def test_a_linked_bundle_is_replaced_where_it_lies(tmp_path) -> None:
+    bundle = write_bundle(tmp_path, weights=FP32)
+    (tmp_path / "link").symlink_to(bundle)
+    before = digest_file(bundle / "model.onnx.data")
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "link", ExportRecipe(INT4))
+    assert digest_file(bundle / "model.onnx.data") != before
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint", "link"]
 
 
 def test_a_full_disk_leaves_the_old_bundle(tmp_path, monkeypatch) -> None:

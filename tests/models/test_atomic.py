@@ -56,6 +56,27 @@ def test_someone_elses_folder_is_never_replaced(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["file", "out", "out/thesis"]
 
 
+def test_files_that_came_meanwhile_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "out", never) as staging:  # noqa: PT012
+        (staging / "x").write_text("1")
+        (tmp_path / "out" / "thesis").write_text("0")
+    assert entries(tmp_path) == ["out", "out/thesis"]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["a folder", "nowhere"])
+def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
+    if there:
+        (tmp_path / "target").mkdir()
+        (tmp_path / "target" / "old").write_text("0")
+    (tmp_path / "link").symlink_to("target")
+    with folder_written_atomically(tmp_path / "link", always) as staging:
+        (staging / "new").write_text("1")
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+    assert [path.name for path in (tmp_path / "target").iterdir()] == ["new"]
+
+
 def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("0")
@@ -75,6 +96,10 @@ def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path: Path, monkeypat
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "sub" / "file"
     write_atomically(target, b"one")
+    plain = tmp_path / "plain"
+    plain.write_bytes(b"")
+    assert target.stat().st_mode == plain.stat().st_mode
+    plain.unlink()
     write_atomically(target, b"two")
     assert target.read_bytes() == b"two"
 

@@ -1,0 +1,198 @@
+"""Bundles and their manifests: one clear line for everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgerun import BundleError
+from edgerun.models.bundle import Bundle, digest_file, holds_only_bundle_files, open_bundle
+from edgerun.models.find import bundled_folder, find_model
+from edgerun.models.json_file import is_finite, is_whole
+from edgerun.models.manifest import Architecture, FileDigest, Manifest, WeightFormat
+
+MANIFEST = Manifest(
+    architecture=Architecture("llama", 300, 64, 96, 2, 4, 2, 16, 256, True),
+    weights={"layers.0.qkv": WeightFormat(4, 32), "head": WeightFormat(32)},
+    bits_per_weight=5.5,
+    files={"model.onnx": FileDigest(5, "ab")},
+    parity={"mean_kl": 0.5},
+    producer="p",
+    command="c",
+)
+Change = Callable[[dict[str, Any]], Any]
+
+
+def changed(change: Change) -> str:
+    data = copy.deepcopy(json.loads(MANIFEST.to_json()))
+    change(data)
+    return json.dumps(data)
+
+
+def put(path: str, value: object) -> Change:
+    """Set one value; `/` goes into an object."""
+    *parents, name = path.split("/")
+
+    def change(data: dict[str, Any]) -> None:
+        for parent in parents:
+            data = data[parent]
+        data[name] = value
+
+    return change
+
+
+def drop(*names: str) -> Change:
+    return lambda data: [data.pop(name) for name in names]
+
+
+def test_a_manifest_reads_as_it_was_written() -> None:
+    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
+    assert Manifest.from_json(MANIFEST.to_json().encode()) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    "change",
+    [put("later", {"a": 1}), put("architecture/window", 5), put("weights/head/zero_points", True)],
+    ids=["top", "architecture", "weights"],
+)
+def test_fields_of_later_programs_are_left_out(change: Change) -> None:
+    assert Manifest.from_json(changed(change)) == MANIFEST
+
+
+def test_what_has_a_default_may_be_missing() -> None:
+    manifest = Manifest.from_json(changed(drop("parity", "producer", "command")))
+    assert (manifest.parity, manifest.producer, manifest.command) == ({}, "", "")
+
+
+BAD: list[tuple[str | bytes, str]] = [
+    ("", "it is not valid JSON: Expecting value"),
+    ("[]", "it does not hold a JSON object"),
+    ("[" * 100_000, "it is not valid JSON: it is nested too deeply"),
+    (b"\xff\xfe", "it is not valid JSON: 'utf-8' codec"),
+    ("{}", "it lacks format, contract"),
+    (changed(drop("weights", "files")), "it lacks weights, files"),
+    (changed(put("architecture", {"family": "llama", "heads": 1})), "it lacks architecture.vocab_size, architecture."),
+    (changed(put("architecture", 3)), "it has architecture 3, which must be an object"),
+    (changed(put("architecture/context", 1)), "context 1, which must be a whole number of at least 2"),
+    (changed(put("architecture/context", "256")), "context '256', which must be a whole"),
+    (changed(put("architecture/heads", 4.0)), "architecture.heads 4.0, which must be a whole"),
+    (changed(put("architecture/layers", True)), "architecture.layers True, which must be a whole"),
+    (changed(put("architecture/tied_head", "no")), "architecture.tied_head 'no', which must be true or false"),
+    (changed(put("architecture/family", None)), "architecture.family None, which must be text"),
+    (changed(put("weights", {})), "it lacks weights.head"),
+    (changed(put("weights", [])), "it has weights [], which must be an object"),
+    (changed(put("weights/head", {})), "it lacks weights.head.bits"),
+    (changed(put("weights/head/bits", "4")), "weights.head.bits '4', which must be a whole"),
+    (changed(put("files", None)), "it has files None, which must be an object"),
+    (changed(put("files/model.onnx", 5)), "it has files.model.onnx 5, which must be an object"),
+    (changed(put("files/model.onnx/bytes", -1)), "files.model.onnx.bytes -1, which must be a whole"),
+    (changed(put("files/model.onnx/sha256", 1)), "files.model.onnx.sha256 1, which must be text"),
+    (changed(put("bits_per_weight", float("nan"))), "bits_per_weight nan, which must be a finite number"),
+    (changed(put("bits_per_weight", 10**400)), "which must be a finite number"),
+    (changed(put("parity/mean_kl", float("inf"))), "parity.mean_kl inf, which must be a finite number"),
+    (changed(put("format", "1")), "it has format '1', which must be a whole number"),
+    (changed(put("contract", 0)), "it has contract 0, which must be a whole number"),
+    (changed(put("command", 1)), "it has command 1, which must be text"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD, ids=[message[:50] for _, message in BAD])
+def test_bad_manifests_are_refused_in_one_line(tmp_path: Path, text: str | bytes, message: str) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"graph")
+    (tmp_path / "edge.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(BundleError) as caught:
+        open_bundle(tmp_path)
+    assert f"{tmp_path / 'edge.json'} cannot be read: it" in str(caught.value)
+    assert message in str(caught.value)
+    assert str(caught.value).endswith("; export the model again")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_must_vouch_for_the_graph(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"graph")
+    (tmp_path / "edge.json").write_text(changed(put("files", {})))
+    with pytest.raises(BundleError, match=r"edge\.json lacks files\.model\.onnx; export the model again"):
+        open_bundle(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", "is not valid JSON: Expecting"),
+        (b"\xff", "is not valid JSON: 'utf-8'"),
+        (b"[" * 100_000, "is not valid JSON: it is nested too deeply"),
+        (b"3", "does not hold a JSON object"),
+    ],
+)
+def test_bad_json_beside_the_graph_is_named(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"")
+    (tmp_path / "config.json").write_bytes(data)
+    bundle = Bundle(tmp_path, tmp_path / "model.onnx", None)
+    with pytest.raises(BundleError, match=rf"config\.json {message}.*; restore it or export"):
+        bundle.json_file("config.json")
+    assert bundle.json_file("absent.json") == {}
+
+
+@pytest.mark.parametrize("name", ["nothing", "x" * 5000, "a\0b", "nothing/" * 2000], ids=len)
+def test_a_model_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BundleError, match=r"does not exist; give an \.onnx file or a model folder"):
+        open_bundle(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["", "~no-such-user-of-this-machine/model"])
+def test_names_that_lead_nowhere(name: str) -> None:
+    with pytest.raises(BundleError, match=r"does not exist.*; give an \.onnx file or a model folder"):
+        find_model(name)
+
+
+def test_names_lead_to_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert find_model("~/model") == find_model(Path("~/model")) == tmp_path / "model"
+    if bundled_folder().is_dir():
+        assert find_model(None) == bundled_folder()
+
+
+def test_a_file_that_is_no_graph_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(BundleError, match=r"notes\.txt is not an \.onnx file"):
+        open_bundle(tmp_path / "notes.txt")
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"graph")
+    (tmp_path / "edge.json").write_text("{}")
+
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(BundleError, match=r"edge\.json cannot be read: Permission denied; check its permissions"):
+        open_bundle(tmp_path)
+
+
+def test_a_folder_holds_a_bundle_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("edge.json", "model.onnx", "model.onnx.data", "tokenizer.json", "chat_template.jinja"):
+        (tmp_path / name).write_text("")
+        assert holds_only_bundle_files(tmp_path)
+    (tmp_path / "thesis.txt").write_text("")
+    assert not holds_only_bundle_files(tmp_path)
+    (tmp_path / "thesis.txt").unlink()
+    (tmp_path / "edge.json").unlink()
+    assert not holds_only_bundle_files(tmp_path)
+
+
+def test_numbers_of_json() -> None:
+    assert [is_whole(value, 1) for value in (1, 10**400, 0, True, 1.0, "1", None)] == [True, True, *[False] * 5]
+    finite = (1, 0.5, -3, 10**400, float("nan"), float("inf"), True, "1", None)
+    assert [is_finite(value) for value in finite] == [True, True, True, *[False] * 6]
+
+
+def test_digests_are_of_the_whole_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"a" * (2 << 20))
+    assert digest_file(tmp_path / "file").bytes == 2 << 20
