@@ -7,12 +7,16 @@ The draw at a position depends on the seed and the position alone (a counter-bas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..edge.errors import InputError
+
+_GROUP: Final = 64
+_USUAL_NUCLEUS: Final = 1024
+"""Tokens that usually hold the nucleus; where they do not, more are looked at."""
 
 Logits: TypeAlias = npt.NDArray[np.float32]
 
@@ -109,7 +113,8 @@ class Sampler:
         scores = self._penalized(logits)
         ids = self._ids
         if 0 < params.top_k < scores.size:
-            ids, scores = self._top_k(scores, params.top_k)
+            ids = self._largest(scores, params.top_k)
+            scores = scores[ids]
         weights = self._weights[: ids.size]
         np.subtract(scores, scores.max(), out=weights)
         weights /= params.temperature
@@ -132,26 +137,40 @@ class Sampler:
             scores[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
         return scores
 
-    def _top_k(self, scores: Logits, k: int) -> tuple[npt.NDArray[np.intp], Logits]:
-        # Selecting in a copy that already exists costs no allocation: float32 scores fit in half the float64 buffer.
-        copy = self._cumulative.view(np.float32)[: scores.size]
-        np.copyto(copy, scores)
-        copy.partition(scores.size - k)
-        ids = self._where(np.greater_equal, scores, copy[scores.size - k])
-        return ids, scores[ids]
-
     def _nucleus(
         self, ids: npt.NDArray[np.intp], weights: npt.NDArray[np.float64], top_p: float
     ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         """The fewest tokens whose mass reaches `top_p` (Holtzman et al. 2020), ties at the edge kept."""
-        total = weights.sum()
-        # Tokens this light hold less than 1 - top_p of the mass all together, so the nucleus is among the others.
-        possible = self._where(np.greater, weights, (1 - top_p) * total / weights.size)
+        needed = top_p * weights.sum()
+        possible = self._largest(weights, _USUAL_NUCLEUS)
+        if weights[possible].sum() < needed:
+            # Tokens this light hold less than 1 - top_p of the mass all together, so the nucleus is among the others.
+            possible = self._where(np.greater, weights, (1 - top_p) * weights.sum() / weights.size)
         heavy = np.sort(weights[possible])[::-1]
-        reached = int(np.searchsorted(np.cumsum(heavy), top_p * total))
+        reached = int(np.searchsorted(np.cumsum(heavy), needed))
         edge = heavy[min(reached, heavy.size - 1)]
         kept = possible[weights[possible] >= edge]
         return ids[kept], weights[kept]
+
+    def _largest(self, values: npt.NDArray[np.floating], k: int) -> npt.NDArray[np.intp]:
+        """Ascending indices of the `k` largest values, those equal to the smallest of them included.
+
+        Of the maxima of many groups, at least k values reach the k-th largest, so it bounds the k-th largest value from
+        below; only the few values above it are sorted out exactly.
+        """
+        groups = values.size // _GROUP
+        if k >= values.size:
+            return np.arange(values.size)
+        bound = values.min()
+        if k <= groups:
+            maxima = values[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
+            maxima.partition(groups - k)
+            bound = maxima[groups - k]
+        candidates = self._where(np.greater_equal, values, bound)
+        chosen = values[candidates]
+        edge = np.partition(chosen, chosen.size - k)[chosen.size - k]
+        largest: npt.NDArray[np.intp] = candidates[chosen >= edge]
+        return largest
 
     def _where(self, compare: np.ufunc, values: npt.NDArray[np.floating], bound: float) -> npt.NDArray[np.intp]:
         """Indices at which `compare(values, bound)` holds."""
