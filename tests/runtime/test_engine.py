@@ -216,34 +216,38 @@ def test_async_twins_give_the_same_text(engine: Engine) -> None:
 
 def test_cancelling_a_task_frees_the_engine(engine: Engine) -> None:
     async def abandon() -> None:
+        begun = asyncio.Event()
+
         async def consume() -> None:
-            async for _ in engine.astream("the", raw=True, temperature=1.0, seed=1):
-                await asyncio.sleep(0)
+            async for _ in engine.astream("the", raw=True, max_tokens=50):
+                begun.set()
+                await asyncio.sleep(60)
 
         task = asyncio.create_task(consume())
-        await asyncio.sleep(0.02)
+        await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(abandon())
+    asyncio.run(asyncio.wait_for(abandon(), 30))
     assert engine.generate("the", max_tokens=3).text
 
 
 def test_cancelling_a_queued_task_leaves_the_running_answer_alone(engine: Engine) -> None:
-    expected = engine.generate("the", max_tokens=60).text
+    expected = engine.generate("the", max_tokens=20).text
+    running = engine.stream("the", max_tokens=20)
+    text = next(running).text
 
-    async def scenario() -> str:
-        running = asyncio.create_task(engine.agenerate("the", max_tokens=60))
-        await asyncio.sleep(0.01)
-        queued = asyncio.create_task(engine.agenerate("other", max_tokens=60))
-        await asyncio.sleep(0.01)
+    async def queue_and_cancel() -> None:
+        queued = asyncio.create_task(engine.agenerate("other", max_tokens=5))
+        await asyncio.sleep(0.1)
+        assert not queued.done()
         queued.cancel()
         with pytest.raises(asyncio.CancelledError):
             await queued
-        return (await running).text
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 30)) == expected
+    asyncio.run(asyncio.wait_for(queue_and_cancel(), 30))
+    assert text + "".join(chunk.text for chunk in running) == expected
 
 
 def test_an_answer_inside_an_asyncio_stream_is_refused_not_hung(engine: Engine) -> None:
