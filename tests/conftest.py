@@ -7,6 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A run that decides whether a change may land gives one answer; elsewhere property tests look for new examples.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Lets text through up to the first stop string, holding back what might be the beginning of one."""
+    """Lets text through up to the first stop string, holding back what might be the beginning of one.
+
+    The first stop string is the one that is complete first, so the text does not depend on the pieces it comes in.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -19,10 +22,11 @@ class StopMatcher:
         if self.stopped or not self._stops:
             return "" if self.stopped else text
         text = self._held + text
-        found = [index for stop in self._stops if (index := text.find(stop)) >= 0]
+        found = [(index + len(stop), index) for stop in self._stops if (index := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            _, start = min(found)
+            return text[:start]
         held = max(self._overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
