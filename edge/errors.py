@@ -7,6 +7,7 @@
     │   ├── TemplateError     a chat template cannot be read or rendered
     │   └── ContextError      the prompt does not fit the model's context
     ├── ExportError           an export started and could not be finished; nothing was written
+    │   └── DestinationError  the disk refused to take it (exit code 2)
     └── DeviceError           no execution provider can do what was asked
 
 A message says what was wrong; `hint` says what to do about it. Together they make the one line a user sees.
@@ -52,6 +53,12 @@ class ContextError(InputError):
 
 class ExportError(EdgeError):
     """An export could not be finished; the destination is as it was before."""
+
+
+class DestinationError(ExportError):
+    """The folder an export was to be written to cannot take it: the disk is full, or refuses the write."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class DeviceError(EdgeError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from ..edge.errors import ExportError, InputError
+from ..edge.errors import DestinationError, InputError
 from ..models.atomic import folder_written_atomically
 from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file, holds_only_bundle_files
 from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, Manifest, WeightFormat
@@ -73,8 +73,9 @@ def export_checkpoint(
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
         InputError: the destination holds something that is not a bundle's or overlaps the source, or the context is
             too long.
-        ExportError: the disk refused a write, or the graph does not compute what the checkpoint means. As with every
-            error, the destination is as it was before.
+        DestinationError: the disk refused a write.
+        ExportError: the graph does not compute what the checkpoint means. As with every error, the destination is as it
+            was before.
     """
     started = time.perf_counter()
     _require_apart(source, destination)
@@ -96,7 +97,7 @@ def export_checkpoint(
             f"{destination} exists and is not a bundle, or not only one", "choose another folder, or move it away"
         ) from error
     except OSError as error:
-        raise ExportError(
+        raise DestinationError(
             f"{destination} cannot be written: {error.strerror or error}", "free space there, or choose another folder"
         ) from error
     return ExportReport(destination, sizes, bits, time.perf_counter() - started, parity)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from data import data_path
 from edgerun.edge.cli import main
-from edgerun.edge.errors import ExportError, InputError
+from edgerun.edge.errors import DestinationError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint, supported_families
 from edgerun.export.checkpoint import Checkpoint
 from edgerun.export.config import read_config, read_json
@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_the_old_bundle(tmp_path, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(WeightFile, "append", refuse)
-    with pytest.raises(ExportError, match="cannot be written: No space left on device; free space there"):
+    with pytest.raises(DestinationError, match="cannot be written: No space left on device; free space there"):
         export_checkpoint(tmp_path / "checkpoint", bundle, ExportRecipe(FP32))
     assert {file.name: file.read_bytes() for file in bundle.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
@@ -331,15 +331,15 @@ def test_the_system_refusing_a_write_leaves_nothing(tmp_path, limit: int) -> Non
     program = textwrap.dedent("""
         import resource, signal, sys
         from pathlib import Path
-        from edgerun.edge.errors import ExportError
+        from edgerun.edge.errors import DestinationError
         from edgerun.export import FP32, ExportRecipe, export_checkpoint
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
         root = Path(sys.argv[1])
         try:
             export_checkpoint(root / "checkpoint", root / "bundle", ExportRecipe(FP32))
-        except ExportError as error:
-            print(error)
+        except DestinationError as error:
+            print(error, error.exit_code)
     """)
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path), str(limit)],
@@ -349,6 +349,7 @@ def test_the_system_refusing_a_write_leaves_nothing(tmp_path, limit: int) -> Non
         check=True,
     )
     assert "cannot be written: File too large; free space there" in done.stdout
+    assert done.stdout.endswith(" 2\n")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
