@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun.runtime.draft.tree import Source, Tree
+from edgerun.runtime.replay import ReplayChooser
+from edgerun.runtime.sampling import Logits, Sampler, SamplingParams
+from edgerun.runtime.verify import Chooser, Verdict, match
+
+NOBODY = frozenset[int]()
+PROMPT = (2, 0, 2)
+Model = Callable[[Sequence[int]], Logits]
+"""float32 logits `[V]` after a text."""
+
+
+def toy_model(vocab: int, seed: int = 0) -> Model:
+    """Logits that depend on the whole text, in quarter steps, so that ties occur."""
+
+    def logits_after(text: Sequence[int]) -> Logits:
+        random = np.random.default_rng([seed, len(text), *text])
+        return (random.integers(-8, 9, vocab) / 4).astype(np.float32)
+
+    return logits_after
+
+
+def tree_logits(model: Model, text: Sequence[int], tree: Tree) -> Logits:
+    """float32 `[n, V]`: each node's logits after its own path; `text` ends before the anchor."""
+    return np.stack([model([*text, *tree.tokens[list(tree.path_to(node))].tolist()]) for node in range(len(tree))])
+
+
+def started(chooser: Chooser, text: Sequence[int]) -> Chooser:
+    chooser.observe(list(text))
+    return chooser
+
+
+def plain(model: Model, chooser: Chooser, text: Sequence[int], count: int) -> list[int]:
+    """The next `count` tokens one by one."""
+    chosen: list[int] = []
+    for _ in range(count):
+        token = chooser.choose(model([*text, *chosen]), len(text) + len(chosen))
+        chooser.observe((token,))
+        chosen.append(token)
+    return chosen
+
+
+def chain(anchor: int, tokens: Sequence[int]) -> Tree:
+    return Tree.chain(anchor, tokens, [0.5] * len(tokens), Source.OTHER)
+
+
+@st.composite
+def trees(draw: st.DrawFn, vocab: int, anchor: int) -> Tree:
+    tokens, parents = [anchor], [-1]
+    for _ in range(draw(st.integers(0, 12))):
+        key = (draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, vocab - 1)))
+        if key not in zip(parents, tokens, strict=True):
+            parents.append(key[0])
+            tokens.append(key[1])
+    return Tree.of(tokens, parents, [1.0] * len(tokens), [Source.OTHER] * len(tokens))
+
+
+PARAMS = st.one_of(
+    st.builds(SamplingParams, repeat_penalty=st.sampled_from([1.0, 1.5])),
+    st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.3, 1.0]),
+        top_k=st.sampled_from([0, 2]),
+        top_p=st.sampled_from([0.8, 1.0]),
+        min_p=st.sampled_from([0.0, 0.2]),
+        repeat_penalty=st.sampled_from([1.0, 1.5]),
+        seed=st.integers(0, 1000),
+    ),
+)
+
+
+@given(
+    tree=trees(4, PROMPT[-1]),
+    params=PARAMS,
+    ends=st.frozensets(st.integers(0, 3), max_size=1),
+    most=st.integers(1, 6),
+    seed=st.integers(0, 50),
+)
+@settings(deadline=None, max_examples=300)
+def test_any_tree_gives_what_choosing_one_by_one_gives(tree, params, ends, most, seed) -> None:
+    model = toy_model(4, seed)
+    logits = tree_logits(model, PROMPT[:-1], tree)
+    verdict = match(tree, logits, started(Sampler(params, 4), PROMPT), len(PROMPT), ends, most)
+    expected = plain(model, started(Sampler(params, 4), PROMPT), PROMPT, most)
+    emitted = verdict.emitted(tree)
+    assert list(emitted) == expected[: len(emitted)]
+    assert 1 <= len(emitted) == len(verdict.path) <= most
+    assert not set(emitted[:-1]) & ends
+    # The walk ends for a reason: an end, the limit, or no child to go to.
+    last = verdict.path[-1]
+    assert emitted[-1] in ends or len(emitted) == most or tree.child(last, emitted[-1]) is None
+    assert verdict.path == tree.path_to(last)
+
+
+def test_a_tie_goes_to_the_lowest_id() -> None:
+    logits = np.array([[0, 2, 2, 1], [3, 0, 3, 3], [0, 0, 0, 1]], np.float32)
+    assert match(chain(0, [1, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == Verdict((0, 1, 2), 3)
+    assert match(chain(0, [2, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == Verdict((0,), 1)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(repeat_penalty=1.3), SamplingParams(temperature=1.0, seed=5)])
+def test_adversarial_drafts_change_nothing(params) -> None:
+    model, length, end = toy_model(4), 24, 3
+    text = plain(model, started(Sampler(params, 4), PROMPT), PROMPT, length)
+    drafters = {
+        "oracle": lambda done: text[len(done) : len(done) + 4],
+        "wrong": lambda done: [(text[len(done)] + 1) % 4] * 4,
+        "spam": lambda done: [end] * 4,
+        "none": lambda done: [],
+    }
+    assert end in text
+    ended = text[: text.index(end) + 1]
+    for name, draft in drafters.items():
+        for ends, expected in ((NOBODY, text), (frozenset({end}), ended)):
+            chooser, done, rounds = started(Sampler(params, 4), PROMPT[:-1]), list[int](), 0
+            while len(done) < len(expected):
+                before = [*PROMPT, *done]
+                chooser.observe(before[-1:])
+                tree = chain(before[-1], draft(done))
+                logits = tree_logits(model, before[:-1], tree)
+                verdict = match(tree, logits, chooser, len(before), ends, length - len(done))
+                done += verdict.emitted(tree)
+                rounds += 1
+                if name == "wrong":
+                    assert verdict.path == (0,)
+            assert done == expected, name
+            if name == "oracle" and not ends:
+                assert rounds == -(-length // 5)
+
+
+def test_only_rows_on_the_path_are_looked_at() -> None:
+    class Watching:
+        def __init__(self) -> None:
+            self.seen: list[tuple[float, int]] = []
+
+        def choose(self, logits: Logits, position: int) -> int:
+            self.seen.append((float(logits[0]), position))
+            return int(logits.argmax())
+
+        def observe(self, tokens: Sequence[int]) -> None:
+            pass
+
+    tree = Tree.of([0, 1, 2, 1, 3], [-1, 0, 0, 2, 3], [1.0] * 5, [Source.OTHER] * 5)
+    logits = np.zeros((5, 4), np.float32)
+    logits[:, 0] = -np.arange(5)
+    logits[0, 2] = logits[2, 1] = logits[3, 2] = 1
+    chooser = Watching()
+    assert match(tree, logits, chooser, 10, NOBODY, 9) == Verdict((0, 2, 3), 2)
+    assert chooser.seen == [(0.0, 10), (-2.0, 11), (-3.0, 12)]
+
+
+def test_a_round_emits_at_least_one_token() -> None:
+    with pytest.raises(ValueError, match="at least one token, not 0"):
+        match(chain(0, []), np.zeros((1, 4), np.float32), Sampler(SamplingParams(), 4), 1, NOBODY, 0)
+
+
+def test_replay_gives_the_recorded_answer_whatever_the_logits() -> None:
+    replay = ReplayChooser([3, 1, 2], 5, Sampler(SamplingParams(repeat_penalty=2.0), 4))
+    assert match(chain(0, [3, 1, 0]), np.zeros((4, 4), np.float32), replay, 5, NOBODY, 3) == Verdict((0, 1, 2), 2)
+    for position in (4, 8):
+        with pytest.raises(IndexError, match=f"spans 5 to 7, not {position}"):
+            replay.choose(np.zeros(4, np.float32), position)
