@@ -6,13 +6,17 @@ The draw at a position depends on the seed and the position alone (a counter-bas
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..edge.errors import InputError
+from .law import Law
 
 _GROUP: Final = 64
 _USUAL_NUCLEUS: Final = 1024
@@ -60,9 +64,27 @@ class SamplingParams:
         return self.temperature == 0
 
 
+class Purpose(IntEnum):
+    """What random numbers are for, other than drawing a token of the text; see `uniforms_at`."""
+
+    DRAFT = 1
+    """Drawing guesses from a draft model."""
+    ACCEPT = 2
+    """Deciding whether a drawn guess is taken."""
+
+
 def uniform_at(seed: int, position: int) -> float:
     """The uniform number in [0, 1) that belongs to a position of the text with this seed."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+
+
+def uniforms_at(seed: int, position: int, count: int, purpose: Purpose, part: int = 0) -> npt.NDArray[np.float64]:
+    """The first `count` uniform numbers in [0, 1), float64, that belong to a position, a purpose and a part of it.
+
+    Numbers of different purposes are independent, and of `uniform_at`, whose purpose counts as 0.
+    """
+    generator = np.random.Philox(key=seed | purpose << 64, counter=position << 64 | part << 128)
+    return np.random.Generator(generator).random(count)
 
 
 class Sampler:
@@ -88,6 +110,16 @@ class Sampler:
                 self._seen[token] = True
                 self._seen_ids[self._seen_count] = token
                 self._seen_count += 1
+
+    @contextmanager
+    def supposing(self) -> Iterator[None]:
+        """A block at whose end the tokens observed within it are forgotten again."""
+        count = self._seen_count
+        try:
+            yield
+        finally:
+            self._seen[self._seen_ids[count : self._seen_count]] = False
+            self._seen_count = count
 
     def choose(self, logits: Logits, position: int) -> int:
         """The token for `position` (its index in the text), from float32 logits `[V]`, which are left as they are.
@@ -126,6 +158,13 @@ class Sampler:
             ids, weights = ids[kept], weights[kept]
         weights /= weights.sum()
         return ids, weights
+
+    def law(self, logits: Logits) -> Law:
+        """`distribution` in arrays of its own; for greedy parameters, all on the token they choose."""
+        if self.params.greedy:
+            return Law(np.array([self.choose(logits, 0)], np.intp), np.ones(1))
+        ids, probabilities = self.distribution(logits)
+        return Law(ids.copy(), probabilities.copy())
 
     def _penalized(self, logits: Logits) -> Logits:
         scores = self._scores
