@@ -1,0 +1,61 @@
+"""What a repetition says about the next token: the evidence buckets of the predictors that look for repetitions.
+
+A predictor that finds the end of the text somewhere earlier knows how much of it agrees, and whether the places it was
+found at agree about what came next. Both decide how far the guess can be trusted, and nothing else does as plainly.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+
+class Agreement(IntEnum):
+    """What the earlier occurrences of a match were followed by."""
+
+    ONCE = 0
+    """One occurrence."""
+    ALWAYS = 1
+    """Several occurrences, all followed by the same token."""
+    MOSTLY = 2
+    """Several tokens; the latest one followed more than half of the occurrences."""
+    SPLIT = 3
+    """Several tokens, and the latest one did not follow most occurrences."""
+
+
+_CLASS_STARTS: Final = (1, 2, 3, 4, 5, 7, 10, 16, 32)
+"""The shortest match of each class of match lengths."""
+_LONGEST: Final = _CLASS_STARTS[-1]
+_CLASS_OF: Final = tuple(max(0, sum(start <= length for start in _CLASS_STARTS) - 1) for length in range(_LONGEST + 1))
+
+
+def bucket(length: int, agreement: Agreement, rank: int) -> int:
+    """The evidence bucket of a guess.
+
+    Args:
+        length: how many tokens at the end of the text the match has, at least 1; classes are 1, 2, 3, 4, 5 to 6, 7 to
+            9, 10 to 15, 16 to 31, and 32 or more.
+        agreement: of the occurrences of the match.
+        rank: 0 for the best guess at this place, more for the others, which share a bucket.
+    """
+    return _CLASS_OF[min(length, _LONGEST)] * 8 + agreement * 2 + (rank > 0)
+
+
+_MEASURED: Final = (
+    # ONCE, ALWAYS, MOSTLY and SPLIT, each at rank 0 and beyond
+    (0.29, 0.05, 0.55, 0.05, 0.36, 0.04, 0.11, 0.06),
+    (0.47, 0.05, 0.76, 0.05, 0.40, 0.06, 0.18, 0.08),
+    (0.59, 0.05, 0.81, 0.05, 0.50, 0.06, 0.20, 0.12),
+    (0.64, 0.05, 0.86, 0.05, 0.58, 0.07, 0.24, 0.12),
+    (0.71, 0.05, 0.87, 0.05, 0.60, 0.07, 0.24, 0.12),
+    (0.77, 0.05, 0.90, 0.05, 0.62, 0.08, 0.25, 0.12),
+    (0.86, 0.05, 0.91, 0.05, 0.64, 0.08, 0.32, 0.12),
+    (0.93, 0.05, 0.97, 0.05, 0.67, 0.08, 0.40, 0.12),
+    (0.98, 0.05, 0.99, 0.05, 0.70, 0.09, 0.45, 0.15),
+)
+PRIOR: Final = tuple(share for row in _MEASURED for share in row)
+"""The share of each bucket's guesses that come true, over Llama-3-8B's answers to 80 two-turn MT-Bench conversations.
+
+Rounded to a monotone table. A shorter end of a text was followed by whatever a longer one was, and by more: so the
+further guesses of ONCE and ALWAYS never arise, and have a number only for the shape's sake.
+"""

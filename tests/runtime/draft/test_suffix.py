@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun.runtime.draft.evidence import PRIOR, Agreement, bucket
+from edgerun.runtime.draft.predictor import Guess, Predictor
+from edgerun.runtime.draft.suffix import SuffixPredictor
+
+EVERY_END = 1 << 20
+TEXTS = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size - 1), max_size=60))
+TOKENS = st.integers(0, 4)
+
+
+def predictor(text: list[int], reach: int = EVERY_END) -> SuffixPredictor:
+    made = SuffixPredictor(reach)
+    made.follow(text)
+    return made
+
+
+def followers(text: list[int], pattern: list[int]) -> list[int]:
+    """What came after each occurrence of the pattern, in the text's order."""
+    size = len(pattern)
+    return [text[at + size] for at in range(len(text) - size) if text[at : at + size] == pattern]
+
+
+def occurs(text: list[int], pattern: list[int]) -> bool:
+    return any(text[at : at + len(pattern)] == pattern for at in range(len(text) - len(pattern) + 1))
+
+
+def longest_repeated_end(text: list[int]) -> list[int]:
+    """The longest end of the text that occurs in it before."""
+    return next(text[at:] for at in range(1, len(text) + 2) if at >= len(text) or occurs(text[:-1], text[at:]))
+
+
+def longest_known_end(text: list[int], pattern: list[int]) -> list[int]:
+    return next(pattern[at:] for at in range(len(pattern) + 1) if occurs(text, pattern[at:]))
+
+
+def scanned(text: list[int], match: list[int]) -> list[Guess]:
+    """The guesses after a match, by looking at every occurrence of each of its ends."""
+    found: dict[int, Guess] = {}
+    for at in range(len(match)):
+        after = followers(text, match[at:])
+        if not after:
+            continue
+        counts = Counter(after)
+        if len(counts) == 1:
+            agreement = Agreement.ONCE if len(after) == 1 else Agreement.ALWAYS
+        else:
+            agreement = Agreement.MOSTLY if 2 * counts[after[-1]] > len(after) else Agreement.SPLIT
+        for token in dict.fromkeys(reversed(after)):
+            if token not in found and len(found) < 3:
+                found[token] = Guess(token, bucket(len(match) - at, agreement, len(found)))
+    return list(found.values())
+
+
+@given(TEXTS)
+def test_guesses_are_what_a_scan_of_the_text_finds(text: list[int]) -> None:
+    made = predictor(text)
+    match = longest_repeated_end(text)
+    assert made.state()[1] == len(match)
+    assert made.guesses(made.state()) == scanned(text, match)
+
+
+@given(TEXTS, st.lists(TOKENS, max_size=8))
+def test_a_path_of_guesses_is_followed_by_the_longest_end_that_occurs(text: list[int], path: list[int]) -> None:
+    made = predictor(text)
+    state, match = made.state(), longest_repeated_end(text)
+    for token in path:
+        state = made.after(state, token)
+        match = longest_known_end(text, [*match, token])
+        assert state[1] == len(match)
+        assert made.guesses(state) == scanned(text, match)
+    assert made.guesses(made.state()) == scanned(text, longest_repeated_end(text))
+
+
+@given(TEXTS, TOKENS)
+def test_the_state_after_a_token_is_that_of_the_text_with_it(text: list[int], token: int) -> None:
+    made = predictor(text)
+    ahead = made.after(made.state(), token)
+    made.append(token)
+    assert made.state()[1] == ahead[1]
+    assert made.guesses(made.state()) == made.guesses(ahead)
+
+
+@given(TEXTS, TEXTS)
+def test_a_state_stays_good_while_the_text_grows(text: list[int], more: list[int]) -> None:
+    made = predictor(text)
+    state, match = made.state(), longest_repeated_end(text)
+    for token in more:
+        made.append(token)
+    assert made.guesses(state) == scanned(text + more, match)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), TEXTS), max_size=6))
+def test_following_another_text_is_starting_with_it(changes: list[tuple[int, list[int]]]) -> None:
+    made, text = SuffixPredictor(), list[int]()
+    for kept, tail in changes:
+        text = [*text[:kept], *tail]
+        made.follow(text)
+        fresh = predictor(text, 16)
+        assert made.state() == fresh.state()
+        state = made.state()
+        for token in (0, 1, 2, 0):
+            assert made.guesses(state) == fresh.guesses(state)
+            assert made.after(state, token) == fresh.after(state, token)
+            state = made.after(state, token)
+
+
+@given(TEXTS, st.lists(TOKENS, max_size=4), st.integers(1, 3))
+def test_a_short_reach_still_guesses_tokens_that_followed_the_match(
+    text: list[int], path: list[int], reach: int
+) -> None:
+    made = predictor(text, reach)
+    state, match = made.state(), longest_repeated_end(text)
+    assert state[1] == len(match)
+    for token in path:
+        state = made.after(state, token)
+        match = [*match, token][len(match) + 1 - state[1] :] if state[1] else []
+        assert occurs(text, match)
+    tokens = [guess.token for guess in made.guesses(state)]
+    assert len(set(tokens)) == len(tokens) <= 3
+    assert all((match[-1], token) in set(pairwise(text)) for token in tokens)
+
+
+@pytest.mark.parametrize("text", [[], [7], [7, 8, 9]])
+def test_a_text_without_repetition_has_no_guesses(text: list[int]) -> None:
+    made: Predictor = predictor(text)
+    assert made.guesses(made.state()) == []
+
+
+def test_a_text_does_not_repeat_itself() -> None:
+    made = predictor([1, 2, 3, 9, 1, 2, 3])
+    assert made.guesses(made.state()) == [Guess(9, bucket(3, Agreement.ONCE, 0))]
+    made = predictor([5, 5])
+    assert made.guesses(made.state()) == [Guess(5, bucket(1, Agreement.ONCE, 0))]
+
+
+@pytest.mark.parametrize("text", [[0] * 4000, [0, 1] * 2000, list(range(4000)), [n * n % 61 for n in range(4000)]])
+def test_memory_is_bounded_by_the_length_of_the_text(text: list[int]) -> None:
+    tracemalloc.start()
+    try:
+        made = predictor(text, 16)
+        assert tracemalloc.get_traced_memory()[0] < 400 * len(text)
+    finally:
+        tracemalloc.stop()
+    assert len(made.guesses(made.state())) <= 3
+
+
+def test_every_kind_of_evidence_has_a_bucket_of_its_own() -> None:
+    lengths = (1, 2, 3, 4, 5, 7, 10, 16, 32)
+    buckets = [bucket(length, agreement, rank) for length in lengths for agreement in Agreement for rank in (0, 1)]
+    assert buckets == list(range(len(PRIOR)))
+    assert bucket(6, Agreement.ONCE, 2) == bucket(5, Agreement.ONCE, 1)
+    assert bucket(100_000, Agreement.SPLIT, 0) == bucket(32, Agreement.SPLIT, 0)
+
+
+def test_longer_matches_are_trusted_more() -> None:
+    for agreement in Agreement:
+        shares = [PRIOR[bucket(length, agreement, 0)] for length in (1, 2, 3, 4, 5, 7, 10, 16, 32)]
+        assert shares == sorted(shares)
+        assert all(PRIOR[bucket(length, agreement, 1)] < PRIOR[bucket(length, agreement, 0)] for length in (1, 8, 40))
