@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from ..models.atomic import folder_written_atomically
 from ..models.bundle import GRAPH_NAME, Bundle, digest_file, verify_file
 from ..models.cache import cache_folder
 from ..models.manifest import FileDigest
+from .processor import processor
 
 _FORMAT: Final = 1
 _DIGESTS: Final = "digests.json"
@@ -44,7 +44,7 @@ def prepacked_graph(bundle: Bundle, runtime_version: str, pack: Callable[[Path, 
     """
     if bundle.manifest is None or bundle.weight_bytes < _WORTH_IT_FROM:
         return bundle.graph
-    key = f"{_FORMAT}\0{bundle.fingerprint}\0{runtime_version}\0{_processor()}"
+    key = f"{_FORMAT}\0{bundle.fingerprint}\0{runtime_version}\0{processor()}"
     folder = cache_folder() / "prepacked" / hashlib.sha256(key.encode()).hexdigest()[:32]
     try:
         if not folder.is_dir():
@@ -84,13 +84,3 @@ def _make_room(folder: Path, needed: int) -> None:
             return
         shutil.rmtree(entry, ignore_errors=True)
         total -= sizes[entry]
-
-
-def _processor() -> str:
-    """What decides how weights are packed: architecture and instruction sets."""
-    about = Path("/proc/cpuinfo")
-    flags = ""
-    if about.is_file():
-        lines = about.read_text(encoding="utf-8", errors="replace").splitlines()
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.system()}\0{platform.machine()}\0{platform.processor()}\0{flags}"

@@ -59,7 +59,7 @@ def test_it_is_made_once_and_per_model_version_and_processor(
     assert prepacked.prepacked_graph(opened, "1", pack) == first
     assert len(made) == 1
     assert prepacked.prepacked_graph(opened, "2", pack) != first
-    monkeypatch.setattr(prepacked, "_processor", lambda: "another machine")
+    monkeypatch.setattr(prepacked, "processor", lambda: "another machine")
     assert prepacked.prepacked_graph(opened, "1", pack) != first
     assert len(made) == 3
     assert all((folder / "model.onnx").is_file() for folder in cache.iterdir())
