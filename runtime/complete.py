@@ -8,12 +8,15 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from .decode import DecodeLimits, FinishReason, decode
-from .reply import Chunk, Stats
+from .replay import ReplayChooser
+from .reply import Chunk, RoundTally, Stats
 from .sampling import Sampler, SamplingParams
 from .session import BoundSession
+from .speculate import Speculator
 from .text.stops import StopMatcher
 from .text.stream import StreamDecoder
 from .text.tokenizer import TextTokenizer
+from .verify import Chooser
 
 
 @dataclass
@@ -44,10 +47,15 @@ def complete(
     limits: DecodeLimits,
     stops: Sequence[str],
     cancelled: Callable[[], bool],
+    speculator: Speculator | None = None,
+    *,
+    answer: Sequence[int] | None = None,
+    keep_rounds: bool = False,
 ) -> Generator[Chunk, None, None]:
     """Answer `prompt` and yield text as it becomes certain; the last chunk has the finish reason and the stats.
 
-    `text` follows along token by token, so that closing this iterator at any point leaves a cache to continue from.
+    `text` follows along round by round, so that closing this iterator at any point leaves a cache to continue from.
+    With a recorded `answer`, its tokens are given instead of the model's own, at the cost of the model's.
 
     Raises:
         ContextError: the prompt leaves no room for an answer.
@@ -59,14 +67,19 @@ def complete(
     decoder = StreamDecoder(tokenizer)
     matcher = StopMatcher(stops)
     finish = FinishReason.LENGTH
-    sampler = Sampler(sampling, text.bound.spec.vocab_size)
-    with closing(decode(text.bound, prompt, sampler, limits, cancelled)) as steps:
+    chooser: Chooser = Sampler(sampling, text.bound.spec.vocab_size)
+    if answer is not None:
+        chooser = ReplayChooser(answer, len(prompt), chooser)
+    tally = RoundTally(keep=keep_rounds)
+    with closing(decode(text.bound, prompt, chooser, limits, cancelled, speculator)) as steps:
         for step in steps:
             passes += step.target_passes
             decode_passes += step.target_passes if first_token is not None else 0
             if first_token is None:
                 first_token = time.perf_counter()
             completion += step.produced
+            if step.round is not None:
+                tally.add(step.round)
             text.tokens.extend(step.tokens)
             shown = matcher.push(decoder.push(step.tokens))
             if matcher.stopped:
@@ -87,5 +100,13 @@ def complete(
         decode_passes=decode_passes,
         first_token_s=(first_token or ended) - started,
         total_s=ended - started,
+        drafted=tally.drafted,
+        accepted=tally.accepted,
+        by_source=tally.by_source(),
+        by_depth=tally.by_depth(),
+        draft_s=tally.draft_s,
+        target_s=tally.target_s,
+        host_s=tally.host_s,
+        rounds=tuple(tally.rounds),
     )
     yield Chunk(rest, finish, stats)

@@ -7,14 +7,16 @@ are tokens. Every round leaves the arena valid; a consumer may stop at any of th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 from ..edge.errors import ContextError
-from .sampling import Sampler
 from .session import BoundSession
+from .speculate import Round, Speculator
+from .verify import Chooser, match
 
 PREFILL_ROWS: Final = 128
 """Prompt tokens per pass: wide enough for the matrix products (256 gains under 2 %), few enough to bound the memory of
@@ -36,6 +38,8 @@ class Step:
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
     target_passes: int = 1
+    round: Round | None = None
+    """The account of a round that speculated, or might have."""
 
     @property
     def produced(self) -> int:
@@ -54,14 +58,16 @@ class DecodeLimits:
 def decode(
     bound: BoundSession,
     prompt: Sequence[int],
-    sampler: Sampler,
+    chooser: Chooser,
     limits: DecodeLimits,
     cancelled: Callable[[], bool],
+    speculator: Speculator | None = None,
 ) -> Generator[Step, None, None]:
     """Continue `prompt`, whose first tokens may already be in the arena, and yield one `Step` a round.
 
     The arena's committed rows must be those of `prompt[:arena.length]`. The first step comes from the prompt's last
-    pass. `cancelled` is asked before every pass.
+    pass. `cancelled` is asked before every pass. With a `speculator`, a pass verifies what it proposes; the text is the
+    same.
 
     Raises:
         ContextError: the prompt leaves no room for a single new token.
@@ -78,7 +84,7 @@ def decode(
     most = room if limits.max_tokens is None else min(limits.max_tokens, room)
     # At least the last token has to run, or there would be no logits to choose from.
     arena.rewind_to(min(arena.length, len(prompt) - 1))
-    sampler.observe(prompt)
+    chooser.observe(prompt)
 
     passes = 0
     for start in range(arena.length, len(prompt), PREFILL_ROWS):
@@ -90,22 +96,59 @@ def decode(
         arena.commit(len(chunk))
         passes += 1
 
-    position = len(prompt)
-    anchor = sampler.choose(logits[0], position)
+    anchor = chooser.choose(logits[0], len(prompt))
+    step = _step((anchor,), limits.eos, most, passes)
+    left = most - 1
+    if speculator is not None and step.finish is None:
+        speculator.follow([*prompt, anchor])
     while True:
-        if anchor in limits.eos:
-            yield Step((), FinishReason.STOP, passes)
+        yield step
+        if step.finish is not None:
             return
-        position += 1
-        if position - len(prompt) >= most:
-            yield Step((anchor,), FinishReason.LENGTH, passes)
-            return
-        yield Step((anchor,), None, passes)
         if cancelled():
             yield Step((), FinishReason.CANCELLED, target_passes=0)
             return
-        sampler.observe((anchor,))
-        logits = bound.forward((anchor,))
-        arena.commit(1)
-        passes = 1
-        anchor = sampler.choose(logits[0], position)
+        chooser.observe((anchor,))
+        if speculator is None or speculator.resting:
+            logits = bound.forward((anchor,))
+            arena.commit(1)
+            anchor = chooser.choose(logits[0], arena.length)
+            step = _step((anchor,), limits.eos, left)
+            left -= 1
+            if speculator is not None:
+                speculator.skip(anchor)
+        else:
+            emitted, report = _speculate(bound, chooser, limits.eos, left, speculator)
+            anchor = emitted[-1]
+            step = _step(emitted, limits.eos, left, 1, report)
+            left -= len(emitted)
+
+
+def _speculate(
+    bound: BoundSession, chooser: Chooser, eos: frozenset[int], most: int, speculator: Speculator
+) -> tuple[tuple[int, ...], Round]:
+    """One round: draft, verify in one pass, keep the accepted rows. Returns the tokens it gives and its account."""
+    arena = bound.arena
+    base = arena.length
+    # A row of the tree takes a slot of the arena whether it is accepted or not.
+    draft = speculator.propose(base, min(most, arena.limit - base))
+    tree = draft.tree
+    started = time.perf_counter()
+    if tree.is_chain:
+        logits = bound.forward(tree.tokens)
+    else:
+        logits = bound.forward(tree.tokens, positions=base + tree.depths, tree_mask=tree.mask)
+    seconds = time.perf_counter() - started
+    verdict = match(tree, logits, chooser, base + 1, eos, most)
+    arena.compact(base, verdict.path)
+    report = speculator.observe(draft, verdict, logits, base, seconds)
+    return verdict.emitted(tree), report
+
+
+def _step(
+    emitted: tuple[int, ...], eos: frozenset[int], most: int, passes: int = 1, report: Round | None = None
+) -> Step:
+    """The step that emits these tokens, of which at most the last ends the text."""
+    if emitted[-1] in eos:
+        return Step(emitted[:-1], FinishReason.STOP, passes, report)
+    return Step(emitted, FinishReason.LENGTH if len(emitted) >= most else None, passes, report)

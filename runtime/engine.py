@@ -22,9 +22,11 @@ from .prepacked import prepacked_graph
 from .reply import Chunk, Reply
 from .residency import trim_heap
 from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
+from .step_cost import StepCost
 from .text.template import Message, load_template
 from .text.tokenizer import TextTokenizer
 from .turns import AnswerStream, Turns
+from .workshop import Recording, Workshop
 
 if TYPE_CHECKING:
     import os
@@ -39,6 +41,8 @@ def load(
     threads: int | None = None,
     context: int | None = None,
     cache: bool = True,
+    draft: str | os.PathLike[str] | None = "auto",
+    history: bool = False,
 ) -> Engine:
     """Load a model.
 
@@ -47,7 +51,10 @@ def load(
         device: `auto`, `cpu`, `gpu`, `npu` or the name of an execution provider.
         threads: compute threads; None for one per physical core.
         context: most tokens a conversation may have; None for what the model allows.
-        cache: whether weights packed for this machine are kept on disk (see `prepacked`).
+        cache: whether what was learned about the model on this machine is kept on disk: weights packed for it (see
+            `prepacked`), what a pass costs, recycled candidates.
+        draft: the draft model: a path, None for none, or `auto` for the one the model names.
+        history: whether to keep conversations on disk, and to draft from earlier ones.
 
     Raises:
         BundleError: there is no such model, or it is damaged.
@@ -60,14 +67,22 @@ def load(
         raise InputError(f"context is {context}", "it must be 2 or more")
     chosen = choose_device(device)
     bundle = open_bundle(find_model(model))
-    return Engine(bundle, SessionConfig(chosen, threads or 0), context, cache=cache)
+    config = SessionConfig(chosen, threads or 0)
+    return Engine(bundle, config, context, cache=cache, draft=draft, history=history)
 
 
 class Engine:
     """A model in memory. Use `load` to make one; close it, or use it in a `with` block, to free the memory."""
 
     def __init__(
-        self, bundle: Bundle, config: SessionConfig, context: int | None = None, *, cache: bool = True
+        self,
+        bundle: Bundle,
+        config: SessionConfig,
+        context: int | None = None,
+        *,
+        cache: bool = True,
+        draft: str | os.PathLike[str] | None = "auto",
+        history: bool = False,
     ) -> None:
         self.bundle: Final = bundle
         self.context: Final = _context_limit(bundle, context)
@@ -80,6 +95,7 @@ class Engine:
         self.tokenizer: Final = TextTokenizer(bundle, self.spec.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         self.defaults: Final = ModelDefaults.of(bundle)
+        self._workshop: Final = Workshop(self._graph, bundle, self.tokenizer, draft, cache=cache, history=history)
         trim_heap()
         self._text: CachedText | None = None
         self.turns: Final = Turns()
@@ -143,6 +159,7 @@ class Engine:
     def close(self) -> None:
         """End the answer being written and free the model's memory; calling it again does nothing."""
         self.turns.close()
+        self._workshop.close()
         self._graph = None
         self._text = None
 
@@ -186,6 +203,36 @@ class Engine:
         self.check_fits(prompt)
         return AnswerStream(self.turns, lambda cancelled: self.write(text, prompt, options, cancelled))
 
+    def replay(
+        self,
+        text: CachedText | None,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        options: GenerateOptions,
+        *,
+        foreseen: bool = False,
+    ) -> AnswerStream:
+        """`run`, except that the answer's tokens are recorded ones: for measuring what drafting a real answer costs.
+
+        Every pass and every choice is made and paid for; only their outcome is replaced. With `foreseen`, a drafter that
+        knows the answer takes the place of the others, which shows what no drafter can surpass.
+
+        Raises:
+            ContextError: the prompt does not fit the context.
+            InputError: the prompt or the answer is empty.
+        """
+        self.check_fits(prompt)
+        if not answer:
+            raise InputError("the recorded answer is empty", "leave it out")
+        most = min(len(answer), options.max_tokens or len(answer))
+        recorded = Recording(tuple(answer), foreseen=foreseen)
+        limited = options.changed({"max_tokens": most})
+        return AnswerStream(self.turns, lambda cancelled: self.write(text, prompt, limited, cancelled, recorded))
+
+    def step_cost(self) -> StepCost:
+        """What passes cost on this machine; measured now if it is not known yet."""
+        return self._workshop.step_cost(self.new_text)
+
     def check_fits(self, prompt: Sequence[int]) -> None:
         """Check that a prompt leaves room for an answer.
 
@@ -207,6 +254,7 @@ class Engine:
         prompt: Sequence[int],
         options: GenerateOptions,
         cancelled: Callable[[], bool],
+        recorded: Recording | None = None,
     ) -> Generator[Chunk, None, None]:
         """Write an answer now; to be started only by an `AnswerStream` whose turn it is."""
         if text is None:
@@ -215,9 +263,22 @@ class Engine:
             text = self._text
             # An answer outside a session starts from nothing, so that it depends on nothing that was asked before.
             text.tokens.clear()
-        limits = DecodeLimits(options.max_tokens, self.tokenizer.eos)
-        sampling = options.sampling(self.defaults)
-        yield from complete(text, prompt, self.tokenizer, sampling, limits, options.stops, cancelled)
+        # A recorded answer may hold any token; it ends where it ends.
+        limits = DecodeLimits(options.max_tokens, frozenset() if recorded else self.tokenizer.eos)
+        speculator = self._workshop.speculator(options.speculation, self.new_text, prompt, recorded)
+        yield from complete(
+            text,
+            prompt,
+            self.tokenizer,
+            options.sampling(self.defaults),
+            limits,
+            options.stops,
+            cancelled,
+            speculator,
+            answer=recorded.answer if recorded else None,
+            keep_rounds=options.explain,
+        )
+        self._workshop.remember(text.tokens)
 
 
 def _context_limit(bundle: Bundle, asked: int | None) -> int:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ..edge.errors import BundleError, InputError
 from ..models.bundle import Bundle
 from .sampling import SamplingParams
+from .speculation import Speculation
 
 _Number = TypeVar("_Number", int, float)
 _LARGEST = 1e30
@@ -36,6 +37,10 @@ class GenerateOptions:
     """Continue the prompt as it is, without the chat template."""
     system: str | None = None
     """System message."""
+    speculation: Speculation = Speculation.AUTO
+    """Who guesses ahead. The text does not depend on it."""
+    explain: bool = False
+    """Keep the account of every round, in `Stats.rounds`."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "top_k", "seed"):
@@ -46,6 +51,10 @@ class GenerateOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 raise InputError(f"{name} is {value!r}", "it must be a number")
+        if not isinstance(self.speculation, Speculation):
+            raise InputError(
+                f"speculation is {self.speculation!r}", "it must be a Speculation, such as Speculation.OFF"
+            )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
         if not all(isinstance(stop, str) and stop for stop in self.stops):

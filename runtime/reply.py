@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from .decode import FinishReason
+from .draft.tree import Source
+from .speculate import Round
+from .speculation import SOURCE_NAMES
+
+
+@dataclass(frozen=True)
+class SourceCount:
+    """Guesses that were verified, and those of them that the text took."""
+
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,22 @@ class Stats:
     """From the request to the first token."""
     total_s: float = 0.0
     """From the request to the end."""
+    drafted: int = 0
+    """Guesses that were verified; after the first token, like all that follows."""
+    accepted: int = 0
+    """Guesses that the text took: tokens that cost no pass of their own."""
+    by_source: Mapping[str, SourceCount] = field(default_factory=dict)
+    """By the drafter's name."""
+    by_depth: tuple[SourceCount, ...] = ()
+    """By distance from the text; entry 0 is the next token."""
+    draft_s: float = 0.0
+    """In the draft model's passes."""
+    target_s: float = 0.0
+    """In the target's passes."""
+    host_s: float = 0.0
+    """Looking guesses up, pruning them and learning from them."""
+    rounds: tuple[Round, ...] = ()
+    """Every round, where they were asked for."""
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -36,6 +63,62 @@ class Stats:
     def tokens_per_pass(self) -> float:
         """Tokens each pass after the first token has given; 1 without speculation."""
         return (self.completion_tokens - 1) / self.decode_passes if self.decode_passes else 1.0
+
+
+class RoundTally:
+    """Adds up rounds."""
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self._keep = keep
+        self.rounds: list[Round] = []
+        self._drafted = [0] * len(Source)
+        self._accepted = [0] * len(Source)
+        self._drafted_at: list[int] = []
+        self._accepted_at: list[int] = []
+        self.draft_s = self.target_s = self.host_s = 0.0
+
+    def add(self, one: Round) -> None:
+        """Count a round."""
+        if self._keep:
+            self.rounds.append(one)
+        self.draft_s += one.draft_s
+        self.target_s += one.target_s
+        self.host_s += one.host_s
+        if one.rows == 1:
+            return
+        _add(self._drafted, one.drafted)
+        _add(self._accepted, one.accepted)
+        _add(self._drafted_at, one.drafted_by_depth)
+        _add(self._accepted_at, (1,) * sum(one.accepted))
+
+    @property
+    def drafted(self) -> int:
+        """Guesses verified."""
+        return sum(self._drafted)
+
+    @property
+    def accepted(self) -> int:
+        """Guesses taken."""
+        return sum(self._accepted)
+
+    def by_source(self) -> dict[str, SourceCount]:
+        """Counts by drafter, of those that guessed anything."""
+        return {
+            SOURCE_NAMES.get(source, "other"): SourceCount(self._drafted[source], self._accepted[source])
+            for source in Source
+            if self._drafted[source]
+        }
+
+    def by_depth(self) -> tuple[SourceCount, ...]:
+        """Counts by distance from the text."""
+        accepted = [*self._accepted_at, *[0] * (len(self._drafted_at) - len(self._accepted_at))]
+        return tuple(SourceCount(*both) for both in zip(self._drafted_at, accepted, strict=True))
+
+
+def _add(totals: list[int], counts: Sequence[int]) -> None:
+    totals += [0] * (len(counts) - len(totals))
+    for index, count in enumerate(counts):
+        totals[index] += count
 
 
 @dataclass(frozen=True)

@@ -47,3 +47,10 @@ class Predictor(Protocol):
 
     def guesses(self, state: State) -> Sequence[Guess]:
         """The likeliest next tokens, best first, each token once; few or none."""
+
+
+class CostlyPredictor(Predictor, Protocol):
+    """A predictor whose guesses take time worth counting: a draft model. `after` is free; `guesses` runs it."""
+
+    def seconds(self, state: State) -> float:
+        """What `guesses(state)` is expected to take now."""

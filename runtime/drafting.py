@@ -1,0 +1,109 @@
+"""The drafters of one engine: which are at hand, and the speculators made of them.
+
+What is learned about a model lasts as long as its engine; what is worth keeping longer (the cost of its passes, its
+recycled candidates) is saved when the engine closes, in the cache, where nothing is that cannot be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ..edge.errors import InputError
+from .draft.grow import Grower
+from .draft.predictor import CostlyPredictor, Predictor
+from .draft.recycle import RecyclePredictor
+from .draft.suffix import SuffixPredictor
+from .draft.tree import Source
+from .graph_spec import GraphSpec
+from .speculate import Speculator
+from .speculation import SOURCE_NAMES, Speculation
+from .step_cost import StepCost
+
+
+class Drafting:
+    """Makes and keeps one speculator for every choice of drafters.
+
+    Args:
+        cost: what a pass of the target costs.
+        vocab_size: of the target.
+        trees: whether the target can verify trees.
+        tables: predictors over what lies on disk (n-gram counts, earlier conversations).
+        model: the draft model.
+        recycled: file of the recycled candidates; None keeps them in memory only.
+    """
+
+    def __init__(
+        self,
+        cost: StepCost,
+        vocab_size: int,
+        *,
+        trees: bool,
+        tables: Sequence[Predictor] = (),
+        model: CostlyPredictor | None = None,
+        recycled: Path | None = None,
+    ) -> None:
+        self.cost: Final = cost
+        self._trees = trees
+        self._model = model
+        self._recycle = RecyclePredictor(vocab_size)
+        self._recycled = recycled
+        if recycled is not None:
+            self._recycle.load(recycled)
+        free: list[Predictor] = [SuffixPredictor(), *tables, self._recycle]
+        self._free: Final = {predictor.source: predictor for predictor in free}
+        self._speculators: dict[tuple[frozenset[Source], bool], Speculator] = {}
+
+    @property
+    def sources(self) -> frozenset[Source]:
+        """Of the drafters at hand."""
+        return frozenset(self._free) | (frozenset() if self._model is None else {self._model.source})
+
+    def speculator(self, choice: Speculation, *, recorded: bool = False) -> Speculator | None:
+        """The speculator for a choice of drafters; None for plain decoding.
+
+        With a `recorded` answer the graph's own logits mean nothing, and what depends on them is left out.
+
+        Raises:
+            InputError: a drafter that was asked for is not at hand.
+        """
+        missing = choice.sources - self.sources
+        if missing and not choice.automatic:
+            name = SOURCE_NAMES[min(missing)]
+            raise InputError(f"there is nothing for --spec {name} to draft with", _HOW_TO_GET[min(missing)])
+        chosen = choice.sources & self.sources
+        if recorded:
+            chosen -= {Source.RECYCLED}
+        if not chosen:
+            return None
+        key = (chosen, recorded)
+        if key not in self._speculators:
+            recycle = self._recycle if Source.RECYCLED in chosen else None
+            predictors = [predictor for source, predictor in self._free.items() if source in chosen]
+            model = self._model if Source.MODEL in chosen else None
+            self._speculators[key] = Speculator(
+                Grower(predictors, model), self.cost, trees=self._trees, recycle=recycle
+            )
+        return self._speculators[key]
+
+    def save(self) -> None:
+        """Keep what was learned; a disk that refuses it costs nothing but that."""
+        if self._recycled is not None and self._recycle.changed:
+            with suppress(OSError):
+                self._recycle.save(self._recycled)
+
+
+_HOW_TO_GET: Final = {
+    Source.MODEL: "give a draft model with --draft",
+    Source.HISTORY: "keep conversations with --history",
+    Source.NGRAM: "make a table with edge-run tune --text",
+    Source.SUFFIX: "leave it out",
+    Source.RECYCLED: "leave it out",
+}
+
+
+def fits_trees(spec: GraphSpec) -> bool:
+    """Whether a graph can verify trees."""
+    return spec.takes_bias and spec.takes_positions

@@ -1,0 +1,263 @@
+"""Speculation round by round: draft, prune to what pays, and learn from what was accepted.
+
+The `Speculator` stands between the decode loop and the drafters. It knows what a pass costs (`StepCost`) and what
+decoding reaches with it, turns both into prices for the growing draft, and keeps the account of every round. Drafting
+that costs more than it promises is laid to rest, for waits that double as long as it stays so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .draft.grow import Grower, Growth, Prices
+from .draft.prune import prune
+from .draft.recycle import RecyclePredictor
+from .draft.tree import Source, Tree
+from .step_cost import StepCost
+from .verify import Verdict
+
+MOST_ROWS: Final = 16
+"""Most rows of a pass: beyond, no row has paid on any machine measured."""
+_RATE_HORIZON: Final = 64
+"""Rounds that the rate of decoding is averaged over."""
+_REFRESH: Final = 16
+"""Rounds between looks at the step cost, which moves slowly."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round drafted and what came of it."""
+
+    rows: int
+    """Of the target's pass, the anchor's included."""
+    candidates: tuple[int, ...]
+    """Nodes of the grown draft by `Source`."""
+    drafted: tuple[int, ...]
+    """Nodes that were verified, by `Source`."""
+    accepted: tuple[int, ...]
+    """Of these, the accepted ones."""
+    drafted_by_depth: tuple[int, ...]
+    """Nodes that were verified; entry 0 is depth 1."""
+    expected: float
+    """Tokens the round was expected to give; 1 for a plain step."""
+    emitted: int
+    """Tokens it gave."""
+    draft_passes: int
+    draft_s: float
+    target_s: float
+    host_s: float
+    note: str = ""
+    """Why nothing was drafted, where there is a reason worth telling."""
+
+
+@dataclass
+class Draft:
+    """A pruned tree on its way through the target, and how it came about."""
+
+    tree: Tree
+    growth: Growth | None = None
+    expected: float = 1.0
+    advantage: float = 0.0
+    draft_s: float = 0.0
+    host_s: float = 0.0
+    note: str = ""
+
+
+class Rest:
+    """When to stop drafting for a while: it promises less than the time it takes is worth."""
+
+    _FIRST: Final = 32
+    _LONGEST: Final = 2048
+    _TRIAL: Final = 8
+
+    def __init__(self) -> None:
+        self.left = 0
+        """Plain rounds to go."""
+        self.balance = 0.0
+        """Tokens a round that drafting promised, less those its time would have given: a running mean."""
+        self._wait = self._FIRST
+        self._rounds = 0
+        self._trial = self._TRIAL
+
+    def observe(self, balance: float) -> None:
+        """Take in a round of drafting."""
+        self._rounds += 1
+        self.balance += (balance - self.balance) * max(1 / self._rounds, 0.02)
+        if self._rounds < self._trial or self.balance >= 0:
+            if self._rounds > 4 * self._trial:
+                self._wait = self._FIRST
+            return
+        self.left, self._wait = self._wait, min(2 * self._wait, self._LONGEST)
+        self._rounds = 0
+
+
+class Speculator:
+    """Proposes what to verify with the next pass.
+
+    Args:
+        grower: the drafters.
+        cost: what a pass costs; refined with every round.
+        trees: whether the target can verify trees; otherwise drafts are chains.
+        recycle: the predictor, also among the grower's, that learns from the target's logits.
+        most_rows: most rows of a pass.
+    """
+
+    def __init__(
+        self,
+        grower: Grower,
+        cost: StepCost,
+        *,
+        trees: bool = True,
+        recycle: RecyclePredictor | None = None,
+        most_rows: int = MOST_ROWS,
+    ) -> None:
+        self.grower: Final = grower
+        self.cost: Final = cost
+        self._trees = trees
+        self._recycle = recycle
+        self._most_rows = most_rows
+        self.rest: Final = Rest()
+        self._tokens: list[int] = []
+        self._followed = 0
+        self._given = self._taken = 0.0
+        self._curve: list[float] = []
+        self._prices = Prices((0.0,), 0.0)
+        self._rounds = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second that decoding reaches, by the step cost's seconds; at least that of plain steps."""
+        return max(self._given / self._taken, 1 / self._curve[0]) if self._taken else 1 / self._curve[0]
+
+    @property
+    def resting(self) -> bool:
+        """Whether the next round is to be a plain one, without a proposal."""
+        return self.rest.left > 0
+
+    def skip(self, token: int) -> None:
+        """Take in the token of a plain round."""
+        self.rest.left -= 1
+        self._tokens.append(token)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Make `tokens`, the anchor included, the text."""
+        self._tokens = list(tokens)
+        self._followed = 0
+        self._rounds = 0
+
+    def propose(self, context: int, most: int) -> Draft:
+        """What to verify next.
+
+        Args:
+            context: committed rows.
+            most: tokens that may still be emitted; at least 1.
+        """
+        started = time.perf_counter()
+        anchor = self._tokens[-1]
+        if self._rounds % _REFRESH == 0 or not self._curve:
+            self._look_at_costs(context)
+        self._rounds += 1
+        if most < 2:
+            return Draft(Tree.anchor_only(anchor), host_s=time.perf_counter() - started)
+        if self._followed < len(self._tokens):
+            if self._followed:
+                self.grower.append(self._tokens[self._followed :])
+            else:
+                self.grower.follow(self._tokens)
+            self._followed = len(self._tokens)
+        growth = self.grower.grow(anchor, self._prices, most - 1, chain=not self._trees)
+        pruned = prune(growth.tree, self._curve, self.rate, self._most_rows)
+        passed = time.perf_counter() - started
+        draft_s = 0.0 if self.grower.model is None else self.grower.model.spent()
+        return Draft(
+            pruned.tree, growth, pruned.expected, pruned.advantage, draft_s, passed - draft_s, self._note(growth)
+        )
+
+    def observe(
+        self, draft: Draft, verdict: Verdict, logits: npt.NDArray[np.float32], context: int, seconds: float
+    ) -> Round:
+        """Take in what came of a draft.
+
+        Args:
+            draft: as proposed.
+            verdict: on its tree.
+            logits: float32 `[n, V]` of its nodes.
+            context: committed rows before the pass.
+            seconds: the pass took.
+        """
+        started = time.perf_counter()
+        tree, path = draft.tree, verdict.path
+        emitted = verdict.emitted(tree)
+        self.cost.observe(len(tree), context, seconds)
+        if draft.growth is not None:
+            self._learn(draft, verdict, logits)
+        self._tokens += emitted
+        decay = 1 - 1 / _RATE_HORIZON
+        self._given = self._given * decay + len(emitted)
+        self._taken = self._taken * decay + self._curve[len(tree) - 1] + draft.draft_s + draft.host_s
+        host_s = draft.host_s + time.perf_counter() - started
+        if draft.growth is not None:
+            self.rest.observe(draft.advantage - host_s * self.rate)
+        sources = tree.source
+        depths = tree.depths[1:]
+        return Round(
+            rows=len(tree),
+            candidates=_by_source(draft.growth.tree.source[1:]) if draft.growth is not None else _NONE,
+            drafted=_by_source(sources[1:]),
+            accepted=_by_source(sources[list(path[1:])]),
+            drafted_by_depth=tuple(np.bincount(depths)[1:].tolist()) if len(depths) else (),
+            expected=draft.expected,
+            emitted=len(emitted),
+            draft_passes=draft.growth.model_passes if draft.growth is not None else 0,
+            draft_s=draft.draft_s,
+            target_s=seconds,
+            host_s=host_s,
+            note=draft.note,
+        )
+
+    def _learn(self, draft: Draft, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:
+        growth, path = draft.growth, verdict.path
+        if growth is None:
+            return
+        tokens = draft.tree.tokens.tolist()
+        # The pruned tree's nodes are looked up in the grown one, where the candidates are kept.
+        grown, node = [0], 0
+        for pruned in path[1:]:
+            child = growth.tree.child(node, tokens[pruned])
+            if child is None:
+                break
+            node = child
+            grown.append(node)
+        self.grower.learn(growth, grown, verdict.next_token)
+        if self._recycle is not None:
+            for node in path:
+                self._recycle.learn(tokens[node], logits[node])
+
+    def _look_at_costs(self, context: int) -> None:
+        curve = self.cost.curve(context, self._most_rows).tolist()
+        self._curve = curve
+        rate = self.rate
+        rows = []
+        for have in range(1, len(curve)):
+            ahead = range(1, min(4, len(curve) - have) + 1)
+            rows.append(rate * min((curve[have - 1 + more] - curve[have - 1]) / more for more in ahead))
+        self._prices = Prices((*rows, 0.0), rate)
+
+    def _note(self, growth: Growth) -> str:
+        worth = self.grower.worth
+        if self.grower.model is None or growth.model_passes:
+            return ""
+        return f"draft model not asked: it would gain {worth.gain:.2f} tokens for the time of {worth.cost:.2f}"
+
+
+_NONE: Final = (0,) * len(Source)
+
+
+def _by_source(sources: npt.NDArray[np.uint8]) -> tuple[int, ...]:
+    return tuple(np.bincount(sources, minlength=len(Source)).tolist()) if sources.size else _NONE
