@@ -1,0 +1,256 @@
+"""The n-gram prior: counts as a dictionary counts them, a file that is bounded, and no harm from a damaged one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun.runtime.draft import ngram_counts
+from edgerun.runtime.draft.ngram import GUESSES, NgramPredictor
+from edgerun.runtime.draft.ngram_table import SMALLEST, NgramTable, write_table
+from edgerun.runtime.draft.predictor import Predictor
+from edgerun.runtime.draft.tree import Source
+
+VOCABULARY = 12
+KEY = "a tokenizer"
+texts = st.lists(st.lists(st.integers(0, VOCABULARY - 1), max_size=60), max_size=4)
+small_texts = st.lists(st.lists(st.integers(0, 3), max_size=60), max_size=4)
+
+
+def no_warning(line: str) -> None:
+    raise AssertionError(line)
+
+
+def opened(path: Path, key: str = KEY, vocab_size: int = VOCABULARY) -> NgramTable:
+    table = NgramTable.open(path, vocab_size=vocab_size, key=key, warn=no_warning)
+    assert table is not None
+    return table
+
+
+def table_of(sequences: list[list[int]], max_bytes: int = 1 << 20) -> NgramTable:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "table"
+        write_table(path, sequences, vocab_size=VOCABULARY, key=KEY, max_bytes=max_bytes)
+        return opened(path)
+
+
+def expected(sequences: list[list[int]]) -> dict[tuple[int, ...], list[tuple[int, float, int]]]:
+    """For every context worth keeping: token, probability and times the context was seen, by plain counting."""
+    followers: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for sequence in sequences:
+        for place in range(1, len(sequence)):
+            for order in range(1, min(place, 4) + 1):
+                followers[tuple(sequence[place - order : place])][sequence[place]] += 1
+    tokens = Counter(token for sequence in sequences for token in sequence)
+
+    def probability(context: tuple[int, ...], token: int) -> float:
+        if not context:
+            return tokens[token] / sum(tokens.values())
+        seen = followers[context]
+        given = ngram_counts._DISCOUNT * len(seen) + ngram_counts._DOUBT
+        own = seen[token] - ngram_counts._DISCOUNT
+        return (own + given * probability(context[1:], token)) / (seen.total() + ngram_counts._DOUBT)
+
+    kept = {}
+    for context, seen in followers.items():
+        shorter = followers[context[1:]] if len(context) > 1 else None
+        if shorter is not None and shorter.total() == 1:
+            continue  # what is known of the shorter context is all there is to know
+        likely = sorted(((token, probability(context, token)) for token in seen), key=lambda item: (-item[1], item[0]))
+        if seen.total() == 1 and shorter is not None:
+            best = min(shorter, key=lambda token: (-probability(context[1:], token), token))
+            if likely[0][0] == best:
+                continue
+        kept[context] = [(token, share, seen.total()) for token, share in likely[:3] if share * 64 >= 1]
+    return {context: entries for context, entries in kept.items() if entries}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.one_of(texts, small_texts))
+def test_it_counts_as_a_dictionary_does(sequences: list[list[int]]) -> None:
+    table = table_of(sequences)
+    wanted = expected(sequences)
+    assert len(table) == sum(map(len, wanted.values()))
+    for context, entries in wanted.items():
+        found = table.find(context)[-1]
+        shares = {token: share for token, share, _ in entries}
+        assert len(found) == len(entries)
+        for value, (_, share, times) in zip(found, entries, strict=True):
+            # Equally likely tokens may change places over the last bit of a probability.
+            assert shares[value >> 8] == pytest.approx(share, abs=1e-5)
+            assert (value >> 2 & 63) / 64 - 1e-5 <= share <= ((value >> 2 & 63) + 1) / 64 + 1e-5
+            assert value & 3 == (times >= 2) + (times >= 4) + (times >= 16)
+
+
+@settings(max_examples=50, deadline=None)
+@given(small_texts)
+def test_parts_make_the_same_table(sequences: list[list[int]]) -> None:
+    whole = table_of(sequences)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram_counts, "_PART", 7)
+        parts = table_of(sequences)
+    for sequence in sequences:
+        for place in range(len(sequence)):
+            context = sequence[max(0, place - 4) : place]
+            assert parts.find(context) == whole.find(context)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts, st.integers(SMALLEST, 1500))
+def test_it_never_takes_more_bytes_than_allowed(sequences: list[list[int]], max_bytes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "table"
+        written = write_table(path, sequences, vocab_size=VOCABULARY, key=KEY, max_bytes=max_bytes)
+        assert path.stat().st_size == written <= max_bytes
+        opened(path)
+
+
+def test_a_smaller_table_keeps_what_is_worth_most() -> None:
+    chance = random.Random(0)
+    often = [1, 2, 3, 4, 5, 6] * 50
+    once = [chance.randrange(VOCABULARY) for _ in range(300)]
+    table = table_of([often, once], SMALLEST + 200)
+    assert len(table) > 10
+    predictor = NgramPredictor(table)
+    for place in range(1, 6):
+        predictor.follow(often[:place])
+        assert predictor.guesses(predictor.state())[0].token == often[place]
+
+
+def test_too_few_bytes_and_bad_tokens_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    for sequence in ([VOCABULARY], [-1], [[1, 2]], [0.5]):
+        with pytest.raises(ValueError, match="token ids"):
+            write_table(path, [sequence], vocab_size=VOCABULARY, key=KEY)
+    with pytest.raises(ValueError, match="at most"):
+        write_table(path, [[1, 2]], vocab_size=VOCABULARY, key=KEY, max_bytes=SMALLEST - 1)
+    with pytest.raises(ValueError, match="vocabulary"):
+        write_table(path, [[1, 2]], vocab_size=(1 << 24) + 1, key=KEY)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("sequences", [[], [[]], [[3]], [[3], [], [4]], [np.array([], np.int64)]])
+def test_no_text_makes_a_table_without_guesses(sequences: list[list[int]]) -> None:
+    table = table_of(sequences)
+    assert len(table) == 0
+    predictor = NgramPredictor(table)
+    for text in ([], [3], [3, 4, 5, 6, 7]):
+        predictor.follow(text)
+        assert predictor.guesses(predictor.state()) == []
+
+
+def test_contexts_do_not_reach_from_one_sequence_into_the_next() -> None:
+    assert table_of([[1], [2], [1], [2]]).find([1]) == [[]]
+    assert len(table_of([[1, 2], [1, 2]]).find([1])[0]) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(small_texts, st.lists(st.integers(0, VOCABULARY - 1), max_size=8))
+def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) -> None:
+    predictor: Predictor = NgramPredictor(table_of(sequences))
+    assert predictor.source is Source.NGRAM
+    assert all(0 < share < 1 for share in predictor.prior)
+    predictor.follow(text)
+    guesses = predictor.guesses(predictor.state())
+    assert len(guesses) <= GUESSES
+    assert len({guess.token for guess in guesses}) == len(guesses)
+    assert all(0 <= guess.bucket < len(predictor.prior) for guess in guesses)
+    assert all(0 <= guess.token < VOCABULARY for guess in guesses)
+    # Appended, followed or reached from a state: the same place.
+    grown: Predictor = NgramPredictor(table_of(sequences))
+    state = grown.state()
+    for token in text:
+        state = grown.after(state, token)
+    assert grown.state() == ()
+    for token in text:
+        grown.append(token)
+    assert grown.state() == state == predictor.state()
+
+
+def test_a_longer_context_decides() -> None:
+    predictor = NgramPredictor(table_of([[1, 2, 3], [4, 2, 5]] * 5))
+    predictor.follow([1, 2])
+    assert [guess.token for guess in predictor.guesses(predictor.state())] == [3, 5]
+    predictor.follow([4, 2])
+    assert [guess.token for guess in predictor.guesses(predictor.state())] == [5, 3]
+
+
+def sound_table(path: Path) -> bytes:
+    chance = random.Random(1)
+    write_table(path, [[chance.randrange(VOCABULARY) for _ in range(500)]], vocab_size=VOCABULARY, key=KEY)
+    return path.read_bytes()
+
+
+def damage_is_harmless(path: Path, data: bytes) -> bool:
+    """Whether the file was set aside; one that still opens guesses nothing outside the vocabulary."""
+    path.write_bytes(data)
+    lines: list[str] = []
+    table = NgramTable.open(path, vocab_size=VOCABULARY, key=KEY, warn=lines.append)
+    if table is not None:
+        for context in itertools.product(range(VOCABULARY), repeat=2):
+            assert all(value >> 8 < VOCABULARY for values in table.find(context) for value in values)
+        return False
+    assert len(lines) == 1
+    assert "\n" not in lines[0]
+    assert not path.exists()
+    assert path.with_name(path.name + ".damaged").read_bytes() == data
+    return True
+
+
+def test_a_flipped_bit_anywhere_sets_it_aside(tmp_path: Path) -> None:
+    data = sound_table(tmp_path / "table")
+    chance = random.Random(2)
+    places = [*range(80 * 8), *chance.sample(range(80 * 8, len(data) * 8), 300)]
+    for place in places:
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << place % 8
+        assert damage_is_harmless(tmp_path / "table", bytes(flipped))
+
+
+def test_a_cut_or_grown_file_is_set_aside(tmp_path: Path) -> None:
+    data = sound_table(tmp_path / "table")
+    for length in [*range(0, len(data), 97), len(data) - 1]:
+        assert damage_is_harmless(tmp_path / "table", data[:length])
+    assert damage_is_harmless(tmp_path / "table", data + b"\0")
+    assert not damage_is_harmless(tmp_path / "table", data)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=300))
+def test_any_other_file_is_set_aside(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert damage_is_harmless(Path(folder) / "table", data)
+
+
+def test_a_table_of_another_model_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    data = sound_table(path)
+    for key, vocab_size in (("another", VOCABULARY), (KEY, VOCABULARY + 1)):
+        lines: list[str] = []
+        assert NgramTable.open(path, vocab_size=vocab_size, key=key, warn=lines.append) is None
+        assert len(lines) == 1
+        assert "another model" in lines[0]
+        assert path.read_bytes() == data
+    opened(path)
+
+
+def test_where_there_is_no_file_there_is_no_table(tmp_path: Path) -> None:
+    assert NgramTable.open(tmp_path / "table", vocab_size=VOCABULARY, key=KEY, warn=no_warning) is None
+
+
+def test_an_open_table_outlives_its_replacement(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    write_table(path, [[1, 2, 1, 2, 1, 2]], vocab_size=VOCABULARY, key=KEY)
+    table = opened(path)
+    before = table.find([1])
+    write_table(path, [[1, 3, 1, 3, 1, 3]], vocab_size=VOCABULARY, key=KEY)
+    assert table.find([1]) == before
+    assert opened(path).find([1]) != before
