@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..runtime.engine import Engine, load
+from ..runtime.session import SessionConfig
+from ..runtime.step_cost_cache import cached
+from .tune_command import context_label, describe_cost
 
 
 def inspect(
@@ -33,7 +36,7 @@ def inspect(
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name.replace("_", " "), _shown(value))
+        table.add_row(name.replace("_", " "), _pass_costs(value) if name == "pass_costs" else _shown(value))
     Console(highlight=False).print(table)
 
 
@@ -70,7 +73,20 @@ def describe(engine: Engine) -> dict[str, Any]:
             "files": {name: digest.bytes for name, digest in manifest.files.items()},
             "made_by": manifest.command or manifest.producer,
         }
+    cost = cached(engine.bundle, SessionConfig(engine.device))
+    facts["pass_costs"] = None if cost is None else describe_cost(cost)
     return facts
+
+
+def _pass_costs(described: list[dict[str, Any]] | None) -> str:
+    """Milliseconds of passes by their rows, a line for each context."""
+    if described is None:
+        return "not measured yet; edge-run tune measures them"
+    lines = []
+    for entry in described:
+        times = ", ".join(f"{rows}: {ms:.3g}" for rows, ms in zip(entry["rows"], entry["milliseconds"], strict=True))
+        lines.append(f"{context_label(entry['up_to_context'])}: milliseconds by rows {times}")
+    return "\n".join(lines)
 
 
 def _shown(value: Any) -> str:

@@ -81,16 +81,16 @@ class StepCost:
     """
 
     def __init__(self, measured: Mapping[int, Mapping[int, float]]) -> None:
-        """Start from measurements: context -> rows -> seconds; contexts of one bucket must not be given twice.
+        """Start from measurements: context -> rows -> seconds; one context a bucket, one row among the rows.
 
         Raises:
-            ValueError: nothing was measured, or something that is no time.
+            ValueError: nothing was measured, or a bucket twice or without one row, or something that is no time.
         """
         self._buckets: dict[int, _Bucket] = {}
         for context, times in measured.items():
             index = _bucket_of(context)
-            if index in self._buckets or not times:
-                raise ValueError(f"context {context} was measured twice, or not at all")
+            if index in self._buckets or 1 not in times:
+                raise ValueError(f"context {context} was measured twice, or not with one row")
             for rows, seconds in times.items():
                 if not 1 <= rows <= MOST_WIDTH or not 0 < seconds < math.inf:
                     raise ValueError(f"{seconds} s for {rows} rows")
@@ -236,14 +236,13 @@ def _interpolated(knots: Mapping[int, _Knot], rows: Any) -> Any:
     """Seconds at `rows` (a number or an array): linear between the knots, which are first made not to fall.
 
     Beyond the last knot it goes on with the slope of the upper half, which is less noisy than that of the last piece.
-    Where one width alone is known, m rows are taken to cost m passes: no draft pays until more is known.
+    Where one row alone is known, m rows are taken to cost m passes: no draft pays until more is known.
     """
     widths = sorted(knots)
     times = _not_falling([math.exp(knots[width].log) for width in widths], [knots[width].passes for width in widths])
-    half = bisect_left(widths, (widths[-1] + 1) // 2)
     if len(widths) == 1:
-        return times[0] * np.maximum(rows, 1) / widths[0]
-    half = min(half, len(widths) - 2)
+        return times[0] * rows
+    half = min(bisect_left(widths, (widths[-1] + 1) // 2), len(widths) - 2)
     slope = (times[-1] - times[half]) / (widths[-1] - widths[half])
     return np.interp(rows, widths, times) + slope * np.maximum(rows - np.asarray(widths[-1]), 0)
 
