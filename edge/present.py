@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any, Final
 
 from ..runtime.engine import Engine
 from ..runtime.reply import Reply, Stats
+from ..runtime.speculation import Speculation
 
 _CONTROLS: Final = {code: "\ufffd" for code in [*range(32), 127, *range(0x80, 0xA0)] if chr(code) not in "\n\t"}
 
@@ -36,12 +38,15 @@ def stats_line(stats: Stats, load_s: float | None = None) -> str:
         f"{stats.completion_tokens} tokens at {stats.decode_tokens_per_second:.1f}/s",
         f"{stats.tokens_per_pass:.2f} tokens a pass",
     ]
+    if stats.drafted:
+        sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
+        parts.append(f"guesses accepted: {sources}")
     if load_s is not None:
         parts.append(f"loaded in {load_s * 1e3:.0f} ms")
     return ", ".join(parts)
 
 
-def reply_json(reply: Reply, engine: Engine, load_s: float) -> dict[str, Any]:
+def reply_json(reply: Reply, engine: Engine, speculation: Speculation, load_s: float) -> dict[str, Any]:
     """The object `--json` prints (docs/user-guide.md names its fields)."""
     stats = reply.stats
     return {
@@ -55,12 +60,12 @@ def reply_json(reply: Reply, engine: Engine, load_s: float) -> dict[str, Any]:
             "total_ms": round(stats.total_s * 1e3, 3),
         },
         "speculation": {
-            "mode": "off",
+            "mode": str(speculation),
             "target_passes": stats.target_passes,
-            "drafted": 0,
-            "accepted": 0,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
             "tokens_per_pass": round(stats.tokens_per_pass, 3),
-            "by_source": {},
+            "by_source": {name: asdict(count) for name, count in stats.by_source.items()},
         },
         "model": str(engine.bundle.folder),
         "device": str(engine.device),

@@ -15,7 +15,9 @@ from ..runtime.decode import FinishReason
 from ..runtime.engine import Engine, load
 from ..runtime.options import GenerateOptions
 from ..runtime.reply import Reply
+from ..runtime.speculation import Speculation
 from .errors import InputError
+from .explain import show_rounds
 from .interrupt import cancelling_on_interrupt
 from .present import reply_json, stats_line, write_error, write_out
 from .terminal_chat import TerminalChat
@@ -57,9 +59,27 @@ def run(
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep weights packed for this machine on disk.")
     ] = True,
+    draft: Annotated[
+        str, typer.Option(metavar="MODEL", help="Draft model: a folder, auto (the one MODEL names), or none.")
+    ] = "auto",
+    spec: Annotated[
+        str,
+        typer.Option(
+            metavar="WHO", help="Who guesses ahead: auto, off, or some of suffix,recycle,ngram,history,model."
+        ),
+    ] = "auto",
+    history: Annotated[
+        bool, typer.Option("--history", help="Keep this conversation on disk, and guess from earlier ones.")
+    ] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Decide near-ties again with a pass over one token, as plain decoding does.")
+    ] = False,
     resume: Annotated[Path | None, typer.Option(help="Go on with a conversation put aside by /save.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print what the answer cost, on stderr.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print, on stderr, what every round guessed, verified and cost.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
 ) -> int:
     """Chat with MODEL, or answer one prompt given with -p or on standard input.
@@ -76,6 +96,9 @@ def run(
         repeat_penalty=repeat_penalty,
         seed=seed,
         raw=raw,
+        speculation=Speculation.parse(spec),
+        exact=exact,
+        explain=explain,
     )
     chatting = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if chatting:
@@ -86,7 +109,15 @@ def run(
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
 
     started = time.perf_counter()
-    engine = load(model, device=device, threads=threads, context=context, cache=cache)
+    engine = load(
+        model,
+        device=device,
+        threads=threads,
+        context=context,
+        cache=cache,
+        draft=None if draft == "none" else draft,
+        history=history,
+    )
     load_s = time.perf_counter() - started
     with engine:
         if chatting:
@@ -94,7 +125,9 @@ def run(
         assert prompt is not None  # noqa: S101  only a chat has none
         reply, interrupted = _answer(engine, prompt, options, system, resume, show=not as_json)
         if as_json:
-            print(json.dumps(reply_json(reply, engine, load_s), ensure_ascii=False))  # noqa: T201
+            print(json.dumps(reply_json(reply, engine, options.speculation, load_s), ensure_ascii=False))  # noqa: T201
+        if explain:
+            show_rounds(reply.stats.rounds)
         if stats:
             write_error(stats_line(reply.stats, load_s))
     return _INTERRUPTED if interrupted else 0

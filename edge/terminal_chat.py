@@ -16,6 +16,7 @@ from ..runtime.engine import Engine
 from ..runtime.options import GenerateOptions
 from ..runtime.reply import Stats
 from .errors import EdgeError
+from .explain import show_rounds
 from .interrupt import cancelling_on_interrupt
 from .present import for_terminal, stats_line, write_out
 
@@ -103,6 +104,8 @@ class TerminalChat:
         write_out("\n")
         if interrupted():
             self._note("stopped")
+        if self._options.explain and self._last is not None:
+            show_rounds(self._last.rounds)
         if self._show_stats:
             self._stats("")
 

@@ -78,8 +78,7 @@ def complete(
             if first_token is None:
                 first_token = time.perf_counter()
             completion += step.produced
-            if step.round is not None:
-                tally.add(step.round)
+            tally.add(step)
             text.tokens.extend(step.tokens)
             shown = matcher.push(decoder.push(step.tokens))
             if matcher.stopped:

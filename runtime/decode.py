@@ -38,8 +38,10 @@ class Step:
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
     target_passes: int = 1
+    target_s: float = 0.0
+    """Seconds in the target's pass; not counted for the prompt's."""
     round: Round | None = None
-    """The account of a round that speculated, or might have."""
+    """The account of a round that drafted, or might have."""
 
     @property
     def produced(self) -> int:
@@ -110,17 +112,19 @@ def decode(
             return
         chooser.observe((anchor,))
         if speculator is None or speculator.resting:
+            started = time.perf_counter()
             logits = bound.forward((anchor,))
+            seconds = time.perf_counter() - started
             arena.commit(1)
             anchor = chooser.choose(logits[0], arena.length)
-            step = _step((anchor,), limits.eos, left)
+            step = _step((anchor,), limits.eos, left, 1, seconds)
             left -= 1
             if speculator is not None:
                 speculator.skip(anchor)
         else:
             emitted, report = _speculate(bound, chooser, limits.eos, left, speculator)
             anchor = emitted[-1]
-            step = _step(emitted, limits.eos, left, 1, report)
+            step = _step(emitted, limits.eos, left, 1, report.target_s, report)
             left -= len(emitted)
 
 
@@ -146,9 +150,14 @@ def _speculate(
 
 
 def _step(
-    emitted: tuple[int, ...], eos: frozenset[int], most: int, passes: int = 1, report: Round | None = None
+    emitted: tuple[int, ...],
+    eos: frozenset[int],
+    most: int,
+    passes: int,
+    target_s: float = 0.0,
+    report: Round | None = None,
 ) -> Step:
     """The step that emits these tokens, of which at most the last ends the text."""
     if emitted[-1] in eos:
-        return Step(emitted[:-1], FinishReason.STOP, passes, report)
-    return Step(emitted, FinishReason.LENGTH if len(emitted) >= most else None, passes, report)
+        return Step(emitted[:-1], FinishReason.STOP, passes, target_s, report)
+    return Step(emitted, FinishReason.LENGTH if len(emitted) >= most else None, passes, target_s, report)

@@ -39,6 +39,8 @@ class GenerateOptions:
     """System message."""
     speculation: Speculation = Speculation.AUTO
     """Who guesses ahead. The text does not depend on it."""
+    exact: bool = False
+    """Decide near-ties with a pass over one token, which makes greedy text that of plain decoding to the last bit."""
     explain: bool = False
     """Keep the account of every round, in `Stats.rounds`."""
 

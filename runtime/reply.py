@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .decode import FinishReason
+from .decode import FinishReason, Step
 from .draft.tree import Source
 from .speculate import Round
 from .speculation import SOURCE_NAMES
@@ -50,8 +50,8 @@ class Stats:
     """In the target's passes."""
     host_s: float = 0.0
     """Looking guesses up, pruning them and learning from them."""
-    rounds: tuple[Round, ...] = ()
-    """Every round, where they were asked for."""
+    rounds: tuple[Round | None, ...] = ()
+    """Every round after the first token, where they were asked for; None where drafting rested."""
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -70,19 +70,22 @@ class RoundTally:
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
-        self.rounds: list[Round] = []
+        self.rounds: list[Round | None] = []
         self._drafted = [0] * len(Source)
         self._accepted = [0] * len(Source)
         self._drafted_at: list[int] = []
         self._accepted_at: list[int] = []
         self.draft_s = self.target_s = self.host_s = 0.0
 
-    def add(self, one: Round) -> None:
-        """Count a round."""
-        if self._keep:
+    def add(self, step: Step) -> None:
+        """Count the round that a step came from."""
+        self.target_s += step.target_s
+        one = step.round
+        if self._keep and step.target_s:
             self.rounds.append(one)
+        if one is None:
+            return
         self.draft_s += one.draft_s
-        self.target_s += one.target_s
         self.host_s += one.host_s
         if one.rows == 1:
             return

@@ -69,6 +69,10 @@ class Draft:
     note: str = ""
 
 
+_NEGLIGIBLE: Final = 0.01
+"""Tokens a round that looking guesses up may cost without being laid to rest."""
+
+
 class Rest:
     """When to stop drafting for a while: it promises less than the time it takes is worth."""
 
@@ -129,6 +133,7 @@ class Speculator:
         self._curve: list[float] = []
         self._prices = Prices((0.0,), 0.0)
         self._rounds = 0
+        self._host_s = 0.0
 
     @property
     def rate(self) -> float:
@@ -203,7 +208,10 @@ class Speculator:
         self._taken = self._taken * decay + self._curve[len(tree) - 1] + draft.draft_s + draft.host_s
         host_s = draft.host_s + time.perf_counter() - started
         if draft.growth is not None:
-            self.rest.observe(draft.advantage - host_s * self.rate)
+            # One interrupted round says nothing about the next: what it took beyond twice the usual is not counted.
+            self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s) if self._host_s else host_s
+            price = self._host_s * self.rate
+            self.rest.observe(draft.advantage - price if price > _NEGLIGIBLE else 0.0)
         sources = tree.source
         depths = tree.depths[1:]
         return Round(
