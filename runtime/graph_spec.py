@@ -32,6 +32,9 @@ class GraphSpec:
     """The ports of a decoder graph that keeps its cache in place."""
 
     vocab_size: int
+    """Tokens the head tells apart: the last dimension of the logits."""
+    input_vocab: int
+    """Tokens the embedding has; more than `vocab_size` where the head of a draft model is trimmed."""
     layers: int
     kv_heads: int
     head_dim: int
@@ -51,8 +54,16 @@ class GraphSpec:
         return tuple(f"present.{i}.{kind}" for kind in ("key", "value") for i in range(self.layers))
 
 
-def introspect(inputs: Sequence[Port], outputs: Sequence[Port], where: str) -> GraphSpec:
-    """Find out what a graph's ports are; `where` names the file in errors.
+def introspect(
+    inputs: Sequence[Port], outputs: Sequence[Port], where: str, input_vocab: int | None = None
+) -> GraphSpec:
+    """Find out what a graph's ports are.
+
+    Args:
+        inputs: of the graph.
+        outputs: of the graph.
+        where: names the file in errors.
+        input_vocab: tokens the embedding has, which no port shows; as many as the head's when None.
 
     Raises:
         BundleError: the graph is not a decoder with a cache kept in place; says which port is missing or unfit.
@@ -77,6 +88,7 @@ def introspect(inputs: Sequence[Port], outputs: Sequence[Port], where: str) -> G
 
     spec = GraphSpec(
         vocab_size=vocab_size,
+        input_vocab=vocab_size if input_vocab is None else input_vocab,
         layers=len(layers),
         kv_heads=kv_heads,
         head_dim=head_dim,

@@ -41,6 +41,9 @@ class SessionConfig:
 
     device: Device
     threads: int = 0
+    shares_cores: bool = False
+    """Whether another session takes turns with this one. Threads that wait for more work by spinning, as they do
+    otherwise, would take the cores from it: a target of 17 ms a pass beside a draft model then takes 31."""
 
 
 def write_prepacked(graph: Path, destination: Path) -> None:
@@ -68,8 +71,8 @@ def write_prepacked(graph: Path, destination: Path) -> None:
 class GraphSession:
     """A loaded graph. `spec` says what its ports are."""
 
-    def __init__(self, graph: Path, config: SessionConfig) -> None:
-        """Load `graph`.
+    def __init__(self, graph: Path, config: SessionConfig, input_vocab: int | None = None) -> None:
+        """Load `graph`; `input_vocab` is its embedding's size where that is not its head's.
 
         Raises:
             BundleError: the file is not a model, or not one that edge-run can decode with.
@@ -80,6 +83,8 @@ class GraphSession:
         options.inter_op_num_threads = 1
         # The bias changes shape with every token; remembering an allocation plan per shape would only grow.
         options.enable_mem_pattern = False
+        if config.shares_cores:
+            options.add_session_config_entry("session.force_spinning_stop", "1")
         try:
             self._session = ort.InferenceSession(
                 # Falling back would try again without a word, and print to standard output.
@@ -99,6 +104,7 @@ class GraphSession:
             [Port(node.name, node.type, tuple(node.shape)) for node in self._session.get_inputs()],
             [Port(node.name, node.type, tuple(node.shape)) for node in self._session.get_outputs()],
             str(graph),
+            input_vocab,
         )
 
     def arena(self, limit: int) -> KVArena:
@@ -147,10 +153,12 @@ class BoundSession:
         """Run `n` new tokens after the arena's committed rows; their cache rows are written, not committed.
 
         Args:
-            tokens: int `[n]`, ids below the vocabulary size.
+            tokens: int `[n]`, ids the embedding has.
             rows: int `[r]`, which of the `n` rows to return logits for; all when None.
-            positions: int `[n]`, rotary positions; consecutive when None.
-            tree_mask: bool `[n, n]`, whether row i sees row j; causal when None. A row never sees a later one.
+            positions: int `[n]`, rotary positions; consecutive when None, and always so where no row is committed yet:
+                the operator takes such a pass for the beginning of a prompt and does not look at them.
+            tree_mask: bool `[n, h + n]`, whether row i sees row j of the last `h` committed rows and the new ones, and
+                so usually `[n, n]`; causal when None. All rows before are seen, and no row sees a later one.
 
         Returns:
             Logits float32 `[r, V]`, valid until the next call.
@@ -161,9 +169,9 @@ class BoundSession:
         """
         ids = np.asarray(tokens, np.int64)
         # The operator would answer an id outside the vocabulary with zeros instead of an error.
-        if ids.min() < 0 or ids.max() >= self.spec.vocab_size:
+        if ids.min() < 0 or ids.max() >= self.spec.input_vocab:
             raise ValueError(
-                f"token ids must lie between 0 and {self.spec.vocab_size - 1}, found {ids.min()} to {ids.max()}"
+                f"token ids must lie between 0 and {self.spec.input_vocab - 1}, found {ids.min()} to {ids.max()}"
             )
         base, width = self.arena.length, ids.size
         self.arena.reserve(width)
@@ -174,6 +182,8 @@ class BoundSession:
             self._bind_width(width)
         self._tokens[:width] = ids
         self._positions[:width] = np.arange(base, total) if positions is None else positions
+        if base == 0 and positions is not None and self._positions[width - 1] != width - 1:
+            raise ValueError("a tree needs a committed row to grow from")
         wanted = np.arange(width) if rows is None else np.asarray(rows, np.int64)
         if wanted.size != self._rows:
             self._bind_rows(wanted.size)
@@ -232,8 +242,9 @@ class BoundSession:
         if cells > self._tree_bias.size:
             self._tree_bias = np.empty(cells + width * self.arena.capacity, np.float32)
         bias = self._tree_bias[:cells].reshape(1, 1, width, total)
-        bias[..., : total - width] = 0
-        bias[0, 0, :, total - width :] = np.where(tree_mask, np.float32(0), _BLOCKED)
+        masked = tree_mask.shape[1]
+        bias[..., : total - masked] = 0
+        bias[0, 0, :, total - masked :] = np.where(tree_mask, np.float32(0), _BLOCKED)
         self._bind_input("attention_bias", bias)
 
 

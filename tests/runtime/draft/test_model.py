@@ -1,0 +1,333 @@
+"""The draft model on real sessions: whatever was asked and whatever came true, it says what a fresh pass would say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.draft.model import DraftModel, Likely
+from edgerun.runtime.session import GraphSession, SessionConfig
+from edgerun.runtime.step_cost import StepCost
+from tiny import write_bundle
+
+VOCABULARY = 300
+LIMIT = 64
+KEPT = np.sort(np.random.default_rng(8).permutation(VOCABULARY)[:120]).astype(np.int32)
+"""The tokens that a trimmed head keeps."""
+TEXTS = st.lists(st.integers(20, 24), min_size=1, max_size=20)
+"""Of few tokens, so that texts and guesses often agree."""
+PATHS = st.lists(st.integers(20, 24), max_size=4).map(tuple)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def graph(untied: Path) -> GraphSession:
+    return session(untied / "model.onnx")
+
+
+@pytest.fixture(scope="module")
+def chains_only(untied: Path) -> GraphSession:
+    """The same model as a graph without mask and positions."""
+
+    def change(model) -> None:
+        for node in model.graph.node:
+            if node.op_type == "GroupQueryAttention":
+                del node.input[9:]
+        kept = [port for port in model.graph.input if port.name not in ("attention_bias", "position_ids")]
+        del model.graph.input[:]
+        model.graph.input.extend(kept)
+
+    return session(changed(untied, "chains.onnx", change))
+
+
+@pytest.fixture(scope="module")
+def trimmed(untied: Path) -> Path:
+    """The same model with a head for the kept tokens only."""
+    return changed(untied, "trimmed.onnx", lambda model: keep_tokens(model, "head.weight"))
+
+
+@pytest.fixture(scope="module")
+def trimmed_throughout(untied: Path) -> Path:
+    """The same model with head and embedding for the kept tokens only."""
+    return changed(untied, "throughout.onnx", lambda model: keep_tokens(model, "head.weight", "embedding.weight"))
+
+
+def changed(bundle: Path, name: str, change: Callable) -> Path:
+    import onnx
+
+    model = onnx.load(bundle / "model.onnx")
+    change(model)
+    onnx.save(model, bundle / name)
+    return bundle / name
+
+
+def keep_tokens(model, *weights: str) -> None:
+    from onnx import numpy_helper
+
+    for tensor in model.graph.initializer:
+        if tensor.name in weights:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor)[KEPT], tensor.name))
+    logits = next(port for port in model.graph.output if port.name == "logits")
+    logits.type.tensor_type.shape.dim[1].dim_value = KEPT.size
+
+
+def session(graph: Path, input_vocab: int | None = None) -> GraphSession:
+    return GraphSession(graph, SessionConfig(choose_device("cpu"), 1), input_vocab)
+
+
+def draft(graph: GraphSession, limit: int = LIMIT, target_vocab: int = VOCABULARY, target_ids=None) -> DraftModel:
+    cost = StepCost({0: {1: 0.001, 2: 0.0015, 4: 0.002}})
+    return DraftModel(graph.bind(graph.arena(limit)), cost, target_vocab, target_ids)
+
+
+def plain(graph: GraphSession, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities after the last of the tokens, float64 `[V]`, and the rows of all, from one pass over nothing."""
+    bound = graph.bind(graph.arena(600))
+    logits = bound.forward(tokens, rows=(len(tokens) - 1,))[0].astype(np.float64)
+    bound.arena.commit(len(tokens))
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum(), bound.arena.snapshot()
+
+
+def assert_as_plain(graph: GraphSession, tokens: list[int], likely: Likely) -> None:
+    expected = plain(graph, tokens)[0]
+    np.testing.assert_allclose(likely.probabilities, expected[list(likely.tokens)], atol=2e-5)
+    np.testing.assert_allclose(likely.probabilities, np.sort(expected)[::-1][: len(likely.tokens)], atol=2e-5)
+    assert len(set(likely.tokens)) == len(likely.tokens)
+
+
+def assert_rows_are_the_texts(graph: GraphSession, model: DraftModel, text: list[int]) -> None:
+    arena = model._arena
+    assert arena.length <= len(text)
+    if arena.length:
+        np.testing.assert_allclose(arena.snapshot(), plain(graph, text[: arena.length])[1], atol=2e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
+def test_it_says_what_a_fresh_pass_says(
+    graph: GraphSession, chains_only: GraphSession, trees: bool, data: st.DataObject
+) -> None:
+    model = draft(graph if trees else chains_only)
+    text = data.draw(TEXTS)
+    model.follow(text)
+    for _ in range(data.draw(st.integers(1, 6))):
+        match data.draw(st.sampled_from(["ask", "ask many", "grow", "grow", "follow"])):
+            case "ask":
+                path = data.draw(PATHS)
+                expected = model.seconds(path)
+                passes = model.passes
+                likely = model.likely(path, 3)
+                assert (model.passes - passes, expected == 0) in ((1, False), (0, True))
+                assert_as_plain(graph, [*text, *path], likely)
+                assert model.seconds(path) == model.pending == 0
+            case "ask many":
+                paths = data.draw(st.lists(PATHS, min_size=1, max_size=4))
+                passes = model.passes
+                at_once = trees and model._arena.length > 0
+                for path, likely in zip(paths, model.likely_each(paths, 2), strict=True):
+                    assert_as_plain(graph, [*text, *path], likely)
+                assert model.passes - passes <= (1 if at_once else 1 + len(paths))
+            case "grow":
+                for token in data.draw(PATHS):
+                    model.append(token)
+                    text = [*text, token]
+            case "follow":
+                text = text[: data.draw(st.integers(0, len(text)))] + data.draw(TEXTS)[: LIMIT - 30]
+                text = text[: LIMIT - 20]
+                model.follow(text)
+        assert_rows_are_the_texts(graph, model, text)
+
+
+@pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
+def test_a_chain_that_came_true_costs_no_pass_again(
+    graph: GraphSession, chains_only: GraphSession, trees: bool
+) -> None:
+    model = draft(graph if trees else chains_only)
+    text = [20, 30, 40]
+    model.follow(text)
+    for done in range(5):
+        # After the first round: the last guess and the token after it, the only ones that were never run.
+        assert model.pending == (2 if done else 3)
+        assert_as_plain(graph, text, model.likely((), 3))
+        chain: list[int] = []
+        for _ in range(4):
+            chain.append(model.likely(tuple(chain), 1).tokens[0])
+        assert model.passes == 4 * (done + 1)
+        for token in (*chain, 50):
+            model.append(token)
+        text += [*chain, 50]
+    model.likely((), 1)
+    assert_rows_are_the_texts(graph, model, text)
+
+
+def test_a_branch_that_came_true_is_known_already(graph: GraphSession) -> None:
+    model = draft(graph)
+    model.follow([20, 30, 40])
+    first, second = model.likely((), 2).tokens
+    model.likely_each([(first,), (second,), (first, 60), (second, 61)], 1)
+    assert model.passes == 2
+    model.append(second)
+    model.append(61)
+    assert (model.pending, model.seconds(())) == (0, 0)
+    assert_as_plain(graph, [20, 30, 40, second, 61], model.likely((), 3))
+    assert model.passes == 2
+
+
+def test_guesses_that_others_made_run_with_the_text_in_one_pass(graph: GraphSession) -> None:
+    model = draft(graph)
+    text = list(range(20, 50))
+    model.follow(text)
+    assert model.seconds((7, 8)) == model.cost.seconds(32, 0)
+    assert_as_plain(graph, [*text, 7, 8], model.likely((7, 8), 3))
+    assert model.passes == 1
+    # The row of the text and that of 7 are there, but not what they said: they run again, alone.
+    assert_as_plain(graph, [*text, 7], model.likely((7,), 3))
+    assert_as_plain(graph, [*text, 7, 8, 9], model.likely((7, 8, 9), 3))
+    assert_as_plain(graph, text, model.likely((), 3))
+    assert model.passes == 4
+
+
+def test_a_long_text_is_caught_up_with_in_pieces(tmp_path: Path) -> None:
+    graph = session(write_bundle(tmp_path, max_position_embeddings=600) / "model.onnx")
+    model = draft(graph, limit=600)
+    text = np.random.default_rng(4).integers(5, VOCABULARY, 300).tolist()
+    model.follow(text)
+    assert model.pending == 300
+    assert model.seconds(()) == 2 * model.cost.seconds(128, 0) + model.cost.seconds(44, 0)
+    assert_as_plain(graph, text, model.likely((), 3))
+    assert (model.passes, model.pending) == (3, 0)
+
+
+def test_guesses_survive_the_growth_of_the_arena(tmp_path: Path) -> None:
+    graph = session(write_bundle(tmp_path, max_position_embeddings=600) / "model.onnx")
+    model = draft(graph, limit=600)
+    text = np.random.default_rng(5).integers(5, VOCABULARY, 254).tolist()
+    model.follow(text)
+    model.likely((), 1)
+    generation = model._arena.generation
+    for path in ((6,), (9,), (6, 7), (6, 7, 8)):
+        model.likely(path, 1)
+    assert model._arena.generation > generation
+    for token in (6, 7, 8):
+        model.append(token)
+    passes = model.passes
+    assert_as_plain(graph, [*text, 6, 7, 8], model.likely((), 3))
+    assert_rows_are_the_texts(graph, model, [*text, 6, 7, 8])
+    assert (model.passes, model.pending) == (passes, 0)
+
+
+def test_a_text_it_cannot_hold_has_no_guesses(graph: GraphSession) -> None:
+    model = draft(graph, limit=10)
+    model.follow(range(20, 29))
+    assert len(model.likely((), 2).tokens) == 2
+    assert len(model.likely((7,), 2).tokens) == 2
+    assert model.likely((7, 8), 2) == Likely((), ())
+    assert model.likely((9,), 2) == Likely((), ())
+    for token in (7, 8):
+        model.append(token)
+    assert model.likely((), 2) == Likely((), ())
+    assert model.passes == 2
+    model.follow([20, 21])
+    assert_as_plain(graph, [20, 21], model.likely((), 2))
+
+
+def test_padding_is_never_guessed(graph: GraphSession) -> None:
+    full, target = draft(graph), 250
+    model = draft(graph, target_vocab=target)
+    for text in ([20, 21], [30, 40, 50], [7]):
+        full.follow(text)
+        model.follow(text)
+        everything = full.likely((), VOCABULARY)
+        inside = [(token, p) for token, p in zip(*everything, strict=True) if token < target]
+        likely = model.likely((), VOCABULARY)
+        assert likely.tokens == tuple(token for token, _ in inside)
+        total = sum(p for _, p in inside)
+        np.testing.assert_allclose(likely.probabilities, [p / total for _, p in inside], rtol=1e-4)
+
+
+def test_temperature_sharpens(graph: GraphSession) -> None:
+    model = draft(graph)
+    model.follow([20, 21, 22])
+    plainly, sharper = model.likely((), 300), model.likely((), 300, 0.5)
+    assert model.passes == 1
+    squares = np.square(plainly.probabilities)
+    np.testing.assert_allclose(sharper.probabilities, squares / squares.sum(), rtol=1e-3, atol=1e-9)
+    assert plainly.tokens == sharper.tokens
+
+
+def test_a_trimmed_head_says_what_the_whole_one_says_of_its_tokens(graph: GraphSession, trimmed: Path) -> None:
+    whole, model = draft(graph), draft(session(trimmed, VOCABULARY), target_ids=KEPT)
+    text = [int(token) for token in range(5, 40)]
+    assert set(text) - set(KEPT.tolist())
+    for each in (whole, model):
+        each.follow(text)
+    for path in ((), (3,), (int(KEPT[0]), 299)):
+        of_all = zip(*whole.likely(path, VOCABULARY), strict=True)
+        kept = [(token, p) for token, p in of_all if token in set(KEPT.tolist())]
+        likely = model.likely(path, VOCABULARY)
+        assert likely.tokens == tuple(token for token, _ in kept)
+        total = sum(p for _, p in kept)
+        np.testing.assert_allclose(likely.probabilities, [p / total for _, p in kept], rtol=1e-4)
+
+
+def test_a_model_trimmed_throughout_reads_only_its_tokens(trimmed: Path, trimmed_throughout: Path) -> None:
+    head, model = (
+        draft(session(trimmed, VOCABULARY), target_ids=KEPT),
+        draft(session(trimmed_throughout), target_ids=KEPT),
+    )
+    text = KEPT[[3, 50, 119, 0]].tolist()
+    for each in (head, model):
+        each.follow(text)
+    for path in ((), (int(KEPT[7]), int(KEPT[8]))):
+        expected, likely = head.likely(path, 5), model.likely(path, 5)
+        assert likely.tokens == expected.tokens
+        np.testing.assert_allclose(likely.probabilities, expected.probabilities, rtol=1e-5)
+    other = next(token for token in range(VOCABULARY) if token not in set(KEPT.tolist()))
+    assert model.likely((other,), 5) == Likely((), ())
+    model.append(other)
+    passes = model.passes
+    assert model.likely((), 5) == model.likely((int(KEPT[0]),), 5) == Likely((), ())
+    assert model.passes == passes
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (KEPT[:-1], "has 119 ids for a head of 120 tokens"),
+        (KEPT + 1, "has ids from 1 to 300, but the target 300 tokens"),
+        (KEPT - 2, "has ids from -2 to 297"),
+        (np.zeros(120, np.int32), "has an id more than once"),
+    ],
+)
+def test_ids_that_cannot_be_the_targets_are_refused(trimmed: Path, ids: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        draft(session(trimmed, VOCABULARY), target_ids=ids)
+
+
+def test_it_keeps_account_of_its_time(graph: GraphSession) -> None:
+    model = draft(graph)
+    model.follow([20, 21])
+    assert model.spent() == 0
+    model.likely((), 1)
+    assert model.spent() > 0
+    assert model.spent() == 0
+    observed = model.cost.observed
+    model.likely((5,), 1)
+    assert (model.cost.observed, model.passes) == (observed + 1, 2)
+
+
+def test_there_is_nothing_after_no_text(graph: GraphSession) -> None:
+    with pytest.raises(ValueError, match="a text of no tokens"):
+        draft(graph).likely((), 1)
