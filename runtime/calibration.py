@@ -94,7 +94,7 @@ def _measure(
         spent = time.perf_counter() - started
         if len(turns) >= _FEWEST_TURNS and spent + _turn(chosen, one) > seconds_budget:
             break
-        progress(max(len(turns) / _ENOUGH_TURNS, min(spent / seconds_budget, 1.0)))
+        progress(max(len(turns) / _ENOUGH_TURNS, min(spent / max(seconds_budget, 1e-9), 1.0)))
         # Back and forth, so that no width always follows the same one.
         order = chosen if len(turns) % 2 else chosen[::-1]
         times = {width: _pass(bound, width) for width in order}

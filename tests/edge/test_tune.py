@@ -1,0 +1,124 @@
+"""edge-run tune: what it prints, what it keeps, what it refuses; and what inspect says about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgerun.edge.cli import main
+from edgerun.edge.tune_command import describe_cost
+from edgerun.runtime.calibration import WIDTHS
+from edgerun.runtime.step_cost import StepCost
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "step-cost"
+
+
+def test_json_is_one_object_and_inspect_shows_what_was_measured(
+    tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pass_costs"] is None
+    assert main(["tune", str(tiny_bundle), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    assert err == ""
+    facts = json.loads(out)
+    assert list(facts) == ["model", "device", "file", "contexts"]
+    assert (facts["model"], facts["device"]) == (str(tiny_bundle), "CPU")
+    assert [Path(facts["file"])] == list(cache.iterdir())
+    (entry,) = facts["contexts"]
+    assert entry["up_to_context"] == 512
+    assert tuple(entry["rows"]) == WIDTHS
+    assert entry["ratio"][0] == 1
+    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pass_costs"] == facts["contexts"]
+
+
+def test_the_table_names_every_width(tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tiny_bundle)]) == 0
+    assert "not measured yet; edge-run tune measures them" in capsys.readouterr().out
+    assert main(["tune", str(tiny_bundle), "--threads", "1", "--context", "64"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["rows", "context", "to", "512"]
+    assert [line[0] for line in lines[1 : len(WIDTHS) + 1]] == [str(width) for width in WIDTHS]
+    assert lines[1][-1] == "1.00x"
+    assert out.splitlines()[-2].startswith("one more row")
+    assert out.splitlines()[-1].startswith("one guess pays from")
+    # What is measured with one thread says nothing about the default.
+    assert main(["inspect", str(tiny_bundle)]) == 0
+    assert "not measured yet" in capsys.readouterr().out
+    assert main(["tune", str(tiny_bundle)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tiny_bundle)]) == 0
+    assert "context to 512: milliseconds by rows 1: " in capsys.readouterr().out
+
+
+def test_a_second_measurement_takes_the_place_of_the_first(
+    tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["tune", str(tiny_bundle), "--json"])
+    (file,) = cache.iterdir()
+    file.write_bytes(b"damaged")
+    assert main(["tune", str(tiny_bundle), "--json"]) == 0
+    assert list(cache.iterdir()) == [file]
+    assert "seconds" in json.loads(file.read_bytes())
+
+
+def test_a_cache_that_cannot_be_written_is_said(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
+    assert main(["tune", str(tiny_bundle)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("rows")
+    assert err == "edge-run: warning: the cache folder cannot be written, so this is not kept\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "1"], "greater than or equal to 2"),
+        (["--context", "100000"], "this model allows at most 256"),
+        (["--threads", "0"], "greater than or equal to 1"),
+        (["--device", "abacus"], "no device 'abacus' here"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["tune", str(tiny_bundle), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("edge-run: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", str(tmp_path / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--help"]) == 0
+    assert "Example: edge-run tune my-model" in capsys.readouterr().out
+
+
+def test_one_guess_pays_from_where_tokens_a_second_are_equal() -> None:
+    one, two = 0.008, 0.0106
+    (entry,) = describe_cost(StepCost({0: {1: one, 2: two, 5: 0.02}}))
+    probability = entry["one_guess_pays_from"]
+    assert (1 + probability) / two == pytest.approx(1 / one, rel=1e-4)
+    assert entry["one_more_row_milliseconds"] == pytest.approx(3.0)
+    (entry,) = describe_cost(StepCost({10**6: {1: 1.0}}))
+    assert entry["up_to_context"] is None
+    assert entry["one_guess_pays_from"] == 1.0

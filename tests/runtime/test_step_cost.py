@@ -1,0 +1,305 @@
+"""t(m): what is believed of the machine's speed, whatever it does; measuring it; keeping it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun.edge.errors import ContextError
+from edgerun.models.bundle import open_bundle
+from edgerun.runtime import step_cost_cache
+from edgerun.runtime.calibration import WIDTHS, calibrate
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from edgerun.runtime.step_cost import BUCKET_ENDS, MOST_WIDTH, StepCost
+from edgerun.runtime.step_cost_cache import cached, cost_file, load_or_calibrate, save
+
+TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
+CONFIG = SessionConfig(choose_device("cpu"), 1)
+
+seconds = st.floats(1e-6, 10)
+contexts = st.sampled_from((0, 512, 513, 2048, 5000, 40_000, 10**6))
+tables = st.dictionaries(
+    st.sampled_from((0, 600, 3000, 9000, 10**6)),
+    st.dictionaries(st.integers(2, 40), seconds, max_size=6).flatmap(
+        lambda others: seconds.map(lambda one: {1: one, **others})
+    ),
+    min_size=1,
+)
+passes = st.lists(st.tuples(st.integers(1, MOST_WIDTH), contexts, st.floats(1e-7, 100)), max_size=60)
+
+
+def ratios(cost: StepCost, context: int = 0) -> np.ndarray:
+    curve = cost.curve(context, 8)
+    return curve / curve[0]
+
+
+@given(tables, passes, contexts, st.integers(1, 64))
+def test_whatever_is_observed_it_is_positive_and_never_falls(
+    table: dict[int, dict[int, float]], seen: list[tuple[int, int, float]], context: int, most: int
+) -> None:
+    cost = StepCost(table)
+    for rows, where, took in seen:
+        cost.observe(rows, where, took)
+    curve = cost.curve(context, most)
+    assert curve.shape == (most,)
+    assert curve.dtype == np.float64
+    assert np.isfinite(curve).all()
+    assert (curve > 0).all()
+    assert (np.diff(curve) >= -1e-12 * curve[:-1]).all()
+    assert cost.seconds(most, context) == curve[-1]
+    assert cost.observed == len(seen)
+
+
+@given(tables, passes, contexts)
+def test_json_keeps_the_curves(table: dict[int, dict[int, float]], seen: list[tuple[int, int, float]], at: int) -> None:
+    cost = StepCost(table)
+    for rows, where, took in seen:
+        cost.observe(rows, where, took)
+    again = StepCost.from_json(json.loads(json.dumps(cost.to_json())))
+    assert again.measured.keys() == cost.measured.keys()
+    for end, times in cost.measured.items():
+        assert again.measured[end] == pytest.approx(times)
+    # Passes in a bucket too few to be kept, and how much each estimate is trusted, are not carried over.
+    if not seen:
+        np.testing.assert_allclose(again.curve(at, 30), cost.curve(at, 30))
+
+
+def test_measured_widths_are_kept_and_those_between_are_interpolated() -> None:
+    cost = StepCost({100: TIMES})
+    for rows, took in TIMES.items():
+        assert cost.seconds(rows, 0) == pytest.approx(took)
+    assert cost.seconds(5, 0) == pytest.approx((18.0e-3 + 24.7e-3) / 2)
+    slope = (31.3e-3 - 18.0e-3) / 4
+    assert cost.seconds(40, 0) == pytest.approx(31.3e-3 + 32 * slope)
+    assert cost.curve(0, 3).base is not None
+    with pytest.raises(ValueError, match="read-only"):
+        cost.curve(0, 3)[0] = 1
+
+
+def test_one_width_alone_means_no_saving() -> None:
+    np.testing.assert_allclose(StepCost({0: {1: 0.5}}).curve(0, 4), [0.5, 1, 1.5, 2])
+
+
+def test_widths_that_seem_to_get_cheaper_are_levelled() -> None:
+    curve = StepCost({0: {1: 1.0, 2: 3.0, 3: 2.0, 4: 4.0}}).curve(0, 4)
+    np.testing.assert_allclose(curve, [1, 2.5, 2.5, 4])
+
+
+@given(st.integers(1, 8), st.floats(1e-4, 1e4), st.integers(0, 40))
+def test_one_disturbed_pass_moves_next_to_nothing(rows: int, factor: float, before: int) -> None:
+    cost = StepCost({0: TIMES})
+    for number in range(before):
+        width = number % 8 + 1
+        cost.observe(width, 0, cost.seconds(width, 0))
+    cost.observe(rows, 0, cost.seconds(rows, 0) * factor)
+    for number in range(20):
+        width = number % 8 + 1
+        cost.observe(width, 0, StepCost({0: TIMES}).seconds(width, 0))
+    np.testing.assert_allclose(cost.curve(0, 8), StepCost({0: TIMES}).curve(0, 8), rtol=0.05)
+
+
+@given(st.floats(0.2, 5), st.lists(st.integers(1, 8), min_size=30, max_size=80))
+def test_another_speed_of_the_machine_keeps_the_ratios(factor: float, widths: list[int]) -> None:
+    cost, true = StepCost({0: TIMES}), StepCost({0: TIMES})
+    for rows in widths:
+        cost.observe(rows, 0, true.seconds(rows, 0) * factor)
+    np.testing.assert_allclose(ratios(cost), ratios(true), rtol=1e-6)
+    np.testing.assert_allclose(cost.curve(0, 8), true.curve(0, 8) * factor, rtol=0.01)
+    # Another context, never run at the new speed, is as much slower.
+    assert cost.seconds(1, 3000) == pytest.approx(true.seconds(1, 3000) * factor, rel=0.01)
+
+
+def test_a_wrong_shape_is_learnt_from_noisy_passes() -> None:
+    flat = dict.fromkeys(TIMES, 0.0081)
+    cost, true = StepCost({0: flat}), StepCost({0: TIMES})
+    random = np.random.default_rng(0)
+    for _ in range(3000):
+        rows = int(random.choice([1, 2, 4, 8]))
+        disturbed = 5.0 if random.random() < 0.05 else 1.0
+        cost.observe(rows, 0, true.seconds(rows, 0) * disturbed * float(random.lognormal(0, 0.04)))
+    measured = cost.measured[BUCKET_ENDS[0]]
+    for rows in (2, 4, 8):
+        assert measured[rows] / measured[1] == pytest.approx(TIMES[rows] / TIMES[1], rel=0.05)
+
+
+def test_a_width_never_measured_is_taken_up_where_it_was_believed() -> None:
+    cost = StepCost({0: TIMES})
+    believed = cost.seconds(7, 0)
+    cost.observe(7, 0, believed)
+    assert cost.measured[BUCKET_ENDS[0]][7] == pytest.approx(believed)
+
+
+def test_a_longer_context_inherits_the_shape_and_finds_its_own_level() -> None:
+    cost = StepCost({0: TIMES})
+    assert cost.seconds(4, 5000) == pytest.approx(TIMES[4])
+    for _ in range(30):
+        cost.observe(1, 5000, 3 * TIMES[1])
+    np.testing.assert_allclose(cost.curve(5000, 8), 3 * cost.curve(0, 8), rtol=0.01)
+    assert cost.seconds(1, 0) == pytest.approx(TIMES[1], rel=0.01)
+    assert set(cost.measured) == {512, 8192}
+    assert cost.seconds(1, 10**6) == pytest.approx(3 * TIMES[1], rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "took"), [(0, 1.0), (MOST_WIDTH + 1, 1.0), (1, 0.0), (1, -1.0), (1, math.nan)])
+def test_what_is_no_time_of_a_draft_is_not_observed(rows: int, took: float) -> None:
+    cost = StepCost({0: TIMES})
+    cost.observe(rows, 0, took)
+    assert cost.observed == 0
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{}, {0: {}}, {0: {2: 1.0}}, {0: {1: 0.0}}, {0: {1: math.inf}}, {0: {0: 1.0, 1: 1.0}}, {0: {1: 1.0}, 9: {1: 1.0}}],
+)
+def test_measurements_that_make_no_sense_are_refused(table: dict[int, dict[int, float]]) -> None:
+    with pytest.raises(ValueError, match=r"measured|s for"):
+        StepCost(table)
+
+
+@pytest.fixture(scope="module")
+def graph(tiny_bundle: Path) -> GraphSession:
+    return GraphSession(tiny_bundle / "model.onnx", CONFIG)
+
+
+@pytest.fixture
+def bound(graph: GraphSession) -> BoundSession:
+    return graph.bind(graph.arena(256))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "step-cost"
+
+
+@pytest.mark.parametrize("contexts", [None, [100]])
+def test_calibrating_leaves_the_committed_rows_alone(bound: BoundSession, contexts: list[int] | None) -> None:
+    bound.forward(list(range(20, 50)))
+    bound.arena.commit(30)
+    rows = bound.arena.snapshot()
+    plain = bound.forward([7]).copy()
+    heard: list[float] = []
+    cost = calibrate(bound, seconds_budget=0.05, contexts=contexts, progress=heard.append)
+    assert bound.arena.length == 30
+    np.testing.assert_array_equal(bound.arena.snapshot(), rows)
+    np.testing.assert_array_equal(bound.forward([7]), plain)
+    assert list(cost.measured) == [512]
+    assert heard == sorted(heard)
+    assert heard[-1] == 1.0
+
+
+def test_calibration_measures_every_width_of_a_small_model(bound: BoundSession) -> None:
+    cost = calibrate(bound, seconds_budget=5.0)
+    assert tuple(cost.measured[512]) == WIDTHS
+
+
+def test_a_budget_too_small_measures_few_widths(bound: BoundSession) -> None:
+    assert tuple(calibrate(bound, seconds_budget=0.0).measured[512]) == (1, 2, 4, 8)
+
+
+def test_widths_that_do_not_fit_the_context_are_left_out(graph: GraphSession) -> None:
+    bound = graph.bind(graph.arena(20))
+    assert tuple(calibrate(bound, contexts=[15]).measured[512]) == (1, 2, 3, 4, 5)
+    assert tuple(calibrate(bound, contexts=[19]).measured[512]) == (1,)
+    with pytest.raises(ContextError):
+        calibrate(bound, contexts=[20])
+    assert bound.arena.length == 0
+    bound.forward([1, 2, 3])
+    bound.arena.commit(3)
+    with pytest.raises(ValueError, match="below 3"):
+        calibrate(bound, contexts=[2])
+
+
+def test_it_is_measured_once_and_kept(tiny_bundle: Path, bound: BoundSession, cache: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    assert cached(bundle, CONFIG) is None
+    first = load_or_calibrate(bundle, CONFIG, bound)
+    assert [path.suffix for path in cache.iterdir()] == [".json"]
+    again = load_or_calibrate(bundle, CONFIG, bound)
+    assert again.measured[512] == pytest.approx(first.measured[512])
+    assert cached(bundle, dataclasses.replace(CONFIG, threads=2)) is None
+
+
+def test_what_was_refined_is_kept(tiny_bundle: Path, cache: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    cost = StepCost({0: TIMES})
+    for _ in range(40):
+        cost.observe(1, 0, 2 * TIMES[1])
+    assert save(cost, bundle, CONFIG) == cost_file(bundle, CONFIG)
+    kept = cached(bundle, CONFIG)
+    assert kept is not None
+    assert kept.seconds(4, 0) == pytest.approx(2 * TIMES[4], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'{"seconds": 5}',
+        b'{"seconds": {}}',
+        b'{"seconds": {"512": 5}}',
+        b'{"seconds": {"512": {}}}',
+        b'{"seconds": {"512": {"one": 0.1}}}',
+        b'{"seconds": {"much": {"1": 0.1}}}',
+        b'{"seconds": {"-1": {"1": 0.1}}}',
+        b'{"seconds": {"512": {"1": "0.1"}}}',
+        b'{"seconds": {"512": {"1": 0}}}',
+        b'{"seconds": {"512": {"1": NaN}}}',
+        b'{"seconds": {"512": {"1": 1e-300, "2": 1' + b"0" * 400 + b"}}}",
+        b'{"seconds": {"512": {"1": 0.1, "' + b"9" * 5000 + b'": 0.1}}}',
+    ],
+)
+def test_a_damaged_file_is_measured_again(tiny_bundle: Path, bound: BoundSession, cache: Path, content: bytes) -> None:
+    bundle = open_bundle(tiny_bundle)
+    file = cost_file(bundle, CONFIG)
+    cache.mkdir(parents=True)
+    file.write_bytes(content)
+    assert cached(bundle, CONFIG) is None
+    load_or_calibrate(bundle, CONFIG, bound)
+    assert cached(bundle, CONFIG) is not None
+
+
+@pytest.mark.parametrize("change", ["processor", "runtime", "model"])
+def test_each_machine_runtime_and_model_has_its_own(
+    tiny_bundle: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    bundle = open_bundle(tiny_bundle)
+    file = cost_file(bundle, CONFIG)
+    if change == "processor":
+        monkeypatch.setattr(step_cost_cache, "machine", lambda: "another")
+    elif change == "runtime":
+        monkeypatch.setattr(step_cost_cache, "RUNTIME_VERSION", "0")
+    else:
+        assert bundle.manifest is not None
+        bundle = dataclasses.replace(bundle, manifest=None)
+    assert cost_file(bundle, CONFIG) != file
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tiny_bundle: Path, bound: BoundSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
+    assert load_or_calibrate(open_bundle(tiny_bundle), CONFIG, bound).seconds(1, 0) > 0
+
+
+def test_the_oldest_files_make_room(tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_cost_cache, "_MOST_FILES", 2)
+    cache.mkdir(parents=True)
+    for age, name in enumerate(("new", "old", "oldest")):
+        (cache / f"{name}.json").write_bytes(b"{}")
+        os.utime(cache / f"{name}.json", (100 - age, 100 - age))
+    kept = save(StepCost({0: TIMES}), open_bundle(tiny_bundle), CONFIG)
+    assert set(cache.iterdir()) == {kept, cache / "new.json"}
