@@ -1,0 +1,64 @@
+"""A draft model among the predictors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.draft.model import DraftModel
+from edgerun.runtime.draft.model_predictor import ModelPredictor
+from edgerun.runtime.draft.tree import Source
+from edgerun.runtime.session import GraphSession, SessionConfig
+from edgerun.runtime.step_cost import StepCost
+
+
+@pytest.fixture
+def predictor(tiny_bundle: Path) -> ModelPredictor:
+    graph = GraphSession(tiny_bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+    return ModelPredictor(DraftModel(graph.bind(graph.arena(64)), StepCost({0: {1: 0.001, 2: 0.0015}}), 300))
+
+
+def test_guesses_are_the_models_and_their_buckets_tell_how_likely(predictor: ModelPredictor) -> None:
+    assert predictor.source is Source.MODEL
+    half = len(predictor.prior) // 2
+    for text in ([20, 21], [30, 40, 50], [7], [200, 100]):
+        predictor.follow(text)
+        for state in (predictor.state(), predictor.after(predictor.state(), 9)):
+            guesses = predictor.guesses(state)
+            likely = predictor.model.likely(state, 3)
+            shown = [(token, p) for token, p in zip(*likely, strict=True) if p >= 0.02]
+            assert [guess.token for guess in guesses] == [token for token, _ in shown]
+            for rank, (guess, (_, p)) in enumerate(zip(guesses, shown, strict=True)):
+                assert (guess.bucket >= half) == (rank > 0)
+                # The prior of a class is its middle, which is at most half the widest class off.
+                assert predictor.prior[guess.bucket % half] == pytest.approx(p, abs=0.051)
+
+
+def test_priors_are_probabilities_that_rise_with_the_class(predictor: ModelPredictor) -> None:
+    half = len(predictor.prior) // 2
+    assert all(0 < share < 1 for share in predictor.prior)
+    for part in (predictor.prior[:half], predictor.prior[half:]):
+        assert list(part) == sorted(part)
+
+
+def test_asking_costs_until_the_answer_is_known(predictor: ModelPredictor) -> None:
+    predictor.follow([20, 21])
+    state = predictor.after(predictor.state(), 5)
+    assert predictor.seconds(state) == predictor.model.cost.seconds(3, 0)
+    assert predictor.spent() == 0
+    predictor.guesses(state)
+    assert predictor.seconds(state) == 0
+    assert predictor.spent() > 0
+    predictor.append(5)
+    assert predictor.seconds(predictor.state()) == 0
+
+
+def test_a_cold_model_is_surer_of_its_first_guess(predictor: ModelPredictor) -> None:
+    predictor.follow([30, 40, 50])
+    warm = predictor.guesses(())
+    predictor.temperature = 0.2
+    cold = predictor.guesses(())
+    assert cold[0].token == warm[0].token
+    assert cold[0].bucket > warm[0].bucket
