@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edgerun import InputError
-from edgerun.runtime.sampling import Sampler, SamplingParams, uniform_at
+from edgerun.runtime.sampling import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 
 
 def naive_law(logits: npt.NDArray[np.float32], params: SamplingParams, seen: set[int]) -> npt.NDArray[np.float64]:
@@ -87,6 +87,59 @@ def test_a_position_has_one_number_per_seed() -> None:
     assert len(set(values.values())) == len(values)
     assert all(uniform_at(*key) == value for key, value in reversed(values.items()))
     assert all(0 <= value < 1 for value in values.values())
+
+
+def test_the_numbers_of_a_seed_stay_what_they_were() -> None:
+    """A seed's text must not change from one version to the next."""
+    assert [uniform_at(*key) for key in ((0, 0), (7, 12), (2**64 - 1, 3))] == [
+        0.011546754286331562,
+        0.04774028854427814,
+        0.10224385374061784,
+    ]
+
+
+def test_numbers_of_other_purposes_positions_and_parts_are_others() -> None:
+    keys = [
+        (seed, position, purpose, part)
+        for seed in range(3)
+        for position in range(20)
+        for purpose in Purpose
+        for part in range(3)
+    ]
+    values = {key: tuple(uniforms_at(key[0], key[1], 9, key[2], key[3]).tolist()) for key in keys}
+    plain = {uniform_at(seed, position) for seed in range(3) for position in range(200)}
+    everything = [number for row in values.values() for number in row]
+    assert len({*everything, *plain}) == len(everything) + len(plain)
+    seed, position, purpose, part = keys[-1]
+    assert tuple(uniforms_at(seed, position, 2, purpose, part).tolist()) == values[keys[-1]][:2]
+
+
+def test_what_is_supposed_is_forgotten() -> None:
+    logits = np.array([3.0, 2.9, 2.8, 2.7], np.float32)
+    sampler = Sampler(SamplingParams(repeat_penalty=2.0), 4)
+    sampler.observe([0])
+    with sampler.supposing():
+        sampler.observe([1, 0])
+        with sampler.supposing():
+            sampler.observe([2])
+            assert sampler.choose(logits, 0) == 3
+        assert sampler.choose(logits, 0) == 2
+    assert sampler.choose(logits, 0) == 1
+    with pytest.raises(IndexError), sampler.supposing():
+        sampler.observe([1, 4])
+    assert sampler.choose(logits, 0) == 1
+
+
+def test_a_law_outlives_the_next_one() -> None:
+    sampler = Sampler(SamplingParams(temperature=0.8, top_k=3), 5)
+    logits = np.array([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], np.float32)
+    law = sampler.law(logits[0])
+    sampler.law(logits[1])
+    ids, probs = sampler.distribution(logits[0])
+    np.testing.assert_array_equal(law.ids, ids)
+    np.testing.assert_array_equal(law.probs, probs)
+    sure = Sampler(SamplingParams(), 5).law(logits[0])
+    assert (sure.ids.tolist(), sure.probs.tolist()) == ([4], [1.0])
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:

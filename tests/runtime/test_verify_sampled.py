@@ -1,0 +1,470 @@
+"""Verification of sampled drafts gives the target's law: exactly, by enumeration, and on real graphs, by chi-square."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.draft.tree import Source, Tree
+from edgerun.runtime.law import Law
+from edgerun.runtime.sampling import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
+from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from edgerun.runtime.verify import Verdict, match
+from edgerun.runtime.verify_sampled import (
+    SampledDraft,
+    acceptance,
+    after_rejecting,
+    block_odds,
+    draw_children,
+    verify_block,
+    verify_recursive,
+)
+
+NOBODY = frozenset[int]()
+Text = tuple[int, ...]
+Model = Callable[[Text], Law]
+"""The law of the next token after a text."""
+Verifier = Callable[[SampledDraft, Logits, Sampler, int, frozenset[int], int], Verdict]
+V, GAMMA = 3, 3
+
+
+def law_of(*probs: float) -> Law:
+    """From a dense law: zeros are left out, as filters leave them out."""
+    dense = np.array(probs, np.float64)
+    ids = np.flatnonzero(dense)
+    return Law(ids, dense[ids] / dense.sum())
+
+
+def toy(seed: int, holes: float = 0.25) -> Model:
+    """A different random law after every text, some tokens of it impossible."""
+
+    @cache
+    def after(text: Text) -> Law:
+        random = np.random.default_rng([seed, len(text), *text])
+        dense = random.dirichlet(np.full(V, 0.7)) * (random.random(V) >= holes)
+        dense[random.integers(V)] += 0.05
+        return law_of(*dense)
+
+    return after
+
+
+def items(law: Law) -> Iterator[tuple[int, float]]:
+    return ((int(token), float(p)) for token, p in zip(law.ids, law.probs, strict=True) if p > 0)
+
+
+def continued(p: Model, text: Text, count: int) -> Iterator[tuple[Text, float]]:
+    """All continuations of `text` by `count` tokens, and their probabilities."""
+    if count == 0:
+        yield text, 1.0
+        return
+    for token, first in items(p(text)):
+        for whole, rest in continued(p, (*text, token), count - 1):
+            yield whole, first * rest
+
+
+def difference(found: Counter[Text], p: Model, length: int) -> float:
+    """Largest difference from the target's law of `length` tokens."""
+    expected = dict(continued(p, (), length))
+    return max(abs(found[text] - expected.get(text, 0.0)) for text in {*found, *expected})
+
+
+def add(found: Counter[Text], p: Model, emitted: Text, length: int, weight: float) -> None:
+    """Count an outcome, whose text goes on as the target's does."""
+    for whole, rest in continued(p, emitted, length - len(emitted)):
+        found[whole] += weight * rest
+
+
+# Exact laws: every draft and every decision, with its probability.
+
+
+def block_outcomes(p: Model, q: Model, gamma: int) -> Iterator[tuple[Text, Text, float]]:
+    """Guesses taken, tokens emitted and probability, of every draft and decision of block verification."""
+    for drawn, chance in continued(q, (), gamma):
+        targets = [p(drawn[:i]) for i in range(gamma + 1)]
+        drafts = [q(drawn[:i]) for i in range(gamma)]
+        weights, odds = block_odds(drawn, targets, drafts)
+        for taken in range(gamma + 1):
+            decided = math.prod((odds[taken - 1] if taken else 1.0, *(1 - h for h in odds[taken:])))
+            rest = targets[taken] if taken == gamma else targets[taken].residual(drafts[taken], weights[taken])
+            for token, last in items(rest):
+                yield drawn[:taken], (*drawn[:taken], token), chance * decided * last
+
+
+def ordered_draws(q: Law, count: int) -> Iterator[tuple[Text, float]]:
+    """Every draw without replacement, in order."""
+    if count == 0 or not q.ids.size:
+        yield (), 1.0
+        return
+    for token, first in items(q):
+        for others, rest in ordered_draws(q.without(token), count - 1):
+            yield (token, *others), first * rest
+
+
+def recursive_outcomes(p: Model, q: Model, widths: Sequence[int], text: Text = ()) -> Iterator[tuple[Text, float]]:
+    """Tokens emitted and probability, for a tree with that many children of every node at each depth."""
+    if not widths:
+        yield from (((*text, token), last) for token, last in items(p(text)))
+        return
+    for drawn, drawn_with in ordered_draws(q(text), widths[0]):
+        chance, rest, proposal = drawn_with, p(text), q(text)
+        for token in drawn:
+            taken = acceptance(rest, proposal, token)
+            if taken > 0:
+                for emitted, more in recursive_outcomes(p, q, widths[1:], (*text, token)):
+                    yield emitted, chance * taken * more
+            chance *= 1 - taken
+            rest, proposal = after_rejecting(rest, proposal, token)
+        yield from (((*text, token), chance * last) for token, last in items(rest))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_block_verification_has_the_targets_law(seed: int) -> None:
+    p, q = toy(seed), toy(seed + 100)
+    found: Counter[Text] = Counter()
+    for _, emitted, weight in block_outcomes(p, q, GAMMA):
+        add(found, p, emitted, GAMMA + 1, weight)
+    assert difference(found, p, GAMMA + 1) < 1e-12
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2, 2), (3, 2, 1)])
+@pytest.mark.parametrize("seed", range(3))
+def test_recursive_rejection_has_the_targets_law(seed: int, widths: tuple[int, ...]) -> None:
+    p, q = toy(seed), toy(seed + 100)
+    found: Counter[Text] = Counter()
+    for emitted, weight in recursive_outcomes(p, q, widths):
+        add(found, p, emitted, GAMMA + 1, weight)
+    assert difference(found, p, GAMMA + 1) < 1e-12
+
+
+def test_matching_has_the_targets_law() -> None:
+    """Every outcome of the four draws, over trees with chains, forks and a token that the target never gives."""
+    p = toy(1)
+    for edges in ([], [(0, 0), (1, 0), (2, 0)], [(0, 0), (0, 1), (0, 2), (1, 1), (2, 2), (4, 1), (5, 0)]):
+        tree = Tree.of(
+            [0, *(token for _, token in edges)],
+            [-1, *(parent for parent, _ in edges)],
+            [1.0] * (len(edges) + 1),
+            [Source.OTHER] * (len(edges) + 1),
+        )
+        found: Counter[Text] = Counter()
+        for script, weight in continued(p, (), GAMMA + 1):
+
+            class Scripted:
+                def choose(self, logits: Logits, position: int, script: Text = script) -> int:
+                    return script[position]
+
+                def observe(self, tokens: Sequence[int]) -> None:
+                    pass
+
+            emitted = match(tree, np.zeros((len(tree), V), np.float32), Scripted(), 0, NOBODY, GAMMA + 1).emitted(tree)
+            add(found, p, emitted, GAMMA + 1, weight)
+        assert difference(found, p, GAMMA + 1) < 1e-12
+
+
+def test_block_verification_takes_more_than_token_by_token() -> None:
+    """The paper's example: 11/9 guesses of two, where token-level rejection takes 10/9."""
+    p, q = law_of(1 / 3, 2 / 3), law_of(2 / 3, 1 / 3)
+    taken = sum(len(path) * weight for path, _, weight in block_outcomes(lambda _: p, lambda _: q, 2))
+    assert taken == pytest.approx(11 / 9, abs=1e-12)
+    chosen = [(weight, acceptance(p, q, token)) for token, weight in items(q)]
+    one = sum(weight * taken for weight, taken in chosen)
+    assert one + one * one == pytest.approx(10 / 9, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_block_verification_never_takes_less(seed: int) -> None:
+    p, q = toy(seed), toy(seed + 100)
+    block = sum(len(path) * weight for path, _, weight in block_outcomes(p, q, GAMMA))
+    token_level = sum((len(emitted) - 1) * weight for emitted, weight in recursive_outcomes(p, q, (1,) * GAMMA))
+    assert block >= token_level - 1e-12
+
+
+def test_a_draft_with_the_targets_own_law_is_taken_whole() -> None:
+    p = toy(2)
+    assert {len(path): weight for path, _, weight in block_outcomes(p, p, 2) if weight > 1e-12}.keys() == {2}
+    assert all(len(emitted) == 3 for emitted, weight in recursive_outcomes(p, p, (2, 1)) if weight > 1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_draws_are_without_replacement_and_follow_the_law(count: int) -> None:
+    law, seeds = law_of(0.6, 0, 0.3, 0.1), 4000
+    found = Counter(draw_children(law, count, seed, 7, 0) for seed in range(seeds))
+    expect_law(found, dict(ordered_draws(law, count)), seeds)
+    assert draw_children(law, 9, 1, 7, 0) == draw_children(law, 3, 1, 7, 0)
+    assert len({draw_children(law_of(*[1] * 99), 3, 1, at, node) for at in range(9) for node in range(9)}) == 81
+
+
+# Whole texts, drawn round by round with many seeds.
+
+Target = Callable[[Text, Tree], Logits]
+"""float32 logits `[n, V]` of a tree after the text before its anchor."""
+
+
+def critical(degrees: int) -> float:
+    """The value that chi-square exceeds with probability 1e-4 (Wilson and Hilferty 1931)."""
+    spread = 2 / (9 * degrees)
+    return float(degrees * (1 - spread + 3.719 * spread**0.5) ** 3)
+
+
+def expect_law(found: Counter[Text], expected: dict[Text, float], total: int) -> None:
+    """Chi-square; cells expected less than five times count as one."""
+    assert set(found) <= set(expected)
+    rare = [text for text, weight in expected.items() if weight * total < 5]
+    cells = [(found[text], expected[text] * total) for text in expected if text not in rare]
+    cells.append((sum(found[text] for text in rare), sum(expected[text] for text in rare) * total))
+    cells = [cell for cell in cells if cell[1] > 1e-9]
+    assert sum((n - e) ** 2 / e for n, e in cells) < critical(len(cells) - 1)
+
+
+def grown(q: Model, widths: Sequence[int], seed: int, text: Text) -> SampledDraft:
+    """A tree with that many drawn children of every node at each depth; `text` ends with the anchor."""
+    tokens, parents, laws, level = [text[-1]], [-1], dict[int, Law](), [(0, text)]
+    for width in widths:
+        below: list[tuple[int, Text]] = []
+        for node, path in level:
+            laws[node] = q(path)
+            for token in draw_children(laws[node], width, seed, len(text), node):
+                below.append((len(tokens), (*path, token)))
+                tokens.append(token)
+                parents.append(node)
+        level = below
+    count = len(tokens)
+    return SampledDraft(Tree.of(tokens, parents, [1.0] * count, [Source.MODEL] * count), laws)
+
+
+def processed(logits_after: Callable[[Text], Logits], params: SamplingParams) -> Model:
+    """The law after temperature, filters and penalty on the text itself."""
+
+    @cache
+    def after(text: Text) -> Law:
+        logits = logits_after(text)
+        sampler = Sampler(params, logits.size)
+        sampler.observe(text)
+        return sampler.law(logits)
+
+    return after
+
+
+def texts(
+    verify: Verifier,
+    target: Target,
+    vocab: int,
+    params: SamplingParams,
+    q: Model,
+    widths: Sequence[int],
+    prompt: Text,
+    length: int,
+    seeds: int,
+    ends: frozenset[int],
+) -> tuple[Counter[Text], float]:
+    """Counts of the texts after `prompt` for that many seeds, and the guesses taken per round."""
+    found: Counter[Text] = Counter()
+    rounds = emitted = 0
+    for seed in range(seeds):
+        sampler = Sampler(replace(params, seed=seed), vocab)
+        sampler.observe(prompt[:-1])
+        text = prompt
+        while len(text) - len(prompt) < length and not (len(text) > len(prompt) and text[-1] in ends):
+            sampler.observe(text[-1:])
+            draft = grown(q, widths, seed, text)
+            logits = target(text[:-1], draft.tree)
+            most = length - (len(text) - len(prompt))
+            verdict = verify(draft, logits, sampler, len(text), ends, most)
+            new = verdict.emitted(draft.tree)
+            assert 1 <= len(new) <= most
+            assert not ends & set(new[:-1])
+            text += new
+            rounds += 1
+            emitted += len(new)
+        found[text[len(prompt) :]] += 1
+    return found, emitted / rounds - 1
+
+
+def ended(p: Model, prompt: Text, length: int, ends: frozenset[int]) -> dict[Text, float]:
+    """The exact law of up to `length` tokens after `prompt`, cut after an end."""
+    law: Counter[Text] = Counter()
+    for whole, weight in continued(p, prompt, length):
+        new = whole[len(prompt) :]
+        cut = next((count for count, token in enumerate(new, 1) if token in ends), length)
+        law[new[:cut]] += weight
+    return law
+
+
+def path_logits(logits_after: Callable[[Text], Logits]) -> Target:
+    """Each node's logits after its own path."""
+
+    def target(before: Text, tree: Tree) -> Logits:
+        return np.stack(
+            [logits_after((*before, *tree.tokens[list(tree.path_to(node))].tolist())) for node in range(len(tree))]
+        )
+
+    return target
+
+
+@cache
+def toy_logits(text: Text) -> Logits:
+    return np.random.default_rng([5, *text]).normal(0, 1, V).astype(np.float32)
+
+
+# A penalty this strong makes the laws of different paths very different.
+PENALIZED = SamplingParams(temperature=0.7, top_p=0.95, repeat_penalty=3.0)
+
+
+@pytest.mark.parametrize(
+    ("verify", "widths", "ends"),
+    [
+        (verify_block, (1, 1, 1), NOBODY),
+        (verify_block, (1, 1, 1), frozenset({1})),
+        (verify_recursive, (2, 2), NOBODY),
+        (verify_recursive, (1, 3), frozenset({1})),
+    ],
+)
+def test_texts_follow_the_law_over_several_rounds(
+    verify: Verifier, widths: tuple[int, ...], ends: frozenset[int]
+) -> None:
+    prompt, seeds = (0, 2), 1500
+    q = toy(11, holes=0.1)
+    found, taken = texts(verify, path_logits(toy_logits), V, PENALIZED, q, widths, prompt, 4, seeds, ends)
+    expect_law(found, ended(processed(toy_logits, PENALIZED), prompt, 4, ends), seeds)
+    assert 0.2 < taken < len(widths) - 0.2
+
+
+def test_a_block_is_decided_by_its_odds_and_weights() -> None:
+    """Every verdict, from the same random numbers and the odds that have the exact law."""
+    prompt, p, q = (0, 2), processed(toy_logits, PENALIZED), toy(11, holes=0.1)
+    seen: Counter[int] = Counter()
+    for seed in range(300):
+        draft = grown(q, (1, 1, 1), seed, prompt)
+        drawn = tuple(draft.tree.tokens[1:].tolist())
+        paths = [(*prompt, *drawn[:i]) for i in range(GAMMA + 1)]
+        targets, drafts = [p(path) for path in paths], [q(path) for path in paths[:GAMMA]]
+        weights, odds = block_odds(drawn, targets, drafts)
+        trials = uniforms_at(seed, len(prompt), GAMMA, Purpose.ACCEPT)
+        taken = max((i + 1 for i in range(GAMMA) if trials[i] < odds[i]), default=0)
+        rest = targets[taken] if taken == GAMMA else targets[taken].residual(drafts[taken], weights[taken])
+        expected = Verdict(tuple(range(taken + 1)), rest.draw(uniform_at(seed, len(prompt) + taken)))
+
+        sampler = Sampler(replace(PENALIZED, seed=seed), V)
+        sampler.observe(prompt)
+        logits = path_logits(toy_logits)(prompt[:-1], draft.tree)
+        assert verify_block(draft, logits, sampler, len(prompt), NOBODY, 9) == expected
+        # The sampler now knows the prompt and what was taken, and nothing else.
+        np.testing.assert_array_equal(sampler.law(logits[taken]).probs, targets[taken].probs)
+        seen[taken] += 1
+    assert min(seen[taken] for taken in range(GAMMA + 1)) > 10
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[BoundSession, BoundSession]:
+    """A target and a draft of 16 tokens with different random weights."""
+    tiny = pytest.importorskip("tiny", reason="needs the export extra")
+
+    def bound(seed: int) -> BoundSession:
+        bundle = tiny.write_bundle(tmp_path_factory.mktemp("pair"), seed=seed, vocab_size=16)
+        session = GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+        return session.bind(session.arena(64))
+
+    return bound(21), bound(22)
+
+
+def graph_logits(bound: BoundSession) -> Callable[[Text], Logits]:
+    """The last row of a pass over a whole text."""
+
+    @cache
+    def after(text: Text) -> Logits:
+        bound.arena.rewind_to(0)
+        return bound.forward(text, rows=(len(text) - 1,))[0].copy()
+
+    return after
+
+
+@pytest.mark.parametrize(("verify", "widths"), [(verify_block, (1, 1)), (verify_recursive, (2, 2))])
+def test_texts_of_a_graph_follow_its_law(
+    pair: tuple[BoundSession, BoundSession], verify: Verifier, widths: tuple[int, ...]
+) -> None:
+    bound, draft = pair
+
+    @cache
+    def pass_over(before: Text, tokens: Text, parents: Text) -> Logits:
+        tree = Tree.of(tokens, parents, [1.0] * len(tokens), [Source.MODEL] * len(tokens))
+        bound.arena.rewind_to(0)
+        bound.forward(before, rows=(0,))
+        bound.arena.commit(len(before))
+        positions = len(before) + tree.depths
+        return bound.forward(tree.tokens, positions=positions, tree_mask=tree.mask).copy()
+
+    def target(before: Text, tree: Tree) -> Logits:
+        return pass_over(before, tuple(tree.tokens.tolist()), tuple(tree.parents.tolist()))
+
+    params = SamplingParams(temperature=1.5, top_k=4, repeat_penalty=1.2)
+    q = processed(graph_logits(draft), SamplingParams(temperature=2.0))
+    prompt, seeds, ends = (7, 12, 5), 1500, frozenset({9})
+    found, taken = texts(verify, target, 16, params, q, widths, prompt, 3, seeds, ends)
+    expect_law(found, ended(processed(graph_logits(bound), params), prompt, 3, ends), seeds)
+    assert 0.1 < taken < 1.9
+
+
+# Edges.
+
+EVEN = np.zeros((4, V), np.float32)
+
+
+def sure_draft(tokens: Sequence[int]) -> SampledDraft:
+    """A chain drawn from laws as even as the target's, so that all of it is taken."""
+    tree = Tree.chain(0, tokens, [1.0] * len(tokens), Source.MODEL)
+    return SampledDraft(tree, {node: law_of(*[1 / V] * V) for node in range(len(tokens))})
+
+
+@pytest.mark.parametrize("verify", [verify_block, verify_recursive])
+def test_ends_and_limits_cut_within_what_is_taken(verify: Verifier) -> None:
+    sampler = Sampler(SamplingParams(temperature=1.0), V)
+    draft = sure_draft([2, 1, 2])
+    assert verify(draft, EVEN, sampler, 1, NOBODY, 9).path == (0, 1, 2, 3)
+    assert verify(draft, EVEN, sampler, 1, frozenset({1}), 9) == Verdict((0, 1), 1)
+    assert verify(draft, EVEN, sampler, 1, frozenset({2}), 9) == Verdict((0,), 2)
+    for most in (1, 2, 3, 4):
+        assert verify(draft, EVEN, sampler, 1, NOBODY, most).path == tuple(range(most))
+    with pytest.raises(ValueError, match="at least one token, not 0"):
+        verify(draft, EVEN, sampler, 1, NOBODY, 0)
+
+
+@pytest.mark.parametrize("verify", [verify_block, verify_recursive])
+def test_without_guesses_a_seed_gives_the_plain_text(verify: Verifier) -> None:
+    logits = np.random.default_rng(0).normal(0, 2, (1, V)).astype(np.float32)
+    for seed in range(50):
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), V)
+        assert verify(sure_draft([]), logits, sampler, 6, NOBODY, 9) == Verdict((0,), sampler.choose(logits[0], 6))
+
+
+@pytest.mark.parametrize("verify", [verify_block, verify_recursive])
+def test_a_greedy_target_takes_its_own_choices_only(verify: Verifier) -> None:
+    logits = np.array([[0, 1, 1], [1, 0, 0], [0, 0, 1], [0, 1, 0]], np.float32)
+    sampler = Sampler(SamplingParams(), V)
+    assert verify(sure_draft([1, 0, 2]), logits, sampler, 1, NOBODY, 9) == Verdict((0, 1, 2, 3), 1)
+    assert verify(sure_draft([1, 2, 2]), logits, sampler, 1, NOBODY, 9) == Verdict((0, 1), 0)
+
+
+def test_children_that_were_not_drawn_are_matched() -> None:
+    """A guess below a drawn one: the tree of a draft model, continued from a table."""
+    sampler = Sampler(SamplingParams(temperature=1.0), V)
+    tree = Tree.of([0, 2, 0, 1, 2], [-1, 0, 1, 1, 1], [1.0] * 5, [Source.MODEL, *[Source.RECYCLED] * 4])
+    verdict = verify_recursive(SampledDraft(tree, {0: law_of(1, 1, 1)}), EVEN[[0] * 5], sampler, 1, NOBODY, 9)
+    chosen = sampler.choose(EVEN[0], 2)
+    assert verdict == Verdict((0, 1, 2 + chosen), sampler.choose(EVEN[0], 3))
+
+
+def test_drafts_that_were_not_drawn_as_they_say_are_refused() -> None:
+    with pytest.raises(ValueError, match="node 2 cannot have been drawn"):
+        SampledDraft(Tree.chain(0, [1, 2], [1.0, 1.0], Source.MODEL), {0: law_of(1, 1, 1), 1: law_of(1, 1, 0)})
+    sampler, chain = Sampler(SamplingParams(temperature=1.0), V), Tree.chain(0, [1, 2], [1.0, 1.0], Source.MODEL)
+    fork = Tree.of([0, 1, 2], [-1, 0, 0], [1.0] * 3, [Source.MODEL] * 3)
+    for draft in (SampledDraft(chain, {0: law_of(1, 1, 1)}), SampledDraft(fork, {0: law_of(1, 1, 1)})):
+        with pytest.raises(ValueError, match="needs a chain with the law of every guess"):
+            verify_block(draft, EVEN, sampler, 1, NOBODY, 9)
