@@ -196,11 +196,12 @@ class DraftModel:
         they may see or not, are always the last.
         """
         behind, scratch = missing.size, len(self._rows)
-        tokens = np.concatenate([missing, self._own([node[-1] for node in nodes])])
+        tokens = np.concatenate([missing, self._own([node[-1] for node in nodes])]) if nodes else missing
+        if _is_chain([*self._rows, *nodes]):
+            return self._forward(tokens, rows)
         depths = np.array([len(node) for node in nodes], np.int64)
         positions = np.concatenate([self._arena.length + np.arange(behind), len(self._text) - 1 + depths])
-        causal = np.tri(tokens.size, scratch + tokens.size, scratch, dtype=np.bool_)
-        mask = causal.copy()
+        mask = np.tri(tokens.size, scratch + tokens.size, scratch, dtype=np.bool_)
         slots = dict(self._slots)
         for slot, node in enumerate(nodes, scratch):
             above = [slots[node[:depth]] for depth in range(1, len(node))]
@@ -208,8 +209,7 @@ class DraftModel:
             seen = mask[behind + slot - scratch]
             seen[behind:] = False
             seen[[behind + each for each in (*above, slot)]] = True
-        straight = bool((mask == causal).all())
-        return self._forward(tokens, rows, positions, None if straight else mask)
+        return self._forward(tokens, rows, positions, mask)
 
     def _forward(
         self,
@@ -287,6 +287,11 @@ class DraftModel:
         np.exp(scores, out=scores)
         ids = best if self._target_ids is None else self._target_ids[best].tolist()
         return Likely(tuple(ids), tuple((scores[best] / scores.sum()).tolist()))
+
+
+def _is_chain(paths: Sequence[Path]) -> bool:
+    """Whether each path goes on from the one before, and the first from the text."""
+    return all(path[:-1] == above for above, path in zip(((), *paths), paths, strict=False))
 
 
 def check_target_ids(target_ids: Int32, head: int, target_vocab: int) -> None:
