@@ -1,0 +1,125 @@
+"""Recorded conversations, for replay: what models really answered.
+
+Two formats:
+
+* JSON lines with `category` and `turns`, a list of `{"prompt", "response"}`.
+* A chat history of aider, the code-editing assistant (`.aider.chat.history.md`). A line `# aider chat started at ...`
+  begins a session. Lines that begin with `#### ` are the user's, those that begin with `> ` are aider's own notes, and
+  what stands outside both is either the assistant's text or the output of a command. They can be told apart: the note
+  after an assistant's answer says `Tokens: N sent, M received`. Notes between two answers are what the second answers
+  (a failed test, a lint error), so they take the user's place. A user's `/clear` begins a new conversation, because
+  aider forgets the old one there. The files that aider shows a model are not in its history: what an answer copies from
+  them cannot be found in the conversation, so a replay of it understates what there is to copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import InputError
+from .conversations import Conversation, Exchange, json_lines, read_text, text_of, turns_of
+
+_SESSION: Final = re.compile(r"^# aider chat started at \d", re.MULTILINE)
+_USER: Final = "#### "
+_CATEGORY: Final = "code editing"
+
+
+def read_recording(path: Path) -> list[Conversation]:
+    """The conversations of a recording; every exchange has its answer.
+
+    Raises:
+        InputError: the file cannot be read, holds no answer, or has a line that is not like its first.
+    """
+    text = read_text(path)
+    if text.lstrip().startswith("{"):
+        return [_with_answers(row, path, number) for number, row in enumerate(json_lines(text, path), 1)]
+    if _SESSION.search(text):
+        if conversations := list(_aider(text)):
+            return conversations
+        raise InputError(f"{path} holds no answer", "give a chat history in which a model answered")
+    hint = "give JSON lines with turns of prompt and response, or a chat history of aider"
+    raise InputError(f"{path} is not a recording", hint)
+
+
+def _with_answers(row: Mapping[str, Any], path: Path, number: int) -> Conversation:
+    turns = turns_of(row, path, number)
+    if not all(isinstance(turn, dict) for turn in turns):
+        raise InputError(f"{path}, row {number}: a turn without an answer", "give prompts alone with --prompts")
+    exchanges = [
+        Exchange(text_of(turn, "prompt", path, number), text_of(turn, "response", path, number)) for turn in turns
+    ]
+    return Conversation(text_of(row, "category", path, number) if "category" in row else "recorded", tuple(exchanges))
+
+
+class _Speaker(Enum):
+    USER = auto()
+    NOTE = auto()
+    TEXT = auto()
+
+
+@dataclass
+class _Block:
+    """Neighbouring lines of one speaker."""
+
+    speaker: _Speaker
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line for line in self.lines if not self._counts_tokens(line)).strip()
+
+    @property
+    def ends_an_answer(self) -> bool:
+        return any(self._counts_tokens(line) for line in self.lines[:3])
+
+    def _counts_tokens(self, line: str) -> bool:
+        return self.speaker is _Speaker.NOTE and line.startswith("Tokens: ")
+
+
+def _aider(text: str) -> Iterator[Conversation]:
+    for session in _SESSION.split(text):
+        exchanges: list[Exchange] = []
+        asked = ""
+        blocks = list(_blocks(session))
+        for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+            if block.speaker is _Speaker.USER and "/clear" in block.lines:
+                if exchanges:
+                    yield Conversation(_CATEGORY, tuple(exchanges))
+                exchanges = []
+                asked = "\n".join(block.lines[block.lines.index("/clear") + 1 :]).strip()
+            elif block.speaker is _Speaker.USER:
+                asked = block.text
+            elif block.speaker is _Speaker.NOTE:
+                # The user's words count before aider's, and a note alone only where it follows an answer.
+                asked = asked or (block.text if exchanges else "")
+            elif after is not None and after.ends_an_answer:
+                if asked and block.text:
+                    exchanges.append(Exchange(asked, block.text))
+                asked = ""
+        if exchanges:
+            yield Conversation(_CATEGORY, tuple(exchanges))
+
+
+def _blocks(session: str) -> Iterator[_Block]:
+    block: _Block | None = None
+    for line in session.split("\n"):
+        if line.startswith(_USER):
+            speaker, content = _Speaker.USER, line[len(_USER) :].rstrip()
+        elif line == ">" or line.startswith("> "):
+            speaker, content = _Speaker.NOTE, line[2:].rstrip()
+        elif not line.strip() and (block is None or block.speaker is not _Speaker.TEXT):
+            continue  # history separates its blocks by blank lines
+        else:
+            speaker, content = _Speaker.TEXT, line
+        if block is None or speaker is not block.speaker:
+            if block is not None:
+                yield block
+            block = _Block(speaker)
+        block.lines.append(content)
+    if block is not None:
+        yield block

@@ -1,0 +1,102 @@
+"""The whole of a measurement: what it holds for, every contender's account, and its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from .account import Account, Run, as_mapping
+
+REPLAY_NOTE: Final = (
+    "Replay: the tokens are those of a recording. Every pass over the weights was run at its full cost, and guesses "
+    "were accepted as they would have been when the recorded answers were written."
+)
+_BUSY: Final = 0.7
+SPEED_NOTE: Final = (
+    "Speed is that of writing, after the first token; reading the prompt is left out. Ratios are to plain decoding in "
+    "the same run; brackets hold the 95 % interval over conversations."
+)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the numbers hold for."""
+
+    model: str
+    draft: str | None
+    device: str
+    threads: int | None
+    context: int
+    source: str
+    """Where the prompts or the recording come from."""
+    replay: bool
+    max_tokens: int
+    turns: str
+    temperature: float
+    conversations: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measurement, at least one account."""
+
+    conditions: Conditions
+    accounts: Sequence[Account]
+    plain: Run
+    step_cost_ms: Sequence[float] = ()
+    """Milliseconds of a pass over 1, 2, ... rows, as this run found them."""
+    step_cost_context: int = 0
+    """Tokens before those passes."""
+    cut: int = 0
+    """Prompts that were shortened to fit the context."""
+    load: float | None = None
+    """Programs that wanted a core in the minute before."""
+    machine: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader has to know beside the numbers."""
+        notes = [REPLAY_NOTE] if self.conditions.replay else []
+        notes.append(SPEED_NOTE)
+        if not self.conditions.replay:
+            for account in self.accounts:
+                same = account.answers - account.differing
+                notes.append(f"{account.name}: {same} of {account.answers} texts are plain decoding's.")
+        if self.cut:
+            notes.append(f"{self.cut} prompts were shortened to fit the context.")
+        if self.load is not None and self.load > _BUSY:
+            notes.append(
+                f"The machine was busy before the measurement (load {self.load:.1f}): do not trust single ratios."
+            )
+        return notes
+
+    def as_mapping(self) -> dict[str, Any]:
+        """In plain values, for JSON."""
+        conditions = self.conditions
+        return {
+            "benchmark": "speculation",
+            "model": conditions.model,
+            "draft": conditions.draft,
+            "device": conditions.device,
+            "threads": conditions.threads,
+            "context": conditions.context,
+            "source": conditions.source,
+            "replay": conditions.replay,
+            "max_tokens": conditions.max_tokens,
+            "turns": conditions.turns,
+            "temperature": conditions.temperature,
+            "conversations": conditions.conversations,
+            "machine": dict(self.machine),
+            "load_before": self.load,
+            "cut_prompts": self.cut,
+            "plain": {
+                "tokens_per_second": float(f"{self.plain.rate:.5g}"),
+                "pass_ms": float(f"{self.plain.each_pass_ms(self.plain.seconds):.5g}"),
+            },
+            "modes": {account.name: as_mapping(account) for account in self.accounts},
+            "step_cost": {
+                "context": self.step_cost_context,
+                "ms": [float(f"{ms:.4g}") for ms in self.step_cost_ms],
+            },
+        }
