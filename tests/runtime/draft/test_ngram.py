@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import struct
 import tempfile
+import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -125,6 +127,14 @@ def test_a_smaller_table_keeps_what_is_worth_most() -> None:
         assert predictor.guesses(predictor.state())[0].token == often[place]
 
 
+def test_the_models_own_outputs_count_more_than_other_text(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    write_table(path, [[1, 2]] * 2, [[1, 3]], vocab_size=VOCABULARY, key=KEY)
+    assert [value >> 8 for value in opened(path).find([1])[0]] == [3, 2]
+    write_table(path, [[1, 2]] * 2 + [[1, 3]], vocab_size=VOCABULARY, key=KEY)
+    assert [value >> 8 for value in opened(path).find([1])[0]] == [2, 3]
+
+
 def test_too_few_bytes_and_bad_tokens_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "table"
     for sequence in ([VOCABULARY], [-1], [[1, 2]], [0.5]):
@@ -240,6 +250,25 @@ def test_a_table_of_another_model_is_refused_and_left_alone(tmp_path: Path) -> N
         assert "another model" in lines[0]
         assert path.read_bytes() == data
     opened(path)
+
+
+def test_a_later_format_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    header = bytearray(sound_table(path)[:64])
+    struct.pack_into("<I", header, 8, 2)
+    struct.pack_into("<I", header, 60, zlib.crc32(header[:60]))
+    path.write_bytes(bytes(header) + b"what later versions write")
+    lines: list[str] = []
+    assert NgramTable.open(path, vocab_size=VOCABULARY, key=KEY, warn=lines.append) is None
+    assert len(lines) == 1
+    assert path.exists()
+
+
+def test_what_cannot_be_read_at_all_is_no_error(tmp_path: Path) -> None:
+    lines: list[str] = []
+    assert NgramTable.open(tmp_path, vocab_size=VOCABULARY, key=KEY, warn=lines.append) is None
+    assert len(lines) == 1
+    assert tmp_path.exists()
 
 
 def test_where_there_is_no_file_there_is_no_table(tmp_path: Path) -> None:
