@@ -18,8 +18,8 @@ from ..edge.errors import BundleError
 from .atomic import write_atomically
 from .cache import cache_folder
 from .external_data import check_external_data
-from .json_file import read_json_object
-from .manifest import MANIFEST_NAME, FileDigest, Manifest
+from .json_file import is_whole, read_json_object
+from .manifest import MANIFEST_NAME, SHORTEST_CONTEXT, FileDigest, Manifest
 
 GRAPH_NAME: Final = "model.onnx"
 WEIGHTS_NAME: Final = "model.onnx.data"
@@ -57,6 +57,22 @@ class Bundle:
         """
         path = self.file(name)
         return {} if path is None else read_json_object(path, BundleError, "restore it or export the model again")
+
+    @cached_property
+    def context(self) -> int | None:
+        """Most positions the model allows; None if nothing says so."""
+        if self.manifest is not None:
+            return self.manifest.architecture.context
+        value = self.json_file("config.json").get("max_position_embeddings")
+        return value if is_whole(value, SHORTEST_CONTEXT) else None
+
+    @cached_property
+    def input_vocab(self) -> int | None:
+        """Tokens the model's embedding has; None if nothing says so."""
+        if self.manifest is not None:
+            return self.manifest.architecture.vocab_size
+        value = self.json_file("config.json").get("vocab_size")
+        return value if is_whole(value, 1) else None
 
     @cached_property
     def weight_bytes(self) -> int:

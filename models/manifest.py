@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Final, TypeVar
 
 from ..edge.errors import BundleError
@@ -58,6 +59,18 @@ class FileDigest:
 
 
 @dataclass(frozen=True)
+class DraftPairing:
+    """The draft model that was made for a model."""
+
+    path: str
+    """Its folder, from this bundle's folder, with forward slashes."""
+    d2t: str = ""
+    """File in that folder with the target's ids of its head's tokens; empty where they are the same."""
+    d2t_offsets: bool = False
+    """Whether the file holds what is to be added to a token's own id (as EAGLE-3 has it) and not the target's id."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The contents of `edge.json`."""
 
@@ -73,12 +86,18 @@ class Manifest:
     """How near the graph came to the reference when it was exported: `max_abs_diff`, `mean_kl`, `top1_agreement`."""
     producer: str = ""
     command: str = ""
+    draft: DraftPairing | None = None
     format: int = BUNDLE_FORMAT
     contract: int = GRAPH_CONTRACT
 
     def to_json(self) -> str:
         """The text of `edge.json`."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        data = asdict(self)
+        if self.draft is None:
+            del data["draft"]
+        else:
+            data["draft"] = {name: value for name, value in data["draft"].items() if value}
+        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = MANIFEST_NAME) -> Manifest:
@@ -110,6 +129,7 @@ class Manifest:
                 parity=data.numbers("parity") if "parity" in data else {},
                 producer=data.text("producer") if "producer" in data else "",
                 command=data.text("command") if "command" in data else "",
+                draft=_draft_pairing(data.fields("draft")) if "draft" in data else None,
                 format=version,
                 contract=contract,
             )
@@ -186,6 +206,17 @@ def _architecture(data: _Fields) -> Architecture:
         tied_head=data.flag("tied_head"),
         **{name: data.whole(name, 1) for name in counts},
     )
+
+
+def _draft_pairing(data: _Fields) -> DraftPairing:
+    data.require("path")
+    path = data.text("path")
+    if not path or PurePosixPath(path).is_absolute() or PureWindowsPath(path).drive or "\\" in path:
+        raise ValueError(f"has draft.path {shown(path)}, which must be a path from the bundle's folder")
+    d2t = data.text("d2t") if "d2t" in data else ""
+    if d2t and (PurePosixPath(d2t).name != d2t or PureWindowsPath(d2t).name != d2t):
+        raise ValueError(f"has draft.d2t {shown(d2t)}, which must be the name of a file")
+    return DraftPairing(path, d2t, data.flag("d2t_offsets") if "d2t_offsets" in data else False)
 
 
 def _weight_format(data: _Fields) -> WeightFormat:
