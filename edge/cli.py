@@ -20,6 +20,7 @@ from .export_command import export
 from .inspect_command import inspect
 from .present import write_error
 from .run_command import run
+from .tune_command import tune
 
 _DEFAULT_COMMAND: Final = "run"
 _GLOBAL_OPTIONS: Final = ("-h", "--help", "--version")
@@ -58,6 +59,7 @@ app.command(name="run")(run)
 app.command(name="export")(export)
 app.command(name="inspect")(inspect)
 app.command(name="devices")(devices)
+app.command(name="tune")(tune)
 
 
 @app.callback()

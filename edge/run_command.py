@@ -115,7 +115,8 @@ def run(
         threads=threads,
         context=context,
         cache=cache,
-        draft=None if draft == "none" else draft,
+        # A model that nobody will ask costs memory, and processor time that the target could use.
+        draft=None if options.speculation == Speculation.OFF else draft,
         history=history,
     )
     load_s = time.perf_counter() - started

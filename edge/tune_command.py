@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -15,9 +16,11 @@ from rich.table import Table
 
 from ..runtime.calibration import WIDTHS, calibrate
 from ..runtime.engine import Engine, load
+from ..runtime.prior import build_prior
 from ..runtime.session import SessionConfig
 from ..runtime.step_cost import BUCKET_ENDS, StepCost
 from ..runtime.step_cost_cache import save
+from .errors import InputError
 from .present import write_error
 
 _CONTEXTS: Final = (384, 1536, 6144, 24576, 98304)
@@ -38,6 +41,10 @@ def tune(
         int | None,
         typer.Option(min=2, help="Longest context to measure.", show_default="what fits in 512 MB"),
     ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Count this text into the model's n-gram prior; may be repeated."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
 ) -> None:
@@ -46,25 +53,45 @@ def tune(
     The first answer of a model does this briefly by itself. Do it again, with nothing else running, when that happened
     on a busy machine. It takes about two seconds a context; large models take longer.
 
-    Example: edge-run tune my-model --context 8192
+    Texts given with --text are counted into a table of short token sequences that guesses ahead where nothing repeats.
+    It replaces the one before, and serves all models with the same tokenizer.
+
+    Example: edge-run tune my-model --context 8192 --text notes.md
     """
+    texts = [_read_text(path) for path in text or ()]
     with load(model, device=device, threads=threads, context=context) as engine:
         contexts = _contexts(engine, asked=context is not None)
         with _progress_bar() as progress:
             cost = calibrate(engine.new_text().bound, contexts=contexts, progress=progress)
         file = save(cost, engine.bundle, SessionConfig(engine.device, threads or 0))
+        prior_bytes = build_prior(engine.bundle, engine.tokenizer, engine.spec.vocab_size, texts) if texts else 0
         facts = {
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
             "file": None if file is None else str(file),
             "contexts": describe_cost(cost),
+            "ngram_bytes": prior_bytes,
         }
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
         return
     Console(highlight=False).print(_table(cost))
+    if prior_bytes:
+        Console(highlight=False).print(f"n-gram prior: {prior_bytes / 2**20:.1f} MiB")
     if file is None:
         write_error("edge-run: warning: the cache folder cannot be written, so this is not kept")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}", "give a text file") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text", "convert it first") from error
+    if not text.strip():
+        raise InputError(f"{path} holds no text", "give another file")
+    return text
 
 
 def describe_cost(cost: StepCost) -> list[dict[str, Any]]:

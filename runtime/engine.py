@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 from ..edge.errors import ContextError, EdgeError, InputError, TemplateError
 from ..models.bundle import Bundle, open_bundle
 from ..models.find import find_model
+from ..models.pairing import find_draft
 from .chat import Session
 from .complete import CachedText, complete
 from .decode import DecodeLimits
 from .device import DeviceKind, choose_device
 from .options import GenerateOptions, ModelDefaults
+from .pair import taking_turns
 from .prepacked import prepacked_graph
 from .reply import Chunk, Reply
 from .residency import trim_heap
@@ -87,6 +89,10 @@ class Engine:
         self.bundle: Final = bundle
         self.context: Final = _context_limit(bundle, context)
         """Most tokens of prompt and answer together."""
+        pair = find_draft(bundle, draft)
+        draft_config = config
+        if pair is not None:
+            config, draft_config = taking_turns(config, pair.draft)
         packed = cache and config.device.kind is DeviceKind.CPU
         graph = prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if packed else bundle.graph
         self._graph: GraphSession | None = GraphSession(graph, config)
@@ -95,7 +101,9 @@ class Engine:
         self.tokenizer: Final = TextTokenizer(bundle, self.spec.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         self.defaults: Final = ModelDefaults.of(bundle)
-        self._workshop: Final = Workshop(self._graph, bundle, self.tokenizer, draft, cache=cache, history=history)
+        self._workshop: Final = Workshop(
+            self._graph, bundle, self.context, pair, draft_config, cache=cache, history=history
+        )
         trim_heap()
         self._text: CachedText | None = None
         self.turns: Final = Turns()
@@ -265,12 +273,14 @@ class Engine:
             text.tokens.clear()
         # A recorded answer may hold any token; it ends where it ends.
         limits = DecodeLimits(options.max_tokens, frozenset() if recorded else self.tokenizer.eos)
-        speculator = self._workshop.speculator(options.speculation, self.new_text, prompt, recorded)
+        kept = min(text.bound.arena.length, len(text.tokens))
+        sampling = options.sampling(self.defaults)
+        speculator = self._workshop.speculator(options.speculation, sampling, self.new_text, prompt, recorded)
         yield from complete(
             text,
             prompt,
             self.tokenizer,
-            options.sampling(self.defaults),
+            sampling,
             limits,
             options.stops,
             cancelled,
@@ -278,7 +288,7 @@ class Engine:
             answer=recorded.answer if recorded else None,
             keep_rounds=options.explain,
         )
-        self._workshop.remember(text.tokens)
+        self._workshop.remember(text.tokens[kept:])
 
 
 def _context_limit(bundle: Bundle, asked: int | None) -> int:

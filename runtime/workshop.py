@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from ..models.bundle import Bundle
+from ..models.cache import cache_folder
+from ..models.pairing import Pair
 from .calibration import calibrate
 from .complete import CachedText
 from .draft.foreseen import ForeseenPredictor
 from .draft.grow import Grower
+from .draft.history import HistoryPredictor
+from .draft.history_store import HistoryStore
+from .draft.model_predictor import ModelPredictor
+from .draft.ngram import NgramPredictor
+from .draft.predictor import Predictor
 from .drafting import Drafting, fits_trees
-from .session import GraphSession
+from .pair import load_draft
+from .prior import open_prior
+from .sampling import SamplingParams
+from .session import GraphSession, SessionConfig
 from .speculate import Speculator
 from .speculation import Speculation
 from .step_cost import StepCost
-from .text.tokenizer import TextTokenizer
+from .step_cost_cache import load_or_calibrate, save
+
+_HISTORY_BYTES: Final = 64 << 20
+"""What the conversations kept of one model may take on disk, index included."""
+_WORTH_SAVING: Final = 256
+"""Passes observed from which a refined step cost is written back."""
+_log: Final = logging.getLogger("edgerun")
 
 
 @dataclass(frozen=True)
@@ -33,8 +52,9 @@ class Workshop:
     Args:
         graph: the target's session.
         bundle: the target's.
-        tokenizer: the target's.
-        draft: what the caller asked for as draft model; None for none.
+        context: most tokens of a text.
+        pair: the draft model; None for none.
+        draft_config: how the draft model is run.
         cache: whether anything is read from disk or kept there.
         history: whether conversations are kept and drafted from.
     """
@@ -43,30 +63,38 @@ class Workshop:
         self,
         graph: GraphSession,
         bundle: Bundle,
-        tokenizer: TextTokenizer,
-        draft: str | os.PathLike[str] | None,
+        context: int,
+        pair: Pair | None,
+        draft_config: SessionConfig,
         *,
         cache: bool,
         history: bool,
     ) -> None:
         self._graph = graph
         self._bundle = bundle
-        self._tokenizer = tokenizer
-        self._draft = draft
+        self._context = context
+        self._pair = pair
+        self._draft_config = draft_config
         self._cached = cache
-        self._history = history
+        self._store = HistoryStore(self._history_folder, _HISTORY_BYTES, _log.warning) if history else None
         self._cost: StepCost | None = None
         self._drafting: Drafting | None = None
+        self._model: ModelPredictor | None = None
+        self._kept = False
 
     def step_cost(self, new_text: Callable[[], CachedText]) -> StepCost:
         """What passes cost: known from before, or measured now over an arena that `new_text` makes."""
         if self._cost is None:
-            self._cost = calibrate(new_text().bound)
+            bound = new_text().bound
+            self._cost = (
+                load_or_calibrate(self._bundle, self._graph.config, bound) if self._cached else calibrate(bound)
+            )
         return self._cost
 
     def speculator(
         self,
         choice: Speculation,
+        sampling: SamplingParams,
         new_text: Callable[[], CachedText],
         prompt: Sequence[int],
         recorded: Recording | None = None,
@@ -84,13 +112,44 @@ class Workshop:
         if recorded is not None and recorded.foreseen:
             return Speculator(Grower([ForeseenPredictor(recorded.answer, len(prompt))]), cost, trees=trees)
         if self._drafting is None:
-            self._drafting = Drafting(cost, spec.vocab_size, trees=trees)
+            self._drafting = self._make_drafting(cost, trees=trees)
+        if self._model is not None:
+            self._model.temperature = 1.0 if sampling.greedy else sampling.temperature
         return self._drafting.speculator(choice, recorded=recorded is not None)
 
     def remember(self, tokens: Sequence[int]) -> None:
-        """Keep a finished text for later conversations, where that was asked for."""
+        """Keep what a finished text adds, for later conversations, where that was asked for."""
+        if self._store is not None and self._store.append(tokens):
+            self._kept = True
 
     def close(self) -> None:
         """Keep what was learned."""
         if self._drafting is not None:
             self._drafting.save()
+        if self._cached and self._cost is not None and self._cost.observed >= _WORTH_SAVING:
+            save(self._cost, self._bundle, self._graph.config)
+        if self._store is not None and self._kept:
+            self._store.reindex()
+            self._kept = False
+
+    def _make_drafting(self, cost: StepCost, *, trees: bool) -> Drafting:
+        vocab_size = self._graph.spec.vocab_size
+        tables: list[Predictor] = []
+        if self._store is not None:
+            tables.append(HistoryPredictor(self._store, vocab_size))
+        prior = open_prior(self._bundle, vocab_size) if self._cached else None
+        if prior is not None:
+            tables.append(NgramPredictor(prior))
+        if self._pair is not None:
+            draft = load_draft(self._pair, self._draft_config, vocab_size, self._context, cache=self._cached)
+            self._model = ModelPredictor(draft)
+        recycled = cache_folder() / "recycled" / f"{self._model_key}.npz" if self._cached else None
+        return Drafting(cost, vocab_size, trees=trees, tables=tables, model=self._model, recycled=recycled)
+
+    @property
+    def _history_folder(self) -> Path:
+        return cache_folder() / "history" / self._model_key
+
+    @property
+    def _model_key(self) -> str:
+        return hashlib.sha256(self._bundle.fingerprint.encode()).hexdigest()[:32]

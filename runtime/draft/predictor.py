@@ -54,3 +54,6 @@ class CostlyPredictor(Predictor, Protocol):
 
     def seconds(self, state: State) -> float:
         """What `guesses(state)` is expected to take now."""
+
+    def spent(self) -> float:
+        """Seconds that guessing took since this was last asked for."""
