@@ -14,6 +14,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from ..version import __version__
+from .bench_command import bench
 from .devices_command import devices
 from .errors import EdgeError
 from .export_command import export
@@ -59,6 +60,7 @@ app.command(name="run")(run)
 app.command(name="export")(export)
 app.command(name="inspect")(inspect)
 app.command(name="devices")(devices)
+app.command(name="bench")(bench)
 app.command(name="tune")(tune)
 
 
