@@ -12,18 +12,25 @@ from checkpoints import Shape, write_checkpoint
 from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
 
 
-def checkpoint(work: Path, shape: Shape) -> Path:
-    """A random-weights checkpoint of the shape."""
-    return _once(work / shape.name / "checkpoint", lambda folder: write_checkpoint(shape, folder))
+def checkpoint(work: Path, shape: Shape, tokenizer: Path | None = None) -> Path:
+    """A random-weights checkpoint of the shape, with the tokenizer of a folder or a stand-in."""
+    return _once(
+        work / _name(shape, tokenizer) / "checkpoint",
+        lambda folder: write_checkpoint(shape, folder, tokenizer=tokenizer),
+    )
 
 
-def bundle(work: Path, shape: Shape, block: int) -> Path:
+def bundle(work: Path, shape: Shape, block: int, tokenizer: Path | None = None) -> Path:
     """Its edge-run bundle, 4 bits in blocks of `block`."""
 
     def make(folder: Path) -> None:
-        export_checkpoint(checkpoint(work, shape), folder, ExportRecipe(body=WeightFormat(4, block)))
+        export_checkpoint(checkpoint(work, shape, tokenizer), folder, ExportRecipe(body=WeightFormat(4, block)))
 
-    return _once(work / shape.name / f"edge-run-int4-{block}", make)
+    return _once(work / _name(shape, tokenizer) / f"edge-run-int4-{block}", make)
+
+
+def _name(shape: Shape, tokenizer: Path | None) -> str:
+    return shape.name if tokenizer is None else f"{shape.name}-tokenizer-{tokenizer.resolve().name}"
 
 
 def genai_model(work: Path, shape: Shape, block: int, python: str) -> Path:

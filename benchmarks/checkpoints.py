@@ -97,13 +97,18 @@ SHAPES: Final = {
 }
 
 
-def write_checkpoint(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> None:
-    """Write a complete checkpoint into `folder`, creating it. `dtype` is `float32` or `bfloat16`."""
+def write_checkpoint(
+    shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int = 0, tokenizer: Path | None = None
+) -> None:
+    """Write a complete checkpoint into `folder`, creating it.
+
+    `dtype` is `float32` or `bfloat16`; `tokenizer` is a folder whose files the checkpoint gets.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(shape, folder / "model.safetensors", dtype, seed)
     _write_json(folder / "config.json", shape.config(dtype))
     _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0, "do_sample": False})
-    _write_tokenizer(shape, folder)
+    _write_tokenizer(shape, folder, tokenizer)
 
 
 def _write_weights(shape: Shape, path: Path, dtype: str, seed: int) -> None:
@@ -134,12 +139,14 @@ def _write_tensor(file: BinaryIO, name: str, size: int, stored: np.dtype[np.gene
         file.write(values.astype(stored, copy=False).tobytes())
 
 
-def _write_tokenizer(shape: Shape, folder: Path) -> None:
-    """The real Qwen2.5 tokenizer where the data folder has it and it fits, else bytes and an end mark."""
+def _write_tokenizer(shape: Shape, folder: Path, given: Path | None) -> None:
+    """The one given, or the real Qwen2.5 tokenizer where the data folder has it and it fits, else bytes and an end."""
     real = Path(os.environ.get("EDGERUN_DATA", "")) / "tokenizers" / "qwen2.5"
-    if os.environ.get("EDGERUN_DATA") and shape.name.startswith("qwen2.5") and real.is_dir():
-        for source in real.iterdir():
-            shutil.copyfile(source, folder / source.name)
+    if given is None and os.environ.get("EDGERUN_DATA") and shape.name.startswith("qwen2.5") and real.is_dir():
+        given = real
+    if given is not None:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(given / name, folder / name)
         return
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([_END_OF_TEXT, *alphabet])}
@@ -175,8 +182,11 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to create")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder whose tokenizer the checkpoint gets")
     options = parser.parse_args()
-    write_checkpoint(SHAPES[options.shape], options.out, dtype=options.dtype, seed=options.seed)
+    write_checkpoint(
+        SHAPES[options.shape], options.out, dtype=options.dtype, seed=options.seed, tokenizer=options.tokenizer
+    )
     size = (options.out / "model.safetensors").stat().st_size
     print(f"{options.out}: {options.shape}, {options.dtype}, {size / 2**20:.0f} MiB of weights")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,19 +13,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..runtime.engine import Engine, load
+from ..runtime.engine import load
 from ..runtime.speculation import Speculation
-from .bench.account import PLAIN, Run, accounts
 from .bench.conversations import Conversation, chosen, our_prompts, read_prompts
 from .bench.machine import load as machine_load
-from .bench.machine import machine
-from .bench.measure import Contender, Findings, Plan, TurnRange, measure
+from .bench.measure import Contender, Plan, TurnRange, measure
 from .bench.recordings import read_recording
 from .bench.result import Conditions, Result
 from .bench.show import show
 from .errors import InputError
 
-_CURVE_ROWS: Final = 16
 _PIPE_WIDTH: Final = 110
 
 
@@ -98,7 +94,7 @@ def bench(
             temperature=temperature,
             conversations=len(conversations),
         )
-        result = result_of(found, conditions, engine, busy)
+        result = Result.of(found, conditions, engine, busy)
     if not as_json:
         console = Console()
         if not console.is_terminal:
@@ -107,29 +103,6 @@ def bench(
     if write_report is not None:
         write_report(result)
     print(json.dumps(result.as_mapping(), ensure_ascii=False))  # noqa: T201
-
-
-def result_of(found: Findings, conditions: Conditions, engine: Engine, busy: float | None) -> Result:
-    """What was found, with the step cost that the engine knows by now; `busy` is the machine's load before.
-
-    Raises:
-        InputError: no answer was long enough to say anything.
-    """
-    counted = [trial for trial in found.trials if trial.counts]
-    if not counted:
-        raise InputError("no answer had a second token", "give other prompts, more --max-tokens, or --turns all")
-    context = round(statistics.median(trial.context for trial in counted))
-    cost = engine.step_cost().curve(context, _CURVE_ROWS)
-    return Result(
-        conditions=conditions,
-        accounts=accounts(counted),
-        plain=Run.total(trial.runs[PLAIN] for trial in counted),
-        step_cost_ms=[1e3 * float(seconds) for seconds in cost],
-        step_cost_context=context,
-        cut=found.cut,
-        load=busy,
-        machine=machine(),
-    )
 
 
 def _reporter(path: Path | None) -> Callable[[Result], None] | None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from .account import Account, Run, as_mapping
+from ...runtime.engine import Engine
+from ..errors import InputError
+from .account import PLAIN, Account, Run, accounts, as_mapping
+from .machine import machine
+from .measure import Findings
 
 REPLAY_NOTE: Final = (
     "Replay: the tokens are those of a recording. Every pass over the weights was run at its full cost, and guesses "
     "were accepted as they would have been when the recorded answers were written."
 )
-_BUSY: Final = 0.7
 SPEED_NOTE: Final = (
     "Speed is that of writing, after the first token; reading the prompt is left out. Ratios are to plain decoding in "
     "the same run; brackets hold the 95 % interval over conversations."
 )
+_BUSY: Final = 0.7
+_CURVE_ROWS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,29 @@ class Result:
     load: float | None = None
     """Programs that wanted a core in the minute before."""
     machine: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: Findings, conditions: Conditions, engine: Engine, busy: float | None) -> Result:
+        """What was found, with the step cost that the engine knows by now; `busy` is the machine's load before.
+
+        Raises:
+            InputError: no answer was long enough to say anything.
+        """
+        counted = [trial for trial in found.trials if trial.counts]
+        if not counted:
+            raise InputError("no answer had a second token", "give other prompts, more --max-tokens, or --turns all")
+        context = round(statistics.median(trial.context for trial in counted))
+        cost = engine.step_cost().curve(context, _CURVE_ROWS)
+        return cls(
+            conditions=conditions,
+            accounts=accounts(counted),
+            plain=Run.total(trial.runs[PLAIN] for trial in counted),
+            step_cost_ms=[1e3 * float(seconds) for seconds in cost],
+            step_cost_context=context,
+            cut=found.cut,
+            load=busy,
+            machine=machine(),
+        )
 
     @property
     def notes(self) -> list[str]:
