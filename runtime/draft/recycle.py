@@ -7,8 +7,7 @@ next few places are good guesses when the token comes again. Tokens never seen h
 
 from __future__ import annotations
 
-import io
-import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -26,6 +25,10 @@ _MARGINS: Final = (0.5, 1.0, 2.0, 4.0)
 """Edges, in logits, of the classes of a guess's distance: the first's from the second, the others' from the first."""
 _CLASSES: Final = len(_MARGINS) + 1
 _NOTHING: Final = -1
+_FORMAT: Final = b"edge-run recycled 1\n"
+_HEAD: Final = 2
+"""Numbers before the rows: of tokens in the vocabulary, and of rows."""
+_ROW: Final = np.dtype([("token", "<i4"), ("guesses", "<i4", _KEPT), ("buckets", "u1", _KEPT)])
 
 
 class RecyclePredictor:
@@ -74,18 +77,19 @@ class RecyclePredictor:
     def learn(self, token: int, logits: npt.NDArray[np.float32]) -> None:
         """Remember the highest places of the logits `[V]` that followed `token`."""
         groups = logits.size // _GROUP
+        members = np.arange(groups * _GROUP, logits.size)
         if groups < _KEPT:
-            places = np.argsort(-logits, kind="stable")[:_KEPT]
+            members = np.arange(logits.size)
         else:
             # The highest places lie in the groups with the highest maxima; only those few are looked at one by one.
             maxima = logits[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
-            best = maxima.argpartition(groups - _KEPT)[groups - _KEPT :]
-            members = np.concatenate(
-                [(best + np.arange(_GROUP)[:, None] * groups).ravel(), np.arange(groups * _GROUP, logits.size)]
-            )
-            places = members[np.argsort(-logits[members], kind="stable")[:_KEPT]]
+            # Not "reaches the bound": what is no number would be in no group.
+            best = np.flatnonzero(~(maxima < np.partition(maxima, groups - _KEPT)[groups - _KEPT]))
+            members = np.concatenate([(best + np.arange(_GROUP)[:, None] * groups).ravel(), members])
+        places = members[np.argsort(-logits[members], kind="stable")[:_KEPT]]
         values = logits[places]
-        distances = np.abs(values[[1, *range(1, len(values))]] - values[0]) if len(values) > 1 else np.zeros(1)
+        with np.errstate(invalid="ignore"):
+            distances = np.abs(values[[1, *range(1, len(values))]] - values[0]) if len(values) > 1 else np.zeros(1)
         classes = np.searchsorted(_MARGINS, distances, side="right")
         classes[1:] += _CLASSES
         self._tokens[token, : len(places)] = places
@@ -98,27 +102,33 @@ class RecyclePredictor:
         Raises:
             OSError: it cannot be written; an older one is as it was.
         """
-        seen = np.flatnonzero(self._tokens[:, 0] >= 0).astype(np.int32)
-        buffer = io.BytesIO()
-        np.savez(buffer, seen=seen, tokens=self._tokens[seen], buckets=self._buckets[seen])
-        write_atomically(path, buffer.getvalue())
+        seen = np.flatnonzero(self._tokens[:, 0] >= 0)
+        rows = np.empty(seen.size, _ROW)
+        rows["token"], rows["guesses"], rows["buckets"] = seen, self._tokens[seen], self._buckets[seen]
+        body = np.array([len(self._tokens), seen.size], "<i4").tobytes() + rows.tobytes()
+        write_atomically(path, _FORMAT + zlib.crc32(body).to_bytes(4, "little") + body)
         self.changed = False
 
     def load(self, path: Path) -> bool:
         """Take over a saved table; False, and nothing changes, when it is missing, damaged or of another vocabulary."""
         vocab_size = len(self._tokens)
         try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                seen, tokens, buckets = stored["seen"], stored["tokens"], stored["buckets"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            stored = path.read_bytes()
+        except OSError:
             return False
-        rows = (seen.size, _KEPT)
-        if (seen.dtype, tokens.dtype, buckets.dtype) != (np.int32, np.int32, np.uint8) or seen.ndim != 1:
+        start = len(_FORMAT) + 4
+        body = stored[start:]
+        if stored[:start] != _FORMAT + zlib.crc32(body).to_bytes(4, "little") or len(body) < 4 * _HEAD:
             return False
-        if tokens.shape != rows or buckets.shape != rows or not seen.size:
+        stored_size, count = np.frombuffer(body, "<i4", _HEAD).tolist()
+        if stored_size != vocab_size or len(body) != 4 * _HEAD + count * _ROW.itemsize:
             return False
-        fits = seen.min() >= 0 and seen.max() < vocab_size and tokens.min() >= _NOTHING and tokens.max() < vocab_size
-        if not fits or buckets.max() >= len(self.prior):
+        rows = np.frombuffer(body, _ROW, offset=4 * _HEAD)
+        seen, tokens, buckets = rows["token"], rows["guesses"], rows["buckets"]
+        ids = np.append(tokens, seen)
+        if ids.min(initial=0) < _NOTHING or ids.max(initial=0) >= vocab_size or seen.min(initial=0) < 0:
+            return False
+        if buckets.max(initial=0) >= len(self.prior):
             return False
         self._tokens[seen], self._buckets[seen] = tokens, buckets
         return True

@@ -1,0 +1,119 @@
+"""Pruning against every prefix-closed set of guesses."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun.runtime.draft.prune import LEAST_ADVANTAGE, Pruned, best_rows, prune
+from edgerun.runtime.draft.tree import Source, Tree
+
+EIGHTHS = st.integers(1, 8).map(lambda eighths: eighths / 8)
+CURVES = st.lists(st.sampled_from([0.0, 0.03125, 0.125, 0.25, 1.0]), min_size=1, max_size=8).map(
+    lambda steps: (1 + np.cumsum([0.0, *steps])).tolist()
+)
+"""Seconds, never falling, in numbers whose sums are exact."""
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    parents, probabilities = [-1], [1.0]
+    for _ in range(draw(st.integers(0, 7))):
+        parent = draw(st.integers(0, len(parents) - 1))
+        parents.append(parent)
+        probabilities.append(probabilities[parent] * draw(EIGHTHS))
+    # Every node its own token: no siblings alike.
+    return Tree.of(range(len(parents)), parents, probabilities, [Source.OTHER] * len(parents))
+
+
+def closed_sets(tree: Tree) -> list[tuple[int, ...]]:
+    """All sets of guesses that hold their parents."""
+    guesses = range(1, len(tree))
+    sets = (chosen for count in range(len(tree)) for chosen in combinations(guesses, count))
+    return [chosen for chosen in sets if all(tree.parents[node] in (0, *chosen) for node in chosen)]
+
+
+def gained(tree: Tree, chosen: tuple[int, ...], curve: list[float], rate: float) -> float:
+    """Tokens beyond what plain steps would have given in the time of the rows."""
+    return float(sum(tree.path_prob[list(chosen)].tolist())) - rate * (curve[len(chosen)] - curve[0])
+
+
+@given(trees(), CURVES, st.sampled_from([0.25, 0.5, 1.0, 2.0, 50.0]), st.integers(1, 10))
+def test_no_set_of_guesses_is_worth_more(tree: Tree, curve: list[float], rate: float, most_rows: int) -> None:
+    pruned = prune(tree, curve, rate, most_rows)
+    rows = len(pruned.tree)
+    possible = [chosen for chosen in closed_sets(tree) if len(chosen) < min(most_rows, len(curve))]
+    best = max(gained(tree, chosen, curve, rate) for chosen in possible)
+    assert 1 <= rows <= min(most_rows, len(curve), len(tree))
+    if rows == 1:
+        assert best <= LEAST_ADVANTAGE + 1e-6
+        assert (pruned.expected, pruned.advantage) == (1.0, 0.0)
+    else:
+        assert pruned.advantage == pytest.approx(best, abs=1e-6)
+        assert pruned.advantage > LEAST_ADVANTAGE
+        assert pruned.expected == pytest.approx(1 + pruned.tree.path_prob[1:].sum(), abs=1e-6)
+    # What is left is part of the tree, with the same anchor.
+    tokens = {tuple(tree.tokens[list(tree.path_to(node))].tolist()) for node in range(len(tree))}
+    left = {tuple(pruned.tree.tokens[list(pruned.tree.path_to(node))].tolist()) for node in range(rows)}
+    assert left <= tokens
+    assert len(left) == rows
+
+
+@given(
+    st.lists(st.floats(0, 1), max_size=12).map(lambda all_: sorted(all_, reverse=True)),
+    st.lists(st.floats(0, 2), min_size=1, max_size=12).map(lambda steps: np.cumsum([0.5, *steps]).tolist()),
+    st.floats(0, 100),
+    st.integers(1, 14),
+)
+def test_rows_are_the_fewest_of_the_best(
+    probabilities: list[float], curve: list[float], rate: float, most_rows: int
+) -> None:
+    rows, advantage, expected = best_rows(probabilities, curve, rate, most_rows)
+    worth = [
+        sum(probabilities[:guesses]) - rate * (curve[guesses] - curve[0])
+        for guesses in range(min(len(probabilities) + 1, len(curve), most_rows))
+    ]
+    if rows == 1:
+        assert max(worth) <= LEAST_ADVANTAGE + 1e-9
+        assert (advantage, expected) == (0.0, 1.0)
+        return
+    assert advantage == pytest.approx(max(worth))
+    assert advantage == pytest.approx(worth[rows - 1])
+    assert all(value < advantage + 1e-9 for value in worth[: rows - 1])
+    assert expected == pytest.approx(1 + sum(probabilities[: rows - 1]))
+
+
+def test_nothing_is_drafted_where_nothing_pays() -> None:
+    tree = Tree.chain(5, [6, 7], [0.9, 0.8], Source.SUFFIX)
+    for curve, rate, most_rows in (([1.0, 2.0, 3.0], 1.0, 3), ([1.0], 1.0, 16), ([1.0, 1.0, 1.0], 1.0, 1)):
+        pruned = prune(tree, curve, rate, most_rows)
+        assert pruned.tree.tokens.tolist() == [5]
+        assert (pruned.expected, pruned.advantage) == (1.0, 0.0)
+    alone = Tree.anchor_only(5)
+    assert prune(alone, [1.0, 1.0], 1.0, 16) == Pruned(alone, 1.0, 0.0)
+
+
+def test_a_row_that_pays_only_with_the_ones_after_it_is_taken_with_them() -> None:
+    # The second row costs as much as it gives, the third and fourth are free: a step of the kernel.
+    pruned = prune(Tree.chain(1, [2, 3, 4], [0.5, 0.5, 0.5], Source.SUFFIX), [1.0, 1.5, 1.5, 1.5], 1.0, 16)
+    assert len(pruned.tree) == 4
+    assert (pruned.expected, pruned.advantage) == (2.5, 1.0)
+
+
+def test_of_equal_guesses_parents_stay() -> None:
+    """Two branches of the same probability throughout: a cut between them must not part a child from its parent."""
+    tree = Tree.of([0, 1, 2, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 3, 4], [1.0] + [0.25] * 6, [0] + [1] * 6)
+    for rows in range(1, 8):
+        pruned = prune(tree, [1.0] * rows, 1.0, 16).tree
+        assert len(pruned) == rows
+        assert all(0 <= parent < node for node, parent in enumerate(pruned.parents.tolist()) if node)
+
+
+def test_what_a_row_costs_is_counted_at_the_rate_of_decoding() -> None:
+    tree = Tree.chain(1, [2, 3, 4], [0.5, 0.3, 0.1], Source.SUFFIX)
+    curve = [1.0, 1.2, 1.4, 1.6]
+    assert [len(prune(tree, curve, rate, 16).tree) for rate in (0.1, 1.0, 2.0, 3.0)] == [4, 3, 2, 1]

@@ -1,0 +1,228 @@
+"""Recycled candidates: what is kept of logits, and files that were not always written by us."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgerun.runtime.draft.recycle import RecyclePredictor
+
+KEPT = 3
+
+
+def guessed(predictor: RecyclePredictor, token: int) -> list[int]:
+    return [guess.token for guess in predictor.guesses(token)]
+
+
+def ranked(logits: np.ndarray) -> list[int]:
+    """The highest places, ties to the lowest id, by sorting everything."""
+    return sorted(range(logits.size), key=lambda place: (-logits[place], place))[:KEPT]
+
+
+@given(st.integers(0, 10_000), st.sampled_from([1, 2, 3, 5, 64, 191, 192, 193, 255, 300, 1000]), st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_the_highest_places_are_kept_ties_by_the_lowest_id(seed: int, size: int, values: int) -> None:
+    logits = np.random.default_rng(seed).integers(0, values, size).astype(np.float32)
+    predictor = RecyclePredictor(size)
+    predictor.learn(0, logits)
+    assert guessed(predictor, 0) == ranked(logits)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([192, 320, 1003, 4096]))
+@settings(max_examples=40, deadline=None)
+def test_logits_without_ties_are_ranked_as_by_sorting(seed: int, size: int) -> None:
+    logits = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+    predictor = RecyclePredictor(size)
+    predictor.learn(size - 1, logits)
+    assert guessed(predictor, size - 1) == np.argsort(-logits, kind="stable")[:KEPT].tolist()
+
+
+@pytest.mark.parametrize("wild", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("size", [5, 300])
+@pytest.mark.parametrize("share", [0.1, 0.9, 1.0])
+def test_logits_that_are_no_numbers_do_no_harm(wild: float, size: int, share: float) -> None:
+    random = np.random.default_rng(1)
+    logits = random.standard_normal(size).astype(np.float32)
+    logits[random.random(size) < share] = wild
+    predictor = RecyclePredictor(size)
+    predictor.learn(0, logits)
+    for guess in predictor.guesses(0):
+        assert 0 <= guess.token < size
+        assert 0 <= guess.bucket < len(predictor.prior)
+
+
+def test_tokens_never_seen_have_no_guesses() -> None:
+    predictor = RecyclePredictor(300)
+    assert predictor.guesses(predictor.state()) == ()
+    predictor.follow([])
+    assert predictor.guesses(predictor.state()) == ()
+    predictor.follow([4, 299])
+    assert list(predictor.guesses(predictor.state())) == []
+    predictor.learn(5, np.arange(300, dtype=np.float32))
+    assert list(predictor.guesses(predictor.state())) == []
+    assert guessed(predictor, predictor.after(predictor.state(), 5)) == [299, 298, 297]
+    predictor.append(5)
+    assert predictor.state() == 5
+    # What was last seen counts.
+    predictor.learn(5, -np.arange(300, dtype=np.float32))
+    assert guessed(predictor, 5) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "classes"),
+    [(0.0, 0.0, (0, 5, 5)), (0.6, 1.0, (1, 6, 7)), (1.5, 3.0, (2, 7, 8)), (3.0, 3.5, (3, 8, 8)), (9.0, 9.0, (4, 9, 9))],
+)
+def test_a_guess_is_of_the_class_of_its_distance(first: float, second: float, classes: tuple[int, ...]) -> None:
+    logits = np.full(300, -50, np.float32)
+    logits[[7, 3, 9]] = 0, -first, -second
+    predictor = RecyclePredictor(300)
+    predictor.learn(1, logits)
+    assert sorted(guess.bucket for guess in predictor.guesses(1)) == sorted(classes)
+    assert len(predictor.prior) == 10
+
+
+def filled(vocab_size: int = 40, tokens: int = 9) -> RecyclePredictor:
+    predictor, random = RecyclePredictor(vocab_size), np.random.default_rng(2)
+    for token in random.permutation(vocab_size)[:tokens].tolist():
+        predictor.learn(token, random.standard_normal(vocab_size).astype(np.float32) * 3)
+    return predictor
+
+
+def everything(predictor: RecyclePredictor, vocab_size: int = 40) -> list[list[tuple[int, int]]]:
+    return [[tuple(guess) for guess in predictor.guesses(token)] for token in range(vocab_size)]
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    predictor, path = filled(), tmp_path / "deep" / "recycled"
+    path.parent.mkdir()
+    assert predictor.changed
+    predictor.save(path)
+    assert not predictor.changed
+    other = RecyclePredictor(40)
+    assert other.load(path)
+    assert everything(other) == everything(predictor)
+    assert not other.changed
+    assert [entry.name for entry in path.parent.iterdir()] == ["recycled"]
+
+
+def test_loading_adds_to_what_was_learned_here(tmp_path: Path) -> None:
+    predictor = RecyclePredictor(40)
+    predictor.learn(3, np.arange(40, dtype=np.float32))
+    predictor.save(tmp_path / "a")
+    other = RecyclePredictor(40)
+    other.learn(4, np.arange(40, dtype=np.float32))
+    assert other.load(tmp_path / "a")
+    assert guessed(other, 3) == guessed(other, 4) == [39, 38, 37]
+
+
+def test_an_empty_table_is_saved_and_says_nothing(tmp_path: Path) -> None:
+    RecyclePredictor(40).save(tmp_path / "a")
+    other = filled()
+    before = everything(other)
+    other.load(tmp_path / "a")
+    assert everything(other) == before
+
+
+def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    large = RecyclePredictor(60)
+    large.learn(59, np.arange(60, dtype=np.float32))
+    large.save(tmp_path / "large")
+    # Also one whose tokens would all fit: it is another model's.
+    filled().save(tmp_path / "small")
+    for size, name in ((40, "large"), (60, "small"), (20, "small")):
+        predictor = RecyclePredictor(size)
+        assert not predictor.load(tmp_path / name)
+        assert everything(predictor, size) == [[]] * size
+
+
+def test_missing_files_folders_and_other_files_are_refused(tmp_path: Path) -> None:
+    predictor = RecyclePredictor(40)
+    np.save(tmp_path / "array.npy", np.arange(4))
+    np.savez(tmp_path / "arrays.npz", seen=np.arange(4))
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("not a table")
+    for name in ("missing", ".", "array.npy", "arrays.npz", "empty", "text"):
+        assert not predictor.load(tmp_path / name), name
+    assert everything(predictor) == [[]] * 40
+
+
+def sealed(file: bytes, at: int, numbers: Sequence[int]) -> bytes:
+    """A saved table with other int32 from byte `at` of its body on, and a checksum that is right."""
+    start = file.index(b"\n") + 5
+    body = bytearray(file[start:])
+    body[at : at + 4 * len(numbers)] = np.array(numbers, "<i4").tobytes()
+    return file[: start - 4] + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+@pytest.mark.parametrize(
+    ("at", "numbers", "good"),
+    [
+        (0, [40, 9], True),
+        (0, [41], False),
+        (0, [39], False),
+        (4, [8], False),
+        (4, [10], False),
+        (4, [-1], False),
+        (8, [39, 0, 39, 1], True),
+        (8, [-1], False),
+        (8, [40], False),
+        (12, [40], False),
+        (20, [-2], False),
+        (20, [-1], True),
+        (24, [10], False),  # a bucket too high
+    ],
+)
+def test_a_table_that_fits_badly_is_refused_though_its_checksum_is_right(
+    saved: bytes, tmp_path: Path, at: int, numbers: list[int], good: bool
+) -> None:
+    (tmp_path / "table").write_bytes(sealed(saved, at, numbers))
+    predictor = RecyclePredictor(40)
+    assert predictor.load(tmp_path / "table") is good
+    assert good or everything(predictor) == [[]] * 40
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("recycled") / "table"
+    filled().save(path)
+    return path.read_bytes()
+
+
+@given(data=st.data())
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file_never_harms(saved: bytes, tmp_path: Path, data: st.DataObject) -> None:
+    damaged = bytearray(saved)
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(damaged) * 8 - 1))
+        damaged[at // 8] ^= 1 << at % 8
+    if data.draw(st.booleans()):
+        del damaged[data.draw(st.integers(0, len(damaged))) :]
+    path = tmp_path / "damaged"
+    path.write_bytes(damaged)
+    predictor = RecyclePredictor(40)
+    loaded = predictor.load(path)
+    guesses = everything(predictor)
+    assert all(0 <= token < 40 and 0 <= bucket < 10 for row in guesses for token, bucket in row)
+    assert guesses == [[]] * 40 if not loaded else bytes(damaged) == saved
+
+
+def test_a_single_flipped_bit_anywhere_is_noticed(saved: bytes, tmp_path: Path) -> None:
+    for at in range(len(saved)):
+        damaged = bytearray(saved)
+        damaged[at] ^= 1 << at % 8
+        (tmp_path / "damaged").write_bytes(damaged)
+        assert not RecyclePredictor(40).load(tmp_path / "damaged")
+
+
+def test_saving_to_a_place_that_does_not_exist_says_so(tmp_path: Path) -> None:
+    predictor = filled()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        predictor.save(tmp_path / "file" / "table")
+    assert predictor.changed
