@@ -117,7 +117,7 @@ class _Vocabulary:
         own, other = _by_id(self.ids), _by_id(target.ids)
         if (count := max(own, default=-1)) != (wanted := max(other, default=-1)):
             return f"its highest token id is {count}, not {wanted}"
-        at = next(token for token in sorted(own.keys() | other.keys()) if own.get(token) != other.get(token))
+        at = min(number for _, number in self.ids.items() ^ target.ids.items())
         return f"id {at} is {_shown(own.get(at))}, not {_shown(other.get(at))}"
 
     def difference_through(self, target_ids: npt.NDArray[np.int32], target: _Vocabulary) -> str:

@@ -68,7 +68,7 @@ def load_draft(pair: Pair, config: SessionConfig, target_vocab: int, context: in
             check_target_ids(pair.target_ids, head, target_vocab)
         except ValueError as error:
             raise BundleError(
-                f"the draft {bundle.folder}: its map to the target's ids {error}",
+                f"the draft {bundle.folder} cannot be used: its map to the target's ids {error}",
                 "restore it or export the draft again",
             ) from error
     elif head < target_vocab and head < pair.token_count:

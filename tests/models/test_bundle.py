@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from edgerun import BundleError
 from edgerun.models.bundle import Bundle, digest_file, holds_only_bundle_files, open_bundle
 from edgerun.models.find import bundled_folder, find_model
 from edgerun.models.json_file import is_finite, is_whole
-from edgerun.models.manifest import Architecture, FileDigest, Manifest, WeightFormat
+from edgerun.models.manifest import Architecture, DraftPairing, FileDigest, Manifest, WeightFormat
 
 MANIFEST = Manifest(
     architecture=Architecture("llama", 300, 64, 96, 2, 4, 2, 16, 256, True),
@@ -53,6 +54,10 @@ def drop(*names: str) -> Change:
 def test_a_manifest_reads_as_it_was_written() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
     assert Manifest.from_json(MANIFEST.to_json().encode()) == MANIFEST
+    assert "draft" not in MANIFEST.to_json()
+    for draft in (DraftPairing("../small"), DraftPairing("draft", "d2t.npy"), DraftPairing("d", "e.npy", True)):
+        paired = dataclasses.replace(MANIFEST, draft=draft)
+        assert Manifest.from_json(paired.to_json()) == paired
 
 
 @pytest.mark.parametrize(
@@ -97,6 +102,14 @@ BAD: list[tuple[str | bytes, str]] = [
     (changed(put("parity/mean_kl", float("inf"))), "parity.mean_kl inf, which must be a finite number"),
     (changed(put("format", "1")), "it has format '1', which must be a whole number"),
     (changed(put("contract", 0)), "it has contract 0, which must be a whole number"),
+    (changed(put("draft", "small")), "it has draft 'small', which must be an object"),
+    (changed(put("draft", {})), "it lacks draft.path"),
+    (changed(put("draft", {"path": ""})), "it has draft.path '', which must be a path from the bundle's folder"),
+    (changed(put("draft", {"path": "/etc"})), "it has draft.path '/etc', which must be a path from"),
+    (changed(put("draft", {"path": "c:x"})), "it has draft.path 'c:x', which must be a path from"),
+    (changed(put("draft", {"path": "..\\x"})), "which must be a path from the bundle's folder"),
+    (changed(put("draft", {"path": "x", "d2t": "../y"})), "it has draft.d2t '../y', which must be the name of a file"),
+    (changed(put("draft", {"path": "x", "d2t_offsets": 1})), "draft.d2t_offsets 1, which must be true or false"),
     (changed(put("command", 1)), "it has command 1, which must be text"),
 ]
 

@@ -1,0 +1,137 @@
+"""A target and its draft side by side: how they are run, and which drafts cannot be."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgerun import BundleError
+from edgerun.models.bundle import Bundle, open_bundle
+from edgerun.models.find import bundled_folder
+from edgerun.models.pairing import Pair, find_draft, pair
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.pair import load_draft, taking_turns
+from edgerun.runtime.session import GraphSession, SessionConfig
+from edgerun.runtime.step_cost_cache import cached
+from tiny import write_bundle
+
+CONFIG = SessionConfig(choose_device("cpu"), 1)
+KEPT = np.arange(20, 120)
+
+
+def refusal(found: Pair) -> str:
+    with pytest.raises(BundleError) as caught:
+        load_draft(found, CONFIG, 300, 256)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def trimmed(tmp_path: Path) -> Path:
+    """A draft bundle whose head has only the tokens of KEPT, without a map."""
+    import onnx
+    from onnx import numpy_helper
+
+    folder = write_bundle(tmp_path, tie_word_embeddings=False)
+    model = onnx.load(folder / "model.onnx")
+    head = next(tensor for tensor in model.graph.initializer if tensor.name == "head.weight")
+    head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head)[KEPT], head.name))
+    logits = next(port for port in model.graph.output if port.name == "logits")
+    logits.type.tensor_type.shape.dim[1].dim_value = KEPT.size
+    onnx.save(model, folder / "model.onnx")
+    (folder / "edge.json").unlink()
+    return folder
+
+
+def test_a_pair_drafts(tiny_bundle: Path) -> None:
+    target = open_bundle(tiny_bundle)
+    model = load_draft(pair(target, target), CONFIG, 300, 256)
+    model.follow([20, 21, 22])
+    bound = (session := GraphSession(target.graph, CONFIG)).bind(session.arena(10))
+    assert model.likely((), 1).tokens[0] == bound.forward([20, 21, 22])[2].argmax()
+
+
+def test_the_shorter_context_counts(tiny_bundle: Path) -> None:
+    target = open_bundle(tiny_bundle)
+    for context, longest in ((10, 10), (1000, 256)):
+        model = load_draft(pair(target, target), CONFIG, 300, context)
+        model.follow([20] * longest)
+        assert model.likely((), 1).tokens
+        model.append(20)
+        assert not model.likely((), 1).tokens
+
+
+def test_what_passes_cost_is_kept_unless_nothing_is(tmp_path: Path) -> None:
+    draft = open_bundle(write_bundle(tmp_path, seed=5))
+    load_draft(pair(draft, draft), CONFIG, 300, 256, cache=False)
+    assert cached(draft, CONFIG) is None
+    first = load_draft(pair(draft, draft), CONFIG, 300, 256)
+    assert cached(draft, CONFIG) is not None
+    assert load_draft(pair(draft, draft), CONFIG, 300, 256).cost.measured == first.cost.measured
+
+
+def test_padding_of_another_size_does_not_matter(tiny_bundle: Path, tmp_path: Path) -> None:
+    padded = write_bundle(tmp_path, vocab_size=320)
+    (padded / "edge.json").unlink()
+    shutil.copy(tiny_bundle / "tokenizer.json", padded)
+    small, large = open_bundle(tiny_bundle), open_bundle(padded)
+    model = load_draft(pair(small, large), CONFIG, 300, 256)
+    model.follow([20, 21])
+    everything = model.likely((), 400)
+    assert sorted(everything.tokens) == list(range(300))
+    assert sum(everything.probabilities) == pytest.approx(1, abs=1e-5)
+    # The other way about, the target's padding has no row in the draft's embedding; no text has it either.
+    model = load_draft(pair(large, small), CONFIG, 320, 256)
+    model.follow([20, 21])
+    assert sorted(model.likely((), 400).tokens) == list(range(300))
+    assert model.likely((310,), 1).tokens == ()
+
+
+def test_a_trimmed_head_needs_its_map(tiny_bundle: Path, trimmed: Path) -> None:
+    target, draft = open_bundle(tiny_bundle), open_bundle(trimmed)
+    assert refusal(pair(target, draft)) == (
+        f"the draft {trimmed} has 300 tokens and a head of 100, but no map of its ids; put its d2t.npy beside the graph"
+    )
+    np.save(trimmed / "d2t.npy", KEPT)
+    model = load_draft(pair(target, draft), CONFIG, 300, 256)
+    model.follow([5, 299])
+    assert sorted(model.likely((), 300).tokens) == KEPT.tolist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (KEPT[1:], "has 99 ids for a head of 100 tokens"),
+        (KEPT + 190, "has ids from 210 to 309, but the target 300 tokens"),
+    ],
+)
+def test_a_map_of_another_head_is_refused(tiny_bundle: Path, trimmed: Path, ids: np.ndarray, message: str) -> None:
+    np.save(trimmed / "d2t.npy", ids)
+    assert refusal(pair(open_bundle(tiny_bundle), open_bundle(trimmed))) == (
+        f"the draft {trimmed} cannot be used: its map to the target's ids {message}; "
+        "restore it or export the draft again"
+    )
+
+
+def test_a_small_draft_leaves_the_target_as_it_is() -> None:
+    bundle = open_bundle(bundled_folder())
+    found = find_draft(bundle)
+    assert found is not None
+    config = SessionConfig(choose_device("cpu"), 2)
+    assert taking_turns(config, found.draft) == (config, SessionConfig(config.device, 1))
+    # As a draft, the bundled target is large enough for two threads.
+    shared = SessionConfig(config.device, 2, shares_cores=True)
+    assert taking_turns(config, bundle) == (shared, shared)
+
+
+def test_sessions_that_take_turns_say_the_same(tiny_bundle: Path) -> None:
+    device = choose_device("cpu")
+
+    def logits(config: SessionConfig) -> np.ndarray:
+        session = GraphSession(Bundle(tiny_bundle, tiny_bundle / "model.onnx", None).graph, config)
+        return session.bind(session.arena(50)).forward(range(20, 60))
+
+    np.testing.assert_array_equal(logits(SessionConfig(device, 2, shares_cores=True)), logits(SessionConfig(device, 2)))
