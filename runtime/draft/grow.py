@@ -20,6 +20,8 @@ from .tree import Source, Tree
 from .worth import DraftWorth
 
 _DEEPEST: Final = 32
+_SURE: Final = 0.985
+"""A guess that comes true this often is not discussed with further predictors."""
 _SIBLINGS_TOGETHER: Final = 0.98
 """What the guesses for one position may add up to."""
 
@@ -157,8 +159,10 @@ class _Growing:
         for predictor, state in zip(grower.predictors, self._states[node], strict=True):
             guesses = predictor.guesses(state)
             if guesses:
-                source = int(predictor.source)
-                speakers.append((source, mixer.against(source, guesses[0].bucket), dict(guesses)))
+                source, bucket = int(predictor.source), guesses[0].bucket
+                speakers.append((source, mixer.against(source, bucket), dict(guesses)))
+                if mixer.share(source, bucket) > _SURE:
+                    break
         mixed = self._mix(speakers)
         model = grower.model
         if model is not None:

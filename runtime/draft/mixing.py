@@ -41,7 +41,7 @@ class Prediction(NamedTuple):
     evidence: Sequence[tuple[int, int]]
     """(source, cell) of every source that speaks; see `Mixer.cell`."""
     inputs: Sequence[float]
-    """Log-odds of each."""
+    """Log-odds of each, where there is more than one."""
     weights: list[float]
 
 
@@ -61,11 +61,12 @@ class Mixer:
             self._cells[source] = cells
             self._log_odds[source] = [_stretch(share) for share in cells]
             self._seen[source] = [_PRIOR_WEIGHT] * len(cells)
-        self._weights: dict[tuple[tuple[int, bool], ...], list[float]] = {}
+        self._half: dict[int, int] = {source: len(prior) for source, prior in priors.items()}
+        self._weights: dict[int, list[float]] = {}
 
     def against(self, source: int, bucket: int) -> int:
         """The cell for tokens other than the one that `source` guesses with `bucket`."""
-        return bucket + len(self._cells[source]) // 2
+        return bucket + self._half[source]
 
     def share(self, source: int, bucket: int) -> float:
         """The share of a source's guesses in a bucket that come true, as estimated now."""
@@ -73,29 +74,37 @@ class Mixer:
 
     def predict(self, evidence: Sequence[tuple[int, int]]) -> Prediction:
         """The probability that a token comes next, given the cells of all sources that speak."""
-        inputs = [self._log_odds[source][cell] for source, cell in evidence]
         if len(evidence) == 1:
             source, cell = evidence[0]
-            return Prediction(self._cells[source][cell], evidence, inputs, [])
-        kinds = tuple((source, cell < len(self._cells[source]) // 2) for source, cell in evidence)
+            return Prediction(self._cells[source][cell], evidence, (), [])
+        inputs = []
+        kinds = 1
+        for source, cell in evidence:
+            inputs.append(self._log_odds[source][cell])
+            kinds = kinds << 5 | source << 1 | (cell < self._half[source])
         weights = self._weights.get(kinds)
         if weights is None:
-            for_it = sum(guessed for _, guessed in kinds)
-            weight = 1.0 if for_it == 1 else _AGREEMENT
-            weights = [weight if guessed else _OBJECTION for _, guessed in kinds]
-            self._weights[kinds] = weights
+            weights = self._weights[kinds] = self._first_weights(evidence)
         log_odds = 0.0
         for weight, value in zip(weights, inputs, strict=True):
             log_odds += weight * value
-        probability = min(max(_squash(max(min(log_odds, 20.0), -20.0)), _LEAST), _MOST)
+        # Log-odds beyond 20 are certainty, and their exponential would overflow some way further.
+        probability = _squash(20.0 if log_odds > 20.0 else -20.0 if log_odds < -20.0 else log_odds)
+        probability = _LEAST if probability < _LEAST else _MOST if probability > _MOST else probability
         return Prediction(probability, evidence, inputs, weights)
+
+    def _first_weights(self, evidence: Sequence[tuple[int, int]]) -> list[float]:
+        """Weights for a combination of sources that was not met before."""
+        guessed = [cell < self._half[source] for source, cell in evidence]
+        weight = 1.0 if sum(guessed) == 1 else _AGREEMENT
+        return [weight if each else _OBJECTION for each in guessed]
 
     def learn(self, prediction: Prediction, came_true: bool) -> None:
         """Take in the outcome of a prediction."""
         truth = 1.0 if came_true else 0.0
         error = (truth - prediction.probability) * _LEARNING_RATE
         weights = prediction.weights
-        for index, value in enumerate(prediction.inputs if weights else ()):
+        for index, value in enumerate(prediction.inputs):
             weights[index] += error * value
         for source, cell in prediction.evidence:
             cells, seen = self._cells[source], self._seen[source]
