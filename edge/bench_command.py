@@ -137,7 +137,7 @@ def _conversations(
     elif prompts is not None:
         read, source = read_prompts(prompts), prompts.name
     else:
-        read, source = our_prompts(shell=model is None), "edge-run's own prompts"
+        read, source = our_prompts(for_shell=model is None), "edge-run's own prompts"
     conversations = [each for each in chosen(read, limit) if plan.measured(each)]
     if not conversations:
         raise InputError(f"no conversation of {source} has such a turn", "give other --turns")

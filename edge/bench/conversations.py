@@ -71,9 +71,9 @@ def read_prompts(path: Path) -> list[Conversation]:
     )
 
 
-def our_prompts(*, shell: bool) -> list[Conversation]:
+def our_prompts(*, for_shell: bool) -> list[Conversation]:
     """The set that ships with edge-run: requests for the bundled model, or everything else."""
-    return [each for each in read_prompts(OUR_PROMPTS) if (each.category == SHELL) == shell]
+    return [each for each in read_prompts(OUR_PROMPTS) if (each.category == SHELL) == for_shell]
 
 
 def chosen(conversations: Sequence[Conversation], limit: int | None) -> list[Conversation]:

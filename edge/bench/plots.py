@@ -211,15 +211,14 @@ def _depth(axes: Axes, result: Result, palette: Palette) -> None:
 
 def _round(axes: Axes, result: Result, palette: Palette) -> None:
     """Where the milliseconds of a token go."""
-    plain = result.plain
     labels = [PLAIN, *(account.name for account in result.accounts)]
-    runs = [account.run for account in result.accounts]
+    runs = [result.plain, *(account.run for account in result.accounts)]
     parts = (
-        ("target pass", [plain.seconds, *(run.target_s for run in runs)]),
-        ("draft passes", [0.0, *(run.draft_s for run in runs)]),
-        ("host", [0.0, *(run.between_s for run in runs)]),
+        ("target pass", [run.target_s for run in runs]),
+        ("draft passes", [run.draft_s for run in runs]),
+        ("host", [run.between_s for run in runs]),
     )
-    tokens = np.array([plain.tokens, *(run.tokens for run in runs)])
+    tokens = np.array([run.tokens for run in runs])
     left = np.zeros(len(labels))
     for number, (name, seconds) in enumerate(parts):
         widths = 1e3 * np.array(seconds) / tokens

@@ -24,7 +24,7 @@ from typing import Any, Final
 from ..errors import InputError
 from .conversations import Conversation, Exchange, json_lines, read_text, text_of, turns_of
 
-_SESSION: Final = re.compile(r"^# aider chat started at \d", re.MULTILINE)
+_SESSION: Final = re.compile(r"^# aider chat started at \d.*$", re.MULTILINE)
 _USER: Final = "#### "
 _CATEGORY: Final = "code editing"
 
@@ -86,7 +86,7 @@ def _aider(text: str) -> Iterator[Conversation]:
         exchanges: list[Exchange] = []
         asked = ""
         blocks = list(_blocks(session))
-        for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        for number, block in enumerate(blocks):
             if block.speaker is _Speaker.USER and "/clear" in block.lines:
                 if exchanges:
                     yield Conversation(_CATEGORY, tuple(exchanges))
@@ -97,7 +97,7 @@ def _aider(text: str) -> Iterator[Conversation]:
             elif block.speaker is _Speaker.NOTE:
                 # The user's words count before aider's, and a note alone only where it follows an answer.
                 asked = asked or (block.text if exchanges else "")
-            elif after is not None and after.ends_an_answer:
+            elif number + 1 < len(blocks) and blocks[number + 1].ends_an_answer:
                 if asked and block.text:
                     exchanges.append(Exchange(asked, block.text))
                 asked = ""

@@ -9,6 +9,7 @@ from jinja2 import Environment, StrictUndefined
 
 from ...models.atomic import write_atomically
 from ..errors import InputError
+from .account import PLAIN
 from .plots import DARK, LIGHT, png, svg_plots, variable
 from .result import Result
 from .show import share
@@ -48,6 +49,7 @@ def page(result: Result) -> str:
         conditions=result.conditions,
         accounts=result.accounts,
         plain=result.plain,
+        runs={PLAIN: result.plain, **{account.name: account.run for account in result.accounts}},
         plots=svg_plots(result),
         light={variable(name): colour for name, colour in LIGHT.items()},
         dark={variable(name): colour for name, colour in DARK.items()},

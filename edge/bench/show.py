@@ -7,7 +7,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from .account import Account, Count, Estimate
+from .account import PLAIN, Account, Count, Estimate
 from .result import Result
 
 _DEPTHS: Final = 8
@@ -100,12 +100,10 @@ def _sources(result: Result) -> Table:
 
 def _rounds(result: Result) -> Table:
     table = _table("milliseconds a round", "", "draft passes", "target pass", "host", "all", "rounds")
-    plain = result.plain
-    table.add_row("plain", "-", "-", "-", f"{plain.each_pass_ms(plain.seconds):.2f}", str(plain.passes))
-    for account in result.accounts:
-        run = account.run
+    runs = {PLAIN: result.plain, **{account.name: account.run for account in result.accounts}}
+    for name, run in runs.items():
         parts = (run.draft_s, run.target_s, run.between_s, run.seconds)
-        table.add_row(account.name, *(f"{run.each_pass_ms(seconds):.2f}" for seconds in parts), str(run.passes))
+        table.add_row(name, *(f"{run.each_pass_ms(seconds):.2f}" for seconds in parts), str(run.passes))
     return table
 
 

@@ -1,0 +1,225 @@
+"""What `edge-run bench` asks: prompt files, recordings, and the set that ships."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data import data_path
+from edgerun.edge.bench.conversations import (
+    SHELL,
+    Conversation,
+    Exchange,
+    chosen,
+    counts,
+    our_prompts,
+    read_prompts,
+)
+from edgerun.edge.bench.recordings import read_recording
+from edgerun.edge.errors import InputError
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_every_prompt_format_is_told_by_its_content(tmp_path: Path) -> None:
+    spec_bench = lines(
+        tmp_path / "a",
+        {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
+        {"question_id": 200, "category": "rag", "turns": ["third"]},
+    )
+    assert read_prompts(spec_bench) == [
+        Conversation("mt_bench", (Exchange("first"), Exchange("second"))),
+        Conversation("rag", (Exchange("third"),)),
+    ]
+    ours = lines(tmp_path / "b", {"category": "writing", "turns": ["one"]}, {"turns": ["two"]})
+    assert [each.category for each in read_prompts(ours)] == ["writing", "prompts"]
+    humaneval = lines(tmp_path / "c", {"task_id": "HumanEval/0", "prompt": "def f():\n"})
+    assert read_prompts(humaneval) == [Conversation("humaneval", (Exchange("def f():\n"),))]
+    gsm8k = lines(tmp_path / "d", {"question": "how many?", "answer": "4"})
+    assert read_prompts(gsm8k) == [Conversation("questions", (Exchange("how many?"),))]
+
+
+def test_plain_text_is_paragraphs_or_else_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    assert [each.exchanges[0].prompt for each in read_prompts(path)] == ["one", "two"]
+    path.write_text("one\nstill one\n\n\ntwo\n")
+    assert [each.exchanges[0].prompt for each in read_prompts(path)] == ["one\nstill one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b" \n\n", "is empty"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"a\0b", "is not text"),
+        (b'{"turns": ["a"]}\n{"turns": [', "line 2: not JSON"),
+        (b'{"turns": ["a"]}\n[]\n', "line 2: not an object"),
+        (b'{"turns": ["a"]}\n{"prompt": "a"}\n', "row 2: turns is None"),
+        (b'{"turns": []}', "row 1: turns is []; it must be a list of at least one"),
+        (b'{"turns": [1]}', "row 1: a turn is 1; it must be a text that is not blank"),
+        (b'{"turns": [" "]}', "row 1: a turn is ' '"),
+        (b'{"turns": ["a"], "category": 3}', "row 1: category is 3"),
+        (b'{"turns": [{"prompt": "a", "response": "b"}]}', "is a recording; give it with --replay"),
+        (b'{"prompt": null}', "row 1: prompt is None"),
+        (b'{"text": "a"}', "its first line has text; give lines with turns, prompt or question"),
+        (b"{}", "its first line has no fields"),
+        (b'{"turns":' + b"[" * 100_000, "line 1: not JSON"),
+    ],
+)
+def test_a_bad_prompt_file_is_one_clear_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read_prompts(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_are_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read_prompts(tmp_path / "nothing")
+    with pytest.raises(InputError, match="cannot be read: "):
+        read_recording(tmp_path)
+
+
+def test_a_recording_of_json_lines_has_an_answer_to_every_prompt(tmp_path: Path) -> None:
+    turns = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
+    path = lines(tmp_path / "a", {"id": 1, "category": "stem", "turns": turns}, {"turns": turns[:1]})
+    assert read_recording(path) == [
+        Conversation("stem", (Exchange("a", "b"), Exchange("c", "d"))),
+        Conversation("recorded", (Exchange("a", "b"),)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"turns": ["a"]}', "row 1: a turn without an answer; give prompts alone with --prompts"),
+        ('{"turns": [{"prompt": "a"}]}', "row 1: response is None"),
+        ('{"turns": [{"prompt": "a", "response": ""}]}', "row 1: response is ''"),
+        ("just text", "is not a recording; give JSON lines"),
+        ("# aider chat started at 2024-08-05 19:33:02\n\n#### hi  \n", "holds no answer"),
+    ],
+)
+def test_a_bad_recording_is_one_clear_line(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "recording"
+    path.write_text(content)
+    with pytest.raises(InputError) as caught:
+        read_recording(path)
+    assert message in str(caught.value)
+
+
+AIDER = """
+# aider chat started at 2024-08-05 19:33:02
+
+> Aider v0.47.2-dev
+> Added aider/utils.py to the chat.
+
+#### Use the Spinner instead
+#### of the inlined one
+
+Certainly! Here it is:
+
+aider/utils.py
+```python
+<<<<<<< SEARCH
+old
+=======
+new
+>>>>>>> REPLACE
+```
+
+> Tokens: 5,244 sent, 604 received. Cost: $0.02 request.
+> Applied edit to aider/utils.py
+> error: no such name
+
+To fix the error, rename it.
+
+> Tokens: 5 sent, 6 received.
+
+#### /diff
+
+diff --git a/aider/utils.py
+
+> a note
+
+#### /clear
+
+#### now something else
+
+Another answer.
+
+> Tokens: 1 sent, 2 received.
+
+# aider chat started at 2024-08-05 20:39:59
+
+> Here are summaries of some files
+
+LICENSE.txt
+
+#### hi
+
+Cut off before its end
+"""
+
+
+def test_an_aider_history_is_read_as_its_speakers(tmp_path: Path) -> None:
+    path = tmp_path / ".aider.chat.history.md"
+    path.write_text(AIDER)
+    first, second = read_recording(path)
+    assert first.category == second.category == "code editing"
+    asked, repaired = first.exchanges
+    assert asked.prompt == "Use the Spinner instead\nof the inlined one"
+    assert asked.answer is not None
+    assert asked.answer.startswith("Certainly! Here it is:\n\naider/utils.py\n```python\n<<<<<<< SEARCH\n")
+    assert asked.answer.endswith(">>>>>>> REPLACE\n```")
+    assert repaired == Exchange("Applied edit to aider/utils.py\nerror: no such name", "To fix the error, rename it.")
+    assert second.exchanges == (Exchange("now something else", "Another answer."),)
+
+
+def test_conversations_are_taken_by_category_in_turn() -> None:
+    def conversation(category: str, text: str) -> Conversation:
+        return Conversation(category, (Exchange(text),))
+
+    every = [conversation("a", "1"), conversation("a", "2"), conversation("a", "3"), conversation("b", "4")]
+    assert [each.exchanges[0].prompt for each in chosen(every, None)] == ["1", "4", "2", "3"]
+    assert [each.exchanges[0].prompt for each in chosen(every, 2)] == ["1", "4", "2"]
+    assert counts(every) == {"a": 3, "b": 1}
+
+
+def test_our_own_set_has_every_category_and_shell_requests_apart() -> None:
+    assert counts(our_prompts(for_shell=True)) == {SHELL: 20}
+    ours = counts(our_prompts(for_shell=False))
+    assert SHELL not in ours
+    assert len(ours) == 7
+    assert all(count >= 3 for count in ours.values())
+    assert any(len(each.exchanges) > 1 for each in our_prompts(for_shell=False))
+
+
+def test_the_real_files_are_read() -> None:
+    assert counts(read_prompts(data_path("prompts/spec_bench.jsonl"))) == {
+        "mt_bench": 40,
+        "translation": 40,
+        "summarization": 40,
+        "qa": 40,
+        "math_reasoning": 40,
+        "rag": 40,
+    }
+    assert len(read_prompts(data_path("prompts/humaneval.jsonl"))) == 82
+    assert len(read_prompts(data_path("text/wiki.test.raw"))) > 1000
+    recorded = read_recording(data_path("replay/mt_redundant_qwen2.5-7b.jsonl"))
+    assert len(recorded) == 80
+    assert all(exchange.answer for each in recorded for exchange in each.exchanges)
+    aider = read_recording(data_path("replay/aider_sessions.md"))
+    answers = [exchange for each in aider for exchange in each.exchanges]
+    assert 350 < len(answers) < 400
+    assert sum("<<<<<<< SEARCH" in (each.answer or "") for each in answers) > 150
+    assert not any(line.startswith("> Tokens:") for each in answers for line in (each.answer or "").split("\n"))
