@@ -14,9 +14,12 @@ from enum import Enum
 from typing import Final
 
 from ..edge.errors import ContextError
+from .draft.tree import Tree
+from .exact import Cancelled, NearTies
+from .sampling import Logits
 from .session import BoundSession
 from .speculate import Round, Speculator
-from .verify import Chooser, match
+from .verify import Chooser, Verdict, match
 
 PREFILL_ROWS: Final = 128
 """Prompt tokens per pass: wide enough for the matrix products (256 gains under 2 %), few enough to bound the memory of
@@ -64,12 +67,13 @@ def decode(
     limits: DecodeLimits,
     cancelled: Callable[[], bool],
     speculator: Speculator | None = None,
+    near_ties: NearTies | None = None,
 ) -> Generator[Step, None, None]:
     """Continue `prompt`, whose first tokens may already be in the arena, and yield one `Step` a round.
 
     The arena's committed rows must be those of `prompt[:arena.length]`. The first step comes from the prompt's last
     pass. `cancelled` is asked before every pass. With a `speculator`, a pass verifies what it proposes; the text is the
-    same.
+    same, as far as passes over one row and over several agree. With `near_ties`, it is even where they do not.
 
     Raises:
         ContextError: the prompt leaves no room for a single new token.
@@ -88,50 +92,85 @@ def decode(
     arena.rewind_to(min(arena.length, len(prompt) - 1))
     chooser.observe(prompt)
 
+    try:
+        logits, passes = _read(bound, prompt, cancelled, near_ties)
+        anchor = chooser.choose(logits, len(prompt))
+        step = _step((anchor,), limits.eos, most, passes)
+        left = most - 1
+        if speculator is not None and step.finish is None:
+            speculator.follow([*prompt, anchor])
+        while True:
+            yield step
+            if step.finish is not None:
+                return
+            if cancelled():
+                raise Cancelled
+            chooser.observe((anchor,))
+            if near_ties is not None:
+                near_ties.append(step.tokens)
+            if speculator is None or speculator.resting:
+                step = _plain(bound, chooser, anchor, limits.eos, left, speculator, near_ties)
+            else:
+                step = _speculate(bound, chooser, limits.eos, left, speculator, near_ties)
+            left -= step.produced
+            anchor = step.tokens[-1] if step.tokens else anchor
+    except Cancelled:
+        yield Step((), FinishReason.CANCELLED, target_passes=0)
+
+
+def _read(
+    bound: BoundSession, prompt: Sequence[int], cancelled: Callable[[], bool], near_ties: NearTies | None
+) -> tuple[Logits, int]:
+    """Run what the arena lacks of the prompt. Returns the last row's logits `[V]` and the passes it took."""
+    arena = bound.arena
     passes = 0
+    if near_ties is not None:
+        near_ties.begin(prompt)
+        passes = near_ties.rows
     for start in range(arena.length, len(prompt), PREFILL_ROWS):
         if cancelled():
-            yield Step((), FinishReason.CANCELLED, target_passes=0)
-            return
+            raise Cancelled
         chunk = prompt[start : start + PREFILL_ROWS]
-        logits = bound.forward(chunk, rows=(len(chunk) - 1,))
+        logits = bound.forward(chunk, rows=(len(chunk) - 1,))[0]
         arena.commit(len(chunk))
         passes += 1
+    return logits, passes
 
-    anchor = chooser.choose(logits[0], len(prompt))
-    step = _step((anchor,), limits.eos, most, passes)
-    left = most - 1
-    if speculator is not None and step.finish is None:
-        speculator.follow([*prompt, anchor])
-    while True:
-        yield step
-        if step.finish is not None:
-            return
-        if cancelled():
-            yield Step((), FinishReason.CANCELLED, target_passes=0)
-            return
-        chooser.observe((anchor,))
-        if speculator is None or speculator.resting:
-            started = time.perf_counter()
-            logits = bound.forward((anchor,))
-            seconds = time.perf_counter() - started
-            arena.commit(1)
-            anchor = chooser.choose(logits[0], arena.length)
-            step = _step((anchor,), limits.eos, left, 1, seconds)
-            left -= 1
-            if speculator is not None:
-                speculator.skip(anchor)
-        else:
-            emitted, report = _speculate(bound, chooser, limits.eos, left, speculator)
-            anchor = emitted[-1]
-            step = _step(emitted, limits.eos, left, 1, report.target_s, report)
-            left -= len(emitted)
+
+def _plain(
+    bound: BoundSession,
+    chooser: Chooser,
+    anchor: int,
+    eos: frozenset[int],
+    most: int,
+    speculator: Speculator | None,
+    near_ties: NearTies | None,
+) -> Step:
+    """One round without a proposal."""
+    started = time.perf_counter()
+    logits = bound.forward((anchor,))[0]
+    bound.arena.commit(1)
+    passes = 1
+    if near_ties is not None:
+        before = near_ties.rows
+        logits = near_ties.settled(logits)
+        passes += near_ties.rows - before
+    seconds = time.perf_counter() - started
+    token = chooser.choose(logits, bound.arena.length)
+    if speculator is not None:
+        speculator.skip(token)
+    return _step((token,), eos, most, passes, seconds)
 
 
 def _speculate(
-    bound: BoundSession, chooser: Chooser, eos: frozenset[int], most: int, speculator: Speculator
-) -> tuple[tuple[int, ...], Round]:
-    """One round: draft, verify in one pass, keep the accepted rows. Returns the tokens it gives and its account."""
+    bound: BoundSession,
+    chooser: Chooser,
+    eos: frozenset[int],
+    most: int,
+    speculator: Speculator,
+    near_ties: NearTies | None,
+) -> Step:
+    """One round: draft, verify in one pass, keep the accepted rows."""
     arena = bound.arena
     base = arena.length
     # A row of the tree takes a slot of the arena whether it is accepted or not.
@@ -143,10 +182,26 @@ def _speculate(
     else:
         logits = bound.forward(tree.tokens, positions=base + tree.depths, tree_mask=tree.mask)
     seconds = time.perf_counter() - started
-    verdict = match(tree, logits, chooser, base + 1, eos, most)
-    arena.compact(base, verdict.path)
-    report = speculator.observe(draft, verdict, logits, base, seconds)
-    return verdict.emitted(tree), report
+    again, again_s = 0, 0.0
+    if near_ties is None:
+        verdict = match(tree, logits, chooser, base + 1, eos, most)
+    else:
+        before, started = near_ties.rows, time.perf_counter()
+        verdict = near_ties.match(tree, logits, base + 1, eos, most)
+        again = near_ties.rows - before
+        again_s = time.perf_counter() - started if again else 0.0
+    if not again:
+        _keep(bound, tree, verdict)
+    report = speculator.observe(draft, verdict, logits, base, seconds, again_s)
+    return _step(verdict.emitted(tree), eos, most, 1 + again, report.target_s, report)
+
+
+def _keep(bound: BoundSession, tree: Tree, verdict: Verdict) -> None:
+    """Commit the rows of the accepted path."""
+    if len(tree) == 1:
+        bound.arena.commit(1)
+    else:
+        bound.arena.compact(bound.arena.length, verdict.path)
 
 
 def _step(

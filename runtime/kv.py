@@ -33,6 +33,8 @@ class KVArena:
         """Most rows the model's context allows."""
         self.length = 0
         """Committed rows."""
+        self.plain = 0
+        """Leading rows that are plain decoding's to the last bit: those before the first written with guesses."""
         self.generation = 0
         capacity = min(_FIRST_CAPACITY, limit)
         self.data: npt.NDArray[np.float32] = np.zeros((2, layers, kv_heads, capacity, head_dim), np.float32)
@@ -71,9 +73,11 @@ class KVArena:
         self.generation += 1
 
     def commit(self, rows: int) -> None:
-        """Count the `rows` rows that a pass has just written after the committed ones."""
+        """Count the `rows` rows that a pass over the text has just written after the committed ones."""
         if not 0 <= rows <= self.capacity - self.length:
             raise ValueError(f"cannot commit {rows} rows at {self.length} of {self.capacity}")
+        if self.plain == self.length:
+            self.plain += rows
         self.length += rows
 
     def rewind_to(self, length: int) -> None:
@@ -81,6 +85,7 @@ class KVArena:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot rewind from {self.length} rows to {length}")
         self.length = length
+        self.plain = min(self.plain, length)
 
     def compact(self, base: int, path: Sequence[int]) -> None:
         """Keep, of the tree rows written from slot `base` on, those of the accepted `path`, in consecutive slots.
@@ -116,4 +121,4 @@ class KVArena:
         self.length = 0
         self.reserve(rows.shape[3])
         self.data[:, :, :, : rows.shape[3]] = rows
-        self.length = int(rows.shape[3])
+        self.length = self.plain = int(rows.shape[3])

@@ -135,6 +135,18 @@ class Sampler:
         # A product rounded up to the total would fall off the end.
         return int(ids[min(int(np.searchsorted(cumulative, drawn, side="right")), ids.size - 1)])
 
+    def lead(self, logits: Logits) -> float:
+        """How far the best score of `logits` `[V]` lies above the second best, as greedy choice compares them."""
+        scores = logits if self.params.repeat_penalty == 1 else self._penalized(logits)
+        groups = scores.size // _GROUP
+        if groups > 2:
+            # Both lie in the two groups with the highest maxima, or in what is left over.
+            grouped = scores[: groups * _GROUP].reshape(_GROUP, groups)
+            best = grouped.max(axis=0).argpartition(groups - 2)[groups - 2 :]
+            scores = np.concatenate([grouped[:, best].ravel(), scores[groups * _GROUP :]])
+        second, first = np.partition(scores, scores.size - 2)[-2:].tolist()
+        return float(first - second)
+
     def distribution(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         """The law of the next token: ascending ids `[k]` and their float64 probabilities `[k]`, summing to 1.
 

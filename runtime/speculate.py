@@ -185,7 +185,13 @@ class Speculator:
         )
 
     def observe(
-        self, draft: Draft, verdict: Verdict, logits: npt.NDArray[np.float32], context: int, seconds: float
+        self,
+        draft: Draft,
+        verdict: Verdict,
+        logits: npt.NDArray[np.float32],
+        context: int,
+        seconds: float,
+        again_s: float = 0.0,
     ) -> Round:
         """Take in what came of a draft.
 
@@ -195,6 +201,7 @@ class Speculator:
             logits: float32 `[n, V]` of its nodes.
             context: committed rows before the pass.
             seconds: the pass took.
+            again_s: rows of the text were run again for, one by one.
         """
         started = time.perf_counter()
         tree, path = draft.tree, verdict.path
@@ -211,7 +218,7 @@ class Speculator:
             # One interrupted round says nothing about the next: what it took beyond twice the usual is not counted.
             self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s) if self._host_s else host_s
             price = self._host_s * self.rate
-            self.rest.observe(draft.advantage - price if price > _NEGLIGIBLE else 0.0)
+            self.rest.observe((draft.advantage - price if price > _NEGLIGIBLE else 0.0) - again_s * self.rate)
         sources = tree.source
         depths = tree.depths[1:]
         return Round(
@@ -224,9 +231,9 @@ class Speculator:
             emitted=len(emitted),
             draft_passes=draft.growth.model_passes if draft.growth is not None else 0,
             draft_s=draft.draft_s,
-            target_s=seconds,
+            target_s=seconds + again_s,
             host_s=host_s,
-            note=draft.note,
+            note="a near-tie: its text was run again" if again_s else draft.note,
         )
 
     def _learn(self, draft: Draft, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:
