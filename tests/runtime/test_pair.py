@@ -10,8 +10,7 @@ import pytest
 
 from edgerun import BundleError
 from edgerun.models.bundle import Bundle, open_bundle
-from edgerun.models.find import bundled_folder
-from edgerun.models.pairing import Pair, find_draft, pair
+from edgerun.models.pairing import Pair, pair
 from edgerun.runtime.device import choose_device
 from edgerun.runtime.pair import load_draft, taking_turns
 from edgerun.runtime.session import GraphSession, SessionConfig
@@ -116,15 +115,15 @@ def test_a_map_of_another_head_is_refused(tiny_bundle: Path, trimmed: Path, ids:
     )
 
 
-def test_a_small_draft_leaves_the_target_as_it_is() -> None:
-    bundle = open_bundle(bundled_folder())
-    found = find_draft(bundle)
-    assert found is not None
+def test_a_small_draft_leaves_the_target_as_it_is(tiny_bundle: Path, tmp_path: Path) -> None:
     config = SessionConfig(choose_device("cpu"), 2)
-    assert taking_turns(config, found.draft) == (config, SessionConfig(config.device, 1))
-    # As a draft, the bundled target is large enough for two threads.
+    small = Bundle(tiny_bundle, tiny_bundle / "model.onnx", None)
+    assert taking_turns(config, small) == (config, SessionConfig(config.device, 1))
+    large = Bundle(tmp_path, tiny_bundle / "model.onnx", None)
+    with (tmp_path / "model.onnx.data").open("wb") as file:
+        file.truncate(100 << 20)
     shared = SessionConfig(config.device, 2, shares_cores=True)
-    assert taking_turns(config, bundle) == (shared, shared)
+    assert taking_turns(config, large) == (shared, shared)
 
 
 def test_sessions_that_take_turns_say_the_same(tiny_bundle: Path) -> None:
