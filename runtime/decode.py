@@ -174,7 +174,7 @@ def _speculate(
     arena = bound.arena
     base = arena.length
     # A row of the tree takes a slot of the arena whether it is accepted or not.
-    draft = speculator.propose(base, min(most, arena.limit - base))
+    draft = speculator.propose(base, most, arena.limit - base)
     tree = draft.tree
     started = time.perf_counter()
     if tree.is_chain:

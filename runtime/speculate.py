@@ -156,19 +156,20 @@ class Speculator:
         self._followed = 0
         self._rounds = 0
 
-    def propose(self, context: int, most: int) -> Draft:
+    def propose(self, context: int, most: int, room: int) -> Draft:
         """What to verify next.
 
         Args:
             context: committed rows.
             most: tokens that may still be emitted; at least 1.
+            room: rows that the pass may have; at least 1.
         """
         started = time.perf_counter()
         anchor = self._tokens[-1]
         if self._rounds % _REFRESH == 0 or not self._curve:
             self._look_at_costs(context)
         self._rounds += 1
-        if most < 2:
+        if min(most, room) < 2:
             return Draft(Tree.anchor_only(anchor), host_s=time.perf_counter() - started)
         if self._followed < len(self._tokens):
             if self._followed:
@@ -176,7 +177,7 @@ class Speculator:
             else:
                 self.grower.follow(self._tokens)
             self._followed = len(self._tokens)
-        growth = self.grower.grow(anchor, self._prices, most - 1, chain=not self._trees)
+        growth = self.grower.grow(anchor, self._prices.up_to(room), most - 1, chain=not self._trees)
         pruned = prune(growth.tree, self._curve, self.rate, self._most_rows)
         passed = time.perf_counter() - started
         draft_s = 0.0 if self.grower.model is None else self.grower.model.spent()

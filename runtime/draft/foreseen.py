@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -51,7 +52,9 @@ class TreePredictor:
         for node in range(1, len(tree)):
             parent = int(tree.parents[node])
             claim = float(tree.path_prob[node]) / max(float(tree.path_prob[parent]), 1e-6)
-            guess = Guess(int(tree.tokens[node]), min(int(claim * _CLASSES), _CLASSES - 1))
+            # What is no share of anything, or no number, claims nothing.
+            step = min(int(claim * _CLASSES), _CLASSES - 1) if 0 <= claim < math.inf else 0
+            guess = Guess(int(tree.tokens[node]), step)
             self._following.setdefault(parent, []).append(guess)
         for guesses in self._following.values():
             guesses.sort(key=lambda guess: -guess.bucket)

@@ -35,6 +35,10 @@ class Prices:
     second: float
     """Of a second: the rate decoding reaches."""
 
+    def up_to(self, most_rows: int) -> Prices:
+        """The prices of a pass with room for few rows."""
+        return self if most_rows >= len(self.rows) else Prices(self.rows[:most_rows], self.second)
+
 
 @dataclass
 class Growth:
