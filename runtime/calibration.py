@@ -28,6 +28,8 @@ _FEWEST_TURNS: Final = 2
 _ENOUGH_TURNS: Final = 60
 """Enough for models whose passes take less than a millisecond, where one interruption costs ten of them."""
 _QUANTILE: Final = 0.2
+_TYPICAL_CONTEXT: Final = 256
+"""Where a shorter arena is measured: the first answers mostly stay below twice that."""
 _FILLER: Final = np.float32(0.01)
 
 
@@ -48,7 +50,7 @@ def calibrate(
         bound: the session and the arena to run over.
         seconds_budget: about how long each context may take; slow models take as long as a few passes need.
         widths: rows of the passes, 1 among them; the ones that do not fit the context are left out.
-        contexts: committed rows to measure at, none below the arena's; its own when None.
+        contexts: committed rows to measure at, none below the arena's; its own or a typical one when None.
         progress: told the fraction done.
 
     Raises:
@@ -57,7 +59,8 @@ def calibrate(
     """
     arena = bound.arena
     length = arena.length
-    wanted = [length] if contexts is None else sorted(contexts)
+    typical = max(length, min(_TYPICAL_CONTEXT, arena.limit // 2))
+    wanted = [typical] if contexts is None else sorted(contexts)
     if wanted[0] < length or 1 not in widths:
         raise ValueError(f"contexts {wanted} and widths {widths}: none may be below {length}, and 1 row is needed")
     measured = {}

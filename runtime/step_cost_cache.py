@@ -21,8 +21,6 @@ from .session import RUNTIME_VERSION, BoundSession, SessionConfig
 from .step_cost import StepCost
 
 _FORMAT: Final = 1
-_TYPICAL_CONTEXT: Final = 256
-"""Where a shorter arena is measured: the first answers mostly stay below twice that."""
 _MOST_FILES: Final = 200
 """The ones that were not written for longest go first; each is a kilobyte or two."""
 
@@ -36,8 +34,7 @@ def load_or_calibrate(bundle: Bundle, config: SessionConfig, bound: BoundSession
     """
     cost = cached(bundle, config)
     if cost is None:
-        arena = bound.arena
-        cost = calibrate(bound, contexts=[max(arena.length, min(_TYPICAL_CONTEXT, arena.limit // 2))])
+        cost = calibrate(bound)
         save(cost, bundle, config)
     return cost
 

@@ -29,7 +29,7 @@ def test_json_is_one_object_and_inspect_shows_what_was_measured(
     assert out.count("\n") == 1
     assert err == ""
     facts = json.loads(out)
-    assert list(facts) == ["model", "device", "file", "contexts"]
+    assert list(facts) == ["model", "device", "file", "contexts", "ngram_bytes"]
     assert (facts["model"], facts["device"]) == (str(tiny_bundle), "CPU")
     assert [Path(facts["file"])] == list(cache.iterdir())
     (entry,) = facts["contexts"]
