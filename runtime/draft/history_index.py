@@ -1,0 +1,154 @@
+"""Where a few tokens occurred in a body of token sequences: a sorted file of contexts, searched by halving.
+
+The sequences lie in the file backwards, so that the tokens before a place read forwards from it, and big-endian, so
+that comparing bytes compares tokens. Beside them lie all places, sorted by the sixteen tokens that come before (a
+suffix array of the backward text, made by doubling: Manber and Myers 1990). The places that share most of a context are
+neighbours of where it would be inserted. The file is mapped, not read; a place costs eight bytes, and opening checks
+them all once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+REACH: Final = 16
+"""The most tokens of a context that are looked at."""
+NEIGHBOURS: Final = 6
+"""How many places are looked at on either side of where a context would be inserted."""
+WORD: Final = 4
+"""Bytes of a token, and of a place."""
+_GAP: Final = 0xFFFFFFFF
+"""Stands between sequences."""
+TOKEN_LIMIT: Final = 2**31 - 2
+"""Tokens are below this."""
+_MAGIC: Final = b"edgehix1" if sys.byteorder == "little" else b"edgehiX1"
+_HEADER: Final = struct.Struct("=8s16sQIII")
+"""Magic, the log's identity and length, tokens with gaps, places, and the CRC-32 of this (as 0) and the rest."""
+_KEYS: Final = tuple(struct.Struct(f">{size}I") for size in range(REACH + 1))
+
+HEADER_BYTES: Final = _HEADER.size
+
+
+Tokens: TypeAlias = npt.NDArray[np.uint32]
+
+Found: TypeAlias = tuple[int, int, int]
+"""A place whose context ends like the one looked for: how many of the tokens looked for do not agree, how many tokens
+lie between the place and the end of everything, and the token at the place. The best one sorts first."""
+
+
+@dataclass(frozen=True)
+class Covered:
+    """What an index was made from."""
+
+    identity: bytes
+    """Sixteen bytes that name the log."""
+    end: int
+    """How many bytes of it."""
+
+
+def encode(sequences: Sequence[Tokens], covered: Covered) -> bytes:
+    """The index file of some sequences, oldest first: about 0.5 s for a million tokens.
+
+    Tokens are below `TOKEN_LIMIT`.
+    """
+    backward = np.full(sum(len(sequence) + 1 for sequence in sequences) + 1, _GAP, np.uint32)
+    at = len(backward) - 1
+    for sequence in sequences:
+        backward[at - len(sequence) : at] = sequence[::-1]
+        at -= len(sequence) + 1
+    places = _sorted_places(backward)
+    body = backward.astype(">u4").tobytes() + places.astype("=u4").tobytes()
+    parts = (_MAGIC, covered.identity, covered.end, len(backward), len(places))
+    return _HEADER.pack(*parts, zlib.crc32(body, zlib.crc32(_HEADER.pack(*parts, 0)))) + body
+
+
+def _sorted_places(backward: Tokens) -> npt.NDArray[np.intp]:
+    """The places that have a token on either side, by the bytes that follow them, ties in their order."""
+    rank = np.minimum(backward, TOKEN_LIMIT).astype(np.int64) + 1  # 0 is beyond the end
+    order = np.arange(len(backward))
+    width = 1
+    while width < REACH:
+        shifted = np.zeros_like(rank)
+        shifted[:-width] = rank[width:]
+        key = rank << 31 | shifted
+        order = np.argsort(key, kind="stable")
+        ordered = key[order]
+        rank = np.empty_like(rank)
+        rank[order] = np.cumsum(np.concatenate(([1], ordered[1:] != ordered[:-1])))
+        width *= 2
+    inside = backward != _GAP
+    inside[1:] &= backward[:-1] != _GAP
+    places: npt.NDArray[np.intp] = order[inside[order]]
+    return places
+
+
+class HistoryIndex:
+    """An index file, mapped.
+
+    Raises:
+        ValueError: the file is damaged, or not an index of this version and byte order.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            if not path.stat().st_size:
+                raise ValueError("the file is empty")
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if len(self._data) < HEADER_BYTES:
+            raise ValueError("the file is too short")
+        magic, identity, end, tokens, places, checksum = _HEADER.unpack_from(self._data)
+        if magic != _MAGIC or len(self._data) != HEADER_BYTES + WORD * (tokens + places):
+            raise ValueError("the file is not an index")
+        head = zlib.crc32(_HEADER.pack(magic, identity, end, tokens, places, 0))
+        with memoryview(self._data) as view, view[HEADER_BYTES:] as body:
+            if zlib.crc32(body, head) != checksum:
+                raise ValueError("the checksum is wrong")
+        self.covered = Covered(identity, end)
+        self._end = HEADER_BYTES + WORD * tokens
+        self._places = memoryview(self._data)[self._end :].cast("I")
+
+    def __len__(self) -> int:
+        """How many places there are."""
+        return len(self._places)
+
+    def find(self, context: Sequence[int]) -> list[Found]:
+        """The places whose contexts share the most with the end of `context`: some, the longest match among them.
+
+        Args:
+            context: up to `REACH` tokens, the last one last.
+        """
+        data, places, size = self._data, self._places, WORD * len(context)
+        key = _KEYS[len(context)].pack(*reversed(context))
+        low, high = 0, len(places)
+        while low < high:
+            middle = (low + high) // 2
+            start = HEADER_BYTES + WORD * places[middle]
+            if data[start : start + size] < key:
+                low = middle + 1
+            else:
+                high = middle
+        wanted = int.from_bytes(key, "big")
+        found: list[Found] = []
+        for side in (range(low, min(low + NEIGHBOURS, len(places))), range(low - 1, max(low - 1 - NEIGHBOURS, -1), -1)):
+            for index in side:
+                start = HEADER_BYTES + WORD * places[index]
+                # The file was whole when it was opened; a disk that fails later must not lead out of the text.
+                if not HEADER_BYTES < start < self._end:
+                    continue
+                here = data[start : start + size].ljust(size, b"\xff")
+                missing = ((int.from_bytes(here, "big") ^ wanted).bit_length() + 8 * WORD - 1) // (8 * WORD)
+                if missing == len(context):
+                    break
+                found.append((missing, places[index], int.from_bytes(data[start - WORD : start], "big")))
+        return found

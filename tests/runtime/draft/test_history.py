@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun.models.lock import locked
+from edgerun.runtime.draft.evidence import PRIOR, Agreement, bucket
+from edgerun.runtime.draft.history import HistoryPredictor
+from edgerun.runtime.draft.history_index import NEIGHBOURS, REACH, Covered, HistoryIndex, encode
+from edgerun.runtime.draft.history_store import HistoryStore
+from edgerun.runtime.draft.predictor import Guess, Predictor
+
+LEAST = 64 << 10
+VOCABULARY = 4
+SEQUENCES = st.lists(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), max_size=6)
+
+# Sequence `n` of process `p`: its number, then tokens that follow from it, so that a reader knows a whole one.
+APPEND = """
+import sys
+from pathlib import Path
+from edgerun.runtime.draft.history_store import HistoryStore
+folder, process, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+store = HistoryStore(folder, 1 << 20, print)
+print("ready", flush=True)
+for number in range(count):
+    size = number * 7919 % 3000
+    kept = store.append([process, number, *((number + at) % 1000 for at in range(size))])
+    while not kept:
+        kept = store.append([process, number, *((number + at) % 1000 for at in range(size))])
+    if number % 5 == 4:
+        store.reindex()
+"""
+
+
+def unexpected(text: str) -> None:
+    pytest.fail(text)
+
+
+def kept(store: HistoryStore) -> list[list[int]]:
+    return [sequence.tolist() for sequence in store.sequences()]
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def appending(folder: Path, process: int, count: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", APPEND, str(folder), str(process), str(count)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def check_whole(sequences: list[list[int]]) -> None:
+    for _, number, *rest in sequences:
+        assert rest == [(number + at) % 1000 for at in range(number * 7919 % 3000)]
+
+
+def test_what_is_appended_is_kept_in_order(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path / "model", LEAST, unexpected)
+    assert kept(store) == []
+    assert store.append([1, 2, 3])
+    assert store.append([])
+    assert store.append(range(5))
+    assert kept(HistoryStore(tmp_path / "model", LEAST, unexpected)) == [[1, 2, 3], [0, 1, 2, 3, 4]]
+
+
+def test_nothing_is_written_before_something_is_kept(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path / "model", LEAST, unexpected)
+    assert store.is_indexed()
+    assert store.reindex()
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("token", [-1, 2**31 - 2, 2**40])
+def test_what_is_no_token_is_refused(tmp_path: Path, token: int) -> None:
+    with pytest.raises(ValueError, match="tokens are from 0"):
+        HistoryStore(tmp_path, LEAST, unexpected).append([1, token])
+
+
+def test_a_bound_below_the_least_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="too small"):
+        HistoryStore(tmp_path, LEAST - 1, unexpected)
+
+
+def test_an_index_is_fresh_until_something_is_added(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path, LEAST, unexpected)
+    store.append([1, 2, 3])
+    assert not store.is_indexed()
+    assert store.reindex()
+    assert store.is_indexed()
+    again = HistoryStore(tmp_path, LEAST, unexpected)
+    assert again.is_indexed()
+    again.append([4])
+    assert not store.is_indexed()
+    assert store.index is not None
+    assert len(store.index) == 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(LEAST, 3 * LEAST), st.lists(st.integers(0, 12_000), min_size=5, max_size=40))
+def test_the_oldest_go_and_the_folder_stays_within_its_bound(most: int, sizes: list[int]) -> None:
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        store = HistoryStore(folder, most, lambda _: None)
+        all_of_them = [[number, *range(size)] for number, size in enumerate(sizes)]
+        for number, sequence in enumerate(all_of_them):
+            assert store.append(sequence)
+            if number % 4 == 0:
+                assert store.reindex()
+            if number % 7 == 3:
+                flip(folder / "log", 8 * 60)
+            assert size_of(folder) <= most
+        assert kept(store)[-1] == sequence[-len(kept(store)[-1]) :]
+        store.reindex()
+        assert size_of(folder) <= most
+
+
+def test_a_lower_bound_takes_hold(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path, 4 * LEAST, unexpected)
+    for number in range(30):
+        store.append([number] * 400)
+    smaller = HistoryStore(tmp_path, LEAST, unexpected)
+    smaller.reindex()
+    assert size_of(tmp_path) <= LEAST
+    numbers = [sequence[0] for sequence in kept(smaller)]
+    assert numbers == list(range(30 - len(numbers), 30))
+    assert len(numbers) > 3
+
+
+def test_a_sequence_longer_than_the_store_is_kept_from_its_end(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path, LEAST, unexpected)
+    store.append([7])
+    store.append(range(100_000))
+    (last,) = kept(store)[-1:]
+    assert last == list(range(100_000 - len(last), 100_000))
+    assert len(last) * 4 > LEAST // 10
+
+
+def test_clear_forgets_everything(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path, LEAST, unexpected)
+    store.append([1, 2, 3])
+    store.reindex()
+    store.clear()
+    assert size_of(tmp_path) == 0
+    assert store.index is None
+    assert kept(store) == []
+    assert store.append([4])
+
+
+def test_who_cannot_get_the_lock_does_without(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    store = HistoryStore(tmp_path, LEAST, warnings.append)
+    store.append([1, 2])
+    with locked(tmp_path / "lock", 1.0):
+        assert not store.append([3])
+        assert not store.reindex()
+        assert kept(store) == []
+    assert len(warnings) == 3
+    assert kept(store) == [[1, 2]]
+
+
+def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    warnings: list[str] = []
+    store = HistoryStore(tmp_path / "file" / "model", LEAST, warnings.append)
+    assert not store.append([1, 2])
+    assert len(warnings) == 1
+    assert kept(store) == []
+
+
+def test_a_process_killed_at_any_moment_leaves_a_readable_store(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    numbers: list[int] = []
+    for process in range(15):
+        with appending(tmp_path, process, 10_000) as running:
+            assert running.stdout is not None
+            try:
+                assert running.stdout.readline().strip() == b"ready"
+                time.sleep(draw.uniform(0, 0.08))
+            finally:
+                running.kill()
+        store = HistoryStore(tmp_path, 1 << 20, unexpected)
+        sequences = kept(store)
+        check_whole(sequences)
+        mine = [number for owner, number, *_ in sequences if owner == process]
+        assert mine == list(range(min(mine, default=0), max(mine, default=-1) + 1))
+        numbers += mine
+        assert store.append([process, 0])
+        assert kept(store)[-1] == [process, 0]
+        assert store.reindex()
+        assert size_of(tmp_path) <= 1 << 20
+    assert numbers
+
+
+def test_processes_that_append_at_once_lose_nothing(tmp_path: Path) -> None:
+    with appending(tmp_path, 0, 20) as first, appending(tmp_path, 1, 20) as second:
+        first.communicate()
+        second.communicate()
+    sequences = kept(HistoryStore(tmp_path, 1 << 20, unexpected))
+    check_whole(sequences)
+    for process in (0, 1):
+        assert [number for owner, number, *_ in sequences if owner == process] == list(range(20))
+
+
+@settings(deadline=None)
+@given(SEQUENCES, st.integers(0, 400))
+def test_a_log_cut_anywhere_keeps_what_came_before(sequences: list[list[int]], end: int) -> None:
+    with TemporaryDirectory() as place:
+        folder, ends = Path(place), [24]
+        store = HistoryStore(folder, LEAST, lambda _: None)
+        written = [sequence for sequence in sequences if sequence] or [[1]]
+        for sequence in written:
+            store.append(sequence)
+            ends.append((folder / "log").stat().st_size)
+        data = (folder / "log").read_bytes()[:end]
+        (folder / "log").write_bytes(data)
+        whole = written[: max(0, sum(mark <= len(data) for mark in ends) - 1)]
+        assert kept(store) == whole
+        assert store.append([3, 2, 1])
+        assert kept(store) == [*whole, [3, 2, 1]]
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    if data:
+        data[bit // 8 % len(data)] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@settings(deadline=None)
+@given(SEQUENCES, st.lists(st.integers(0, 1 << 14), min_size=1, max_size=3), st.binary(max_size=40))
+def test_a_damaged_log_costs_what_was_damaged(sequences: list[list[int]], bits: list[int], junk: bytes) -> None:
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        warnings: list[str] = []
+        store = HistoryStore(folder, LEAST, warnings.append)
+        for sequence in sequences:
+            store.append(sequence)
+        store.append([0, 1, 2])
+        before = kept(store)
+        for bit in bits:
+            flip(folder / "log", bit)
+        with (folder / "log").open("ab") as file:
+            file.write(junk)
+        after = kept(store)
+        left = iter(before)
+        assert all(sequence in left for sequence in after)  # in their order, and none that was not there
+        assert len(after) >= len(before) - len(bits)
+        if len(after) < len(before) - 1:
+            assert (folder / "log.damaged").exists()
+            assert warnings
+        assert store.append([3])
+        assert store.reindex()
+        assert kept(store) == [*after, [3]]
+
+
+def test_damage_is_told_once_and_kept_aside(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    store = HistoryStore(tmp_path, LEAST, warnings.append)
+    store.append([1, 2, 3])
+    store.append([4, 5, 6])
+    flip(tmp_path / "log", 8 * 38)
+    damaged = (tmp_path / "log").read_bytes()
+    assert kept(store) == [[4, 5, 6]]
+    assert kept(store) == [[4, 5, 6]]
+    assert len(warnings) == 1
+    assert "damaged" in warnings[0]
+    assert (tmp_path / "log.damaged").read_bytes() == damaged
+
+
+def index_of(folder: Path) -> Path:
+    (path,) = folder.glob("index-*")
+    return path
+
+
+@settings(deadline=None)
+@given(SEQUENCES, st.integers(0, 1 << 14), st.lists(st.integers(0, VOCABULARY - 1), max_size=20))
+def test_a_damaged_index_is_left_aside(sequences: list[list[int]], bit: int, text: list[int]) -> None:
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        store = HistoryStore(folder, LEAST, unexpected)
+        for sequence in [*sequences, [0, 1, 2, 0, 1]]:
+            store.append(sequence)
+        store.reindex()
+        # Damage while it is open: the map is what the file is.
+        with index_of(folder).open("r+b") as file:
+            data = file.read()
+            at = bit // 8 % len(data)
+            file.seek(at)
+            file.write(bytes([data[at] ^ 1 << bit % 8]))
+        predictor = HistoryPredictor(store, VOCABULARY)
+        for size in range(len(text) + 1):
+            predictor.follow(text[:size])
+            assert all(0 <= guess.token < VOCABULARY for guess in predictor.guesses(predictor.state()))
+        # Damage that is there when it is opened.
+        warnings: list[str] = []
+        later = HistoryStore(folder, LEAST, warnings.append)
+        assert later.index is None
+        assert len(warnings) == 1
+        assert HistoryPredictor(later, VOCABULARY).guesses((0, 1)) == []
+        assert later.reindex()
+        assert HistoryPredictor(later, VOCABULARY).guesses((0, 1)) != []
+
+
+@pytest.mark.parametrize("size", [0, 1, 43, 60])
+def test_an_index_that_is_cut_short_is_left_aside(tmp_path: Path, size: int) -> None:
+    store = HistoryStore(tmp_path, LEAST, unexpected)
+    store.append([1, 2, 3])
+    store.reindex()
+    path = index_of(tmp_path)
+    data = path.read_bytes()[:size]
+    path.unlink()
+    path.write_bytes(data)
+    warnings: list[str] = []
+    assert HistoryStore(tmp_path, LEAST, warnings.append).index is None
+    assert len(warnings) == 1
+
+
+def agreeing(context: list[int], before: list[int]) -> int:
+    """How many tokens at the end of two contexts agree, of the last `REACH`."""
+    pairs = list(zip(reversed(context[-REACH:]), reversed(before), strict=False))
+    return next((size for size, (mine, other) in enumerate(pairs) if mine != other), len(pairs))
+
+
+@settings(deadline=None)
+@given(SEQUENCES, st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20))
+def test_an_index_finds_the_places_that_agree_most(sequences: list[list[int]], context: list[int]) -> None:
+    with TemporaryDirectory() as place:
+        path = Path(place) / "index"
+        path.write_bytes(encode([np.array(sequence, np.uint32) for sequence in sequences], Covered(b"\0" * 16, 0)))
+        index = HistoryIndex(path)
+        found = index.find(context[-REACH:])
+        assert len(index) == sum(max(0, len(sequence) - 1) for sequence in sequences)
+        places = [
+            (agreeing(context, sequence[:at]), sequence[at]) for sequence in sequences for at in range(1, len(sequence))
+        ]
+        wanted = Counter(agreed for agreed, _ in places if agreed)
+        got = Counter(min(len(context), REACH) - missing for missing, _, _ in found)
+        assert len(found) <= 2 * NEIGHBOURS
+        assert all((min(len(context), REACH) - missing, token) in places for missing, _, token in found)
+        assert len({age for _, age, _ in found}) == len(found)
+        if wanted:
+            longest = max(wanted)
+            assert max(got) == longest
+            assert got[longest] == wanted[longest] or got[longest] >= NEIGHBOURS
+        else:
+            assert not found
+
+
+def with_history(folder: Path, *sequences: list[int]) -> HistoryPredictor:
+    store = HistoryStore(folder, LEAST, unexpected)
+    for sequence in sequences:
+        store.append(sequence)
+    store.reindex()
+    return HistoryPredictor(store, 100)
+
+
+def test_a_guess_is_what_followed_the_longest_match(tmp_path: Path) -> None:
+    made: Predictor = with_history(tmp_path, [1, 2, 3, 4, 5], [9, 3, 8], [2, 3, 6])
+    made.follow([7, 1, 2, 3])
+    assert made.guesses(made.state()) == [
+        Guess(4, bucket(3, Agreement.ONCE, 0)),
+        Guess(6, bucket(2, Agreement.SPLIT, 1)),
+        Guess(8, bucket(1, Agreement.SPLIT, 2)),
+    ]
+    assert made.guesses(made.after(made.state(), 4)) == [Guess(5, bucket(4, Agreement.ONCE, 0))]
+    assert made.guesses(made.after(made.state(), 77)) == []
+    made.append(4)
+    assert made.guesses(made.state()) == [Guess(5, bucket(4, Agreement.ONCE, 0))]
+
+
+def test_what_followed_most_often_comes_first_and_of_equals_the_latest(tmp_path: Path) -> None:
+    made = with_history(tmp_path, [1, 2], [1, 3], [1, 3], [1, 4], [1, 3])
+    assert made.guesses((1,)) == [
+        Guess(3, bucket(1, Agreement.MOSTLY, 0)),
+        Guess(4, bucket(1, Agreement.MOSTLY, 1)),
+        Guess(2, bucket(1, Agreement.MOSTLY, 2)),
+    ]
+    assert with_history(tmp_path / "b", [5, 6], [5, 6]).guesses((5,)) == [Guess(6, bucket(1, Agreement.ALWAYS, 0))]
+
+
+def test_a_sequence_does_not_run_into_the_next(tmp_path: Path) -> None:
+    made = with_history(tmp_path, [1, 2], [3, 4])
+    assert made.guesses((2,)) == made.guesses((4,)) == []
+
+
+def test_tokens_outside_the_vocabulary_are_not_guessed(tmp_path: Path) -> None:
+    made = with_history(tmp_path, [1, 2, 500], [1, 2, 600], [2, 7])
+    assert [guess.token for guess in made.guesses((1, 2))] == [7]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=40))
+def test_the_state_is_the_end_of_the_text(text: list[int]) -> None:
+    with TemporaryDirectory() as place:
+        store = HistoryStore(Path(place), LEAST, unexpected)
+        whole, grown = HistoryPredictor(store, 10), HistoryPredictor(store, 10)
+        whole.follow(text)
+        for token in text:
+            ahead = grown.after(grown.state(), token)
+            grown.append(token)
+            assert grown.state() == ahead
+        assert grown.state() == whole.state() == tuple(text[-REACH:])
+        assert grown.guesses(grown.state()) == []
+        assert len(grown.prior) == len(PRIOR)
