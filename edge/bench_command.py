@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..models.pairing import find_draft
 from ..runtime.engine import load
 from ..runtime.speculation import Speculation
 from .bench.conversations import Conversation, chosen, our_prompts, read_prompts
@@ -77,13 +78,14 @@ def bench(
     plan = Plan(max_tokens, TurnRange.parse(turns), replay is not None, raw, temperature, seed)
     contenders = [Contender(str(each), each) for each in dict.fromkeys(map(Speculation.parse, spec or ["auto"]))]
     conversations, source = _conversations(model, prompts, replay, limit, plan)
-    with load(model, draft=None if draft == "none" else draft, device=device, threads=threads, context=context,
+    with load(model, draft=draft, device=device, threads=threads, context=context,
               cache=cache) as engine:  # fmt: skip
+        pair = find_draft(engine.bundle, draft)
         with _progress() as progress:
             found = measure(engine, conversations, contenders, plan, progress)
         conditions = Conditions(
             model=engine.bundle.folder.name,
-            draft=None if draft == "none" else "auto" if draft == "auto" else Path(draft).name,
+            draft=None if pair is None else pair.draft.folder.name,
             device=str(engine.device),
             threads=threads,
             context=engine.context,

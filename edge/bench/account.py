@@ -20,6 +20,8 @@ Float64 = npt.NDArray[np.float64]
 PLAIN: Final = "plain"
 """The name of decoding without speculation."""
 _RESAMPLES: Final = 2000
+_FEWEST: Final = 3
+"""Conversations of a category, to say how much they differ."""
 _INTERVAL: Final = (2.5, 97.5)
 
 
@@ -129,8 +131,8 @@ class Estimate:
     """A ratio and the interval that holds it with 95 % confidence (percentile bootstrap over conversations)."""
 
     value: float
-    low: float
-    high: float
+    interval: tuple[float, float] | None
+    """None where a category has too few conversations to tell."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def _account(trials: Sequence[Trial], name: str) -> Account:
     return Account(
         name=name,
         categories=categories,
-        mean=_estimate(geometric_mean([each.ratio.value for each in categories]), means),
+        mean=_estimate(geometric_mean([each.ratio.value for each in categories]), means, groups.values()),
         plain=plain,
         run=run,
         by_turn={turn: ratio(*reversed(_sums(group, name))) for turn, group in sorted(turns.items())},
@@ -208,7 +210,9 @@ def _category(category: str, trials: Sequence[Trial], name: str, drawn: Float64)
     plain, run = _sums(trials, name)
     single = [ratio(trial.runs[name], trial.runs[PLAIN]) for trial in trials]
     low, middle, high = (float(value) for value in np.percentile(single, (25, 50, 75)))
-    return CategoryAccount(category, len(trials), plain, run, _estimate(ratio(run, plain), drawn), (low, middle, high))
+    return CategoryAccount(
+        category, len(trials), plain, run, _estimate(ratio(run, plain), drawn, [trials]), (low, middle, high)
+    )
 
 
 def _sums(trials: Sequence[Trial], name: str) -> tuple[Run, Run]:
@@ -232,9 +236,11 @@ def _resampled(trials: Sequence[Trial], name: str, random: np.random.Generator) 
     return ratios
 
 
-def _estimate(value: float, drawn: Float64) -> Estimate:
+def _estimate(value: float, drawn: Float64, groups: Iterable[Sequence[Trial]]) -> Estimate:
+    if any(len({trial.conversation for trial in group}) < _FEWEST for group in groups):
+        return Estimate(value, None)
     low, high = (float(edge) for edge in np.percentile(drawn, _INTERVAL))
-    return Estimate(value, low, high)
+    return Estimate(value, (low, high))
 
 
 def as_mapping(account: Account) -> dict[str, Any]:
@@ -281,8 +287,8 @@ def _counted(count: Count) -> dict[str, int]:
     return {"drafted": count.drafted, "accepted": count.accepted}
 
 
-def _interval(estimate: Estimate) -> list[float]:
-    return [_short(estimate.low), _short(estimate.high)]
+def _interval(estimate: Estimate) -> list[float] | None:
+    return None if estimate.interval is None else [_short(edge) for edge in estimate.interval]
 
 
 def _short(value: float) -> float:

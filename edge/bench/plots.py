@@ -145,14 +145,15 @@ def _speedup(axes: Axes, result: Result, palette: Palette) -> None:
     for number, account in enumerate(accounts):
         estimates = [account.mean, *(each.ratio for each in account.categories)]
         values = np.array([each.value for each in estimates])
-        whiskers = np.abs(np.array([(each.value - each.low, each.high - each.value) for each in estimates]).T)
+        edges = np.array([each.interval or (each.value, each.value) for each in estimates])
+        whiskers = np.abs(edges - values[:, None]).T
         places = np.arange(len(labels)) + (number - (len(accounts) - 1) / 2) * height
         axes.barh(places, values, height * 0.9, color=_colour(number, palette), label=account.name)
         axes.errorbar(values, places, xerr=whiskers, fmt="none", ecolor=palette[INK], elinewidth=0.9, capsize=2)
-        furthest = max(furthest, *(each.high for each in estimates))
-        for place, each in zip(places, estimates, strict=True):
+        furthest = max(furthest, float(edges.max()), float(values.max()))
+        for place, value, edge in zip(places, values, edges.max(axis=1), strict=True):
             axes.annotate(
-                f"{each.value:.2f}", (max(each.high, each.value), place), (4, 0), textcoords="offset points",
+                f"{value:.2f}", (max(edge, value), place), (4, 0), textcoords="offset points",
                 va="center", fontsize=8.5,
             )  # fmt: skip
     axes.axvline(1.0, color=palette[INK], linewidth=1, linestyle=(0, (4, 3)))

@@ -12,7 +12,7 @@ from ..errors import InputError
 from .account import PLAIN
 from .plots import DARK, LIGHT, png, svg_plots, variable
 from .result import Result
-from .show import share
+from .show import share, within
 
 _TEMPLATE: Final = Path(__file__).parent / "report.html.jinja"
 
@@ -56,6 +56,7 @@ def page(result: Result) -> str:
         facts=_facts(result),
         notes=result.notes,
         share=share,
+        within=within,
     )
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ...runtime.draft.tree import Source
 from ...runtime.engine import Engine
+from ...runtime.speculation import SOURCE_NAMES
 from ..errors import InputError
 from .account import PLAIN, Account, Run, accounts, as_mapping
 from .machine import machine
@@ -19,8 +21,10 @@ REPLAY_NOTE: Final = (
 )
 SPEED_NOTE: Final = (
     "Speed is that of writing, after the first token; reading the prompt is left out. Ratios are to plain decoding in "
-    "the same run; brackets hold the 95 % interval over conversations."
+    "the same run; brackets hold the 95 % interval over conversations, where every category has at "
+    "least three."
 )
+_LEARNING: Final = SOURCE_NAMES[Source.RECYCLED]
 _BUSY: Final = 0.7
 _CURVE_ROWS: Final = 16
 
@@ -92,6 +96,11 @@ class Result:
             for account in self.accounts:
                 same = account.answers - account.differing
                 notes.append(f"{account.name}: {same} of {account.answers} texts are plain decoding's.")
+        if sum(_LEARNING in account.run.by_source for account in self.accounts) > 1:
+            notes.append(
+                f"{_LEARNING} learns from every answer, whoever drafted it: where several modes use it, each has also "
+                "learned from the others' answers to the same prompts. Measure one mode a run to compare them."
+            )
         if self.cut:
             notes.append(f"{self.cut} prompts were shortened to fit the context.")
         if self.load is not None and self.load > _BUSY:

@@ -42,7 +42,15 @@ def _table(title: str, *columns: str) -> Table:
 
 def times(estimate: Estimate) -> str:
     """A ratio with its interval."""
-    return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+    if estimate.interval is None:
+        return f"{estimate.value:.2f}"
+    low, high = estimate.interval
+    return f"{estimate.value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def within(estimate: Estimate) -> str:
+    """An interval in words."""
+    return "-" if estimate.interval is None else "{:.2f} to {:.2f}".format(*estimate.interval)
 
 
 def share(count: Count) -> str:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from edgerun.edge.bench.account import PLAIN, Count, Run, Trial, accounts, as_mapping, geometric_mean, ratio
+from edgerun.edge.bench.account import PLAIN, Count, Estimate, Run, Trial, accounts, as_mapping, geometric_mean, ratio
 from edgerun.edge.bench.result import Conditions, Result
 from edgerun.edge.bench.show import show
 from edgerun.edge.errors import InputError
@@ -65,13 +65,17 @@ def test_different_numbers_of_tokens_are_compared_by_rate() -> None:
 
 
 def test_the_interval_is_wide_where_conversations_differ_and_a_point_where_they_do_not() -> None:
-    alike = accounts([trial("a", number, 1.0, 0.5) for number in range(8)])[0].mean
-    assert alike.low == pytest.approx(alike.value) == pytest.approx(alike.high)
-    mixed = accounts([trial("a", number, 1.0, 0.25 + 0.25 * (number % 3)) for number in range(8)])[0].mean
-    assert mixed.low < mixed.value < mixed.high
-    turns = [trial("a", 0, 1.0, seconds) for seconds in (0.2, 0.5, 1.0)]
-    together = accounts(turns)[0].mean
-    assert together.low == pytest.approx(together.high), "the turns of one conversation are drawn together"
+    def mean(*numbered: tuple[int, float]) -> Estimate:
+        return accounts([trial("a", number, 1.0, seconds) for number, seconds in numbered])[0].mean
+
+    alike = mean(*((number, 0.5) for number in range(8)))
+    assert alike.interval == pytest.approx((alike.value, alike.value))
+    mixed = mean(*((number, 0.25 + 0.25 * (number % 3)) for number in range(8)))
+    assert mixed.interval is not None
+    assert mixed.interval[0] < mixed.value < mixed.interval[1]
+    together = mean(*((number // 3, 0.2 + 0.3 * (number % 3)) for number in range(9)))
+    assert together.interval == pytest.approx((together.value, together.value)), "turns stay with their conversation"
+    assert mean((0, 0.2), (1, 0.5)).interval is None, "two conversations do not tell how much they differ"
 
 
 def test_the_same_measurement_gives_the_same_interval() -> None:
@@ -136,6 +140,18 @@ def test_the_terminal_shows_whether_texts_are_the_same_or_that_they_are_recorded
     assert "Replay: the tokens are those of a recording. Every pass over the weights was run at its full cost" in text
     assert "of 2 texts" not in text
     assert "busy" in text
+
+
+def test_modes_that_learned_from_each_other_are_not_compared_in_silence() -> None:
+    def learned(name: str) -> Run:
+        return Run(10, 0.5, 5, Count(10, 5), {name: Count(10, 5)}, (Count(10, 5),), target_s=0.4)
+
+    def notes(*names: str) -> str:
+        runs = {PLAIN: run(10, 1.0), **{f"{number}": learned(name) for number, name in enumerate(names)}}
+        return " ".join(result([Trial("a", 0, 1, runs)]).notes)
+
+    assert "Measure one mode a run" in notes("recycle", "recycle")
+    assert "Measure one mode a run" not in notes("recycle", "suffix")
 
 
 class Elements(HTMLParser):
