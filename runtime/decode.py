@@ -18,7 +18,7 @@ from .draft.tree import Tree
 from .exact import Cancelled, NearTies
 from .sampling import Logits
 from .session import BoundSession
-from .speculate import Round, Speculator
+from .speculate import PassTimes, Round, Speculator
 from .verify import Chooser, Verdict, match
 
 PREFILL_ROWS: Final = 128
@@ -181,18 +181,20 @@ def _speculate(
         logits = bound.forward(tree.tokens)
     else:
         logits = bound.forward(tree.tokens, positions=base + tree.depths, tree_mask=tree.mask)
-    seconds = time.perf_counter() - started
+    ended = time.perf_counter()
+    seconds = ended - started
     again, again_s = 0, 0.0
     if near_ties is None:
         verdict = match(tree, logits, chooser, base + 1, eos, most)
     else:
-        before, started = near_ties.rows, time.perf_counter()
+        before = near_ties.rows
         verdict = near_ties.match(tree, logits, base + 1, eos, most)
         again = near_ties.rows - before
-        again_s = time.perf_counter() - started if again else 0.0
+        again_s = time.perf_counter() - ended if again else 0.0
     if not again:
         _keep(bound, tree, verdict)
-    report = speculator.observe(draft, verdict, logits, base, seconds, again_s)
+    checking_s = time.perf_counter() - ended - again_s
+    report = speculator.observe(draft, verdict, logits, base, PassTimes(seconds, again_s, checking_s))
     return _step(verdict.emitted(tree), eos, most, 1 + again, report.target_s, report)
 
 

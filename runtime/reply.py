@@ -49,7 +49,7 @@ class Stats:
     target_s: float = 0.0
     """In the target's passes."""
     host_s: float = 0.0
-    """Looking guesses up, pruning them and learning from them."""
+    """Looking guesses up, pruning them, choosing tokens and learning."""
     rounds: tuple[Round | None, ...] = ()
     """Every round after the first token, where they were asked for; None where drafting rested."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +52,20 @@ class Round:
     draft_s: float
     target_s: float
     host_s: float
+    """Looking guesses up, choosing tokens, learning."""
     note: str = ""
     """Why nothing was drafted, where there is a reason worth telling."""
+
+
+class PassTimes(NamedTuple):
+    """Seconds that a round took beside drafting."""
+
+    target: float
+    """The pass over the draft."""
+    again: float = 0.0
+    """Passes over rows of the text that were run again, one by one."""
+    checking: float = 0.0
+    """Choosing tokens, and keeping the accepted rows."""
 
 
 @dataclass
@@ -77,8 +89,12 @@ class Rest:
     """When to stop drafting for a while: it promises less than the time it takes is worth."""
 
     _FIRST: Final = 32
-    _LONGEST: Final = 2048
+    _LONGEST: Final = 4096
     _TRIAL: Final = 8
+    _HOPELESS: Final = -0.1
+    """A balance at which a trial is cut short and the wait is long: a model so small that a look-up is a good part of a
+    pass."""
+    _SHORT_TRIAL: Final = 3
 
     def __init__(self) -> None:
         self.left = 0
@@ -87,16 +103,18 @@ class Rest:
         """Tokens a round that drafting promised, less those its time would have given: a running mean."""
         self._wait = self._FIRST
         self._rounds = 0
-        self._trial = self._TRIAL
 
     def observe(self, balance: float) -> None:
         """Take in a round of drafting."""
         self._rounds += 1
         self.balance += (balance - self.balance) * max(1 / self._rounds, 0.02)
-        if self._rounds < self._trial or self.balance >= 0:
-            if self._rounds > 4 * self._trial:
+        hopeless = self.balance < self._HOPELESS and self._rounds >= self._SHORT_TRIAL
+        if not hopeless and (self._rounds < self._TRIAL or self.balance >= 0):
+            if self._rounds > 4 * self._TRIAL:
                 self._wait = self._FIRST
             return
+        if hopeless:
+            self._wait = max(self._wait, 8 * self._FIRST)
         self.left, self._wait = self._wait, min(2 * self._wait, self._LONGEST)
         self._rounds = 0
 
@@ -191,8 +209,7 @@ class Speculator:
         verdict: Verdict,
         logits: npt.NDArray[np.float32],
         context: int,
-        seconds: float,
-        again_s: float = 0.0,
+        times: PassTimes,
     ) -> Round:
         """Take in what came of a draft.
 
@@ -201,13 +218,12 @@ class Speculator:
             verdict: on its tree.
             logits: float32 `[n, V]` of its nodes.
             context: committed rows before the pass.
-            seconds: the pass took.
-            again_s: rows of the text were run again for, one by one.
+            times: what the pass and its verification took.
         """
         started = time.perf_counter()
         tree, path = draft.tree, verdict.path
         emitted = verdict.emitted(tree)
-        self.cost.observe(len(tree), context, seconds)
+        self.cost.observe(len(tree), context, times.target)
         if draft.growth is not None:
             self._learn(draft, verdict, logits)
         self._tokens += emitted
@@ -219,7 +235,8 @@ class Speculator:
             # One interrupted round says nothing about the next: what it took beyond twice the usual is not counted.
             self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s) if self._host_s else host_s
             price = self._host_s * self.rate
-            self.rest.observe((draft.advantage - price if price > _NEGLIGIBLE else 0.0) - again_s * self.rate)
+            balance = draft.advantage - price if price > _NEGLIGIBLE else 0.0
+            self.rest.observe(balance - (times.again + draft.draft_s) * self.rate)
         sources = tree.source
         depths = tree.depths[1:]
         return Round(
@@ -232,9 +249,9 @@ class Speculator:
             emitted=len(emitted),
             draft_passes=draft.growth.model_passes if draft.growth is not None else 0,
             draft_s=draft.draft_s,
-            target_s=seconds + again_s,
-            host_s=host_s,
-            note="a near-tie: its text was run again" if again_s else draft.note,
+            target_s=times.target + times.again,
+            host_s=host_s + times.checking,
+            note="a near-tie: its text was run again" if times.again else draft.note,
         )
 
     def _learn(self, draft: Draft, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:
