@@ -1,0 +1,118 @@
+"""Drafters that mean no good, and speculators that always listen to them: for showing that the text does not care."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from edgerun.runtime.draft.foreseen import TreePredictor
+from edgerun.runtime.draft.grow import Grower
+from edgerun.runtime.draft.predictor import Predictor
+from edgerun.runtime.draft.recycle import RecyclePredictor
+from edgerun.runtime.draft.tree import Source, Tree
+from edgerun.runtime.speculate import Speculator
+from edgerun.runtime.step_cost import StepCost
+
+NEARLY_FREE: Final = {128: {1: 1.0, 2: 1.0001, 16: 1.001}}
+"""Seconds of a pass: any guess pays, and the time spent on guessing does not count beside it."""
+
+
+class FixedCost(StepCost):
+    """Believes what it was told, whatever passes take."""
+
+    def observe(self, rows: int, context: int, seconds: float) -> None:
+        """Learn nothing."""
+
+
+def eager(*predictors: Predictor, **options: Any) -> Speculator:
+    """A speculator to which nearly every guess is worth its row."""
+    recycle = next((each for each in predictors if isinstance(each, RecyclePredictor)), None)
+    return Speculator(Grower(predictors), FixedCost(NEARLY_FREE), recycle=recycle, **options)
+
+
+@dataclass
+class Adversary:
+    """Proposes what a function makes of the text; a tree's anchor is the text's last token."""
+
+    make: Callable[[list[int], int], Tree | None]
+    proposals: int = 0
+
+    def propose(self, text: Sequence[int], most: int) -> Tree | None:
+        """One more proposal."""
+        self.proposals += 1
+        return self.make(list(text), most)
+
+
+def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -> dict[str, Adversary]:
+    """By name. `text` is what plain decoding gives, prompt included: some know it, to be as wrong as can be."""
+    random = np.random.default_rng(seed)
+
+    def following(done: list[int], count: int) -> list[int]:
+        return list(text[len(done) : len(done) + count])
+
+    def chain(done: list[int], tokens: Sequence[int], claims: Sequence[float] | None = None) -> Tree:
+        return Tree.chain(done[-1], tokens, [0.9] * len(tokens) if claims is None else claims, Source.OTHER)
+
+    def scattered(done: list[int], nodes: int, *, near: bool) -> Tree:
+        """A random tree; if `near`, many of its tokens are those that come next."""
+        tokens, parents, depths = [done[-1]], [-1], [0]
+        coming = [*following(done, 20), *[0] * 21]
+        for _ in range(nodes):
+            parent = int(random.integers(max(0, len(tokens) - 6), len(tokens)))
+            token = int(random.integers(0, vocab_size))
+            if near and random.random() < 0.6:
+                token = coming[min(depths[parent], 20)]
+            if (parent, token) not in zip(parents, tokens, strict=True):
+                tokens.append(token)
+                parents.append(parent)
+                depths.append(depths[parent] + 1)
+        claims = [1.0, *random.random(len(tokens) - 1).tolist()]
+        return Tree.of(tokens, parents, claims, [Source.OTHER] * len(tokens))
+
+    def wide(done: list[int]) -> Tree:
+        """Children of the anchor only; the right one is somewhere among them."""
+        right = following(done, 1)
+        others = [token for token in random.permutation(vocab_size).tolist() if token not in right][:11]
+        tokens = [*others, *right]
+        count = len(tokens)
+        return Tree.of([done[-1], *tokens], [-1] + [0] * count, [1.0] + [0.9] * count, [Source.OTHER] * (count + 1))
+
+    def wrong(done: list[int], count: int) -> list[int]:
+        return [(token + 1 + int(random.integers(0, vocab_size - 1))) % vocab_size for token in following(done, count)]
+
+    ends = (0, vocab_size - 1)
+    made: dict[str, Callable[[list[int], int], Tree | None]] = {
+        "scattered": lambda done, _: scattered(done, 12, near=False),
+        "nearly right": lambda done, _: scattered(done, 14, near=True),
+        "always wrong": lambda done, most: chain(done, wrong(done, most)),
+        "oracle": lambda done, most: chain(done, following(done, most), [1.0] * len(following(done, most))),
+        "right, then wrong": lambda done, _: chain(done, [*following(done, 2), *wrong([*done, 0, 0], 3)]),
+        "end of text": lambda done, _: chain(done, [eos] * 6),
+        "right, then end of text": lambda done, _: chain(done, [*following(done, 3), eos, eos]),
+        "deep": lambda done, _: chain(done, [*following(done, 9), *[7] * 40]),
+        "wide": lambda done, _: wide(done),
+        "huge": lambda done, _: scattered(done, 300, near=True),
+        "sure of nonsense": lambda done, most: chain(done, wrong(done, most), [1.0] * len(wrong(done, most))),
+        "unsure of the truth": lambda done, _: chain(done, following(done, 5), [0.001] * len(following(done, 5))),
+        "surer the deeper": lambda done, _: chain(
+            done, following(done, 4), [0.1, 0.5, 0.9, 7.0][: len(following(done, 4))]
+        ),
+        "no numbers": lambda done, _: chain(
+            done, following(done, 5), [np.nan, np.inf, -np.inf, -1.0, 1e30][: len(following(done, 5))]
+        ),
+        "first and last id": lambda done, _: chain(done, [ends[len(done) % 2], 0, vocab_size - 1, vocab_size - 1, 0]),
+        "the text again": lambda done, most: chain(done, done[-most:]),
+        "another anchor": lambda done, _: chain([(done[-1] + 1) % vocab_size], following(done, 3)),
+        "anchor alone": lambda done, _: Tree.anchor_only(done[-1]),
+        "nothing": lambda done, _: None,
+        "moody": lambda done, _: chain(done, following(done, 4)) if random.random() < 0.5 else None,
+    }
+    return {name: Adversary(make) for name, make in made.items()}
+
+
+def listening_to(drafter: Adversary, **options: Any) -> Speculator:
+    """A speculator of one drafter from outside."""
+    return eager(TreePredictor(drafter), **options)

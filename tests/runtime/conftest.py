@@ -1,0 +1,26 @@
+"""Tiny models of several families and weight formats, each exported once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle_of(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Callable[[str, str], Path]:
+    """The bundle of a family (llama, qwen2, qwen3) and a weight format (fp32, int8, int4): 300 tokens, context 256."""
+    from edgerun.export import FP32, INT4, INT8
+    from tiny import write_bundle
+
+    formats = {"fp32": FP32, "int8": INT8, "int4": INT4}
+
+    @cache
+    def bundle_of(family: str, weights: str) -> Path:
+        if (family, weights) == ("llama", "fp32"):
+            return tiny_bundle
+        return write_bundle(tmp_path_factory.mktemp("tiny"), family, weights=formats[weights], seed=1)
+
+    return bundle_of
