@@ -119,6 +119,8 @@ class NearTies:
         logits: Logits | None = None
         for token in [*self._text, *path][arena.plain :]:
             if self._cancelled():
+                # The guesses of the path are not given out, so their rows may not stay.
+                arena.rewind_to(min(arena.length, len(self._text)))
                 raise Cancelled
             logits = self._bound.forward((token,))[0]
             arena.commit(1)
