@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from .evidence import PRIOR, Agreement, bucket
+from .evidence import EARLIER_TEXTS, Agreement, bucket
 from .history_index import REACH
 from .history_store import HistoryStore
 from .predictor import Guess
@@ -29,7 +29,7 @@ class HistoryPredictor:
     """
 
     source: Final = Source.HISTORY
-    prior: Final = PRIOR
+    prior: Final = EARLIER_TEXTS
 
     def __init__(self, store: HistoryStore, vocabulary: int) -> None:
         self._store = store

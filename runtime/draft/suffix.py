@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from .evidence import PRIOR, Agreement, bucket
+from .evidence import WITHIN_TEXT, Agreement, bucket
 from .predictor import Guess
 from .tree import Source
 
@@ -43,7 +43,7 @@ class SuffixPredictor:
     """
 
     source: Final = Source.SUFFIX
-    prior: Final = PRIOR
+    prior: Final = WITHIN_TEXT
 
     def __init__(self, reach: int = 16) -> None:
         self._reach = reach

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.models.lock import locked
-from edgerun.runtime.draft.evidence import PRIOR, Agreement, bucket
+from edgerun.runtime.draft.evidence import EARLIER_TEXTS, Agreement, bucket
 from edgerun.runtime.draft.history import HistoryPredictor
 from edgerun.runtime.draft.history_index import NEIGHBOURS, REACH, Covered, HistoryIndex, encode
 from edgerun.runtime.draft.history_store import HistoryStore
@@ -411,4 +411,4 @@ def test_the_state_is_the_end_of_the_text(text: list[int]) -> None:
             assert grown.state() == ahead
         assert grown.state() == whole.state() == tuple(text[-REACH:])
         assert grown.guesses(grown.state()) == []
-        assert len(grown.prior) == len(PRIOR)
+        assert len(grown.prior) == len(EARLIER_TEXTS)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.draft.evidence import PRIOR, Agreement, bucket
+from edgerun.runtime.draft.evidence import EARLIER_TEXTS, WITHIN_TEXT, Agreement, bucket
 from edgerun.runtime.draft.predictor import Guess, Predictor
 from edgerun.runtime.draft.suffix import SuffixPredictor
 
@@ -156,13 +156,15 @@ def test_memory_is_bounded_by_the_length_of_the_text(text: list[int]) -> None:
 def test_every_kind_of_evidence_has_a_bucket_of_its_own() -> None:
     lengths = (1, 2, 3, 4, 5, 7, 10, 16, 32)
     buckets = [bucket(length, agreement, rank) for length in lengths for agreement in Agreement for rank in (0, 1)]
-    assert buckets == list(range(len(PRIOR)))
+    assert buckets == list(range(len(WITHIN_TEXT))) == list(range(len(EARLIER_TEXTS)))
     assert bucket(6, Agreement.ONCE, 2) == bucket(5, Agreement.ONCE, 1)
     assert bucket(100_000, Agreement.SPLIT, 0) == bucket(32, Agreement.SPLIT, 0)
 
 
-def test_longer_matches_are_trusted_more() -> None:
+@pytest.mark.parametrize("prior", [WITHIN_TEXT, EARLIER_TEXTS])
+def test_longer_matches_are_trusted_more(prior: tuple[float, ...]) -> None:
+    lengths = (1, 2, 3, 4, 5, 7, 10, 16, 32)
     for agreement in Agreement:
-        shares = [PRIOR[bucket(length, agreement, 0)] for length in (1, 2, 3, 4, 5, 7, 10, 16, 32)]
+        shares = [prior[bucket(length, agreement, 0)] for length in lengths]
         assert shares == sorted(shares)
-        assert all(PRIOR[bucket(length, agreement, 1)] < PRIOR[bucket(length, agreement, 0)] for length in (1, 8, 40))
+        assert all(prior[bucket(length, agreement, 1)] < prior[bucket(length, agreement, 0)] for length in lengths)
