@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--spec", action="append", help="as edge-run --spec; may be repeated (auto)")
     parser.add_argument("--recording", choices=[each.name for each in RECORDINGS], action="append", help="(all)")
     parser.add_argument("--limit", type=int, default=4, metavar="N", help="conversations of each MT-Bench category (4)")
-    parser.add_argument("--max-tokens", type=int, default=384, metavar="N", help="most tokens an answer (384)")
+    parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="most tokens an answer (1024)")
     parser.add_argument("--context", type=int, default=4096, metavar="N")
     parser.add_argument("--block", type=int, choices=(32, 64, 128), default=128, help="weights that share a scale")
     parser.add_argument("--threads", type=int)

@@ -25,6 +25,9 @@ from .bench.show import show
 from .errors import InputError
 
 _PIPE_WIDTH: Final = 110
+_MOST: Final = 256
+_WHOLE: Final = 1 << 20
+"""A recorded answer is measured whole: it copies more, the longer it gets."""
 
 
 def bench(
@@ -45,7 +48,10 @@ def bench(
         list[str] | None,
         typer.Option(help="Speculation to measure, as edge-run --spec; may be repeated.", show_default="auto"),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("-n", "--max-tokens", min=2, help="Most tokens an answer.")] = 256,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("-n", "--max-tokens", min=2, help="Most tokens an answer.", show_default="256; replay: the whole"),
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Most conversations of each category.", show_default="all")
     ] = None,
@@ -75,7 +81,8 @@ def bench(
     """
     write_report = _reporter(report)
     busy = machine_load()
-    plan = Plan(max_tokens, TurnRange.parse(turns), replay is not None, raw, temperature, seed)
+    most = max_tokens or (_MOST if replay is None else _WHOLE)
+    plan = Plan(most, TurnRange.parse(turns), replay is not None, raw, temperature, seed)
     contenders = [Contender(str(each), each) for each in dict.fromkeys(map(Speculation.parse, spec or ["auto"]))]
     conversations, source = _conversations(model, prompts, replay, limit, plan)
     with load(model, draft=draft, device=device, threads=threads, context=context,
@@ -91,7 +98,7 @@ def bench(
             context=engine.context,
             source=source,
             replay=plan.replay,
-            max_tokens=max_tokens,
+            max_tokens=most,
             turns=turns,
             temperature=temperature,
             conversations=len(conversations),

@@ -115,7 +115,6 @@ class Asking:
         self._engine = engine
         self._plan = plan
         self._raw = plan.raw or engine.template is None
-        self._room = max(engine.context - plan.max_tokens, engine.context // 2)
 
     def ask(self, before: Sequence[Exchange], asked: Exchange) -> Asked:
         """The prompt for `asked` after what was said `before`.
@@ -125,23 +124,25 @@ class Asking:
         Raises:
             ContextError: not even a question of one character fits.
         """
-        answer = None
+        context, most, answer = self._engine.context, self._plan.max_tokens, None
         if self._plan.replay:
-            answer = self._engine.tokenizer.encode(asked.answer or "", add_special_tokens=False)
+            answer = self._engine.tokenizer.encode(asked.answer or "", add_special_tokens=False)[:most]
+        room = max(context - (most if answer is None else len(answer)), context // 2)
+
+        def fitting(prompt: list[int], *, cut: bool) -> Asked:
+            return Asked(prompt, None if answer is None else answer[: context - len(prompt)], cut)
+
         for start in range(len(before) + 1):
             prompt = self._encoded(before[start:], asked.prompt)
-            if len(prompt) <= self._room:
-                return Asked(prompt, self._fitting(answer, len(prompt)), start > 0)
+            if len(prompt) <= room:
+                return fitting(prompt, cut=start > 0)
         kept = len(asked.prompt)
         while kept > 1:
-            kept = min(kept - 1, max(1, kept * self._room // len(prompt)))
+            kept = min(kept - 1, max(1, kept * room // len(prompt)))
             prompt = self._encoded((), asked.prompt[:kept])
-            if len(prompt) <= self._room:
-                return Asked(prompt, self._fitting(answer, len(prompt)), True)
-        raise ContextError(f"a context of {self._engine.context} tokens holds no prompt", "give more with --context")
-
-    def _fitting(self, answer: list[int] | None, prompt: int) -> list[int] | None:
-        return None if answer is None else answer[: min(self._plan.max_tokens, self._engine.context - prompt)]
+            if len(prompt) <= room:
+                return fitting(prompt, cut=True)
+        raise ContextError(f"a context of {context} tokens holds no prompt", "give more with --context")
 
     def _encoded(self, before: Sequence[Exchange], question: str) -> list[int]:
         if self._raw:

@@ -64,7 +64,7 @@ def _facts(result: Result) -> dict[str, Any]:
     conditions = result.conditions
     return {
         "prompts": f"{conditions.conversations} conversations of {conditions.source}, turns: {conditions.turns}",
-        "most tokens an answer": conditions.max_tokens,
+        "most tokens an answer": min(conditions.max_tokens, conditions.context),
         "temperature": "0 (greedy)" if conditions.temperature == 0 else conditions.temperature,
         "context": conditions.context,
         "device": conditions.device,

@@ -121,7 +121,7 @@ class Result:
             "context": conditions.context,
             "source": conditions.source,
             "replay": conditions.replay,
-            "max_tokens": conditions.max_tokens,
+            "max_tokens": min(conditions.max_tokens, conditions.context),
             "turns": conditions.turns,
             "temperature": conditions.temperature,
             "conversations": conditions.conversations,

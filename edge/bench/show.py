@@ -118,7 +118,7 @@ def _rounds(result: Result) -> Table:
 def _depths(result: Result) -> Table:
     deepest = max(len(account.run.by_depth) for account in result.accounts)
     shown = min(deepest, _DEPTHS)
-    table = _table("accepted, by distance from the text", "", *map(str, range(1, shown + 1)))
+    table = _table("accepted, by depth", "", *map(str, range(1, shown + 1)))
     for account in result.accounts:
         counts = [*account.run.by_depth, *[Count()] * shown][:shown]
         table.add_row(account.name, *map(share, counts))
