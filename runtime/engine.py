@@ -227,11 +227,13 @@ class Engine:
 
         Raises:
             ContextError: the prompt does not fit the context.
-            InputError: the prompt or the answer is empty.
+            InputError: the prompt or the answer is empty, or the answer not of this model's tokens.
         """
         self.check_fits(prompt)
         if not answer:
             raise InputError("the recorded answer is empty", "leave it out")
+        if min(answer) < 0 or max(answer) >= self.spec.vocab_size:
+            raise InputError("the recorded answer has tokens that the model does not", "record it with this model")
         most = min(len(answer), options.max_tokens or len(answer))
         recorded = Recording(tuple(answer), foreseen=foreseen)
         limited = options.changed({"max_tokens": most})

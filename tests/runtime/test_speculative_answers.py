@@ -1,0 +1,237 @@
+"""Whole answers with speculation: text, stops, conversations and recorded answers are those of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgerun
+from drafters import NEARLY_FREE, FixedCost
+from edgerun import Engine, FinishReason, GenerateOptions, InputError
+from edgerun.runtime.draft.tree import Source
+from edgerun.runtime.reply import Reply, SourceCount, Stats
+from edgerun.runtime.speculation import Speculation
+
+OFF, AUTO = Speculation.OFF, Speculation.AUTO
+CHOICES = [AUTO, Speculation.of(Source.SUFFIX), Speculation.of(Source.RECYCLED)]
+SAMPLED = GenerateOptions(max_tokens=40, temperature=0.8, top_k=40, top_p=0.95, repeat_penalty=1.1)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle: Path) -> Iterator[Engine]:
+    with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
+        engine._workshop._cost = FixedCost(NEARLY_FREE)
+        yield engine
+
+
+def check_counts(stats: Stats) -> None:
+    """What must hold of every answer that was not cancelled."""
+    assert stats.completion_tokens == 1 + stats.accepted + stats.decode_passes
+    assert 0 <= stats.accepted <= stats.drafted
+    assert stats.decode_passes < stats.target_passes
+    for parts in (stats.by_source.values(), stats.by_depth):
+        assert sum(part.drafted for part in parts) == stats.drafted
+        assert sum(part.accepted for part in parts) == stats.accepted
+        assert all(0 <= part.accepted <= part.drafted for part in parts)
+    # Who got to one depth was at the depth before.
+    accepted = [part.accepted for part in stats.by_depth]
+    assert accepted == sorted(accepted, reverse=True)
+    assert 0 <= stats.draft_s <= stats.total_s
+    assert stats.target_s + stats.host_s + stats.draft_s <= stats.total_s
+
+
+def account(reply: Reply) -> tuple[str, FinishReason, int]:
+    return reply.text, reply.finish_reason, reply.stats.completion_tokens
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_answers_and_counts_are_those_of_plain_decoding(engine: Engine, choice: Speculation) -> None:
+    drafted = 0
+    for prompt in ("the other thing", "in the in the in the", "a", "and to and of"):
+        for options in (GenerateOptions(max_tokens=40), SAMPLED.changed({"seed": 1}), SAMPLED.changed({"seed": 2})):
+            plain = engine.generate(prompt, options, speculation=OFF)
+            reply = engine.generate(prompt, options, speculation=choice)
+            assert account(reply) == account(plain)
+            assert (plain.stats.drafted, plain.stats.by_source, plain.stats.tokens_per_pass) == (0, {}, 1.0)
+            check_counts(plain.stats)
+            check_counts(reply.stats)
+            assert set(reply.stats.by_source) <= {"suffix", "recycle"}
+            drafted += reply.stats.drafted
+    assert drafted > 0
+
+
+def test_the_rounds_add_up_to_the_account(engine: Engine) -> None:
+    stats = engine.generate("in the in the in the", max_tokens=60, explain=True).stats
+    check_counts(stats)
+    assert len(stats.rounds) == stats.decode_passes
+    rounds = [one for one in stats.rounds if one is not None]
+    resting = len(stats.rounds) - len(rounds)
+    assert sum(one.rows - 1 for one in rounds) == stats.drafted
+    assert sum(sum(one.accepted) for one in rounds) == stats.accepted
+    assert sum(one.emitted for one in rounds) + resting + 1 == stats.completion_tokens
+    assert engine.generate("in the", max_tokens=5).stats.rounds == ()
+    plain = engine.generate("in the", max_tokens=5, explain=True, speculation=OFF).stats
+    assert plain.rounds == (None,) * 4
+
+
+def test_stop_texts_within_an_accepted_span_end_the_answer(engine: Engine) -> None:
+    options = GenerateOptions(max_tokens=50, raw=True, seed=0)
+    text = engine.generate("the the the", options, speculation=OFF).text
+    assert engine.generate("the the the", options).stats.accepted > 0
+    for start in range(0, len(text) - 3, 2):
+        for stop in ((text[start : start + 3],), (text[start : start + 2], text[start + 1 : start + 5])):
+            plain = engine.generate("the the the", options, stop=stop, speculation=OFF)
+            reply = engine.generate("the the the", options, stop=stop)
+            assert (reply.text, reply.finish_reason) == (plain.text, plain.finish_reason)
+            assert not any(one in reply.text for one in stop)
+            check_counts(reply.stats)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_a_conversation_goes_as_without_speculation(engine: Engine, choice: Speculation, sampled: bool) -> None:
+    def talk(choice: Speculation) -> list[tuple[str, int, int]]:
+        said = []
+        with engine.session(system="to the") as session:
+            for turn, text in enumerate(("in the other", "and the other", "of the", "in the other")):
+                options = SAMPLED.changed({"seed": turn}) if sampled else GenerateOptions()
+                reply = session.send(text, options, max_tokens=12 + turn, speculation=choice)
+                check_counts(reply.stats)
+                said.append((reply.text, reply.stats.reused_tokens, session.tokens))
+            assert session.messages[-1]["content"] == said[-1][0]
+        return said
+
+    plain = talk(OFF)
+    assert talk(choice) == plain
+    assert all(reused > 0 for _, reused, _ in plain[1:])
+
+
+def test_conversations_in_turns_do_not_mix(engine: Engine) -> None:
+    def talk(choice: Speculation, together: bool) -> list[str]:
+        with engine.session() as one, engine.session(system="and") as other:
+            if together:
+                pairs = [
+                    (one.send(text, max_tokens=15, speculation=choice), other.send(text, max_tokens=15))
+                    for text in TEXTS
+                ]
+                return [reply.text for pair in zip(*pairs, strict=True) for reply in pair]
+            return [
+                session.send(text, max_tokens=15, speculation=choice).text for session in (one, other) for text in TEXTS
+            ]
+
+    assert talk(AUTO, together=True) == talk(OFF, together=False)
+
+
+TEXTS = ("in the", "the other", "in the")
+
+
+def test_a_conversation_closed_and_cancelled_at_any_chunk_goes_on(engine: Engine) -> None:
+    for chunks in range(1, 7):
+        for cancel in (True, False):
+            told = []
+            for choice in (AUTO, OFF):
+                with engine.session() as session:
+                    stream = session.stream("in the in the", max_tokens=30, speculation=choice)
+                    heard = [next(stream).text for _ in range(chunks)]
+                    if cancel:
+                        stream.cancel()
+                        heard += [chunk.text for chunk in stream]
+                    stream.close()
+                    assert session.messages[-1]["content"] == "".join(heard)
+                    # The same beginning, then: chunks differ in length with the rounds they come from.
+                    session.messages[-1]["content"] = session.messages[-1]["content"][:1]
+                    told.append(session.send("and", max_tokens=15, speculation=choice).text)
+            assert told[0] == told[1]
+
+
+def test_a_saved_conversation_goes_on_as_it_would_have(engine: Engine, tmp_path: Path) -> None:
+    def second(choice: Speculation, saved: bool) -> tuple[str, int]:
+        with engine.session() as session:
+            session.send("the other thing", max_tokens=25, speculation=choice)
+            if not saved:
+                reply = session.send("and the other", max_tokens=25, speculation=choice)
+                return reply.text, reply.stats.reused_tokens
+            session.save(tmp_path / "chat")
+        with engine.session(resume=tmp_path / "chat") as session:
+            reply = session.send("and the other", max_tokens=25, speculation=choice)
+            return reply.text, reply.stats.reused_tokens
+
+    assert len({second(choice, saved) for choice in (OFF, *CHOICES) for saved in (False, True)}) == 1
+
+
+def test_a_conversation_saved_after_a_stop_within_a_span_can_be_resumed(engine: Engine, tmp_path: Path) -> None:
+    text = engine.generate("the the the", max_tokens=40, speculation=OFF).text
+    for start in range(3, 12):
+        with engine.session() as session:
+            session.send("the the the", max_tokens=40, stop=text[start : start + 3])
+            session.save(tmp_path / "chat")
+            expected = session.send("and", max_tokens=10, speculation=OFF).text
+        with engine.session(resume=tmp_path / "chat") as session:
+            assert session.send("and", max_tokens=10).text == expected
+
+
+def test_the_context_ends_an_answer_where_it_ends_plain_ones(tiny_bundle: Path) -> None:
+    for context in (12, 13, 20, 33):
+        with edgerun.load(tiny_bundle, threads=1, cache=False, context=context) as engine:
+            engine._workshop._cost = FixedCost(NEARLY_FREE)
+            for options in (GenerateOptions(raw=True), SAMPLED.changed({"raw": True, "seed": 3, "max_tokens": None})):
+                for prompt in ("the the", "of the and the "):
+                    plain = engine.generate(prompt, options, speculation=OFF)
+                    assert account(engine.generate(prompt, options)) == account(plain)
+
+
+@pytest.mark.parametrize("foreseen", [False, True])
+@pytest.mark.parametrize("choice", [OFF, *CHOICES[:2]], ids=str)
+def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, foreseen: bool) -> None:
+    prompt = engine.tokenizer.encode("the other", add_special_tokens=False)
+    random = np.random.default_rng(1)
+    # Not what the model would say; with the end-of-text token in it, and repetitions.
+    words = random.integers(5, 120, 12).tolist()
+    answer = [*words, *words[:7], *sorted(engine.tokenizer.eos), *words, *random.integers(5, 120, 8).tolist()]
+    for options in (GenerateOptions(), SAMPLED.changed({"seed": 4, "max_tokens": None})):
+        reply = Reply.of(
+            engine.replay(None, prompt, answer, options.changed({"speculation": choice}), foreseen=foreseen)
+        )
+        assert reply.text == engine.tokenizer.decode(answer)
+        stats = reply.stats
+        assert stats.completion_tokens == len(answer)
+        assert reply.finish_reason is FinishReason.LENGTH
+        check_counts(stats)
+        assert "recycle" not in stats.by_source
+        if choice == OFF:
+            assert stats.drafted == 0
+        elif foreseen:
+            assert stats.accepted == stats.drafted > 0
+            assert stats.by_source == {"other": SourceCount(stats.drafted, stats.accepted)}
+            assert stats.tokens_per_pass > 8
+        else:
+            assert 0 < stats.accepted <= stats.drafted
+
+
+@pytest.mark.parametrize("foreseen", [False, True])
+def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, foreseen: bool) -> None:
+    prompt, answer = list(range(20, 30)), [40 + index % 9 for index in range(300)]
+    for most, expected in ((1, 1), (2, 2), (7, 7), (None, engine.context - 10)):
+        reply = Reply.of(engine.replay(None, prompt, answer, GenerateOptions(max_tokens=most), foreseen=foreseen))
+        assert reply.stats.completion_tokens == expected
+        assert reply.text == engine.tokenizer.decode(answer[:expected])
+        check_counts(reply.stats)
+
+
+def test_what_was_replayed_does_not_show_in_later_answers(engine: Engine) -> None:
+    expected = engine.generate("the other", max_tokens=20, speculation=OFF).text
+    prompt = engine.encode_chat([{"role": "user", "content": "the other"}])
+    for foreseen in (True, False):
+        Reply.of(engine.replay(None, prompt, [7] * 30, GenerateOptions(), foreseen=foreseen))
+        assert engine.generate("the other", max_tokens=20).text == expected
+
+
+def test_a_replay_of_nothing_or_of_what_the_model_does_not_have_is_refused(engine: Engine) -> None:
+    with pytest.raises(InputError, match="the recorded answer is empty"):
+        engine.replay(None, [5, 6], [], GenerateOptions())
+    for token in (-1, 300):
+        with pytest.raises(InputError, match="the recorded answer has tokens that the model does not"):
+            engine.replay(None, [5, 6], [7, token, 8], GenerateOptions())
