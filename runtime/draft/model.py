@@ -63,9 +63,10 @@ class DraftModel:
         self._bound: Final = bound
         self._arena: Final = bound.arena
         self._branches: Final = spec.takes_bias and spec.takes_positions
-        self._target_ids: Final = target_ids
-        self._head: Final = min(spec.vocab_size, target_vocab)
-        """Entries of the logits that count."""
+        self.target_ids: Final = target_ids
+        """int32, the target's ids of the head's tokens; None if they are the same."""
+        self.head: Final = min(spec.vocab_size, target_vocab)
+        """Tokens of the head; those that only pad it do not count."""
         self._own_ids: Final = np.full(target_vocab, _UNKNOWN, np.int32)
         """The embedding's ids of the target's tokens."""
         if target_ids is None or spec.input_vocab > spec.vocab_size:
@@ -73,7 +74,7 @@ class DraftModel:
             self._own_ids[:shared] = np.arange(shared)
         else:
             self._own_ids[target_ids] = np.arange(target_ids.size)
-        self._scores = np.empty(self._head, np.float32)
+        self._scores = np.empty(self.head, np.float32)
         self._spent = 0.0
         self._text: list[int] = []
         # All three are about guesses behind the rows of the text, and empty while rows of the text are missing.
@@ -125,21 +126,24 @@ class DraftModel:
         Raises:
             EdgeError: ONNX Runtime failed; the text keeps its rows.
         """
-        started = time.perf_counter()
-        logits = self._logits_of((path,))[0]
-        likely = Likely((), ()) if logits is None else self._largest(logits, count, temperature)
-        self._spent += time.perf_counter() - started
-        return likely
+        return self.likely_each((path,), count, temperature)[0]
 
     def likely_each(self, paths: Sequence[Path], count: int, temperature: float = 1.0) -> list[Likely]:
         """`likely` for several paths, in one pass together where the graph takes a mask."""
         started = time.perf_counter()
-        self._logits_of(paths)
+        logits = self._logits_of(paths)
+        likely = [Likely((), ()) if row is None else self._largest(row, count, temperature) for row in logits]
         self._spent += time.perf_counter() - started
-        return [self.likely(path, count, temperature) for path in paths]
+        return likely
+
+    def logits(self, path: Path) -> Floats | None:
+        """Logits float32 `[head]` after the text and `path`, None if that cannot be run; passes as for `likely`."""
+        started = time.perf_counter()
+        logits = self._logits_of((path,))[0]
+        self._spent += time.perf_counter() - started
+        return logits
 
     def _logits_of(self, paths: Sequence[Path]) -> list[Floats | None]:
-        """Logits float32 `[V]` after each path, None for those that cannot be run."""
         if not self._text:
             raise ValueError("a text of no tokens has no next one")
         self._settle()
@@ -178,7 +182,7 @@ class DraftModel:
             self._slots.setdefault(node, len(self._rows))
             self._rows.append(node)
         for path, row in zip(paths, logits, strict=True):
-            self._logits[path] = row[: self._head].copy()
+            self._logits[path] = row[: self.head].copy()
 
     def _to_run(self, paths: Sequence[Path]) -> list[Path]:
         """The paths themselves and those to them that have no row, each after the one it goes on from."""
@@ -279,13 +283,13 @@ class DraftModel:
             scores /= np.float32(temperature)
         best: list[int] = []
         values: list[np.float32] = []
-        for _ in range(min(count, self._head)):
+        for _ in range(min(count, self.head)):
             best.append(int(scores.argmax()))
             values.append(scores[best[-1]])
             scores[best[-1]] = -np.inf
         scores[best] = values
         np.exp(scores, out=scores)
-        ids = best if self._target_ids is None else self._target_ids[best].tolist()
+        ids = best if self.target_ids is None else self.target_ids[best].tolist()
         return Likely(tuple(ids), tuple((scores[best] / scores.sum()).tolist()))
 
 

@@ -140,7 +140,9 @@ def test_it_says_what_a_fresh_pass_says(
                     assert_as_plain(graph, [*text, *path], likely)
                 assert model.passes - passes <= (1 if at_once else 1 + len(paths))
             case "grow":
-                for token in data.draw(PATHS):
+                # Often what was guessed, with or without a token after it.
+                guessed = st.sampled_from(model._rows) if model._rows else PATHS
+                for token in data.draw(st.one_of(PATHS, guessed, guessed.map(lambda path: (*path, 22)))):
                     model.append(token)
                     text = [*text, token]
             case "follow":
@@ -195,8 +197,22 @@ def test_guesses_that_others_made_run_with_the_text_in_one_pass(graph: GraphSess
     # The row of the text and that of 7 are there, but not what they said: they run again, alone.
     assert_as_plain(graph, [*text, 7], model.likely((7,), 3))
     assert_as_plain(graph, [*text, 7, 8, 9], model.likely((7, 8, 9), 3))
-    assert_as_plain(graph, text, model.likely((), 3))
+    # And when they come true, it does not matter which of a token's rows is kept.
+    for token in (7, 8):
+        model.append(token)
+    assert_as_plain(graph, [*text, 7, 8, 9], model.likely((9,), 3))
+    assert_as_plain(graph, [*text, 7, 8], model.likely((), 3))
     assert model.passes == 4
+    assert_rows_are_the_texts(graph, model, [*text, 7, 8])
+
+
+def test_the_texts_last_row_runs_again_where_only_a_guess_was_asked_about(graph: GraphSession) -> None:
+    model = draft(graph)
+    model.follow([20, 30, 40])
+    model.likely((7,), 3)
+    assert_as_plain(graph, [20, 30, 40], model.likely((), 3))
+    assert_as_plain(graph, [20, 30, 40, 7], model.likely((7,), 3))
+    assert model.passes == 3
 
 
 def test_a_long_text_is_caught_up_with_in_pieces(tmp_path: Path) -> None:

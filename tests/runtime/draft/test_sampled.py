@@ -1,0 +1,226 @@
+"""Drawn drafts: their laws are the draft model's own, and texts verified with them have the target's law."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.draft.grow import Prices
+from edgerun.runtime.draft.model import DraftModel
+from edgerun.runtime.draft.sampled import DrawnWorth, SampledDrafter
+from edgerun.runtime.draft.tree import Source
+from edgerun.runtime.law import Law
+from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from edgerun.runtime.step_cost import StepCost
+from edgerun.runtime.verify import Verdict
+from edgerun.runtime.verify_sampled import draw_children, verify_block, verify_recursive
+from tiny import write_bundle
+
+V = 16
+SAMPLED = SamplingParams(temperature=1.5, top_k=5, repeat_penalty=1.3, seed=3)
+FREE = Prices((0.0,) * 7, 0.0)
+"""Rows and passes that cost nothing: everything that can be taken pays."""
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphSession, GraphSession]:
+    """A target and a draft of 16 tokens with different random weights."""
+
+    def session(seed: int) -> GraphSession:
+        bundle = write_bundle(tmp_path_factory.mktemp("pair"), seed=seed, vocab_size=V)
+        return GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+
+    return session(21), session(22)
+
+
+@pytest.fixture
+def model(graphs: tuple[GraphSession, GraphSession]) -> DraftModel:
+    return model_of(graphs[1])
+
+
+def model_of(graph: GraphSession, target_vocab: int = V, target_ids=None) -> DraftModel:
+    bound = graph.bind(graph.arena(64))
+    return DraftModel(bound, StepCost({0: {1: 0.001, 2: 0.0015}}), target_vocab, target_ids)
+
+
+def plain_law(graph: GraphSession, text: list[int], params: SamplingParams, head: int = V) -> Law:
+    bound = graph.bind(graph.arena(64))
+    sampler = Sampler(params, head)
+    sampler.observe(text)
+    return sampler.law(bound.forward(text, rows=(len(text) - 1,))[0])
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+def test_guesses_are_drawn_from_the_drafts_law_on_their_own_path(
+    graphs: tuple[GraphSession, GraphSession], model: DraftModel, chain: bool
+) -> None:
+    drafter = SampledDrafter(model, SAMPLED)
+    text = [7, 12, 5]
+    drafter.follow(text)
+    for new in ([3], [3, 9, 14], []):
+        drafter.append(new)
+        text = [*text, *new]
+        draft = drafter.draw(text[-1], FREE, 4, chain=chain)
+        tree = draft.tree
+        assert tree.is_chain == chain
+        assert len(tree) == (5 if chain else 7)
+        assert set(tree.source[1:].tolist()) == {Source.MODEL}
+        for node, law in draft.laws.items():
+            path = tree.tokens[list(tree.path_to(node))[1:]].tolist()
+            expected = plain_law(graphs[1], [*text, *path], SAMPLED)
+            np.testing.assert_array_equal(law.ids, expected.ids)
+            np.testing.assert_allclose(law.probs, expected.probs, atol=1e-4)
+            children = tree.tokens[tree.parents == node].tolist()
+            assert tuple(children) == draw_children(law, len(children), SAMPLED.seed, len(text), node)
+        assert {int(parent) for parent in tree.parents[1:]} == set(draft.laws)
+
+
+def test_how_many_children_does_not_depend_on_the_draw(model: DraftModel) -> None:
+    counts = set()
+    for seed in range(20):
+        drafter = SampledDrafter(model, replace(SAMPLED, seed=seed))
+        drafter.follow([7, 12, 5])
+        tree = drafter.draw(5, Prices((0.05,) * 9, 0.0), 4, chain=False).tree
+        counts.add(int((tree.parents == 0).sum()))
+    assert len(counts) == 1
+
+
+def test_nothing_is_drawn_or_run_that_does_not_pay(model: DraftModel) -> None:
+    drafter = SampledDrafter(model, SAMPLED)
+    drafter.follow([7, 12, 5])
+    for prices, deepest in (
+        (Prices((1.0,) * 9, 0.0), 4),
+        (Prices((0.0,) * 9, 1e6), 4),
+        (FREE, 0),
+        (Prices((), 0.0), 4),
+    ):
+        draft = drafter.draw(5, prices, deepest, chain=True)
+        assert (len(draft.tree), draft.laws) == (1, {})
+    assert model.passes == 0
+    assert len(drafter.draw(5, Prices((0.3,) * 9, 0.0), 8, chain=True).tree) < 9
+
+
+def test_what_never_pays_is_tried_with_doubling_waits(model: DraftModel) -> None:
+    drafter = SampledDrafter(model, SAMPLED)
+    drafter.follow([7, 12, 5])
+    tried = [at for at in range(200) if len(drafter.draw(5, Prices((1.0,) * 9, 1.0), 4, chain=True).tree) == 2]
+    assert tried == [16, 49, 114]
+
+
+def test_a_text_that_the_model_cannot_read_has_no_draft(graphs: tuple[GraphSession, GraphSession]) -> None:
+    drafter = SampledDrafter(model_of(graphs[1], target_vocab=20), SAMPLED)
+    drafter.follow([7, 18])
+    assert len(drafter.draw(18, FREE, 4, chain=False).tree) == 1
+    drafter.follow([7, 5])
+    assert len(drafter.draw(5, FREE, 4, chain=True).tree) == 5
+
+
+def test_laws_of_a_head_with_other_ids_are_in_the_targets(
+    graphs: tuple[GraphSession, GraphSession], model: DraftModel
+) -> None:
+    """The same model under other names says the same of the same tokens."""
+    names = np.random.default_rng(1).permutation(30)[:V].astype(np.int32)
+    plain, renamed = SampledDrafter(model, SAMPLED), SampledDrafter(model_of(graphs[1], 30, names), SAMPLED)
+    for text in ([7, 12, 5], [7, 7, 7, 2]):
+        plain.follow(text)
+        renamed.follow(names[text].tolist())
+        for path in ((), (3,), (3, 9)):
+            expected, law = plain.law(path), renamed.law(tuple(names[list(path)].tolist()))
+            assert expected is not None
+            assert law is not None
+            assert (np.diff(law.ids) > 0).all()
+            for token in range(V):
+                assert law.probability(int(names[token])) == pytest.approx(expected.probability(token), abs=1e-5)
+
+
+def test_what_was_taken_is_learned() -> None:
+    worth = DrawnWorth()
+    sure, unsure = Law(np.arange(2), np.array([0.95, 0.05])), Law(np.arange(4), np.full(4, 0.25))
+    assert worth.share(sure, 0) > worth.share(unsure, 0) > worth.share(unsure, 1)
+    before = [worth.share(sure, 0), worth.share(unsure, 1), worth.mean]
+    for _ in range(300):
+        worth.learn(sure, 0, False)
+        worth.learn(unsure, 1, True)
+    assert worth.share(sure, 0) < 0.1 < before[0]
+    assert worth.share(unsure, 1) > 0.9 > before[1]
+    assert worth.mean < 0.01 < before[2]
+    assert worth.share(unsure, 0) == DrawnWorth().share(unsure, 0)
+
+
+def test_only_guesses_that_were_tried_count(model: DraftModel) -> None:
+    drafter = SampledDrafter(model, SAMPLED)
+    drafter.follow([7, 12, 5])
+    draft = drafter.draw(5, FREE, 1, chain=False)
+    first, second, third = (drafter.worth.share(draft.laws[0], rank) for rank in range(3))
+    assert (draft.tree.parents == 0).sum() >= 3
+    assert second == third
+    drafter.learn(draft, Verdict((0, 1), 2))
+    assert drafter.worth.share(draft.laws[0], 0) > first
+    assert drafter.worth.share(draft.laws[0], 1) == second
+    drafter.learn(draft, Verdict((0,), 2))
+    assert drafter.worth.share(draft.laws[0], 1) < second
+
+
+@pytest.mark.parametrize(
+    ("verify", "chain"), [(verify_block, True), (verify_recursive, False)], ids=["block", "recursive"]
+)
+def test_texts_have_the_targets_law(
+    graphs: tuple[GraphSession, GraphSession], model: DraftModel, verify: Callable, chain: bool
+) -> None:
+    """Chi-square over the texts of three tokens, in as many rounds as they take, drafts stopping where it pays."""
+    graph, length, seeds, prompt = graphs[0], 3, 1200, [7, 12, 5]
+    params = replace(SAMPLED, temperature=2.5)
+    exact: Counter[tuple[int, ...]] = Counter()
+    open_ends: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    for _ in range(length):
+        grown = []
+        for path, weight in open_ends:
+            law = plain_law(graph, [*prompt, *path], params)
+            grown += [((*path, int(token)), weight * float(p)) for token, p in zip(law.ids, law.probs, strict=True)]
+        open_ends = grown
+    exact.update(dict(open_ends))
+
+    worth, found, rounds = DrawnWorth(), Counter[tuple[int, ...]](), 0
+    bound = graph.bind(graph.arena(64))
+    for seed in range(seeds):
+        text = list(prompt)
+        sampler = Sampler(replace(params, seed=seed), V)
+        drafter = SampledDrafter(model, replace(SAMPLED, seed=seed), worth)
+        sampler.observe(text)
+        drafter.follow(text)
+        bound.arena.rewind_to(0)
+        bound.forward(text[:-1])
+        bound.arena.commit(len(text) - 1)
+        while len(text) < len(prompt) + length:
+            draft = drafter.draw(text[-1], Prices((0.01,) * 5, 0.0), 2, chain=chain)
+            logits = target_pass(bound, draft.tree)
+            most = len(prompt) + length - len(text)
+            base = bound.arena.length
+            verdict = verify(draft, logits, sampler, len(text), frozenset(), most)
+            bound.arena.compact(base, verdict.path)
+            drafter.learn(draft, verdict)
+            emitted = verdict.emitted(draft.tree)
+            sampler.observe(emitted[-1:])
+            drafter.append(emitted)
+            text += emitted
+            rounds += 1
+        found[tuple(text[len(prompt) :])] += 1
+    assert rounds < 0.9 * length * seeds
+    assert set(found) <= set(exact)
+    cells = [(found[key], weight * seeds) for key, weight in exact.items() if weight * seeds >= 5]
+    cells.append((seeds - sum(n for n, _ in cells), seeds - sum(e for _, e in cells)))
+    statistic = sum((n - e) ** 2 / e for n, e in cells if e > 1e-6)
+    degrees = len(cells) - 1
+    # The value exceeded with probability 1e-4 (Wilson and Hilferty 1931).
+    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
+
+
+def target_pass(bound: BoundSession, tree) -> np.ndarray:
+    positions = bound.arena.length + tree.depths
+    return bound.forward(tree.tokens, positions=positions, tree_mask=tree.mask).copy()
