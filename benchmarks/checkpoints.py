@@ -145,8 +145,9 @@ def _write_tokenizer(shape: Shape, folder: Path, given: Path | None) -> None:
     if given is None and os.environ.get("EDGERUN_DATA") and shape.name.startswith("qwen2.5") and real.is_dir():
         given = real
     if given is not None:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(given / name, folder / name)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (given / name).is_file():
+                shutil.copyfile(given / name, folder / name)
         return
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([_END_OF_TEXT, *alphabet])}

@@ -236,7 +236,8 @@ class Speculator:
             self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s) if self._host_s else host_s
             price = self._host_s * self.rate
             balance = draft.advantage - price if price > _NEGLIGIBLE else 0.0
-            self.rest.observe(balance - (times.again + draft.draft_s) * self.rate)
+            # What the draft model takes is not counted: whether to ask it is decided anew at every node.
+            self.rest.observe(balance - times.again * self.rate)
         sources = tree.source
         depths = tree.depths[1:]
         return Round(

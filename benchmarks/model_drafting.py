@@ -1,0 +1,98 @@
+"""What a draft model gains where its target is large: the bundled pair's answers replayed over a larger graph.
+
+The bundled target answers requests greedily; those answers are replayed over a graph of another model's shape with
+the bundled vocabulary and random weights, with the bundled draft model guessing. Its acceptance is real, because text
+and draft are, and so is the cost of every pass. Modes are compared with plain decoding, request by request, in one run.
+
+Example: python benchmarks/model_drafting.py --requests heldout.jsonl --spec auto --spec model --spec suffix
+
+Each line of the file is an object with `request`; without a file, the shell requests of `edge-run bench` are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+import edgerun
+from artifacts import bundle
+from checkpoints import SHAPES
+from edgerun.edge.bench.conversations import our_prompts
+from edgerun.edge.bench.machine import load as machine_load
+from edgerun.edge.bench.measure import Contender, Plan, TurnRange, measure
+from edgerun.edge.bench.recordings import read_recording
+from edgerun.edge.bench.result import Conditions, Result
+from edgerun.edge.bench.show import show
+from edgerun.models.find import bundled_folder
+from edgerun.runtime.speculation import Speculation
+
+_SHAPE: Final = "qwen2.5-0.5b"
+_LONGEST: Final = 96
+
+
+def record(requests: list[str], path: Path) -> None:
+    """Write the bundled model's greedy answers as a recording."""
+    with edgerun.load(draft=None) as engine, path.open("w", encoding="utf-8") as file:
+        for number, request in enumerate(requests):
+            answer = engine.generate(request, temperature=0.0, max_tokens=_LONGEST, speculation=Speculation.OFF).text
+            turns = [{"prompt": request, "response": answer}]
+            file.write(json.dumps({"id": number, "category": "shell", "turns": turns}) + "\n")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=Path, metavar="FILE", help="JSON lines with `request`")
+    parser.add_argument("--limit", type=int, default=100, metavar="N", help="requests (100)")
+    parser.add_argument("--spec", action="append", help="as edge-run --spec; may be repeated (auto)")
+    parser.add_argument("--block", type=int, choices=(32, 64, 128), default=128, help="weights that share a scale")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
+    options = parser.parse_args()
+
+    if options.requests is not None:
+        lines = options.requests.read_text(encoding="utf-8").splitlines()
+        requests = [json.loads(line)["request"] for line in lines]
+    else:
+        requests = [each.turns[0].prompt for each in our_prompts(for_shell=True)]
+    requests = requests[: options.limit]
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    options.work.mkdir(parents=True, exist_ok=True)
+    recording = options.work / "shell-answers.jsonl"
+    record(requests, recording)
+    folder = bundled_folder()
+    shape = replace(SHAPES[_SHAPE], name=f"{_SHAPE}-shell", vocab=4096, context=2048)
+    model = bundle(options.work, shape, options.block, folder)
+    with edgerun.load(model, draft=folder.with_name(f"{folder.name}-draft")) as engine:
+        contenders = [Contender(str(each), each) for each in map(Speculation.parse, options.spec or ["auto"])]
+        plan = Plan(_LONGEST, TurnRange.parse("all"), replay=True)
+        busy = machine_load()
+        conversations = read_recording(recording)
+        found = measure(engine, conversations, contenders, plan, lambda _done, _todo: None)
+        conditions = Conditions(
+            model=shape.name,
+            draft="shell-helper-draft",
+            device=str(engine.device),
+            threads=None,
+            context=engine.context,
+            source="answers of the bundled model",
+            replay=True,
+            max_tokens=_LONGEST,
+            turns="all",
+            temperature=0.0,
+            conversations=len(conversations),
+        )
+        result = Result.of(found, conditions, engine, busy)
+    show(console, result)
+    print(json.dumps({"benchmark": "model_drafting", **result.as_mapping()}))
+
+
+if __name__ == "__main__":
+    main()
