@@ -96,7 +96,7 @@ def summary(results: dict[tuple[str, str], Result]) -> Table:
     table = Table(title="times plain decoding, geometric mean over categories", title_justify="left")
     for name in ("shape", "recording", "mode"):
         table.add_column(name)
-    for name in ("ratio", "tokens a pass", "least", "of the ceiling's gain"):
+    for name in ("ratio", "tokens\na pass", "least", "of the\nceiling's gain"):
         table.add_column(name, justify="right")
     for (shape, recording), result in results.items():
         ceiling = result.accounts[-1]
@@ -142,7 +142,7 @@ def main() -> None:
 
     console, progress = Console(), Console(stderr=True)
     if not console.is_terminal:
-        console.width = 120
+        console.width = 130
     results: dict[tuple[str, str], Result] = {}
     for shape in options.shape or _SHAPES:
         progress.print(f"preparing {shape}")

@@ -4,7 +4,7 @@ Prompt files are told apart by what is in them, not by their name:
 
 * JSON lines with `turns`, a list of texts: Spec-Bench (`question_id`, `category`, `turns`), and our own set.
 * JSON lines with `task_id` and `prompt`: HumanEval.
-* JSON lines with `question`: GSM8K and its like.
+* JSON lines with `question`: GSM8K and its like; with `request`: what the bundled model is asked.
 * Anything else is plain text: its paragraphs are the prompts if blank lines part it, else its lines.
 """
 
@@ -59,7 +59,7 @@ def read_prompts(path: Path) -> list[Conversation]:
     first = rows[0]
     if "turns" in first:
         return [_with_turns(row, path, number) for number, row in enumerate(rows, 1)]
-    for field, category in (("prompt", "humaneval"), ("question", "questions")):
+    for field, category in (("prompt", "humaneval"), ("question", "questions"), ("request", SHELL)):
         if field in first:
             return [
                 Conversation(category, (Exchange(text_of(row, field, path, number)),))
@@ -67,7 +67,7 @@ def read_prompts(path: Path) -> list[Conversation]:
             ]
     raise InputError(
         f"{path} holds no prompts: its first line has {', '.join(sorted(first)) or 'no fields'}",
-        "give lines with turns, prompt or question, or plain text",
+        "give lines with turns, prompt, question or request, or plain text",
     )
 
 

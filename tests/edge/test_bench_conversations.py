@@ -42,6 +42,8 @@ def test_every_prompt_format_is_told_by_its_content(tmp_path: Path) -> None:
     assert read_prompts(humaneval) == [Conversation("humaneval", (Exchange("def f():\n"),))]
     gsm8k = lines(tmp_path / "d", {"question": "how many?", "answer": "4"})
     assert read_prompts(gsm8k) == [Conversation("questions", (Exchange("how many?"),))]
+    requests = lines(tmp_path / "e", {"request": "list files", "command": "ls", "source": "tldr"})
+    assert read_prompts(requests) == [Conversation(SHELL, (Exchange("list files"),))]
 
 
 def test_plain_text_is_paragraphs_or_else_lines(tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_plain_text_is_paragraphs_or_else_lines(tmp_path: Path) -> None:
         (b'{"turns": ["a"], "category": 3}', "row 1: category is 3"),
         (b'{"turns": [{"prompt": "a", "response": "b"}]}', "is a recording; give it with --replay"),
         (b'{"prompt": null}', "row 1: prompt is None"),
-        (b'{"text": "a"}', "its first line has text; give lines with turns, prompt or question"),
+        (b'{"text": "a"}', "its first line has text; give lines with turns, prompt, question or request"),
         (b"{}", "its first line has no fields"),
         (b'{"turns":' + b"[" * 100_000, "line 1: not JSON"),
     ],
