@@ -1,0 +1,276 @@
+"""Rounds of speculation over a toy target: the account of each, what is learned from it, and when drafting rests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import NEARLY_FREE, Adversary, FixedCost, eager, listening_to
+from edgerun.runtime.draft.foreseen import ForeseenPredictor
+from edgerun.runtime.draft.grow import Grower
+from edgerun.runtime.draft.predictor import Guess
+from edgerun.runtime.draft.recycle import RecyclePredictor
+from edgerun.runtime.draft.suffix import SuffixPredictor
+from edgerun.runtime.draft.tree import Source, Tree
+from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.speculate import Draft, PassTimes, Rest, Round, Speculator
+from edgerun.runtime.step_cost import StepCost
+from edgerun.runtime.verify import Verdict, match
+
+VOCABULARY = 6
+NOBODY = frozenset[int]()
+
+
+def toy_logits(text: Sequence[int]) -> np.ndarray:
+    """float32 `[V]` after a text: mostly decided by its last two tokens, so that it repeats itself."""
+    return np.random.default_rng([7, *text[-2:]]).standard_normal(VOCABULARY).astype(np.float32)
+
+
+def verify(text: Sequence[int], draft: Draft, most: int) -> tuple[Verdict, np.ndarray]:
+    """What the toy target makes of a draft behind `text`, whose last token is the anchor."""
+    tree = draft.tree
+    logits = np.stack(
+        [toy_logits([*text[:-1], *tree.tokens[list(tree.path_to(node))].tolist()]) for node in range(len(tree))]
+    )
+    return match(tree, logits, Sampler(SamplingParams(), VOCABULARY), len(text), NOBODY, most), logits
+
+
+def write(speculator: Speculator, text: list[int], count: int, room: int = 10_000) -> list[tuple[Draft, Round | None]]:
+    """Let `text` grow by `count` tokens; what was drafted in every round, and its account where there is one."""
+    speculator.follow(text)
+    rounds: list[tuple[Draft, Round | None]] = []
+    end = len(text) + count
+    while len(text) < end:
+        if speculator.resting:
+            text.append(int(toy_logits(text).argmax()))
+            speculator.skip(text[-1])
+            rounds.append((Draft(Tree.anchor_only(0)), None))
+            continue
+        most = end - len(text)
+        draft = speculator.propose(len(text) - 1, most, room)
+        verdict, logits = verify(text, draft, most)
+        one = speculator.observe(draft, verdict, logits, len(text) - 1, PassTimes(0.25))
+        check(draft, verdict, one, most, room)
+        text += verdict.emitted(draft.tree)
+        rounds.append((draft, one))
+    return rounds
+
+
+def check(draft: Draft, verdict: Verdict, one: Round, most: int, room: int) -> None:
+    tree = draft.tree
+    assert one.rows == len(tree) == 1 + sum(one.drafted) <= min(16, room)
+    assert tree.depths.max() < most
+    assert one.emitted == len(verdict.path) == 1 + sum(one.accepted) <= most
+    assert len(one.candidates) == len(one.drafted) == len(one.accepted) == len(Source)
+    for accepted, drafted, grown in zip(one.accepted, one.drafted, one.candidates, strict=True):
+        assert 0 <= accepted <= drafted <= grown
+    assert one.drafted[Source.ANCHOR] == one.candidates[Source.ANCHOR] == 0
+    assert one.drafted_by_depth == tuple(np.bincount(tree.depths)[1:])
+    assert sum(one.accepted) <= len(one.drafted_by_depth) <= sum(one.drafted)
+    assert one.expected == (pytest.approx(tree.path_prob.sum(), rel=1e-4) if len(tree) > 1 else 1.0)
+    assert one.target_s == 0.25
+    assert one.host_s > 0
+    assert (one.draft_passes, one.draft_s, one.note) == (0, 0.0, "")
+
+
+def plain(text: list[int], count: int) -> list[int]:
+    text = list(text)
+    for _ in range(count):
+        text.append(int(toy_logits(text).argmax()))
+    return text
+
+
+@pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
+@pytest.mark.parametrize("room", [1, 2, 3, 7, 10_000])
+def test_every_round_adds_up_and_the_text_is_the_targets(trees: bool, room: int) -> None:
+    speculator = eager(SuffixPredictor(), RecyclePredictor(VOCABULARY), trees=trees)
+    accepted = 0
+    for start in range(5):
+        text = [start, 1]
+        expected = plain(text, 80)
+        rounds = write(speculator, text, 80, room)
+        assert text == expected
+        assert trees or all(draft.tree.is_chain for draft, _ in rounds)
+        accepted += sum(one.emitted - 1 for _, one in rounds if one is not None)
+    assert (accepted > 0) == (room > 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.integers(1, 30)), min_size=1, max_size=4), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_predictors_know_the_text_whatever_was_drafted_or_rested(answers: list[tuple[int, int]], rest: bool) -> None:
+    suffix, recycle = SuffixPredictor(), RecyclePredictor(VOCABULARY)
+    speculator = eager(suffix, recycle)
+    for start, count in answers:
+        if rest:
+            speculator.rest.left = 5
+        text = [start, 2]
+        write(speculator, text, count)
+        speculator.follow([*text, 3])
+        speculator.propose(len(text), 5, 10)
+        assert suffix._text == [*text, 3]
+        assert recycle.state() == 3
+
+
+def test_the_targets_own_logits_are_recycled_along_the_accepted_path_only() -> None:
+    recycle = RecyclePredictor(VOCABULARY)
+    drafter = Adversary(lambda done, _: Tree.of([done[-1], 2, 3, 4], [-1, 0, 0, 1], [1.0, 0.9, 0.9, 0.8], [0, 6, 6, 6]))
+    speculator = eager(*listening_to(drafter).grower.predictors, recycle)
+    speculator.follow([5, 1])
+    draft = speculator.propose(1, 9, 9)
+    assert len(draft.tree) == 4
+    logits = np.random.default_rng(0).standard_normal((4, VOCABULARY)).astype(np.float32)
+    two = draft.tree.child(0, 2)
+    assert two is not None
+    speculator.observe(draft, Verdict((0, two), 5), logits, 1, PassTimes(0.1))
+    for token, row in ((1, 0), (2, two)):
+        assert [guess.token for guess in recycle.guesses(token)] == np.argsort(-logits[row])[:3].tolist()
+    assert not any(recycle.guesses(token) for token in (0, 3, 4, 5))
+
+
+def test_one_token_left_or_one_row_of_room_is_a_plain_step() -> None:
+    speculator = eager(ForeseenPredictor([1] * 50, 2))
+    speculator.follow([0, 1])
+    for most, room in ((1, 9), (9, 1), (1, 1)):
+        draft = speculator.propose(1, most, room)
+        assert (draft.tree.tokens.tolist(), draft.growth, draft.expected) == ([1], None, 1.0)
+    assert len(speculator.propose(1, 3, 9).tree) == 3
+    assert len(speculator.propose(1, 9, 3).tree) == 3
+
+
+def test_nothing_is_drafted_where_rows_cost_as_much_as_passes() -> None:
+    predictor = ForeseenPredictor([1] * 100, 2)
+    speculator = Speculator(Grower([predictor]), FixedCost({128: {1: 1.0, 16: 16.5}}))
+    speculator.follow([0, 1])
+    for _ in range(20):
+        draft = speculator.propose(1, 50, 50)
+        assert len(draft.tree) == 1
+        speculator.observe(draft, Verdict((0,), 1), np.zeros((1, VOCABULARY), np.float32), 1, PassTimes(1.0))
+    assert speculator.rate == pytest.approx(1.0, rel=1e-3)
+
+
+def test_the_rate_is_that_of_the_tokens_given_and_at_least_that_of_plain_steps() -> None:
+    text = [1] * 600
+    speculator = eager(ForeseenPredictor(text, 0))
+    speculator.follow(text[:2])
+    zeros = np.zeros((16, VOCABULARY), np.float32)
+    for taken in (True, False):
+        for _ in range(400):
+            draft = speculator.propose(1, 7, 50)
+            path = tuple(range(len(draft.tree))) if taken else (0,)
+            speculator.observe(draft, Verdict(path, 1), zeros, 1, PassTimes(1.0))
+            speculator.follow(text[:2])
+        assert speculator.rate == pytest.approx(7.0 if taken else 1.0, rel=0.1)
+
+
+class Priced:
+    """A draft model that costs more than it can give."""
+
+    source = Source.MODEL
+    prior = (0.9,)
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def append(self, token: int) -> None:
+        pass
+
+    def state(self) -> int:
+        return 0
+
+    def after(self, state: int, token: int) -> int:
+        return state + 1
+
+    def guesses(self, state: int) -> list[Guess]:
+        return [Guess(1, 0)]
+
+    def seconds(self, state: int) -> float:
+        return self._seconds
+
+    def spent(self) -> float:
+        return 0.125
+
+
+@pytest.mark.parametrize(
+    ("seconds", "again", "note"), [(9.0, 0.0, "draft model not asked"), (0.0, 0.0, ""), (0.0, 0.5, "a near-tie")]
+)
+def test_a_round_tells_why_nothing_was_drafted(seconds: float, again: float, note: str) -> None:
+    speculator = Speculator(Grower([], Priced(seconds)), FixedCost(NEARLY_FREE))
+    speculator.follow([0, 1])
+    draft = speculator.propose(1, 9, 9)
+    logits = np.zeros((len(draft.tree), VOCABULARY), np.float32)
+    one = speculator.observe(draft, Verdict((0,), 1), logits, 1, PassTimes(0.25, again, 0.0625))
+    assert one.note.startswith(note)
+    assert bool(one.note) == bool(note)
+    assert (one.draft_passes > 0) == (seconds == 0)
+    assert one.draft_s == 0.125
+    assert one.target_s == 0.25 + again
+    if seconds:
+        assert "for the time of 9.0" in one.note
+
+
+def test_passes_refine_the_step_cost() -> None:
+    cost = StepCost(NEARLY_FREE)
+    speculator = Speculator(Grower([ForeseenPredictor([1] * 300, 2)]), cost)
+    speculator.follow([0, 1])
+    for _ in range(40):
+        draft = speculator.propose(1, 9, 9)
+        speculator.observe(
+            draft, Verdict((0,), 1), np.zeros((len(draft.tree), VOCABULARY), np.float32), 1, PassTimes(2.0)
+        )
+        speculator.follow([0, 1])
+    assert cost.observed == 40
+    assert cost.seconds(1, 100) == pytest.approx(2.0, rel=0.01)
+
+
+def rested(rest: Rest, balance: Callable[[], float], rounds: int) -> list[tuple[int, int]]:
+    """(rounds of drafting, plain rounds) in turn, over that many rounds of drafting."""
+    spells, drafted = [], 0
+    for _ in range(rounds):
+        assert rest.left == 0
+        drafted += 1
+        rest.observe(balance())
+        if rest.left:
+            spells.append((drafted, rest.left))
+            rest.left = drafted = 0
+    return spells
+
+
+def test_drafting_that_does_not_pay_rests_for_waits_that_double_up_to_a_limit() -> None:
+    waits = [min(32 * 2**turn, 4096) for turn in range(10)]
+    assert rested(Rest(), lambda: -0.01, 80) == [(8, wait) for wait in waits]
+
+
+def test_hopeless_drafting_rests_sooner_and_longer() -> None:
+    assert rested(Rest(), lambda: -0.5, 18) == [(3, 256), (3, 512), (3, 1024), (3, 2048), (3, 4096), (3, 4096)]
+
+
+def test_drafting_that_pays_never_rests_and_forgets_long_waits() -> None:
+    rest = Rest()
+    assert rested(rest, lambda: 0.0, 500) == rested(rest, lambda: 0.3, 500) == []
+    rest = Rest()
+    assert [wait for _, wait in rested(rest, lambda: -0.05, 24)] == [32, 64, 128]
+    assert rested(rest, lambda: 0.1, 40) == []
+    assert rested(rest, lambda: -0.05, 200)[0][1] == 32
+
+
+def test_one_bad_round_among_good_ones_is_no_reason_to_rest() -> None:
+    balances = iter([*[0.2] * 30, -3.0, *[0.2] * 30])
+    assert rested(Rest(), lambda: next(balances), 61) == []
+
+
+def test_a_resting_speculator_drafts_again_after_its_wait() -> None:
+    speculator = eager(ForeseenPredictor(plain([0, 1], 60)[2:], 2))
+    speculator.rest.left = 10
+    text = [0, 1]
+    rounds = write(speculator, text, 60)
+    assert text == plain([0, 1], 60)
+    assert [one is None for _, one in rounds[:12]] == [True] * 10 + [False] * 2
+    # The predictor was told what it missed.
+    assert rounds[10][1].emitted == 16
