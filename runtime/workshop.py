@@ -13,6 +13,7 @@ from ..models.bundle import Bundle
 from ..models.cache import cache_folder
 from ..models.pairing import Pair
 from .calibration import calibrate
+from .certificate import Certificate, keep_certificate, kept_certificate, quick_certificate
 from .complete import CachedText
 from .draft.foreseen import ForeseenPredictor
 from .draft.grow import Grower
@@ -78,6 +79,7 @@ class Workshop:
         self._cached = cache
         self._store = HistoryStore(self._history_folder, _HISTORY_BYTES, _log.warning) if history else None
         self._cost: StepCost | None = None
+        self._certificate: Certificate | None = None
         self._drafting: Drafting | None = None
         self._model: ModelPredictor | None = None
         self._kept = False
@@ -90,6 +92,23 @@ class Workshop:
                 load_or_calibrate(self._bundle, self._graph.config, bound) if self._cached else calibrate(bound)
             )
         return self._cost
+
+    def certificate(self, new_text: Callable[[], CachedText], text: Sequence[int]) -> Certificate:
+        """How exact speculation is: known from before, or its noise measured now over `text`."""
+        if self._certificate is None:
+            config = self._graph.config
+            self._certificate = kept_certificate(self._bundle, config) if self._cached else None
+            if self._certificate is None:
+                self._certificate = quick_certificate(new_text().bound, text)
+                if self._cached:
+                    keep_certificate(self._certificate, self._bundle, config)
+        return self._certificate
+
+    def certified(self, certificate: Certificate) -> None:
+        """Take over what is known now, and keep it."""
+        self._certificate = certificate
+        if self._cached:
+            keep_certificate(certificate, self._bundle, self._graph.config)
 
     def speculator(
         self,
@@ -143,7 +162,7 @@ class Workshop:
         if self._pair is not None:
             draft = load_draft(self._pair, self._draft_config, vocab_size, self._context, cache=self._cached)
             self._model = ModelPredictor(draft)
-        recycled = cache_folder() / "recycled" / f"{self._model_key}.npz" if self._cached else None
+        recycled = cache_folder() / "recycled" / self._model_key if self._cached else None
         return Drafting(cost, vocab_size, trees=trees, tables=tables, model=self._model, recycled=recycled)
 
     @property
