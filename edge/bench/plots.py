@@ -98,8 +98,8 @@ def _height(name: str, result: Result) -> float:
     """Inches."""
     bars = len(result.accounts)
     if name == "speedup":
-        return 1.0 + (0.16 + 0.2 * bars) * (len(result.accounts[0].categories) + 1)
-    return 1.1 + 0.32 * (bars + 1) if name == "round" else 3.2
+        return 1.25 + (0.16 + 0.2 * bars) * (len(result.accounts[0].categories) + 1)
+    return 1.35 + 0.32 * (bars + 1) if name == "round" else 3.3
 
 
 def _style(palette: Palette) -> dict[Any, Any]:
@@ -128,12 +128,18 @@ def _colour(number: int, palette: Palette) -> str:
 
 
 def _legend(axes: Axes) -> None:
-    """In the title's line, to the right."""
+    """Below the title, however many entries there are."""
     handles, _ = axes.get_legend_handles_labels()
+    axes.set_title(axes.get_title(loc="left"), pad=24)
     axes.legend(
-        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=min(len(handles), 4), borderaxespad=0.1, handlelength=1.2,
-        columnspacing=1.0, fontsize=8.5,
-    )  # fmt: skip
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 1.0),
+        ncols=max(1, len(handles)),
+        borderaxespad=0.1,
+        handlelength=1.2,
+        columnspacing=1.2,
+        fontsize=8.5,
+    )
 
 
 def _speedup(axes: Axes, result: Result, palette: Palette) -> None:
