@@ -7,6 +7,7 @@ to be wrong about. NumPy only: the session wraps slices of `data` without copyin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -92,16 +93,16 @@ class KVArena:
 
         `path` holds ascending node indices, the anchor (0) first; afterwards `length == base + len(path)`.
         """
-        nodes = np.asarray(path, np.intp)
-        if base != self.length or nodes.size == 0 or nodes[0] != 0 or (np.diff(nodes) <= 0).any():
+        if base != self.length or not path or path[0] != 0 or any(after <= node for node, after in pairwise(path)):
             raise ValueError(f"path {list(path)} at {base} does not start a branch at slot {self.length}")
-        if base + int(nodes[-1]) >= self.capacity:
+        if base + path[-1] >= self.capacity:
             raise ValueError(f"path {list(path)} leaves the arena of {self.capacity} rows")
-        moved = np.flatnonzero(nodes != np.arange(nodes.size))
-        if moved.size:
+        if path[-1] >= len(path):
+            nodes = np.asarray(path, np.intp)
+            moved = np.flatnonzero(nodes != np.arange(nodes.size))
             # The right-hand side is gathered before anything is written, so overlapping slots are safe.
             self.data[:, :, :, base + moved] = self.data[:, :, :, base + nodes[moved]]
-        self.length = base + nodes.size
+        self.length = base + len(path)
 
     def snapshot(self) -> npt.NDArray[np.float32]:
         """A copy of the committed rows, float32 `[2, layers, kv_heads, length, head_dim]`."""

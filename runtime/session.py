@@ -137,6 +137,9 @@ class BoundSession:
         self._logits = np.zeros((0, spec.vocab_size), np.float32)
         self._open_bias = np.zeros(0, np.float32)
         self._tree_bias = np.zeros(0, np.float32)
+        # Widths come and go from pass to pass; wrapping an array takes longer than binding it.
+        self._by_width: dict[int, list[tuple[str, ort.OrtValue]]] = {}
+        self._by_rows: dict[int, tuple[ort.OrtValue, ort.OrtValue]] = {}
         self._past = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
         self._bind_input("seqlens_k", self._past)
@@ -203,13 +206,13 @@ class BoundSession:
         return self._logits[: wanted.size]
 
     def _bind_input(self, name: str, array: npt.NDArray[np.generic]) -> None:
-        self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        self._io.bind_ortvalue_input(name, _value(array))
 
     def _bind_cache(self) -> None:
         """Bind every layer's slice of the arena as both past and present: the graph writes new rows in place."""
         slices = self.arena.data.reshape(-1, 1, *self.arena.data.shape[2:])
         for values, past, present in zip(slices, self.spec.cache_inputs, self.spec.cache_outputs, strict=True):
-            value = ort.OrtValue.ortvalue_from_numpy(values)
+            value = _value(values)
             self._io.bind_ortvalue_input(past, value)
             self._io.bind_ortvalue_output(present, value)
         self._bound_generation = self.arena.generation
@@ -218,17 +221,27 @@ class BoundSession:
         if width > self._tokens.size:
             self._tokens = np.zeros(width, np.int64)
             self._positions = np.zeros(width, np.int64)
-        self._bind_input("input_ids", self._tokens[:width].reshape(1, width))
-        if self.spec.takes_positions:
-            self._bind_input("position_ids", self._positions[:width].reshape(1, width))
+            self._by_width.clear()
+        values = self._by_width.get(width)
+        if values is None:
+            values = [("input_ids", _value(self._tokens[:width].reshape(1, width)))]
+            if self.spec.takes_positions:
+                values.append(("position_ids", _value(self._positions[:width].reshape(1, width))))
+            self._by_width[width] = values
+        for name, value in values:
+            self._io.bind_ortvalue_input(name, value)
         self._width = width
 
     def _bind_rows(self, rows: int) -> None:
         if rows > len(self._logits):
             self._row_ids = np.zeros(rows, np.int64)
             self._logits = np.empty((rows, self.spec.vocab_size), np.float32)
-        self._bind_input("logit_rows", self._row_ids[:rows])
-        self._io.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(self._logits[:rows]))
+            self._by_rows.clear()
+        values = self._by_rows.get(rows)
+        if values is None:
+            values = self._by_rows[rows] = (_value(self._row_ids[:rows]), _value(self._logits[:rows]))
+        self._io.bind_ortvalue_input("logit_rows", values[0])
+        self._io.bind_ortvalue_output("logits", values[1])
         self._rows = rows
 
     def _bind_bias(self, width: int, total: int, tree_mask: npt.NDArray[np.bool_] | None) -> None:
@@ -246,6 +259,11 @@ class BoundSession:
         bias[..., : total - masked] = 0
         bias[0, 0, :, total - masked :] = np.where(tree_mask, np.float32(0), _BLOCKED)
         self._bind_input("attention_bias", bias)
+
+
+def _value(array: npt.NDArray[np.generic]) -> ort.OrtValue:
+    """The array as ONNX Runtime sees it, not copied."""
+    return ort.OrtValue.ortvalue_from_numpy(array)
 
 
 def _reason(error: Exception) -> str:
