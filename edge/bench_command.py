@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -16,13 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..models.pairing import find_draft
 from ..runtime.engine import load
 from ..runtime.speculation import Speculation
-from .bench.conversations import Conversation, chosen, our_prompts, read_prompts
-from .bench.machine import load as machine_load
-from .bench.measure import Contender, Plan, TurnRange, measure
-from .bench.recordings import read_recording
-from .bench.result import Conditions, Result
-from .bench.show import show
 from .errors import InputError
+
+if TYPE_CHECKING:
+    from .bench.conversations import Conversation
+    from .bench.measure import Plan
+    from .bench.result import Result
 
 _PIPE_WIDTH: Final = 110
 _MOST: Final = 256
@@ -79,6 +78,11 @@ def bench(
 
     Example: edge-run bench my-model --prompts spec_bench.jsonl --limit 5 --spec auto --spec suffix --report bench.html
     """
+    from .bench.machine import load as machine_load
+    from .bench.measure import Contender, Plan, TurnRange, measure
+    from .bench.result import Conditions, Result
+    from .bench.show import show
+
     write_report = _reporter(report)
     busy = machine_load()
     most = max_tokens or (_MOST if replay is None else _WHOLE)
@@ -109,9 +113,9 @@ def bench(
         if not console.is_terminal:
             console.width = max(console.width, _PIPE_WIDTH)
         show(console, result)
+    print(json.dumps(result.as_mapping(), ensure_ascii=False))  # noqa: T201
     if write_report is not None:
         write_report(result)
-    print(json.dumps(result.as_mapping(), ensure_ascii=False))  # noqa: T201
 
 
 def _reporter(path: Path | None) -> Callable[[Result], None] | None:
@@ -139,6 +143,9 @@ def _conversations(
     Raises:
         InputError: the file cannot be used, both are given, or no turn would be measured.
     """
+    from .bench.conversations import chosen, our_prompts, read_prompts
+    from .bench.recordings import read_recording
+
     if prompts is not None and replay is not None:
         raise InputError("both --prompts and --replay are given", "measure them one after the other")
     if replay is not None:
