@@ -72,7 +72,10 @@ def run(
         bool, typer.Option("--history", help="Keep this conversation on disk, and guess from earlier ones.")
     ] = False,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Decide near-ties again with a pass over one token, as plain decoding does.")
+        bool,
+        typer.Option(
+            "--exact", help="Exactly the text of --spec off: near-ties are run again, sampled text is not drafted."
+        ),
     ] = False,
     resume: Annotated[Path | None, typer.Option(help="Go on with a conversation put aside by /save.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from .decode import DecodeLimits, FinishReason, decode
+from .exact import NearTies
 from .replay import ReplayChooser
 from .reply import Chunk, RoundTally, Stats
 from .sampling import Sampler, SamplingParams
@@ -50,12 +51,14 @@ def complete(
     speculator: Speculator | None = None,
     *,
     answer: Sequence[int] | None = None,
+    epsilon: float | None = None,
     keep_rounds: bool = False,
 ) -> Generator[Chunk, None, None]:
     """Answer `prompt` and yield text as it becomes certain; the last chunk has the finish reason and the stats.
 
     `text` follows along round by round, so that closing this iterator at any point leaves a cache to continue from.
-    With a recorded `answer`, its tokens are given instead of the model's own, at the cost of the model's.
+    With a recorded `answer`, its tokens are given instead of the model's own, at the cost of the model's. With
+    `epsilon`, choices between scores that near are decided again where that is needed for plain decoding's text.
 
     Raises:
         ContextError: the prompt leaves no room for an answer.
@@ -67,11 +70,11 @@ def complete(
     decoder = StreamDecoder(tokenizer)
     matcher = StopMatcher(stops)
     finish = FinishReason.LENGTH
-    chooser: Chooser = Sampler(sampling, text.bound.spec.vocab_size)
-    if answer is not None:
-        chooser = ReplayChooser(answer, len(prompt), chooser)
+    sampler = Sampler(sampling, text.bound.spec.vocab_size)
+    chooser: Chooser = sampler if answer is None else ReplayChooser(answer, len(prompt), sampler)
+    near_ties = None if epsilon is None else NearTies(text.bound, sampler, epsilon, cancelled)
     tally = RoundTally(keep=keep_rounds)
-    with closing(decode(text.bound, prompt, chooser, limits, cancelled, speculator)) as steps:
+    with closing(decode(text.bound, prompt, chooser, limits, cancelled, speculator, near_ties)) as steps:
         for step in steps:
             passes += step.target_passes
             decode_passes += step.target_passes if first_token is not None else 0

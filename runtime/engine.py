@@ -14,6 +14,7 @@ from ..edge.errors import ContextError, EdgeError, InputError, TemplateError
 from ..models.bundle import Bundle, open_bundle
 from ..models.find import find_model
 from ..models.pairing import find_draft
+from .certificate import SAMPLE_TEXT, Certificate
 from .chat import Session
 from .complete import CachedText, complete
 from .decode import DecodeLimits
@@ -23,7 +24,9 @@ from .pair import taking_turns
 from .prepacked import prepacked_graph
 from .reply import Chunk, Reply
 from .residency import trim_heap
+from .sampling import SamplingParams
 from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
+from .speculate import Speculator
 from .step_cost import StepCost
 from .text.template import Message, load_template
 from .text.tokenizer import TextTokenizer
@@ -243,6 +246,14 @@ class Engine:
         """What passes cost on this machine; measured now if it is not known yet."""
         return self._workshop.step_cost(self.new_text)
 
+    def certificate(self) -> Certificate:
+        """How exact speculation is on this machine, as far as it is known; a little is measured now if nothing is."""
+        return self._workshop.certificate(self.new_text, self.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
+
+    def certified(self, certificate: Certificate) -> None:
+        """Take over what was found out about that, and keep it."""
+        self._workshop.certified(certificate)
+
     def check_fits(self, prompt: Sequence[int]) -> None:
         """Check that a prompt leaves room for an answer.
 
@@ -278,6 +289,9 @@ class Engine:
         kept = min(text.bound.arena.length, len(text.tokens))
         sampling = options.sampling(self.defaults)
         speculator = self._workshop.speculator(options.speculation, sampling, self.new_text, prompt, recorded)
+        epsilon = None
+        if options.exact and recorded is None:
+            speculator, epsilon = self._exactly(speculator, sampling)
         yield from complete(
             text,
             prompt,
@@ -288,9 +302,17 @@ class Engine:
             cancelled,
             speculator,
             answer=recorded.answer if recorded else None,
+            epsilon=epsilon,
             keep_rounds=options.explain,
         )
         self._workshop.remember(text.tokens[kept:])
+
+    def _exactly(self, speculator: Speculator | None, sampling: SamplingParams) -> tuple[Speculator | None, float]:
+        """Who may guess in an exact answer, and which scores are too near to trust passes over guesses."""
+        if speculator is None or not sampling.greedy:
+            return None, 0.0
+        certificate = self.certificate()
+        return (speculator, certificate.epsilon) if certificate.noise.sound else (None, 0.0)
 
 
 def _context_limit(bundle: Bundle, asked: int | None) -> int:

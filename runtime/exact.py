@@ -27,21 +27,17 @@ class NearTies:
 
     Args:
         bound: the session and the arena of the text.
-        sampler: chooses its tokens, greedily.
+        sampler: chooses its tokens. What it draws at random can be in doubt without being a tie: that is text for plain
+            rounds, of which no choice is in doubt.
         epsilon: logits; scores that are further apart keep their order. A repetition penalty scales it.
         cancelled: asked before every pass.
-
-    Raises:
-        ValueError: the sampler draws at random.
     """
 
     def __init__(self, bound: BoundSession, sampler: Sampler, epsilon: float, cancelled: Callable[[], bool]) -> None:
-        params = sampler.params
-        if not params.greedy:
-            raise ValueError("only greedy choices have near-ties")
+        penalty = sampler.params.repeat_penalty
         self._bound = bound
         self._sampler = sampler
-        self._epsilon: Final = epsilon * max(params.repeat_penalty, 1 / params.repeat_penalty)
+        self._epsilon: Final = epsilon * max(penalty, 1 / penalty)
         self._cancelled = cancelled
         self._text: list[int] = []
         self.met = 0

@@ -40,7 +40,7 @@ class GenerateOptions:
     speculation: Speculation = Speculation.AUTO
     """Who guesses ahead. The text does not depend on it."""
     exact: bool = False
-    """Decide near-ties with a pass over one token, which makes greedy text that of plain decoding to the last bit."""
+    """The text of plain decoding, bit for bit: near-ties are decided again as it does, sampled text is not drafted."""
     explain: bool = False
     """Keep the account of every round, in `Stats.rounds`."""
 

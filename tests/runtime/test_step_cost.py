@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edgerun.edge.errors import ContextError
 from edgerun.models.bundle import open_bundle
-from edgerun.runtime import step_cost_cache
+from edgerun.runtime import measurements
 from edgerun.runtime.calibration import WIDTHS, calibrate
 from edgerun.runtime.device import choose_device
 from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
@@ -278,9 +278,9 @@ def test_each_machine_runtime_and_model_has_its_own(
     bundle = open_bundle(tiny_bundle)
     file = cost_file(bundle, CONFIG)
     if change == "processor":
-        monkeypatch.setattr(step_cost_cache, "machine", lambda: "another")
+        monkeypatch.setattr(measurements, "machine", lambda: "another")
     elif change == "runtime":
-        monkeypatch.setattr(step_cost_cache, "RUNTIME_VERSION", "0")
+        monkeypatch.setattr(measurements, "RUNTIME_VERSION", "0")
     else:
         assert bundle.manifest is not None
         bundle = dataclasses.replace(bundle, manifest=None)
@@ -296,7 +296,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 
 
 def test_the_oldest_files_make_room(tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_cost_cache, "_MOST_FILES", 2)
+    monkeypatch.setattr(measurements, "_MOST_FILES", 2)
     cache.mkdir(parents=True)
     for age, name in enumerate(("new", "old", "oldest")):
         (cache / f"{name}.json").write_bytes(b"{}")
