@@ -205,7 +205,7 @@ class _Growing:
                 source = evidence[0][0]
                 if len(evidence) > 1:
                     surest = -100.0
-                    for (each, _, guessed), value in zip(speakers, prediction.inputs, strict=True):
+                    for (each, _, guessed), value in zip(speakers, prediction.inputs, strict=False):
                         if token in guessed and value > surest:
                             source, surest = each, value
                 mixed.append((token, prediction, source))

@@ -41,7 +41,7 @@ class Prediction(NamedTuple):
     evidence: Sequence[tuple[int, int]]
     """(source, cell) of every source that speaks; see `Mixer.cell`."""
     inputs: Sequence[float]
-    """Log-odds of each, where there is more than one."""
+    """Where there is more than one: the log-odds of each, and 1."""
     weights: list[float]
 
 
@@ -85,6 +85,8 @@ class Mixer:
         weights = self._weights.get(kinds)
         if weights is None:
             weights = self._weights[kinds] = self._first_weights(evidence)
+        # What the combination itself says, however sure each source is.
+        inputs.append(1.0)
         log_odds = 0.0
         for weight, value in zip(weights, inputs, strict=True):
             log_odds += weight * value
@@ -97,7 +99,7 @@ class Mixer:
         """Weights for a combination of sources that was not met before."""
         guessed = [cell < self._half[source] for source, cell in evidence]
         weight = 1.0 if sum(guessed) == 1 else _AGREEMENT
-        return [weight if each else _OBJECTION for each in guessed]
+        return [*(weight if each else _OBJECTION for each in guessed), 0.0]
 
     def learn(self, prediction: Prediction, came_true: bool) -> None:
         """Take in the outcome of a prediction."""
