@@ -1,0 +1,147 @@
+"""Probabilities from evidence: they become what really happens, and stay numbers whatever happens."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun.runtime.draft.mixing import Mixer
+from edgerun.runtime.draft.tree import Source
+
+A, B, C = Source.SUFFIX, Source.NGRAM, Source.RECYCLED
+PRIORS = {A: (0.1, 0.5, 0.9), B: (0.3, 0.6), C: (0.05,)}
+
+
+def cells(mixer: Mixer, source: Source) -> list[tuple[int, int]]:
+    """All evidence a source can give: for the token it guesses, and against others."""
+    buckets = range(len(PRIORS[source]))
+    return [(int(source), bucket) for bucket in buckets] + [
+        (int(source), mixer.against(source, bucket)) for bucket in buckets
+    ]
+
+
+def test_before_anything_is_learned_a_source_alone_is_worth_its_prior() -> None:
+    mixer = Mixer(PRIORS)
+    for source, shares in PRIORS.items():
+        for bucket, share in enumerate(shares):
+            assert mixer.predict([(source, bucket)]).probability == pytest.approx(share)
+            assert mixer.share(source, bucket) == pytest.approx(share)
+    # Cells against a token are cells of their own.
+    assert len({cell for _, cell in cells(mixer, A)}) == 6
+
+
+@pytest.mark.parametrize("frequency", [0.05, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("bucket", [0, 2])
+def test_a_bucket_becomes_the_share_of_its_guesses_that_come_true(frequency: float, bucket: int) -> None:
+    mixer, draw = Mixer(PRIORS), random.Random(1)
+    seen = []
+    for _ in range(4000):
+        prediction = mixer.predict([(A, bucket)])
+        seen.append(prediction.probability)
+        mixer.learn(prediction, draw.random() < frequency)
+    assert sum(seen[-2000:]) / 2000 == pytest.approx(frequency, abs=0.03)
+    # The other buckets know nothing of it.
+    assert mixer.share(A, 1) == pytest.approx(0.5)
+    assert mixer.share(B, 0) == pytest.approx(0.3)
+
+
+def test_text_that_changes_is_learned_anew() -> None:
+    mixer, draw = Mixer(PRIORS), random.Random(2)
+    for frequency in (0.9, 0.1, 0.9):
+        for _ in range(3000):
+            mixer.learn(mixer.predict([(A, 1)]), draw.random() < frequency)
+        assert mixer.share(A, 1) == pytest.approx(frequency, abs=0.07)
+
+
+def test_two_independent_sources_that_agree_are_worth_more_than_either() -> None:
+    """What comes next is one of two tokens; each source says it right with 0.8, whatever the other says."""
+    mixer, draw = Mixer({A: (0.5,), B: (0.5,)}), random.Random(3)
+    agreed: list[tuple[float, bool]] = []
+    against_each_other: list[tuple[float, bool]] = []
+    for _ in range(20_000):
+        first, second = draw.random() < 0.8, draw.random() < 0.8
+        if first == second:
+            prediction = mixer.predict([(A, 0), (B, 0)])
+            mixer.learn(prediction, first)
+            agreed.append((prediction.probability, first))
+        else:
+            for evidence, right in (
+                ([(A, 0), (B, mixer.against(B, 0))], first),
+                ([(A, mixer.against(A, 0)), (B, 0)], second),
+            ):
+                prediction = mixer.predict(evidence)
+                mixer.learn(prediction, right)
+                against_each_other.append((prediction.probability, right))
+    for outcomes, truth in ((agreed, 0.64 / 0.68), (against_each_other, 0.5)):
+        late = outcomes[len(outcomes) // 2 :]
+        assert sum(right for _, right in late) / len(late) == pytest.approx(truth, abs=0.02)
+        assert sum(probability for probability, _ in late) / len(late) == pytest.approx(truth, abs=0.04)
+
+
+def test_a_source_that_says_the_same_again_adds_nothing() -> None:
+    """Two sources that always agree: the probability becomes that of one, not the product of both."""
+    mixer, draw = Mixer({A: (0.5,), B: (0.5,)}), random.Random(4)
+    late = []
+    for step in range(12_000):
+        prediction = mixer.predict([(A, 0), (B, 0)])
+        if step > 8000:
+            late.append(prediction.probability)
+        mixer.learn(prediction, draw.random() < 0.75)
+    assert sum(late) / len(late) == pytest.approx(0.75, abs=0.03)
+
+
+def test_the_order_of_the_sources_is_part_of_what_is_learned_not_of_the_numbers() -> None:
+    mixer = Mixer(PRIORS)
+    one = mixer.predict([(A, 1), (B, 1)]).probability
+    other = mixer.predict([(B, 1), (A, 1)]).probability
+    assert one == pytest.approx(other)
+
+
+@given(
+    st.dictionaries(st.sampled_from(list(Source)), st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1),
+    st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_probabilities_lie_between_0_and_1_whatever_comes(priors, data) -> None:
+    mixer = Mixer(priors)
+    sources = sorted(priors)
+    for _ in range(data.draw(st.integers(1, 30))):
+        speaking = data.draw(st.lists(st.sampled_from(sources), min_size=1, unique=True))
+        evidence = []
+        for source in speaking:
+            bucket = data.draw(st.integers(0, len(priors[source]) - 1))
+            evidence.append((source, mixer.against(source, bucket) if data.draw(st.booleans()) else bucket))
+        prediction = mixer.predict(evidence)
+        assert 0 < prediction.probability < 1
+        for _ in range(data.draw(st.sampled_from([1, 50]))):
+            mixer.learn(prediction, data.draw(st.booleans()))
+        assert 0 < mixer.predict(evidence).probability < 1
+
+
+@pytest.mark.parametrize("outcome", ["always", "never", "contrary", "alternating"])
+def test_a_hundred_thousand_spiteful_outcomes_overflow_nothing(outcome: str) -> None:
+    mixer = Mixer({A: (0.0, 1.0), B: (0.0, 1.0), C: (0.0, 1.0)})
+    combinations = [
+        [(A, 1), (B, 1), (C, 1)],
+        [(A, 0), (B, 0), (C, 0)],
+        [(A, 1), (B, mixer.against(B, 1)), (C, mixer.against(C, 0))],
+    ]
+    for step in range(100_000):
+        prediction = mixer.predict(combinations[step % 3])
+        assert 0.001 < prediction.probability < 0.999
+        came_true = {
+            "always": True,
+            "never": False,
+            "contrary": prediction.probability < 0.5,
+            "alternating": step % 2 == 0,
+        }[outcome]
+        mixer.learn(prediction, came_true)
+    for evidence in combinations:
+        prediction = mixer.predict(evidence)
+        assert all(map(math.isfinite, (prediction.probability, *prediction.inputs, *prediction.weights)))
+        if outcome in ("always", "never"):
+            assert (prediction.probability > 0.9) == (outcome == "always")
