@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Generator
 from io import BytesIO
 from pathlib import Path
@@ -126,7 +127,7 @@ class Session:
             format_of, model = about["format"], about["model"]
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror or error}", hint) from error
-        except (ValueError, KeyError, TypeError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+        except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
             raise InputError(f"{path} is not a saved conversation", hint) from error
         if format_of != _FORMAT or model != engine.fingerprint:
             raise InputError(f"{path} belongs to another model or another version of edge-run", hint)

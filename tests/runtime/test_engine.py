@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -398,6 +399,26 @@ def test_a_saved_conversation_with_nonsense_in_it_is_refused(engine: Engine, tmp
     store()
     with pytest.raises(InputError, match="is damaged|is not a saved conversation"):
         engine.session(resume=path)
+
+
+def test_a_flipped_bit_in_a_saved_conversation_ends_in_one_line(engine: Engine, tmp_path: Path) -> None:
+    """Wherever it is: the archive's own records have no checksum, and reading them fails in many ways."""
+    with engine.session() as session:
+        session.send("in the", max_tokens=2)
+        session.save(tmp_path / "chat")
+    saved = (tmp_path / "chat").read_bytes()
+    records = [at for at in range(len(saved)) if saved[at : at + 4] in (b"PK\1\2", b"PK\3\4", b"PK\5\6")]
+    for record in records:
+        for at in range(record, min(record + 30, len(saved))):
+            damaged = bytearray(saved)
+            damaged[at] ^= 1 << at % 8
+            (tmp_path / "chat").write_bytes(damaged)
+            with suppress(InputError):
+                engine.session(resume=tmp_path / "chat").close()
+            damaged[at] = saved[at] ^ (1 << (at + 5) % 8)
+            (tmp_path / "chat").write_bytes(damaged)
+            with suppress(InputError):
+                engine.session(resume=tmp_path / "chat").close()
 
 
 # Model folders
