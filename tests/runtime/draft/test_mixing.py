@@ -94,6 +94,23 @@ def test_a_source_that_says_the_same_again_adds_nothing() -> None:
     assert sum(late) / len(late) == pytest.approx(0.75, abs=0.03)
 
 
+def test_agreement_is_learned_where_each_alone_is_even() -> None:
+    """Each source is right half of the time, both together nine times in ten: only their agreement says so."""
+    mixer, draw = Mixer({A: (0.5,), B: (0.5,)}), random.Random(5)
+    late = []
+    for step in range(30_000):
+        together = step % 2 == 0
+        if together:
+            prediction = mixer.predict([(A, 0), (B, 0)])
+            mixer.learn(prediction, draw.random() < 0.9)
+            if step > 20_000:
+                late.append(prediction.probability)
+        else:
+            for source in (A, B):
+                mixer.learn(mixer.predict([(source, 0)]), draw.random() < 0.1)
+    assert sum(late) / len(late) == pytest.approx(0.9, abs=0.05)
+
+
 def test_the_order_of_the_sources_is_part_of_what_is_learned_not_of_the_numbers() -> None:
     mixer = Mixer(PRIORS)
     one = mixer.predict([(A, 1), (B, 1)]).probability
