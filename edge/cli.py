@@ -22,6 +22,7 @@ from .inspect_command import inspect
 from .present import write_error
 from .run_command import run
 from .tune_command import tune
+from .verify_command import verify
 
 _DEFAULT_COMMAND: Final = "run"
 _GLOBAL_OPTIONS: Final = ("-h", "--help", "--version")
@@ -62,6 +63,7 @@ app.command(name="inspect")(inspect)
 app.command(name="devices")(devices)
 app.command(name="bench")(bench)
 app.command(name="tune")(tune)
+app.command(name="verify")(verify)
 
 
 @app.callback()

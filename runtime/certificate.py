@@ -42,6 +42,8 @@ class TextCount:
     """Those of them that the texts took."""
     widest_tie: float = 0.0
     """Logits between the two tokens of the clearest of those near-ties, as plain decoding sees them."""
+    again: int = 0
+    """Rows of the texts that were run again to decide near-ties."""
 
     @property
     def failed(self) -> int:
@@ -65,7 +67,7 @@ class Counterexample:
     """The token that plain decoding gives."""
     found: int
     gap: float
-    """Logits between the two."""
+    """Between the two, in logits; see `comparison`."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def _count(data: object) -> TextCount | None:
         return None
     if not isinstance(data, dict):
         raise ValueError("holds a count that is none")
-    names = ("texts", "identical", "tied", "guesses", "accepted")
+    names = ("texts", "identical", "tied", "guesses", "accepted", "again")
     if not is_finite(data.get("widest_tie")) or not all(is_whole(data.get(name), 0) for name in names):
         raise ValueError("holds a count that is none")
     return TextCount(**{name: data[name] for name in names}, widest_tie=float(data["widest_tie"]))

@@ -54,17 +54,18 @@ class Drafting:
             self._recycle.load(recycled)
         free: list[Predictor] = [SuffixPredictor(), *tables, self._recycle]
         self._free: Final = {predictor.source: predictor for predictor in free}
-        self._speculators: dict[tuple[frozenset[Source], bool], Speculator] = {}
+        self._speculators: dict[tuple[frozenset[Source], bool, bool], Speculator] = {}
 
     @property
     def sources(self) -> frozenset[Source]:
         """Of the drafters at hand."""
         return frozenset(self._free) | (frozenset() if self._model is None else {self._model.source})
 
-    def speculator(self, choice: Speculation, *, recorded: bool = False) -> Speculator | None:
+    def speculator(self, choice: Speculation, *, recorded: bool = False, exact: bool = False) -> Speculator | None:
         """The speculator for a choice of drafters; None for plain decoding.
 
-        With a `recorded` answer the graph's own logits mean nothing, and what depends on them is left out.
+        With a `recorded` answer the graph's own logits mean nothing, and what depends on them is left out. What pays in
+        `exact` answers, where near-ties cost much, is learned apart.
 
         Raises:
             InputError: a drafter that was asked for is not at hand.
@@ -78,7 +79,7 @@ class Drafting:
             chosen -= {Source.RECYCLED}
         if not chosen:
             return None
-        key = (chosen, recorded)
+        key = (chosen, recorded, exact)
         if key not in self._speculators:
             recycle = self._recycle if Source.RECYCLED in chosen else None
             predictors = [predictor for source, predictor in self._free.items() if source in chosen]

@@ -27,6 +27,7 @@ from .residency import trim_heap
 from .sampling import SamplingParams
 from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
 from .speculate import Speculator
+from .speculation import Speculation
 from .step_cost import StepCost
 from .text.template import Message, load_template
 from .text.tokenizer import TextTokenizer
@@ -246,6 +247,10 @@ class Engine:
         """What passes cost on this machine; measured now if it is not known yet."""
         return self._workshop.step_cost(self.new_text)
 
+    def speculator(self, sampling: SamplingParams) -> Speculator | None:
+        """Every drafter at hand, for answers that are decoded without `run`."""
+        return self._workshop.speculator(Speculation.AUTO, sampling, self.new_text, ())
+
     def certificate(self) -> Certificate:
         """How exact speculation is on this machine, as far as it is known; a little is measured now if nothing is."""
         return self._workshop.certificate(self.new_text, self.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
@@ -288,7 +293,9 @@ class Engine:
         limits = DecodeLimits(options.max_tokens, frozenset() if recorded else self.tokenizer.eos)
         kept = min(text.bound.arena.length, len(text.tokens))
         sampling = options.sampling(self.defaults)
-        speculator = self._workshop.speculator(options.speculation, sampling, self.new_text, prompt, recorded)
+        speculator = self._workshop.speculator(
+            options.speculation, sampling, self.new_text, prompt, recorded, exact=options.exact
+        )
         epsilon = None
         if options.exact and recorded is None:
             speculator, epsilon = self._exactly(speculator, sampling)

@@ -117,6 +117,8 @@ class Workshop:
         new_text: Callable[[], CachedText],
         prompt: Sequence[int],
         recorded: Recording | None = None,
+        *,
+        exact: bool = False,
     ) -> Speculator | None:
         """The speculator for one answer; None for plain decoding.
 
@@ -134,7 +136,7 @@ class Workshop:
             self._drafting = self._make_drafting(cost, trees=trees)
         if self._model is not None:
             self._model.temperature = 1.0 if sampling.greedy else sampling.temperature
-        return self._drafting.speculator(choice, recorded=recorded is not None)
+        return self._drafting.speculator(choice, recorded=recorded is not None, exact=exact)
 
     def remember(self, tokens: Sequence[int]) -> None:
         """Keep what a finished text adds, for later conversations, where that was asked for."""
