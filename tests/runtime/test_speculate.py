@@ -52,6 +52,9 @@ def write(speculator: Speculator, text: list[int], count: int, room: int = 10_00
             continue
         most = end - len(text)
         draft = speculator.propose(len(text) - 1, most, room)
+        if draft.growth is not None:
+            told = [each._text for each in speculator.grower.predictors if isinstance(each, SuffixPredictor)]
+            assert all(known == text for known in told)
         verdict, logits = verify(text, draft, most)
         one = speculator.observe(draft, verdict, logits, len(text) - 1, PassTimes(0.25))
         check(draft, verdict, one, most, room)

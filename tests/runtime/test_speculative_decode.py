@@ -197,6 +197,26 @@ def test_deciding_none_again_or_all_changes_no_text_and_no_account(graph: GraphS
         assert (max(step.target_passes for step in steps) > 1) == (epsilon > 0)
 
 
+@pytest.mark.parametrize("epsilon", [None, 0.5, 1e9], ids=["", "some decided again", "all decided again"])
+def test_what_the_target_chose_is_what_is_recycled(graph: GraphSession, epsilon: float | None) -> None:
+    """Also where passes were run again in between."""
+    prompt, limits = prompt_of(7), DecodeLimits(40)
+    text = [*prompt, *plain(graph, prompt, GREEDY, limits)]
+    recycle, bound, sampler = RecyclePredictor(VOCABULARY), bind(graph), Sampler(GREEDY, VOCABULARY)
+    oracle = listening_to(adversaries(text, VOCABULARY, EOS)["nearly right"])
+    speculator = eager(*oracle.grower.predictors, recycle)
+    near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)
+    done, chosen = list(prompt), dict[int, int]()
+    for step in decode(bound, prompt, sampler, limits, lambda: False, speculator, near_ties):
+        for token in step.tokens:
+            if step.round is not None and step.round.candidates != (0,) * 7:
+                chosen[done[-1]] = token
+            done.append(token)
+        assert {token: recycle.guesses(token)[0].token for token in chosen} == chosen
+    assert done == text
+    assert chosen
+
+
 @pytest.mark.parametrize("name", ADVERSARIES)
 @pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
 def test_no_drafter_changes_the_text(graph: GraphSession, name: str, trees: bool) -> None:

@@ -105,10 +105,12 @@ def test_a_row_that_pays_only_with_the_ones_after_it_is_taken_with_them() -> Non
 
 
 def test_of_equal_guesses_parents_stay() -> None:
-    """Two branches of the same probability throughout: a cut between them must not part a child from its parent."""
-    tree = Tree.of([0, 1, 2, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 3, 4], [1.0] + [0.25] * 6, [0] + [1] * 6)
-    for rows in range(1, 8):
-        pruned = prune(tree, [1.0] * rows, 1.0, 16).tree
+    """Branches of the same probability throughout: a cut anywhere must not part a child from its parent."""
+    nodes = 200
+    parents = [-1, *(max(0, node - 4) for node in range(1, nodes))]
+    tree = Tree.of(range(nodes), parents, [1.0] + [0.25] * (nodes - 1), [0] + [1] * (nodes - 1))
+    for rows in (2, 3, 7, 16, 50, 199, 200):
+        pruned = prune(tree, [1.0] * rows, 1.0, 500).tree
         assert len(pruned) == rows
         assert all(0 <= parent < node for node, parent in enumerate(pruned.parents.tolist()) if node)
 
