@@ -81,6 +81,8 @@ class Draft:
     note: str = ""
 
 
+_USUAL_HOST_S: Final = 1e-4
+"""What a round's look-ups take, until it is known: the first ones are slow and say little."""
 _NEGLIGIBLE: Final = 0.01
 """Tokens a round that looking guesses up may cost without being laid to rest."""
 
@@ -151,7 +153,7 @@ class Speculator:
         self._curve: list[float] = []
         self._prices = Prices((0.0,), 0.0)
         self._rounds = 0
-        self._host_s = 0.0
+        self._host_s = _USUAL_HOST_S
 
     @property
     def rate(self) -> float:
@@ -233,7 +235,7 @@ class Speculator:
         host_s = draft.host_s + time.perf_counter() - started
         if draft.growth is not None:
             # One interrupted round says nothing about the next: what it took beyond twice the usual is not counted.
-            self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s) if self._host_s else host_s
+            self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s)
             price = self._host_s * self.rate
             balance = draft.advantage - price if price > _NEGLIGIBLE else 0.0
             # What the draft model takes is not counted: whether to ask it is decided anew at every node.

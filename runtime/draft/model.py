@@ -24,6 +24,10 @@ Path: TypeAlias = tuple[int, ...]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Int32: TypeAlias = npt.NDArray[np.int32]
 
+_USUAL_CATCH_UP: Final = 2
+"""Rows that a text lacks after a fully accepted draft."""
+_ROUNDS_SERVED: Final = 32
+"""Rounds over which the cost of reading the text is spread: an answer of a line or two."""
 _TEXT_ROWS: Final = 128
 """Most rows of the text in a pass."""
 _UNKNOWN: Final = -1
@@ -106,14 +110,19 @@ class DraftModel:
         self._text.append(token)
 
     def seconds(self, path: Path) -> float:
-        """What `likely(path)` is expected to take now."""
-        rows = self.pending
+        """What `likely(path)` is expected to take now.
+
+        Rows that the text lacks are run once and serve every round to come: of more than a few, a share is counted.
+        """
+        missing = self.pending
         if path in self._logits:
             return 0.0
-        rows = max(1, rows + sum(path[:depth] not in self._slots for depth in range(1, len(path) + 1)))
-        wide, rest = divmod(rows - 1, _TEXT_ROWS)
         context = self._arena.length
-        return wide * self.cost.seconds(_TEXT_ROWS, context) + self.cost.seconds(rest + 1, context)
+        now = min(missing, _USUAL_CATCH_UP)
+        later = missing - now
+        rows = max(1, now + sum(path[:depth] not in self._slots for depth in range(1, len(path) + 1)))
+        spread = later / _TEXT_ROWS * self.cost.seconds(_TEXT_ROWS, context) / _ROUNDS_SERVED
+        return self.cost.seconds(rows, context) + spread
 
     def spent(self) -> float:
         """Seconds that the model took since this was last asked for."""
