@@ -25,6 +25,7 @@ from .runtime.decode import FinishReason
 from .runtime.engine import Engine, load
 from .runtime.options import GenerateOptions
 from .runtime.reply import Chunk, Reply, Stats
+from .runtime.speculation import Speculation
 from .runtime.turns import AnswerStream
 from .version import __version__
 
@@ -44,6 +45,7 @@ __all__ = [
     "InputError",
     "Reply",
     "Session",
+    "Speculation",
     "Stats",
     "TemplateError",
     "__version__",

@@ -14,7 +14,7 @@ class EdgeRunLoop:
     """A loaded bundle and one conversation's cache; `capacity` is the longest text."""
 
     def __init__(self, model: Path, threads: int, capacity: int) -> None:
-        self._engine = edgerun.load(model, threads=threads, context=capacity)
+        self._engine = edgerun.load(model, threads=threads, context=capacity, draft=None)
         self._vocab = self._engine.spec.vocab_size
         self._text = self._engine.new_text()
 
@@ -44,7 +44,7 @@ class EdgeRunLoop:
 
     def _answer(self, context: int, tokens: int) -> edgerun.Stats:
         self._text.continue_with([])  # nothing is kept of what was there before
-        options = edgerun.GenerateOptions(max_tokens=tokens, temperature=0.0)
+        options = edgerun.GenerateOptions(max_tokens=tokens, temperature=0.0, speculation=edgerun.Speculation.OFF)
         *_, last = self._engine.run(self._text, prompt_tokens(context, self._vocab), options)
         if last.stats is None:
             raise RuntimeError("the answer came without its account")

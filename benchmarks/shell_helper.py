@@ -28,9 +28,10 @@ def main() -> None:
     pairs = [json.loads(line) for line in arguments.heldout.read_text(encoding="utf-8").splitlines()]
     exact: defaultdict[str, list[bool]] = defaultdict(list)
     first: defaultdict[str, list[bool]] = defaultdict(list)
-    with edgerun.load(arguments.model) as llm:
+    options = edgerun.GenerateOptions(temperature=0.0, max_tokens=128, speculation=edgerun.Speculation.OFF)
+    with edgerun.load(arguments.model, draft=None) as llm:
         for index, pair in enumerate(pairs):
-            answer = llm.generate(pair["request"], temperature=0, max_tokens=128).text.strip()
+            answer = llm.generate(pair["request"], options).text.strip()
             groups = [pair["source"], "all"] + ["first 150"] * (index < 150)
             for group in groups:
                 exact[group].append(answer == pair["command"].strip())

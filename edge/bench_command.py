@@ -89,7 +89,7 @@ def bench(
     plan = Plan(most, TurnRange.parse(turns), replay is not None, raw, temperature, seed)
     contenders = [Contender(str(each), each) for each in dict.fromkeys(map(Speculation.parse, spec or ["auto"]))]
     conversations, source = _conversations(model, prompts, replay, limit, plan)
-    with load(model, draft=draft, device=device, threads=threads, context=context,
+    with load(model, draft=draft, learned=False, device=device, threads=threads, context=context,
               cache=cache) as engine:  # fmt: skip
         pair = find_draft(engine.bundle, draft)
         with _progress() as progress:

@@ -49,6 +49,7 @@ def load(
     cache: bool = True,
     draft: str | os.PathLike[str] | None = "auto",
     history: bool = False,
+    learned: bool = True,
 ) -> Engine:
     """Load a model.
 
@@ -61,6 +62,8 @@ def load(
             `prepacked`), what a pass costs, recycled candidates.
         draft: the draft model: a path, None for none, or `auto` for the one the model names.
         history: whether to keep conversations on disk, and to draft from earlier ones.
+        learned: whether what answers teach about the model (recycled candidates) is read from the cache and kept there;
+            a measurement that is to be repeatable does without.
 
     Raises:
         BundleError: there is no such model, or it is damaged.
@@ -74,7 +77,7 @@ def load(
     chosen = choose_device(device)
     bundle = open_bundle(find_model(model))
     config = SessionConfig(chosen, threads or 0)
-    return Engine(bundle, config, context, cache=cache, draft=draft, history=history)
+    return Engine(bundle, config, context, cache=cache, draft=draft, history=history, learned=learned)
 
 
 class Engine:
@@ -89,6 +92,7 @@ class Engine:
         cache: bool = True,
         draft: str | os.PathLike[str] | None = "auto",
         history: bool = False,
+        learned: bool = True,
     ) -> None:
         self.bundle: Final = bundle
         self.context: Final = _context_limit(bundle, context)
@@ -106,7 +110,7 @@ class Engine:
         self.template: Final = load_template(bundle, self.tokenizer)
         self.defaults: Final = ModelDefaults.of(bundle)
         self._workshop: Final = Workshop(
-            self._graph, bundle, self.context, pair, draft_config, cache=cache, history=history
+            self._graph, bundle, self.context, pair, draft_config, cache=cache, history=history, learned=learned
         )
         trim_heap()
         self._text: CachedText | None = None
@@ -226,8 +230,8 @@ class Engine:
     ) -> AnswerStream:
         """`run`, except that the answer's tokens are recorded ones: for measuring what drafting a real answer costs.
 
-        Every pass and every choice is made and paid for; only their outcome is replaced. With `foreseen`, a drafter that
-        knows the answer takes the place of the others, which shows what no drafter can surpass.
+        Every pass and every choice is made and paid for; only their outcome is replaced. With `foreseen`, a drafter
+        that knows the answer takes the place of the others, which shows what no drafter can surpass.
 
         Raises:
             ContextError: the prompt does not fit the context.

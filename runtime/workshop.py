@@ -58,6 +58,7 @@ class Workshop:
         draft_config: how the draft model is run.
         cache: whether anything is read from disk or kept there.
         history: whether conversations are kept and drafted from.
+        learned: whether recycled candidates are read from the cache and kept there.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Workshop:
         *,
         cache: bool,
         history: bool,
+        learned: bool,
     ) -> None:
         self._graph = graph
         self._bundle = bundle
@@ -77,6 +79,7 @@ class Workshop:
         self._pair = pair
         self._draft_config = draft_config
         self._cached = cache
+        self._learned = cache and learned
         self._store = HistoryStore(self._history_folder, _HISTORY_BYTES, _log.warning) if history else None
         self._cost: StepCost | None = None
         self._certificate: Certificate | None = None
@@ -149,7 +152,7 @@ class Workshop:
             self._drafting.save()
         if self._cached and self._cost is not None and self._cost.observed >= _WORTH_SAVING:
             save(self._cost, self._bundle, self._graph.config)
-        if self._store is not None and self._kept:
+        if self._store is not None and (self._kept or not self._store.is_indexed()):
             self._store.reindex()
             self._kept = False
 
@@ -164,7 +167,7 @@ class Workshop:
         if self._pair is not None:
             draft = load_draft(self._pair, self._draft_config, vocab_size, self._context, cache=self._cached)
             self._model = ModelPredictor(draft)
-        recycled = cache_folder() / "recycled" / self._model_key if self._cached else None
+        recycled = cache_folder() / "recycled" / self._model_key if self._learned else None
         return Drafting(cost, vocab_size, trees=trees, tables=tables, model=self._model, recycled=recycled)
 
     @property
