@@ -150,6 +150,22 @@ def test_nothing_is_drafted_where_nobody_guesses() -> None:
         grower.learn(growth, (0,), 2)
 
 
+def test_a_guess_is_its_guessers_however_poor_and_whoever_objects() -> None:
+    # What the second source thinks of other tokens than its own is more than the first has to say for this one.
+    grower = Grower([Table(Source.SUFFIX, {0: [(1, 0)]}), Table(Source.RECYCLED, {0: [(2, 0), (1, 0)], 1: [(3, 0)]})])
+    grower.follow([0])
+    tree = grower.grow(0, Prices((0.0,) * 9, 1.0), 1, chain=False).tree
+    sources = dict(zip(tree.tokens[1:].tolist(), tree.source[1:].tolist(), strict=True))
+    assert sources[2] == Source.RECYCLED
+    objector = Grower([Table(Source.SUFFIX, {0: [(1, 0)]}), Table(Source.RECYCLED, {0: [(2, 0)]})])
+    objector.follow([0])
+    tree = objector.grow(0, Prices((0.0,) * 9, 1.0), 1, chain=False).tree
+    assert dict(zip(tree.tokens[1:].tolist(), tree.source[1:].tolist(), strict=True)) == {
+        1: Source.SUFFIX,
+        2: Source.RECYCLED,
+    }
+
+
 def test_what_came_true_is_learned_along_the_accepted_path_only() -> None:
     grower = Grower([Table(Source.SUFFIX, {0: [(1, 3), (2, 1)], 1: [(2, 2)], 2: [(3, 4)]})])
     grower.follow([0])

@@ -105,11 +105,14 @@ def test_a_row_that_pays_only_with_the_ones_after_it_is_taken_with_them() -> Non
 
 
 def test_of_equal_guesses_parents_stay() -> None:
-    """Branches of the same probability throughout: a cut anywhere must not part a child from its parent."""
-    nodes = 200
-    parents = [-1, *(max(0, node - 4) for node in range(1, nodes))]
-    tree = Tree.of(range(nodes), parents, [1.0] + [0.25] * (nodes - 1), [0] + [1] * (nodes - 1))
-    for rows in (2, 3, 7, 16, 50, 199, 200):
+    """Where many are equally likely, a cut anywhere must not part a child from its parent."""
+    nodes, random = 200, np.random.default_rng(1)
+    parents, probabilities = [-1], [1.0]
+    for node in range(1, nodes):
+        parents.append(int(random.integers(max(0, node - 9), node)))
+        probabilities.append(max(0.125, probabilities[parents[-1]] * random.choice([0.5, 1.0])))
+    tree = Tree.of(range(nodes), parents, probabilities, [0] + [1] * (nodes - 1))
+    for rows in range(2, nodes + 1):
         pruned = prune(tree, [1.0] * rows, 1.0, 500).tree
         assert len(pruned) == rows
         assert all(0 <= parent < node for node, parent in enumerate(pruned.parents.tolist()) if node)
