@@ -15,6 +15,7 @@ from ..runtime.decode import FinishReason
 from ..runtime.engine import Engine, load
 from ..runtime.options import GenerateOptions
 from ..runtime.reply import Reply
+from ..runtime.speculate_drawn import Drawing
 from ..runtime.speculation import Speculation
 from .errors import InputError
 from .explain import show_rounds
@@ -80,6 +81,9 @@ def run(
     resume: Annotated[Path | None, typer.Option(help="Go on with a conversation put aside by /save.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print what the answer cost, on stderr.")] = False,
+    draw: Annotated[
+        Drawing, typer.Option(help="Draw the draft model's guesses at random: same law, but no fixed text for a seed.")
+    ] = Drawing.OFF,
     explain: Annotated[
         bool, typer.Option("--explain", help="Print, on stderr, what every round guessed, verified and cost.")
     ] = False,
@@ -101,6 +105,7 @@ def run(
         raw=raw,
         speculation=Speculation.parse(spec),
         exact=exact,
+        drawing=draw,
         explain=explain,
     )
     chatting = prompt is None and sys.stdin is not None and sys.stdin.isatty()

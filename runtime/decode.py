@@ -19,7 +19,7 @@ from .exact import Cancelled, NearTies
 from .sampling import Logits
 from .session import BoundSession
 from .speculate import PassTimes, Round, Speculator
-from .verify import Chooser, Verdict, match
+from .verify import Chooser, Verdict
 
 PREFILL_ROWS: Final = 128
 """Prompt tokens per pass: wide enough for the matrix products (256 gains under 2 %), few enough to bound the memory of
@@ -185,7 +185,7 @@ def _speculate(
     seconds = ended - started
     again, again_s = 0, 0.0
     if near_ties is None:
-        verdict = match(tree, logits, chooser, base + 1, eos, most)
+        verdict = speculator.verify(draft, logits, chooser, base + 1, eos, most)
     else:
         before = near_ties.rows
         verdict = near_ties.match(tree, logits, base + 1, eos, most)

@@ -13,12 +13,15 @@ from typing import Final
 
 from ..edge.errors import InputError
 from .draft.grow import Grower
-from .draft.predictor import CostlyPredictor, Predictor
+from .draft.model_predictor import ModelPredictor
+from .draft.predictor import Predictor
 from .draft.recycle import RecyclePredictor
 from .draft.suffix import SuffixPredictor
 from .draft.tree import Source
 from .graph_spec import GraphSpec
+from .sampling import SamplingParams
 from .speculate import Speculator
+from .speculate_drawn import Drawing, DrawingSpeculator
 from .speculation import SOURCE_NAMES, Speculation
 from .step_cost import StepCost
 
@@ -42,7 +45,7 @@ class Drafting:
         *,
         trees: bool,
         tables: Sequence[Predictor] = (),
-        model: CostlyPredictor | None = None,
+        model: ModelPredictor | None = None,
         recycled: Path | None = None,
     ) -> None:
         self.cost: Final = cost
@@ -55,6 +58,7 @@ class Drafting:
         free: list[Predictor] = [SuffixPredictor(), *tables, self._recycle]
         self._free: Final = {predictor.source: predictor for predictor in free}
         self._speculators: dict[tuple[frozenset[Source], bool, bool], Speculator] = {}
+        self._drawing: dict[Drawing, DrawingSpeculator] = {}
 
     @property
     def sources(self) -> frozenset[Source]:
@@ -88,6 +92,20 @@ class Drafting:
                 Grower(predictors, model), self.cost, trees=self._trees, recycle=recycle
             )
         return self._speculators[key]
+
+    def drawing(self, drawing: Drawing, sampling: SamplingParams) -> DrawingSpeculator:
+        """The speculator that draws guesses from the draft model, for an answer sampled like this.
+
+        Raises:
+            InputError: there is no draft model.
+        """
+        if self._model is None:
+            raise InputError("there is no draft model to draw guesses from", _HOW_TO_GET[Source.MODEL])
+        if drawing not in self._drawing:
+            self._drawing[drawing] = DrawingSpeculator(self._model.model, self.cost, drawing, trees=self._trees)
+        speculator = self._drawing[drawing]
+        speculator.begin(sampling)
+        return speculator
 
     def save(self) -> None:
         """Keep what was learned; a disk that refuses it costs nothing but that."""

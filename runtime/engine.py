@@ -298,7 +298,13 @@ class Engine:
         kept = min(text.bound.arena.length, len(text.tokens))
         sampling = options.sampling(self.defaults)
         speculator = self._workshop.speculator(
-            options.speculation, sampling, self.new_text, prompt, recorded, exact=options.exact
+            options.speculation,
+            sampling,
+            self.new_text,
+            prompt,
+            recorded,
+            exact=options.exact,
+            drawing=options.drawing,
         )
         epsilon = None
         if options.exact and recorded is None:

@@ -8,7 +8,7 @@ that costs more than it promises is laid to rest, for waits that double as long 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -19,8 +19,9 @@ from .draft.grow import Grower, Growth, Prices
 from .draft.prune import prune
 from .draft.recycle import RecyclePredictor
 from .draft.tree import Source, Tree
+from .sampling import Logits
 from .step_cost import StepCost
-from .verify import Verdict
+from .verify import Chooser, Verdict, match
 
 MOST_ROWS: Final = 16
 """Most rows of a pass: beyond, no row has paid on any machine measured."""
@@ -78,6 +79,8 @@ class Draft:
     advantage: float = 0.0
     draft_s: float = 0.0
     host_s: float = 0.0
+    passes: int = 0
+    """Of the draft model."""
     note: str = ""
 
 
@@ -154,6 +157,8 @@ class Speculator:
         self._prices = Prices((0.0,), 0.0)
         self._rounds = 0
         self._host_s = _USUAL_HOST_S
+        self._ahead = 0.0
+        """Tokens that the guesses since rows were last run again promised beyond their cost."""
 
     @property
     def rate(self) -> float:
@@ -175,6 +180,7 @@ class Speculator:
         self._tokens = list(tokens)
         self._followed = 0
         self._rounds = 0
+        self._ahead = 0.0
 
     def propose(self, context: int, most: int, room: int) -> Draft:
         """What to verify next.
@@ -192,24 +198,23 @@ class Speculator:
         if min(most, room) < 2:
             return Draft(Tree.anchor_only(anchor), host_s=time.perf_counter() - started)
         if self._followed < len(self._tokens):
-            if self._followed:
-                self.grower.append(self._tokens[self._followed :])
-            else:
-                self.grower.follow(self._tokens)
+            self._catch_up(self._tokens, self._followed)
             self._followed = len(self._tokens)
-        growth = self.grower.grow(anchor, self._prices.up_to(room), most - 1, chain=not self._trees)
-        pruned = prune(growth.tree, self._curve, self.rate, self._most_rows)
-        passed = time.perf_counter() - started
-        draft_s = 0.0 if self.grower.model is None else self.grower.model.spent()
-        return Draft(
-            pruned.tree, growth, pruned.expected, pruned.advantage, draft_s, passed - draft_s, self._note(growth)
-        )
+        draft = self._draft(anchor, self._prices.up_to(room), most - 1)
+        draft.host_s = time.perf_counter() - started - draft.draft_s
+        return draft
+
+    def verify(
+        self, draft: Draft, logits: Logits, chooser: Chooser, position: int, ends: Container[int], most: int
+    ) -> Verdict:
+        """Which of the draft's guesses the text takes; arguments as of `match`."""
+        return match(draft.tree, logits, chooser, position, ends, most)
 
     def observe(
         self,
         draft: Draft,
         verdict: Verdict,
-        logits: npt.NDArray[np.float32],
+        logits: Logits,
         context: int,
         times: PassTimes,
     ) -> Round:
@@ -226,8 +231,7 @@ class Speculator:
         tree, path = draft.tree, verdict.path
         emitted = verdict.emitted(tree)
         self.cost.observe(len(tree), context, times.target)
-        if draft.growth is not None:
-            self._learn(draft, verdict, logits)
+        self._learn(draft, verdict, logits)
         self._tokens += emitted
         decay = 1 - 1 / _RATE_HORIZON
         self._given = self._given * decay + len(emitted)
@@ -239,7 +243,7 @@ class Speculator:
             price = self._host_s * self.rate
             balance = draft.advantage - price if price > _NEGLIGIBLE else 0.0
             # What the draft model takes is not counted: whether to ask it is decided anew at every node.
-            self.rest.observe(balance - times.again * self.rate)
+            self.rest.observe(balance - self._lost(draft.advantage, times.again))
         sources = tree.source
         depths = tree.depths[1:]
         return Round(
@@ -250,14 +254,39 @@ class Speculator:
             drafted_by_depth=tuple(np.bincount(depths)[1:].tolist()) if len(depths) else (),
             expected=draft.expected,
             emitted=len(emitted),
-            draft_passes=draft.growth.model_passes if draft.growth is not None else 0,
+            draft_passes=draft.passes,
             draft_s=draft.draft_s,
             target_s=times.target + times.again,
             host_s=host_s + times.checking,
             note="a near-tie: its text was run again" if times.again else draft.note,
         )
 
-    def _learn(self, draft: Draft, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:
+    def _lost(self, advantage: float, again: float) -> float:
+        """Tokens that running rows again for `again` seconds has cost beyond what their guesses had gained."""
+        self._ahead += advantage
+        if not again:
+            return 0.0
+        lost, self._ahead = max(again * self.rate - self._ahead, 0.0), 0.0
+        return lost
+
+    def _catch_up(self, text: Sequence[int], followed: int) -> None:
+        """Tell the drafters the text, of which they know `followed` tokens; none means that it is another one."""
+        if followed:
+            self.grower.append(text[followed:])
+        else:
+            self.grower.follow(text)
+
+    def _draft(self, anchor: int, prices: Prices, deepest: int) -> Draft:
+        """The guesses that pay, on paths of at most `deepest` tokens."""
+        growth = self.grower.grow(anchor, prices, deepest, chain=not self._trees)
+        pruned = prune(growth.tree, self._curve, self.rate, self._most_rows)
+        draft_s = 0.0 if self.grower.model is None else self.grower.model.spent()
+        note = self._note(growth)
+        return Draft(
+            pruned.tree, growth, pruned.expected, pruned.advantage, draft_s, passes=growth.model_passes, note=note
+        )
+
+    def _learn(self, draft: Draft, verdict: Verdict, logits: Logits) -> None:
         growth, path = draft.growth, verdict.path
         if growth is None:
             return

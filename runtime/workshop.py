@@ -28,6 +28,7 @@ from .prior import open_prior
 from .sampling import SamplingParams
 from .session import GraphSession, SessionConfig
 from .speculate import Speculator
+from .speculate_drawn import Drawing
 from .speculation import Speculation
 from .step_cost import StepCost
 from .step_cost_cache import load_or_calibrate, save
@@ -122,6 +123,7 @@ class Workshop:
         recorded: Recording | None = None,
         *,
         exact: bool = False,
+        drawing: Drawing = Drawing.OFF,
     ) -> Speculator | None:
         """The speculator for one answer; None for plain decoding.
 
@@ -139,6 +141,8 @@ class Workshop:
             self._drafting = self._make_drafting(cost, trees=trees)
         if self._model is not None:
             self._model.temperature = 1.0 if sampling.greedy else sampling.temperature
+        if drawing is not Drawing.OFF and recorded is None and not sampling.greedy:
+            return self._drafting.drawing(drawing, sampling)
         return self._drafting.speculator(choice, recorded=recorded is not None, exact=exact)
 
     def remember(self, tokens: Sequence[int]) -> None:
