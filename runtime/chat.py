@@ -15,6 +15,7 @@ import numpy as np
 
 from ..edge.errors import ContextError, InputError
 from ..models.atomic import write_atomically
+from ..models.json_file import is_whole
 from .complete import CachedText
 from .options import GenerateOptions
 from .reply import Chunk, Reply
@@ -102,7 +103,12 @@ class Session:
         buffer = BytesIO()
         with self._engine.turns.between():
             text = self._cache()
-            about = {"format": _FORMAT, "model": self._engine.fingerprint, "messages": self.messages}
+            about = {
+                "format": _FORMAT,
+                "model": self._engine.fingerprint,
+                "messages": self.messages,
+                "plain": text.bound.arena.plain,
+            }
             np.savez(
                 buffer,
                 about=np.frombuffer(json.dumps(about).encode(), np.uint8),
@@ -124,14 +130,14 @@ class Session:
                 about = json.loads(stored["about"].tobytes())
                 tokens, rows = stored["tokens"], stored["rows"]
             messages = _checked_messages(about["messages"])
-            format_of, model = about["format"], about["model"]
+            format_of, model, plain = about["format"], about["model"], about.get("plain", 0)
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror or error}", hint) from error
         except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
             raise InputError(f"{path} is not a saved conversation", hint) from error
         if format_of != _FORMAT or model != engine.fingerprint:
             raise InputError(f"{path} belongs to another model or another version of edge-run", hint)
-        if tokens.dtype != np.int64 or tokens.ndim != 1 or not np.isfinite(rows).all():
+        if tokens.dtype != np.int64 or tokens.ndim != 1 or not np.isfinite(rows).all() or not is_whole(plain, 0):
             raise InputError(f"{path} is damaged", hint)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < engine.spec.vocab_size:
             raise InputError(f"{path} is damaged: it holds tokens that the model does not have", hint)
@@ -144,6 +150,7 @@ class Session:
             raise InputError(f"{path} is damaged: {error}", hint) from error
         if text.bound.arena.length != tokens.size:
             raise InputError(f"{path} is damaged: {tokens.size} tokens, {text.bound.arena.length} rows", hint)
+        text.bound.arena.plain = min(plain, tokens.size)
         text.tokens = tokens.tolist()
         session.messages = messages
         return session

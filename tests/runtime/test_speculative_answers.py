@@ -162,6 +162,19 @@ def test_a_saved_conversation_goes_on_as_it_would_have(engine: Engine, tmp_path:
     assert len({second(choice, saved) for choice in (OFF, *CHOICES) for saved in (False, True)}) == 1
 
 
+def test_rows_that_are_not_plain_decodings_own_are_remembered_as_such(engine: Engine, tmp_path: Path) -> None:
+    """An exact answer in a resumed conversation has to know which rows to run again."""
+    with engine.session() as session:
+        session.send("the the the", max_tokens=25)
+        plain, rows = session._cache().bound.arena.plain, session.tokens
+        assert 0 < plain < rows
+        session.save(tmp_path / "chat")
+    with engine.session(resume=tmp_path / "chat") as session:
+        assert (session._cache().bound.arena.plain, session.tokens) == (plain, rows)
+        session.send("and", max_tokens=3, speculation=OFF)
+        assert session._cache().bound.arena.plain == plain
+
+
 def test_a_conversation_saved_after_a_stop_within_a_span_can_be_resumed(engine: Engine, tmp_path: Path) -> None:
     text = engine.generate("the the the", max_tokens=40, speculation=OFF).text
     for start in range(3, 12):
