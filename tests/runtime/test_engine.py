@@ -51,8 +51,8 @@ def test_generate_streams_the_same_text(engine: Engine) -> None:
     assert reply.finish_reason is chunks[-1].finish_reason is FinishReason.LENGTH
     stats = reply.stats
     assert stats.completion_tokens == 20
-    assert stats.target_passes == 20
-    assert stats.tokens_per_pass == 1
+    assert stats.target_passes == 20 - stats.accepted
+    assert stats.tokens_per_pass == 19 / stats.decode_passes
     assert 0 < stats.first_token_s <= stats.total_s
 
 
@@ -79,7 +79,7 @@ def test_stop_texts_end_the_answer_wherever_they_fall(engine: Engine) -> None:
 
 
 def test_options_are_checked_by_name_and_value(engine: Engine) -> None:
-    with pytest.raises(InputError, match="unknown option 'temprature'; options are: max_tokens, min_p"):
+    with pytest.raises(InputError, match="unknown option 'temprature'; options are: .*max_tokens, min_p"):
         engine.generate("a", temprature=1)
     with pytest.raises(InputError, match="max_tokens is 0; it must be 1 or more"):
         engine.generate("a", max_tokens=0)
