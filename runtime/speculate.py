@@ -158,7 +158,7 @@ class Speculator:
         self._rounds = 0
         self._host_s = _USUAL_HOST_S
         self._ahead = 0.0
-        """Tokens that the guesses since rows were last run again promised beyond their cost."""
+        """Tokens gained on plain decoding since rows were last run again."""
 
     @property
     def rate(self) -> float:
@@ -243,7 +243,7 @@ class Speculator:
             price = self._host_s * self.rate
             balance = draft.advantage - price if price > _NEGLIGIBLE else 0.0
             # What the draft model takes is not counted: whether to ask it is decided anew at every node.
-            self.rest.observe(balance - self._lost(draft.advantage, times.again))
+            self.rest.observe(balance - self._lost(len(tree), len(emitted), times.again))
         sources = tree.source
         depths = tree.depths[1:]
         return Round(
@@ -261,12 +261,13 @@ class Speculator:
             note="a near-tie: its text was run again" if times.again else draft.note,
         )
 
-    def _lost(self, advantage: float, again: float) -> float:
-        """Tokens that running rows again for `again` seconds has cost beyond what their guesses had gained."""
-        self._ahead += advantage
+    def _lost(self, rows: int, emitted: int, again: float) -> float:
+        """Tokens that running rows again for `again` seconds has cost beyond what guesses had gained until then."""
+        plain = self._curve[0]
+        self._ahead += emitted - self._curve[rows - 1] / plain
         if not again:
             return 0.0
-        lost, self._ahead = max(again * self.rate - self._ahead, 0.0), 0.0
+        lost, self._ahead = max(again / plain - self._ahead, 0.0), 0.0
         return lost
 
     def _catch_up(self, text: Sequence[int], followed: int) -> None:
