@@ -195,7 +195,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @given(data=st.data())
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_file_never_harms(saved: bytes, tmp_path: Path, data: st.DataObject) -> None:
     damaged = bytearray(saved)
     for _ in range(data.draw(st.integers(0, 3))):
