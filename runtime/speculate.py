@@ -244,14 +244,13 @@ class Speculator:
             balance = draft.advantage - price if price > _NEGLIGIBLE else 0.0
             # What the draft model takes is not counted: whether to ask it is decided anew at every node.
             self.rest.observe(balance - self._lost(len(tree), len(emitted), times.again))
-        sources = tree.source
-        depths = tree.depths[1:]
+        grown = draft.growth.tree if draft.growth is not None else tree
         return Round(
             rows=len(tree),
-            candidates=_by_source(draft.growth.tree.source[1:]) if draft.growth is not None else _NONE,
-            drafted=_by_source(sources[1:]),
-            accepted=_by_source(sources[list(path[1:])]),
-            drafted_by_depth=tuple(np.bincount(depths)[1:].tolist()) if len(depths) else (),
+            candidates=_by_source(grown.source[1:]),
+            drafted=_by_source(tree.source[1:]),
+            accepted=_by_source(tree.source[list(path[1:])]) if len(path) > 1 else _NONE,
+            drafted_by_depth=tuple(np.bincount(tree.depths)[1:].tolist()) if len(tree) > 1 else (),
             expected=draft.expected,
             emitted=len(emitted),
             draft_passes=draft.passes,
@@ -326,4 +325,9 @@ _NONE: Final = (0,) * len(Source)
 
 
 def _by_source(sources: npt.NDArray[np.uint8]) -> tuple[int, ...]:
-    return tuple(np.bincount(sources, minlength=len(Source)).tolist()) if sources.size else _NONE
+    if not sources.size:
+        return _NONE
+    counts = [0] * len(Source)
+    for source in sources.tolist():
+        counts[source] += 1
+    return tuple(counts)
