@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..runtime.certificate import kept_certificate
 from ..runtime.engine import Engine, load
 from ..runtime.session import SessionConfig
 from ..runtime.step_cost_cache import cached
 from .tune_command import context_label, describe_cost
+from .verify_command import verdict
 
 
 def inspect(
@@ -36,7 +39,7 @@ def inspect(
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name.replace("_", " "), _pass_costs(value) if name == "pass_costs" else _shown(value))
+        table.add_row(name.replace("_", " "), _SHOWN.get(name, _shown)(value))
     Console(highlight=False).print(table)
 
 
@@ -75,6 +78,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         }
     cost = cached(engine.bundle, SessionConfig(engine.device))
     facts["pass_costs"] = None if cost is None else describe_cost(cost)
+    certificate = kept_certificate(engine.bundle, SessionConfig(engine.device))
+    facts["exactness"] = None if certificate is None else {"verdict": verdict(certificate), **certificate.to_json()}
     return facts
 
 
@@ -89,6 +94,11 @@ def _pass_costs(described: list[dict[str, Any]] | None) -> str:
     return "\n".join(lines)
 
 
+def _exactness(described: Mapping[str, Any] | None) -> str:
+    """The verdict alone."""
+    return "not checked yet; edge-run verify does it" if described is None else str(described["verdict"])
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_shown(part)}" for key, part in value.items()) or "-"
@@ -99,3 +109,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "-" if value in (None, "") else str(value)
+
+
+_SHOWN: Final[Mapping[str, Callable[[Any], str]]] = {"pass_costs": _pass_costs, "exactness": _exactness}
+"""Facts that are not shown as they are."""

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from .certificate import Certificate, Counterexample, TextCount
-from .decode import DecodeLimits, FinishReason, decode
+from .decode import PREFILL_ROWS, DecodeLimits, FinishReason, decode
 from .draft.foreseen import ForeseenPredictor, TreePredictor
 from .draft.grow import Grower
 from .draft.recycle import RecyclePredictor
@@ -121,6 +121,8 @@ class Comparison:
     ) -> None:
         self._engine = engine
         self._bound = engine.new_text().bound
+        self._read: tuple[int, ...] = ()
+        """The prompt whose rows, but for the last, are in the arena."""
         self._limits = DecodeLimits(max_tokens, engine.tokenizer.eos)
         self._greedy = SamplingParams()
         self._sampled = [SamplingParams(temperature=temperature, seed=seed) for seed in seeds]
@@ -159,6 +161,7 @@ class Comparison:
         """Over the first prompts and answers: what it is needed for."""
         texts = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
         chosen = [text[-_NOISE_TOKENS:] for text in texts[:_NOISE_TEXTS] if len(text) > 1]
+        self._read = ()
         return measure_width_noise(self._bound, chosen)
 
     def _compare(self, number: int, prompt: Sequence[int], greedy: Answer, epsilon: float) -> None:
@@ -193,9 +196,9 @@ class Comparison:
     def _decode(
         self, prompt: Sequence[int], sampler: Sampler, speculator: Speculator | None, epsilon: float | None
     ) -> Answer:
-        """An answer from an empty cache."""
+        """An answer. The prompt's rows are those of one reading for all answers to it."""
         bound = self._bound
-        bound.arena.rewind_to(0)
+        self._rewind(prompt)
         near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)
         steps = list(decode(bound, prompt, sampler, self._limits, lambda: False, speculator, near_ties))
         rounds = [step.round for step in steps if step.round is not None]
@@ -206,6 +209,18 @@ class Comparison:
             sum(sum(each.accepted) for each in rounds),
             0 if near_ties is None else near_ties.rows,
         )
+
+    def _rewind(self, prompt: Sequence[int]) -> None:
+        """Leave the rows of `prompt` in the arena, but for the last, which decoding starts with."""
+        arena = self._bound.arena
+        if self._read != tuple(prompt):
+            arena.rewind_to(0)
+            for start in range(0, len(prompt) - 1, PREFILL_ROWS):
+                chunk = prompt[start : min(start + PREFILL_ROWS, len(prompt) - 1)]
+                self._bound.forward(chunk, rows=(0,))
+                arena.commit(len(chunk))
+            self._read = tuple(prompt)
+        arena.rewind_to(len(prompt) - 1)
 
     def _judge(
         self,
@@ -256,7 +271,7 @@ class Comparison:
     def _plain_logits(self, text: Sequence[int], prompt: int) -> Logits:
         """Logits `[V]` for the token after `text`, of which `prompt` tokens were read and the others decoded."""
         last = _Told(text[prompt:])
-        self._bound.arena.rewind_to(0)
+        self._rewind(text[:prompt])
         limits = DecodeLimits(len(text) - prompt + 1)
         for _ in decode(self._bound, text[:prompt], last, limits, lambda: False):
             pass

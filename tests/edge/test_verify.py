@@ -1,0 +1,119 @@
+"""`edge-run verify`: its verdicts, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgerun.edge.cli import main
+from edgerun.edge.verify_command import verdict
+from edgerun.runtime.certificate import Certificate, TextCount
+from edgerun.runtime.width_noise import WidthNoise
+from tiny import write_bundle
+
+NOISE = WidthNoise({1: 0.0, 2: 0.1}, trees=0.1, disturbed=0.1, leak=0.0, spread=4.0, rows=96)
+EXACT = dataclasses.replace(NOISE, chains={1: 0.0, 2: 0.0}, trees=0.0)
+SAME = TextCount(texts=10, identical=10, tied=0, guesses=5, accepted=3)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("the other on the other\nand in the end\nof the sea", encoding="utf-8")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "certificates"
+
+
+@pytest.mark.parametrize(
+    ("certificate", "words"),
+    [
+        (Certificate(EXACT, SAME, SAME, SAME), "bit-identical"),
+        (Certificate(NOISE, SAME, SAME, SAME), "identical up to ties below 0.2 (0 of 30 texts differ)"),
+        (
+            Certificate(NOISE, dataclasses.replace(SAME, identical=8, tied=2), SAME, SAME),
+            "identical up to ties below 0.2 (2 of 30 texts differ, each at a tie)",
+        ),
+        (
+            Certificate(NOISE, dataclasses.replace(SAME, identical=8, tied=1), SAME, SAME),
+            "FAILED: 1 of 30 texts differ where there is no tie below 0.2",
+        ),
+        (
+            Certificate(dataclasses.replace(NOISE, leak=1.0), SAME, SAME, SAME),
+            "FAILED: passes over several tokens compute something else than passes over one",
+        ),
+        (
+            Certificate(NOISE),
+            "identical up to ties below 0.2, as far as one text shows; edge-run verify compares more",
+        ),
+    ],
+)
+def test_the_verdict_in_words(certificate: Certificate, words: str) -> None:
+    assert verdict(certificate) == words
+
+
+def test_a_model_passes_and_its_certificate_is_kept_and_shown(
+    tiny_bundle: Path, prompts: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(tiny_bundle)]) == 0
+    assert "not checked yet; edge-run verify does it" in capsys.readouterr().out
+    assert main(["verify", str(tiny_bundle), "--prompts", str(prompts), "-n", "16", "--limit", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "6 of 6 texts identical" in out
+    assert "12 of 12 texts identical" in out
+    assert out.splitlines()[-1].startswith("identical up to ties below")
+    assert len(list(cache.iterdir())) == 1
+    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["exactness"]
+    assert shown["verdict"] == out.splitlines()[-1]
+    assert shown["passed"] is True
+
+
+def test_json_is_one_object(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from edgerun.export import INT8
+
+    bundle = write_bundle(tmp_path, "qwen3", weights=INT8)
+    assert main(["verify", str(bundle), "--prompts", str(prompts), "-n", "16", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert (out.count("\n"), err) == (1, "")
+    found = json.loads(out)
+    assert found["exact"]["identical"] == found["exact"]["texts"] == 9
+    assert found["greedy"]["identical"] + found["greedy"]["tied"] == 9
+    assert found["counterexample"] is None
+    assert found["epsilon"] > 0
+    assert Certificate.from_json(found).passed
+
+
+def test_a_failure_is_told_with_an_example_and_exit_code_1(
+    tiny_bundle: Path, prompts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgerun.runtime import speculate
+
+    match = speculate.match
+
+    def careless(*given: Any) -> Any:
+        verdict = match(*given)
+        return dataclasses.replace(verdict, next_token=(verdict.next_token + 1) % 300)
+
+    monkeypatch.setattr(speculate, "match", careless)
+    assert main(["verify", str(tiny_bundle), "--prompts", str(prompts), "-n", "16"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "FAILED: 27 of 36 texts differ where there is no tie" in out
+    assert 'for the prompt "the other on the other"' in out
+    assert "guesses by foreseen: token 2 of the answer is" in out or "of the answer is" in out
+
+
+def test_prompts_that_cannot_be_used(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tiny_bundle), "--prompts", str(tmp_path / "none")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "cannot be read" in err

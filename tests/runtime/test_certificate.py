@@ -1,0 +1,241 @@
+"""What is measured of passes over several rows, how texts are judged by it, and where it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import edgerun
+from edgerun.models.bundle import open_bundle
+from edgerun.runtime import width_noise
+from edgerun.runtime.certificate import (
+    Certificate,
+    Counterexample,
+    TextCount,
+    certificate_file,
+    keep_certificate,
+    kept_certificate,
+    quick_certificate,
+)
+from edgerun.runtime.comparison import Answer, Comparison
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from edgerun.runtime.width_noise import WIDTHS, WidthNoise, measure_width_noise
+
+CONFIG = SessionConfig(choose_device("cpu"), 1)
+TEXTS = [np.random.default_rng(seed).integers(5, 300, 60).tolist() for seed in range(3)]
+NOISE = WidthNoise({1: 0.0, 2: 0.1, 16: 0.2}, trees=0.25, disturbed=0.3, leak=0.0, spread=4.0, rows=96)
+COUNT = TextCount(texts=9, identical=7, tied=2, guesses=300, accepted=120, widest_tie=0.125, again=40)
+FOUND = Counterexample("greedy", "hidden", 3, 0, 17, 5, 9, 1.5)
+FULL = Certificate(NOISE, COUNT, COUNT, COUNT, FOUND)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "certificates"
+
+
+def bind(bundle: Path, limit: int = 256) -> BoundSession:
+    session = GraphSession(bundle / "model.onnx", CONFIG)
+    return session.bind(session.arena(limit))
+
+
+@pytest.mark.parametrize("model", [("llama", "fp32"), ("qwen3", "int8"), ("qwen2", "int4")], ids="-".join)
+def test_noise_is_small_and_no_row_sees_another(
+    model: tuple[str, str], tiny_bundle_of: Callable[[str, str], Path]
+) -> None:
+    noise = measure_width_noise(bind(tiny_bundle_of(*model)), TEXTS)
+    assert list(noise.chains) == list(WIDTHS)
+    assert noise.chains[1] == 0
+    assert noise.leak == 0
+    assert noise.sound
+    assert not noise.identical
+    assert noise.rows == 90
+    if model[1] == "fp32":
+        assert 0 < noise.epsilon < 1e-3
+    else:
+        # Some rounding has fallen the other way, which a disturbed cache shows whatever the widths do.
+        assert noise.disturbed > 1e-3
+        assert noise.epsilon >= 2 * noise.disturbed
+
+
+def test_noise_fits_any_context(tiny_bundle: Path) -> None:
+    for limit in (12, 16, 33):
+        assert measure_width_noise(bind(tiny_bundle, limit), TEXTS[:1]).rows <= limit
+    with pytest.raises(ValueError, match="at least two tokens"):
+        measure_width_noise(bind(tiny_bundle), [[5]])
+
+
+def test_a_graph_that_mixes_rows_is_not_sound(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the mask were lost: every row of a pass sees the others' tokens."""
+    forward = BoundSession.forward
+
+    def leaking(self: BoundSession, tokens: Any, **more: Any) -> Any:
+        logits = forward(self, tokens, **more)
+        return logits + np.float32(0.01) * np.float32(np.sum(tokens) % 97) if len(np.atleast_1d(tokens)) > 1 else logits
+
+    monkeypatch.setattr(BoundSession, "forward", leaking)
+    noise = measure_width_noise(bind(tiny_bundle), TEXTS)
+    assert noise.leak > 0
+    assert not noise.sound
+    assert not Certificate(noise).passed
+
+
+def test_noise_that_is_no_number_is_not_sound() -> None:
+    assert width_noise._apart(np.array([np.nan], np.float32), np.zeros(1, np.float32)) > 1e30
+    assert not dataclasses.replace(NOISE, trees=1e30).sound
+    assert NOISE.sound
+    assert NOISE.epsilon == 0.6
+    assert dataclasses.replace(NOISE, chains={1: 0.0, 2: 0.0}, trees=0.0).epsilon == 0
+
+
+def test_every_text_is_the_plain_one_or_parts_at_a_tie(tiny_bundle_of: Callable[[str, str], Path]) -> None:
+    prompts = [text[:9] for text in TEXTS]
+    done: list[tuple[int, int]] = []
+    for model in (("llama", "fp32"), ("qwen3", "int8")):
+        with edgerun.load(tiny_bundle_of(*model)) as engine:
+            certificate = Comparison(engine, 24).certify(prompts, lambda *step: done.append(step))
+        assert certificate.passed
+        assert certificate.counterexample is None
+        for count, texts in ((certificate.greedy, 9), (certificate.sampled, 18), (certificate.exact, 9)):
+            assert (count.texts, count.failed) == (texts, 0)
+            assert count.guesses > count.accepted > 0
+        assert certificate.exact.identical == certificate.exact.texts
+        if model[1] == "fp32":
+            assert certificate.greedy.identical == 9
+            assert certificate.sampled.identical == 18
+    assert done == [(step, 7) for step in range(1, 8)] * 2
+
+
+def test_a_text_that_parts_where_the_choice_was_clear_fails(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verification that takes a wrong guess now and then."""
+    from edgerun.runtime import speculate
+
+    match = speculate.match
+
+    def careless(tree: Any, logits: Any, chooser: Any, position: int, ends: Any, most: int) -> Any:
+        verdict = match(tree, logits, chooser, position, ends, most)
+        return dataclasses.replace(verdict, next_token=(verdict.next_token + 1) % 300) if position > 14 else verdict
+
+    monkeypatch.setattr(speculate, "match", careless)
+    with edgerun.load(tiny_bundle) as engine:
+        certificate = Comparison(engine, 24).certify([TEXTS[0][:9]], lambda *_: None)
+    assert not certificate.passed
+    found = certificate.counterexample
+    assert (found.kind, found.drafter, found.prompt) == ("greedy", "foreseen", 0)
+    assert certificate.greedy.failed == 3
+    assert certificate.sampled.failed > 0
+    assert certificate.exact.failed == 0  # it has a verification of its own
+    assert 9 + found.position > 14
+    assert found.gap > certificate.epsilon
+
+
+def test_the_gap_of_a_draw_is_how_far_the_edge_is(tiny_bundle: Path) -> None:
+    """If logits move by that much towards each other, but not by less, the draw can become the other one."""
+    params = SamplingParams(temperature=0.8, seed=4)
+    prompt = TEXTS[0][:9]
+    with edgerun.load(tiny_bundle) as engine:
+        comparison = Comparison(engine, 8)
+        plain = comparison.plain(prompt, params)
+        logits = comparison._plain_logits([*prompt, *plain.tokens[:3]], len(prompt))
+        chosen = plain.tokens[3]
+        assert Sampler(params, 300).choose(logits, len(prompt) + 3) == chosen
+        for other in (chosen - 1, chosen + 1):
+            found = Answer((*plain.tokens[:3], other), ended=False)
+            expected, token, gap = comparison._gap(prompt, params, plain, found, 3)
+            assert (expected, token) == (chosen, other)
+            below = np.arange(300) < max(chosen, other)
+            towards = np.where(below, 1, -1) if other < chosen else np.where(below, -1, 1)
+            for share, result in ((0.98, False), (1.02, True)):
+                moved = (logits + towards * np.float32(share * gap / 2)).astype(np.float32)
+                # Towards `other`, all tokens up to the edge lose or gain together.
+                crossed = Sampler(params, 300).choose(moved, len(prompt) + 3) != chosen
+                assert crossed in ((result,) if share * gap < 20 else (True, False))
+
+
+def test_a_quick_certificate_knows_the_noise_alone(tiny_bundle: Path) -> None:
+    certificate = quick_certificate(bind(tiny_bundle), TEXTS[0])
+    assert certificate.epsilon > 0
+    assert certificate.passed
+    assert (certificate.greedy, certificate.sampled, certificate.exact) == (None, None, None)
+
+
+small = st.floats(0, 1e6)
+counts = st.none() | st.builds(TextCount, *[st.integers(0, 10**6)] * 5, small, st.integers(0, 10**6))
+
+
+@given(
+    st.builds(
+        Certificate,
+        st.builds(
+            WidthNoise,
+            st.dictionaries(st.integers(1, 64), small, min_size=1),
+            small,
+            small,
+            small,
+            small,
+            st.integers(1, 10**6),
+        ),
+        counts,
+        counts,
+        counts,
+        st.none() | st.just(FOUND),
+    )
+)
+def test_json_gives_back_what_it_was_made_of(certificate: Certificate) -> None:
+    assert Certificate.from_json(json.loads(json.dumps(certificate.to_json()))) == certificate
+
+
+def test_it_is_kept_for_this_model_device_and_machine(tiny_bundle: Path, cache: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    assert kept_certificate(bundle, CONFIG) is None
+    file = keep_certificate(FULL, bundle, CONFIG)
+    assert file == certificate_file(bundle, CONFIG)
+    assert list(cache.iterdir()) == [file]
+    assert kept_certificate(bundle, CONFIG) == FULL
+    assert kept_certificate(bundle, dataclasses.replace(CONFIG, threads=2)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.pop("noise"),
+        lambda data: data["noise"].update(chains={}),
+        lambda data: data["noise"].update(chains={"two": 0.1}),
+        lambda data: data["noise"].update(trees=-1.0),
+        lambda data: data["noise"].update(spread="wide"),
+        lambda data: data["noise"].update(rows=True),
+        lambda data: data.update(greedy=[]),
+        lambda data: data["greedy"].update(tied=-2),
+        lambda data: data["exact"].pop("texts"),
+        lambda data: data.update(counterexample={"kind": "greedy"}),
+        lambda data: data.update(counterexample=[1]),
+    ],
+)
+def test_a_damaged_one_is_none(tiny_bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    bundle = open_bundle(tiny_bundle)
+    file = keep_certificate(FULL, bundle, CONFIG)
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+    assert kept_certificate(bundle, CONFIG) is None
+    file.write_bytes(b"\xff\x00")
+    assert kept_certificate(bundle, CONFIG) is None
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
+    assert keep_certificate(FULL, open_bundle(tiny_bundle), CONFIG) is None
