@@ -73,7 +73,7 @@ def complete(
     sampler = Sampler(sampling, text.bound.spec.vocab_size)
     chooser: Chooser = sampler if answer is None else ReplayChooser(answer, len(prompt), sampler)
     near_ties = None if epsilon is None else NearTies(text.bound, sampler, epsilon, cancelled)
-    tally = RoundTally(keep=keep_rounds)
+    tally = RoundTally()
     with closing(decode(text.bound, prompt, chooser, limits, cancelled, speculator, near_ties)) as steps:
         for step in steps:
             passes += step.target_passes
@@ -94,6 +94,7 @@ def complete(
                 break
     rest = matcher.push(decoder.flush()) + matcher.flush()
     ended = time.perf_counter()
+    tally.count()
     stats = Stats(
         prompt_tokens=len(prompt),
         reused_tokens=min(reused, len(prompt) - 1),
@@ -109,6 +110,6 @@ def complete(
         draft_s=tally.draft_s,
         target_s=tally.target_s,
         host_s=tally.host_s,
-        rounds=tuple(tally.rounds),
+        rounds=tally.rounds if keep_rounds else (),
     )
     yield Chunk(rest, finish, stats)

@@ -66,11 +66,10 @@ class Stats:
 
 
 class RoundTally:
-    """Adds up rounds."""
+    """Adds up rounds: each is only put aside while the answer is written, and counted afterwards."""
 
-    def __init__(self, *, keep: bool = False) -> None:
-        self._keep = keep
-        self.rounds: list[Round | None] = []
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
         self._drafted = [0] * len(Source)
         self._accepted = [0] * len(Source)
         self._drafted_at: list[int] = []
@@ -78,21 +77,29 @@ class RoundTally:
         self.draft_s = self.target_s = self.host_s = 0.0
 
     def add(self, step: Step) -> None:
-        """Count the round that a step came from."""
-        self.target_s += step.target_s
-        one = step.round
-        if self._keep and step.target_s:
-            self.rounds.append(one)
-        if one is None:
-            return
-        self.draft_s += one.draft_s
-        self.host_s += one.host_s
-        if one.rows == 1:
-            return
-        _add(self._drafted, one.drafted)
-        _add(self._accepted, one.accepted)
-        _add(self._drafted_at, one.drafted_by_depth)
-        _add(self._accepted_at, (1,) * sum(one.accepted))
+        """Take in the round that a step came from."""
+        self._steps.append(step)
+
+    @property
+    def rounds(self) -> tuple[Round | None, ...]:
+        """All rounds after the first token; None where drafting rested."""
+        return tuple(step.round for step in self._steps if step.target_s)
+
+    def count(self) -> None:
+        """Count all rounds, once."""
+        for step in self._steps:
+            self.target_s += step.target_s
+            one = step.round
+            if one is None:
+                continue
+            self.draft_s += one.draft_s
+            self.host_s += one.host_s
+            if one.rows == 1:
+                continue
+            _add(self._drafted, one.drafted)
+            _add(self._accepted, one.accepted)
+            _add(self._drafted_at, one.drafted_by_depth)
+            _add(self._accepted_at, (1,) * sum(one.accepted))
 
     @property
     def drafted(self) -> int:

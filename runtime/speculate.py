@@ -33,22 +33,16 @@ _REFRESH: Final = 16
 
 @dataclass(frozen=True)
 class Round:
-    """What one round drafted and what came of it."""
+    """What one round drafted and what came of it. Counts are made when they are asked for, not between two passes."""
 
-    rows: int
-    """Of the target's pass, the anchor's included."""
-    candidates: tuple[int, ...]
-    """Nodes of the grown draft by `Source`."""
-    drafted: tuple[int, ...]
-    """Nodes that were verified, by `Source`."""
-    accepted: tuple[int, ...]
-    """Of these, the accepted ones."""
-    drafted_by_depth: tuple[int, ...]
-    """Nodes that were verified; entry 0 is depth 1."""
+    tree: Tree
+    """Verified."""
+    grown: Tree
+    """Before pruning."""
+    path: tuple[int, ...]
+    """The tree's accepted nodes, the anchor first."""
     expected: float
     """Tokens the round was expected to give; 1 for a plain step."""
-    emitted: int
-    """Tokens it gave."""
     draft_passes: int
     draft_s: float
     target_s: float
@@ -56,6 +50,36 @@ class Round:
     """Looking guesses up, choosing tokens, learning."""
     note: str = ""
     """Why nothing was drafted, where there is a reason worth telling."""
+
+    @property
+    def rows(self) -> int:
+        """Of the target's pass, the anchor's included."""
+        return len(self.tree)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens the round gave."""
+        return len(self.path)
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """Nodes of the grown draft by `Source`."""
+        return _by_source(self.grown.source[1:])
+
+    @property
+    def drafted(self) -> tuple[int, ...]:
+        """Nodes that were verified, by `Source`."""
+        return _by_source(self.tree.source[1:])
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Of these, the accepted ones."""
+        return _by_source(self.tree.source[list(self.path[1:])])
+
+    @property
+    def drafted_by_depth(self) -> tuple[int, ...]:
+        """Nodes that were verified; entry 0 is depth 1."""
+        return tuple(np.bincount(self.tree.depths)[1:].tolist())
 
 
 class PassTimes(NamedTuple):
@@ -244,20 +268,16 @@ class Speculator:
             balance = draft.advantage - price if price > _NEGLIGIBLE else 0.0
             # What the draft model takes is not counted: whether to ask it is decided anew at every node.
             self.rest.observe(balance - self._lost(len(tree), len(emitted), times.again))
-        grown = draft.growth.tree if draft.growth is not None else tree
         return Round(
-            rows=len(tree),
-            candidates=_by_source(grown.source[1:]),
-            drafted=_by_source(tree.source[1:]),
-            accepted=_by_source(tree.source[list(path[1:])]) if len(path) > 1 else _NONE,
-            drafted_by_depth=tuple(np.bincount(tree.depths)[1:].tolist()) if len(tree) > 1 else (),
-            expected=draft.expected,
-            emitted=len(emitted),
-            draft_passes=draft.passes,
-            draft_s=draft.draft_s,
-            target_s=times.target + times.again,
-            host_s=host_s + times.checking,
-            note="a near-tie: its text was run again" if times.again else draft.note,
+            tree,
+            draft.growth.tree if draft.growth is not None else tree,
+            path,
+            draft.expected,
+            draft.passes,
+            draft.draft_s,
+            times.target + times.again,
+            host_s + times.checking,
+            "a near-tie: its text was run again" if times.again else draft.note,
         )
 
     def _lost(self, rows: int, emitted: int, again: float) -> float:
@@ -321,13 +341,5 @@ class Speculator:
         return f"draft model not asked: it would gain {worth.gain:.2f} tokens for the time of {worth.cost:.2f}"
 
 
-_NONE: Final = (0,) * len(Source)
-
-
 def _by_source(sources: npt.NDArray[np.uint8]) -> tuple[int, ...]:
-    if not sources.size:
-        return _NONE
-    counts = [0] * len(Source)
-    for source in sources.tolist():
-        counts[source] += 1
-    return tuple(counts)
+    return tuple(np.bincount(sources, minlength=len(Source)).tolist())

@@ -33,8 +33,10 @@ _TRUSTED: Final = 20
 """Passes after which an estimate moves no slower: the memory of the running estimate."""
 _ASSUMED: Final = 4
 """Passes that an estimate made from its neighbours counts for."""
-_TOLERANCE: Final = 0.005
-"""Log seconds that estimates may move before a curve is made again: less than decides anything."""
+_TOLERANCE: Final = 0.02
+"""Log seconds that the speed may move before curves follow: less than decides anything."""
+_SHAPE_TOLERANCE: Final = 0.06
+"""What the widths' estimates may move, all together, before a curve is made again, which takes 50 us."""
 
 
 @dataclass
@@ -160,7 +162,7 @@ class StepCost:
         if bucket is None:
             return
         bucket.moved += abs(bucket.knots[seen.rows].learn(seen.residual - speed))
-        if bucket.moved > _TOLERANCE:
+        if bucket.moved > _SHAPE_TOLERANCE:
             bucket.moved = 0.0
             self._curves.clear()
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
 
+import numpy as np
+
 from .mixing import Mixer, Prediction
 from .predictor import CostlyPredictor, Predictor, State
 from .tree import Source, Tree
@@ -130,7 +132,13 @@ class _Growing:
             if self._chain and parent != len(self._tokens) - 1:
                 continue
             self._add(parent, token, -negative, source)
-        tree = Tree.of(self._tokens, self._parents, self._probs, self._sources)
+        # A tree by the way it was grown, so it need not be checked like one from outside.
+        tree = Tree(
+            np.array(self._tokens, np.int32),
+            np.array(self._parents, np.int32),
+            np.array(self._probs, np.float32),
+            np.array(self._sources, np.uint8),
+        )
         return Growth(tree, self._candidates, self._model_passes)
 
     def _add(self, parent: int, token: int, probability: float, source: int) -> None:

@@ -28,6 +28,8 @@ _USUAL_CATCH_UP: Final = 2
 """Rows that a text lacks after a fully accepted draft."""
 _ROUNDS_SERVED: Final = 32
 """Rounds over which the cost of reading the text is spread: an answer of a line or two."""
+_OBSERVED_EVERY: Final = 4
+"""Passes of which one refines the cost: the bookkeeping takes a tenth of a small model's pass."""
 _TEXT_ROWS: Final = 128
 """Most rows of the text in a pass."""
 _UNKNOWN: Final = -1
@@ -240,7 +242,8 @@ class DraftModel:
             logits = self._bound.forward(tokens, rows=rows, positions=positions, tree_mask=mask)
         finally:
             arena.rewind_to(base)
-        self.cost.observe(tokens.size, base, time.perf_counter() - started)
+        if self.passes % _OBSERVED_EVERY == 0:
+            self.cost.observe(tokens.size, base, time.perf_counter() - started)
         self.passes += 1
         return logits
 

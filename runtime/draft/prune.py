@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -46,13 +47,19 @@ def prune(tree: Tree, curve: Sequence[float], rate: float, most_rows: int) -> Pr
     """
     if len(tree) == 1:
         return Pruned(tree, 1.0, 0.0)
-    # A stable sort keeps parents before children of the same probability.
-    order = np.argsort(-tree.path_prob, kind="stable").tolist()
-    probabilities = tree.path_prob[order].tolist()
+    probabilities = tree.path_prob.tolist()
+    in_order = all(first >= second for first, second in pairwise(probabilities))
+    order: list[int] = []
+    if not in_order:
+        # A stable sort keeps parents before children of the same probability.
+        order = np.argsort(-tree.path_prob, kind="stable").tolist()
+        probabilities = tree.path_prob[order].tolist()
     rows, advantage, expected = best_rows(probabilities[1:], curve, rate, most_rows)
     if rows == 1:
-        return Pruned(Tree.anchor_only(int(tree.tokens[0])), 1.0, 0.0)
-    return Pruned(tree if rows == len(tree) else tree.kept(order[:rows]), expected, advantage)
+        return Pruned(tree.first(1), 1.0, 0.0)
+    if rows == len(tree):
+        return Pruned(tree, expected, advantage)
+    return Pruned(tree.first(rows) if in_order else tree.kept(order[:rows]), expected, advantage)
 
 
 def best_rows(

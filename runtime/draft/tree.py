@@ -123,6 +123,10 @@ class Tree:
         """The child of `node` that carries `token`."""
         return self._children.get((node, token))
 
+    def first(self, nodes: int) -> Tree:
+        """The tree of the first `nodes` nodes, at least 1; it shares their arrays."""
+        return Tree(self.tokens[:nodes], self.parents[:nodes], self.path_prob[:nodes], self.source[:nodes])
+
     def kept(self, nodes: Iterable[int]) -> Tree:
         """The tree of some of the nodes, in their order here.
 
