@@ -245,7 +245,7 @@ def test_a_damaged_log_costs_what_was_damaged(sequences: list[list[int]], bits: 
         store = HistoryStore(folder, LEAST, warnings.append)
         for sequence in sequences:
             store.append(sequence)
-        store.append([0, 1, 2])
+        store.append([1 << 30, 1, 2])  # like no other
         before = kept(store)
         for bit in bits:
             flip(folder / "log", bit)
@@ -255,7 +255,8 @@ def test_a_damaged_log_costs_what_was_damaged(sequences: list[list[int]], bits: 
         left = iter(before)
         assert all(sequence in left for sequence in after)  # in their order, and none that was not there
         assert len(after) >= len(before) - len(bits)
-        if len(after) < len(before) - 1:
+        # Damage that nothing readable comes after cannot be told from an append that was never finished.
+        if len(after) < len(before) and after and after[-1] == before[-1]:
             assert (folder / "log.damaged").exists()
             assert warnings
         assert store.append([3])
