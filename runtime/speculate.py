@@ -18,6 +18,7 @@ import numpy.typing as npt
 from .draft.grow import Grower, Growth, Prices
 from .draft.prune import prune
 from .draft.recycle import RecyclePredictor
+from .draft.suffix import SuffixPredictor
 from .draft.tree import Source, Tree
 from .sampling import Logits
 from .step_cost import StepCost
@@ -112,6 +113,12 @@ _USUAL_HOST_S: Final = 1e-4
 """What a round's look-ups take, until it is known: the first ones are slow and say little."""
 _NEGLIGIBLE: Final = 0.01
 """Tokens a round that looking guesses up may cost without being laid to rest."""
+_LIGHT: Final = 0.08
+"""Tokens a round up to which a resting speculator listens: it follows the text, a tenth of a look-up's cost."""
+_TELLING: Final = 4
+"""Tokens of the text's end that occurred before, from which a listening speculator wakes."""
+_PLAIN_OBSERVED_EVERY: Final = 8
+"""Plain passes of which one refines the step cost: there are many, and the bookkeeping takes time too."""
 
 
 class Rest:
@@ -124,6 +131,7 @@ class Rest:
     """A balance at which a trial is cut short and the wait is long: a model so small that a look-up is a good part of a
     pass."""
     _SHORT_TRIAL: Final = 3
+    _LIGHT_TRIAL: Final = 24
 
     def __init__(self) -> None:
         self.left = 0
@@ -133,12 +141,17 @@ class Rest:
         self._wait = self._FIRST
         self._rounds = 0
 
-    def observe(self, balance: float) -> None:
-        """Take in a round of drafting."""
+    def wake(self) -> None:
+        """Draft again at once, for another trial."""
+        self.left = self._rounds = 0
+
+    def observe(self, balance: float, *, light: bool = False) -> None:
+        """Take in a round of drafting; where that is `light`, it is tried for longer before it is given up."""
         self._rounds += 1
         self.balance += (balance - self.balance) * max(1 / self._rounds, 0.02)
         hopeless = self.balance < self._HOPELESS and self._rounds >= self._SHORT_TRIAL
-        if not hopeless and (self._rounds < self._TRIAL or self.balance >= 0):
+        trial = self._LIGHT_TRIAL if light else self._TRIAL
+        if not hopeless and (self._rounds < trial or self.balance >= 0):
             if self._rounds > 4 * self._TRIAL:
                 self._wait = self._FIRST
             return
@@ -181,6 +194,9 @@ class Speculator:
         self._prices = Prices((0.0,), 0.0)
         self._rounds = 0
         self._host_s = _USUAL_HOST_S
+        self._watched = next((each for each in grower.predictors if isinstance(each, SuffixPredictor)), None)
+        self._light = False
+        """Whether looking guesses up takes so little that a resting speculator listens."""
         self._ahead = 0.0
         """Tokens gained on plain decoding since rows were last run again."""
 
@@ -198,6 +214,11 @@ class Speculator:
         """Take in the token of a plain round."""
         self.rest.left -= 1
         self._tokens.append(token)
+        if self._light and self._watched is not None:
+            self._catch_up(self._tokens, self._followed)
+            self._followed = len(self._tokens)
+            if self._watched.state()[1] >= _TELLING:
+                self.rest.wake()
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Make `tokens`, the anchor included, the text."""
@@ -232,6 +253,8 @@ class Speculator:
         self, draft: Draft, logits: Logits, chooser: Chooser, position: int, ends: Container[int], most: int
     ) -> Verdict:
         """Which of the draft's guesses the text takes; arguments as of `match`."""
+        if len(draft.tree) == 1:
+            return Verdict((0,), chooser.choose(logits[0], position))
         return match(draft.tree, logits, chooser, position, ends, most)
 
     def observe(
@@ -254,7 +277,8 @@ class Speculator:
         started = time.perf_counter()
         tree, path = draft.tree, verdict.path
         emitted = verdict.emitted(tree)
-        self.cost.observe(len(tree), context, times.target)
+        if len(tree) > 1 or self._rounds % _PLAIN_OBSERVED_EVERY == 0:
+            self.cost.observe(len(tree), context, times.target)
         self._learn(draft, verdict, logits)
         self._tokens += emitted
         decay = 1 - 1 / _RATE_HORIZON
@@ -267,7 +291,9 @@ class Speculator:
             price = self._host_s * self.rate
             balance = draft.advantage - price if price > _NEGLIGIBLE else 0.0
             # What the draft model takes is not counted: whether to ask it is decided anew at every node.
-            self.rest.observe(balance - self._lost(len(tree), len(emitted), times.again))
+            lost = self._lost(len(tree), len(emitted), times.again)
+            self._light = price < _LIGHT and not lost
+            self.rest.observe(balance - lost, light=self._light)
         return Round(
             tree,
             draft.growth.tree if draft.growth is not None else tree,
