@@ -35,9 +35,11 @@ from edgerun.edge.bench.recordings import read_recording
 from edgerun.edge.bench.result import Conditions, Result
 from edgerun.edge.bench.show import show, times
 from edgerun.runtime.speculation import Speculation
+from edgerun.runtime.workshop import Foresight
 
 _SHAPES: Final = ("qwen2.5-0.5b", "qwen2.5-1.5b")
 _CEILING: Final = "knows the answer"
+_WRONG: Final = "always wrong"
 _CATEGORIES: Final = 8
 """Of MT-Bench; a recording of one category gets as many conversations as its eight together."""
 
@@ -64,7 +66,9 @@ def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespac
     each = options.limit * (_CATEGORIES if len(counts(conversations)) == 1 else 1)
     conversations = chosen(conversations, each)
     contenders = [Contender(str(choice), choice) for choice in map(Speculation.parse, options.spec or ["auto"])]
-    contenders.append(Contender(_CEILING, Speculation.AUTO, foreseen=True))
+    if options.wrong:
+        contenders.append(Contender(_WRONG, Speculation.AUTO, foresight=Foresight.WRONG))
+    contenders.append(Contender(_CEILING, Speculation.AUTO, foresight=Foresight.RIGHT))
     plan = Plan(options.max_tokens, TurnRange.parse(recording.turns), replay=True)
     busy = machine_load()
     with console.status(recording.name) as status:
@@ -133,6 +137,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="most tokens an answer (1024)")
     parser.add_argument("--context", type=int, default=4096, metavar="N")
     parser.add_argument("--block", type=int, choices=(32, 64, 128), default=128, help="weights that share a scale")
+    parser.add_argument("--wrong", action="store_true", help="also a drafter that is sure of itself and never right")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
     parser.add_argument("--reports", type=Path, metavar="DIR", help="write an HTML report of each part here")

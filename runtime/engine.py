@@ -32,7 +32,7 @@ from .step_cost import StepCost
 from .text.template import Message, load_template
 from .text.tokenizer import TextTokenizer
 from .turns import AnswerStream, Turns
-from .workshop import Recording, Workshop
+from .workshop import Foresight, Recording, Workshop
 
 if TYPE_CHECKING:
     import os
@@ -226,12 +226,12 @@ class Engine:
         answer: Sequence[int],
         options: GenerateOptions,
         *,
-        foreseen: bool = False,
+        foresight: Foresight = Foresight.NONE,
     ) -> AnswerStream:
         """`run`, except that the answer's tokens are recorded ones: for measuring what drafting a real answer costs.
 
-        Every pass and every choice is made and paid for; only their outcome is replaced. With `foreseen`, a drafter
-        that knows the answer takes the place of the others, which shows what no drafter can surpass.
+        Every pass and every choice is made and paid for; only their outcome is replaced. With `foresight`, a
+        drafter that knows the answer, or one that is always wrong, takes the place of the others.
 
         Raises:
             ContextError: the prompt does not fit the context.
@@ -243,7 +243,7 @@ class Engine:
         if min(answer) < 0 or max(answer) >= self.spec.vocab_size:
             raise InputError("the recorded answer has tokens that the model does not", "record it with this model")
         most = min(len(answer), options.max_tokens or len(answer))
-        recorded = Recording(tuple(answer), foreseen=foreseen)
+        recorded = Recording(tuple(answer), foresight)
         limited = options.changed({"max_tokens": most})
         return AnswerStream(self.turns, lambda cancelled: self.write(text, prompt, limited, cancelled, recorded))
 

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -40,12 +41,29 @@ _WORTH_SAVING: Final = 256
 _log: Final = logging.getLogger("edgerun")
 
 
+class Foresight(Enum):
+    """What takes the drafters' place while a recording is replayed."""
+
+    NONE = "none"
+    """Nothing: they draft as always."""
+    RIGHT = "right"
+    """A drafter that knows the answer: what no other can surpass."""
+    WRONG = "wrong"
+    """A drafter that is sure of itself and never right: what the worst one costs."""
+
+
 @dataclass(frozen=True)
 class Recording:
     """An answer given beforehand, and whether drafts are to know it."""
 
     answer: tuple[int, ...]
-    foreseen: bool = False
+    foresight: Foresight = Foresight.NONE
+
+    def believed(self, vocab_size: int) -> tuple[int, ...]:
+        """The answer that the drafter expects."""
+        if self.foresight is Foresight.RIGHT:
+            return self.answer
+        return tuple((token + 1) % vocab_size for token in self.answer)
 
 
 class Workshop:
@@ -86,6 +104,7 @@ class Workshop:
         self._certificate: Certificate | None = None
         self._drafting: Drafting | None = None
         self._model: ModelPredictor | None = None
+        self._foreseeing: dict[Foresight, tuple[ForeseenPredictor, Speculator]] = {}
         self._kept = False
 
     def step_cost(self, new_text: Callable[[], CachedText]) -> StepCost:
@@ -135,8 +154,13 @@ class Workshop:
         spec = self._graph.spec
         trees = fits_trees(spec)
         cost = self.step_cost(new_text)
-        if recorded is not None and recorded.foreseen:
-            return Speculator(Grower([ForeseenPredictor(recorded.answer, len(prompt))]), cost, trees=trees)
+        if recorded is not None and recorded.foresight is not Foresight.NONE:
+            if recorded.foresight not in self._foreseeing:
+                predictor = ForeseenPredictor()
+                self._foreseeing[recorded.foresight] = predictor, Speculator(Grower([predictor]), cost, trees=trees)
+            predictor, speculator = self._foreseeing[recorded.foresight]
+            predictor.expect(recorded.believed(spec.vocab_size), len(prompt))
+            return speculator
         if self._drafting is None:
             self._drafting = self._make_drafting(cost, trees=trees)
         if self._model is not None:

@@ -17,6 +17,7 @@ from ...runtime.options import GenerateOptions
 from ...runtime.reply import Reply, Stats
 from ...runtime.speculation import Speculation
 from ...runtime.turns import AnswerStream
+from ...runtime.workshop import Foresight
 from ..errors import ContextError, InputError
 from .account import PLAIN, Count, Run, Trial
 from .conversations import Conversation, Exchange
@@ -30,8 +31,8 @@ class Contender:
 
     name: str
     speculation: Speculation
-    foreseen: bool = False
-    """Draft from the recorded answer itself: what no drafter can surpass. Replay only."""
+    foresight: Foresight = Foresight.NONE
+    """What takes the drafters' place. Replay only."""
 
 
 PLAIN_CONTENDER: Final = Contender(PLAIN, Speculation.OFF)
@@ -222,7 +223,7 @@ def _answer(engine: Engine, text: CachedText, contender: Contender, asked: Asked
         stream = engine.run(text, asked.prompt, plan.options(contender, plan.max_tokens))
     else:
         options = plan.options(contender, len(asked.answer))
-        stream = engine.replay(text, asked.prompt, asked.answer, options, foreseen=contender.foreseen)
+        stream = engine.replay(text, asked.prompt, asked.answer, options, foresight=contender.foresight)
     return Reply.of(stream)
 
 

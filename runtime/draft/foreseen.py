@@ -75,11 +75,14 @@ class ForeseenPredictor:
     source: Final = Source.OTHER
     prior: Final[Sequence[float]] = (0.995,)
 
-    def __init__(self, answer: Sequence[int], start: int) -> None:
-        """Foresee `answer`, whose first token has index `start` in the text."""
+    def __init__(self, answer: Sequence[int] = (), start: int = 0) -> None:
+        self._place = 0
+        self.expect(answer, start)
+
+    def expect(self, answer: Sequence[int], start: int) -> None:
+        """Foresee `answer`, whose first token has index `start` in the text that is followed next."""
         self._answer = answer
         self._start = start
-        self._place = 0
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Make `tokens` the text."""

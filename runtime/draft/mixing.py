@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from .tree import Source
 
-_PRIOR_WEIGHT: Final = 24.0
+_PRIOR_WEIGHT: Final = 10.0
 """Observations that the prior of a bucket counts for."""
 _SLOWEST: Final = 1 / 400
 """The least a new observation moves an estimate: older ones fade, because text changes."""

@@ -16,9 +16,10 @@ from edgerun.edge.bench.measure import Asking, Contender, Findings, Plan, TurnRa
 from edgerun.edge.cli import main
 from edgerun.edge.errors import ContextError, InputError
 from edgerun.runtime.speculation import Speculation
+from edgerun.runtime.workshop import Foresight
 
 AUTO = Contender("auto", Speculation.AUTO)
-CEILING = Contender("foreseen", Speculation.AUTO, foreseen=True)
+CEILING = Contender("foreseen", Speculation.AUTO, foresight=Foresight.RIGHT)
 SAID = "the other day the other day the other day "
 
 

@@ -14,6 +14,7 @@ from edgerun import Engine, FinishReason, GenerateOptions, InputError
 from edgerun.runtime.draft.tree import Source
 from edgerun.runtime.reply import Reply, SourceCount, Stats
 from edgerun.runtime.speculation import Speculation
+from edgerun.runtime.workshop import Foresight
 
 OFF, AUTO = Speculation.OFF, Speculation.AUTO
 CHOICES = [AUTO, Speculation.of(Source.SUFFIX), Speculation.of(Source.RECYCLED)]
@@ -196,9 +197,9 @@ def test_the_context_ends_an_answer_where_it_ends_plain_ones(tiny_bundle: Path) 
                     assert account(engine.generate(prompt, options)) == account(plain)
 
 
-@pytest.mark.parametrize("foreseen", [False, True])
+@pytest.mark.parametrize("foresight", [Foresight.NONE, Foresight.RIGHT])
 @pytest.mark.parametrize("choice", [OFF, *CHOICES[:2]], ids=str)
-def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, foreseen: bool) -> None:
+def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, foresight: Foresight) -> None:
     prompt = engine.tokenizer.encode("the other", add_special_tokens=False)
     random = np.random.default_rng(1)
     # Not what the model would say; with the end-of-text token in it, and repetitions.
@@ -206,7 +207,7 @@ def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, fo
     answer = [*words, *words[:7], *sorted(engine.tokenizer.eos), *words, *random.integers(5, 120, 8).tolist()]
     for options in (GenerateOptions(), SAMPLED.changed({"seed": 4, "max_tokens": None})):
         reply = Reply.of(
-            engine.replay(None, prompt, answer, options.changed({"speculation": choice}), foreseen=foreseen)
+            engine.replay(None, prompt, answer, options.changed({"speculation": choice}), foresight=foresight)
         )
         assert reply.text == engine.tokenizer.decode(answer)
         stats = reply.stats
@@ -216,7 +217,7 @@ def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, fo
         assert "recycle" not in stats.by_source
         if choice == OFF:
             assert stats.drafted == 0
-        elif foreseen:
+        elif foresight is Foresight.RIGHT:
             assert stats.accepted == stats.drafted > 0
             assert stats.by_source == {"other": SourceCount(stats.drafted, stats.accepted)}
             assert stats.tokens_per_pass > 8
@@ -224,11 +225,11 @@ def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, fo
             assert 0 < stats.accepted <= stats.drafted
 
 
-@pytest.mark.parametrize("foreseen", [False, True])
-def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, foreseen: bool) -> None:
+@pytest.mark.parametrize("foresight", [Foresight.NONE, Foresight.RIGHT])
+def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, foresight: Foresight) -> None:
     prompt, answer = list(range(20, 30)), [40 + index % 9 for index in range(300)]
     for most, expected in ((1, 1), (2, 2), (7, 7), (None, engine.context - 10)):
-        reply = Reply.of(engine.replay(None, prompt, answer, GenerateOptions(max_tokens=most), foreseen=foreseen))
+        reply = Reply.of(engine.replay(None, prompt, answer, GenerateOptions(max_tokens=most), foresight=foresight))
         assert reply.stats.completion_tokens == expected
         assert reply.text == engine.tokenizer.decode(answer[:expected])
         check_counts(reply.stats)
@@ -237,8 +238,8 @@ def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, fo
 def test_what_was_replayed_does_not_show_in_later_answers(engine: Engine) -> None:
     expected = engine.generate("the other", max_tokens=20, speculation=OFF).text
     prompt = engine.encode_chat([{"role": "user", "content": "the other"}])
-    for foreseen in (True, False):
-        Reply.of(engine.replay(None, prompt, [7] * 30, GenerateOptions(), foreseen=foreseen))
+    for foresight in (Foresight.RIGHT, Foresight.NONE):
+        Reply.of(engine.replay(None, prompt, [7] * 30, GenerateOptions(), foresight=foresight))
         assert engine.generate("the other", max_tokens=20).text == expected
 
 
