@@ -277,3 +277,20 @@ def test_a_resting_speculator_drafts_again_after_its_wait() -> None:
     assert [one is None for _, one in rounds[:12]] == [True] * 10 + [False] * 2
     # The predictor was told what it missed.
     assert rounds[10][1].emitted == 16
+
+
+@pytest.mark.parametrize(("pass_s", "wakes"), [(1.0, True), (1e-5, False)], ids=["light", "heavy"])
+def test_a_resting_speculator_wakes_where_the_text_repeats_itself_if_listening_is_cheap(
+    pass_s: float, wakes: bool
+) -> None:
+    cost = FixedCost({128: {1: pass_s, 2: 2 * pass_s}})
+    speculator = Speculator(Grower([SuffixPredictor()]), cost)
+    speculator.follow(list(range(40)))
+    draft = speculator.propose(39, 10, 10)
+    speculator.observe(draft, Verdict((0,), 40), np.zeros((1, 60), np.float32), 39, PassTimes(pass_s))
+    speculator.rest.left = 1000
+    for token in (50, 3, 4, 5):
+        speculator.skip(token)
+        assert speculator.resting
+    speculator.skip(6)
+    assert speculator.resting is not wakes
