@@ -126,12 +126,13 @@ def _reporter(path: Path | None) -> Callable[[Result], None] | None:
     """
     if path is None:
         return None
-    try:
-        from .bench.report import check_report_name, write_report
-    except ModuleNotFoundError as error:
-        raise InputError(f"a report needs the package {error.name}", 'pip install "edge-run[bench]"') from error
+    from .bench.report_name import check_report_name
 
     check_report_name(path)
+    try:
+        from .bench.report import write_report
+    except ModuleNotFoundError as error:
+        raise InputError(f"a report needs the package {error.name}", 'pip install "edge-run[bench]"') from error
     return lambda result: write_report(path, result)
 
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 from jinja2 import Environment, StrictUndefined
 
 from ...models.atomic import write_atomically
-from ..errors import InputError
 from .account import PLAIN
 from .plots import DARK, LIGHT, png, svg_plots, variable
+from .report_name import check_report_name
 from .result import Result
 from .show import share, within
 
@@ -26,18 +26,6 @@ def write_report(path: Path, result: Result) -> None:
     """
     check_report_name(path)
     write_atomically(path, png(result) if path.suffix.lower() == ".png" else page(result).encode())
-
-
-def check_report_name(path: Path) -> None:
-    """Check that a report of that name can be written.
-
-    Raises:
-        InputError: it ends in neither .html nor .png, or its folder does not exist.
-    """
-    if path.suffix.lower() not in (".html", ".htm", ".png"):
-        raise InputError(f"a report cannot be written as {path.name}", "end its name in .html or .png")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"a report cannot be written to {path}", "name a file in a folder that exists")
 
 
 def page(result: Result) -> str:
