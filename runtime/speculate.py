@@ -25,7 +25,7 @@ from .step_cost import StepCost
 from .verify import Chooser, Verdict, match
 
 MOST_ROWS: Final = 16
-"""Most rows of a pass: beyond, no row has paid on any machine measured."""
+"""Most rows of a pass: it bounds the logits held, and what is grown before it is pruned."""
 _RATE_HORIZON: Final = 64
 """Rounds that the rate of decoding is averaged over."""
 _REFRESH: Final = 16
