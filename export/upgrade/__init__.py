@@ -1,0 +1,1 @@
+"""An ONNX language model that another tool exported, rewired to the graph contract."""

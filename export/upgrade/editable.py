@@ -1,0 +1,461 @@
+"""An ONNX graph under edit, with its weights left where they are.
+
+How a pass uses it. A pass is a function `(graph: EditableGraph, ...) -> something` in a module of its own. It finds
+nodes (`graph.nodes`, `graph.producer(name)`, `graph.consumers(name)`), reads constants (`graph.array(name)`), and
+changes the graph only through its methods, which keep the look-ups right:
+
+    for node in graph.nodes_of("MatMul"):                  # a list made now: editing while walking is safe
+        weight = graph.array(node.input(1))                # NumPy, mapped from the file; None: not a constant
+        if weight is None:
+            continue
+        codes = graph.add_tensor("layers.0.o.codes", Tensor.computed(np.uint8, shape, make_pieces))
+        new = graph.add("MatMulNBits", [node.input(0), codes, scales], domain=MICROSOFT, N=.., K=.., bits=4, ..)
+        graph.replace_uses(node.output(0), new.output(0))  # every reader now reads the new value
+    graph.sweep()                                          # drops what nothing reads any more
+
+Rules:
+
+- Values are known by name, as in ONNX; "" is an absent optional input. Nodes are compared by identity.
+- Names given to `add`, `add_tensor` are wishes: a name that is taken gets a number, and the name used is returned (in
+  `Node.outputs`, or by `add_tensor`).
+- What stands as a `Constant` node in the file is a tensor here, and `Identity` nodes are gone; so a constant is always
+  in `graph.tensors`. Constants inside the branches of If and Loop stay there; `Node.captured` lists what such a branch
+  reads from the graph around it, and counts as read.
+- Tensors are never loaded to be passed on: those of the source are ranges of its files (`tensors.FileRange`), new big
+  ones are computed while the new file is written, in the order in which they were added (`tensors.Computed`).
+- `replace_uses` does not touch graph outputs; `rename` does, and `set_output` declares which value an output is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
+
+from ...edge.errors import BundleError
+from ...models.external_data import check_external_data
+from .tensors import Array, Tensor, read_tensor
+from .write import TensorWriter
+
+MICROSOFT: Final = "com.microsoft"
+_CONSTANT_TYPES: Final = {
+    "value_int": "int64",
+    "value_ints": "int64",
+    "value_float": "float32",
+    "value_floats": "float32",
+}
+
+
+class Node:
+    """One operator call. Read its fields; change its inputs through the graph."""
+
+    __slots__ = ("attributes", "captured", "domain", "inputs", "name", "op", "outputs")
+
+    def __init__(self, proto: NodeProto) -> None:
+        self.op = proto.op_type
+        self.domain = "" if proto.domain == "ai.onnx" else proto.domain
+        self.name = proto.name
+        self.inputs: tuple[str, ...] = tuple(proto.input)
+        self.outputs: tuple[str, ...] = tuple(proto.output)
+        self.attributes = {attribute.name: attribute for attribute in proto.attribute}
+        self.captured: tuple[str, ...] = tuple(sorted(_captured(proto)))
+
+    def __repr__(self) -> str:
+        return f"{self.op}({', '.join(self.inputs)}) -> {', '.join(self.outputs)}"
+
+    def input(self, index: int) -> str:
+        """Name of an input; "" where it is absent."""
+        return self.inputs[index] if index < len(self.inputs) else ""
+
+    def output(self, index: int) -> str:
+        """Name of an output; "" where it is absent."""
+        return self.outputs[index] if index < len(self.outputs) else ""
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """Value of an attribute: int, float, str, list, TensorProto or GraphProto."""
+        proto = self.attributes.get(name)
+        if proto is None:
+            return default
+        value = helper.get_attribute_value(proto)
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+    def proto(self) -> NodeProto:
+        """The node as ONNX has it."""
+        return NodeProto(
+            op_type=self.op,
+            domain=self.domain,
+            name=self.name,
+            input=self.inputs,
+            output=self.outputs,
+            attribute=self.attributes.values(),
+        )
+
+
+class EditableGraph:
+    """See the module."""
+
+    def __init__(self, model: ModelProto, folder: Path) -> None:
+        """Take a model whose external data lies in `folder` (`onnx.load(..., load_external_data=False)`).
+
+        Raises:
+            BundleError: a constant is damaged, or the graph is not one that can be edited.
+        """
+        self.folder = folder
+        self.opsets = {"" if each.domain == "ai.onnx" else each.domain: each.version for each in model.opset_import}
+        self.producer_name = model.producer_name
+        graph = model.graph
+        if graph.sparse_initializer:
+            raise BundleError("the model keeps sparse constants", "such a model cannot be upgraded")
+        self._ir_version = model.ir_version
+        self._functions = list(model.functions)
+        self.tensors: dict[str, Tensor] = {each.name: read_tensor(each, folder) for each in graph.initializer}
+        self.inputs: dict[str, ValueInfoProto] = {
+            each.name: each for each in graph.input if each.name not in self.tensors
+        }
+        self.outputs: dict[str, ValueInfoProto] = {each.name: each for each in graph.output}
+        self._types: dict[str, ValueInfoProto] = {each.name: each for each in graph.value_info}
+        self._nodes: dict[Node, None] = {}
+        self._producers: dict[str, Node] = {}
+        self._consumers: defaultdict[str, dict[Node, None]] = defaultdict(dict)
+        self._numbers: dict[str, int] = {}
+        for proto in graph.node:
+            if proto.op_type == "Constant" and proto.domain in ("", "ai.onnx"):
+                self.tensors[proto.output[0]] = _constant(proto, folder)
+            else:
+                self._attach(Node(proto))
+        self._drop_identities()
+
+    @classmethod
+    def open(cls, path: Path) -> EditableGraph:
+        """Read an .onnx file without its external weights.
+
+        Raises:
+            BundleError: it is not an ONNX model, its weights are missing, or it cannot be edited.
+        """
+        try:
+            check_external_data(path)
+            return cls(onnx.load(path, load_external_data=False), path.parent)
+        except DecodeError as error:
+            raise BundleError(f"{path} is not an ONNX model", "give a complete .onnx file") from error
+        except OSError as error:
+            raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
+
+    # Reading
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All nodes, in no order that means anything."""
+        return list(self._nodes)
+
+    def nodes_of(self, *ops: str) -> list[Node]:
+        """The nodes of some operators, whatever their domain."""
+        return [node for node in self._nodes if node.op in ops]
+
+    def producer(self, name: str) -> Node | None:
+        """The node that makes a value; None for a graph input, a constant, or a name that does not exist."""
+        return self._producers.get(name)
+
+    def producer_of(self, name: str, *ops: str) -> Node | None:
+        """The node that makes a value if it is of one of these operators."""
+        node = self._producers.get(name)
+        return node if node is not None and node.op in ops else None
+
+    def consumers(self, name: str) -> list[Node]:
+        """The nodes that read a value, each once; graph outputs are no nodes."""
+        return list(self._consumers.get(name, ()))
+
+    def is_read(self, name: str) -> bool:
+        """Whether a node reads the value or a graph output is it."""
+        return bool(self._consumers.get(name)) or name in self.outputs
+
+    def array(self, name: str) -> Array | None:
+        """The constant of that name as NumPy (see `Tensor.array`), or None if the value is no constant."""
+        tensor = self.tensors.get(name)
+        return None if tensor is None else tensor.array()
+
+    def integers(self, name: str) -> list[int] | None:
+        """A small constant of whole numbers as a flat list; None if it is no constant."""
+        value = self.array(name)
+        return None if value is None else [int(each) for each in value.reshape(-1)]
+
+    def scalar(self, name: str) -> float | None:
+        """A constant of one element; None if it is something else."""
+        tensor = self.tensors.get(name)
+        return float(tensor.array().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None
+
+    def element_type(self, name: str) -> int:
+        """`TensorProto.DataType` of an input, an output, a constant or a value the file describes; 0 if unknown."""
+        if name in self.tensors:
+            return self.tensors[name].element_type
+        info = self._described(name)
+        return 0 if info is None else info.type.tensor_type.elem_type
+
+    def shape(self, name: str) -> tuple[int | str, ...] | None:
+        """Extents of a value as the file states them, numbers or names ("" for one left open); None if it does not."""
+        if name in self.tensors:
+            return self.tensors[name].shape
+        info = self._described(name)
+        if info is None or not info.type.tensor_type.HasField("shape"):
+            return None
+        return tuple(
+            each.dim_value if each.HasField("dim_value") else each.dim_param for each in info.type.tensor_type.shape.dim
+        )
+
+    def in_order(self) -> list[Node]:
+        """All nodes, each after those whose outputs it reads.
+
+        Raises:
+            BundleError: the graph has a cycle.
+        """
+        waiting = {
+            node: {self._producers[name] for name in _read(node) if name in self._producers} for node in self._nodes
+        }
+        ready = [node for node, needed in waiting.items() if not needed]
+        ordered: list[Node] = []
+        for node in ready:  # grows
+            ordered.append(node)
+            for output in node.outputs:
+                for reader in self._consumers.get(output, ()):
+                    if node in waiting[reader]:
+                        waiting[reader].remove(node)
+                        if not waiting[reader]:
+                            ready.append(reader)
+        if len(ordered) != len(self._nodes):
+            raise BundleError("the model's graph has a cycle", "it is damaged: copy it again")
+        return ordered
+
+    # Changing
+
+    def add(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        outputs: int | Sequence[str] = 1,
+        *,
+        domain: str = "",
+        name: str = "",
+        **attributes: Any,
+    ) -> Node:
+        """Add a node.
+
+        Args:
+            op: the operator.
+            inputs: names; "" for an absent one.
+            outputs: how many, or wished names ("" for an absent one); a graph output's name or any other taken one
+                gets a number.
+            domain: `MICROSOFT` or "".
+            name: the node's own name; by default that of its first output, which is then also named after it.
+            attributes: the operator's attributes by name; those that are None are left out.
+        """
+        stem = name or op
+        wished = (
+            [stem if index == 0 else f"{stem}.{index}" for index in range(outputs)]
+            if isinstance(outputs, int)
+            else outputs
+        )
+        names = [self.fresh(each) if each else "" for each in wished]
+        given = {key: value for key, value in attributes.items() if value is not None}
+        node = Node(helper.make_node(op, list(inputs), names, name=name or names[0], domain=domain, **given))
+        self.opsets.setdefault(domain, 1)
+        self._attach(node)
+        return node
+
+    def add_tensor(self, name: str, value: Tensor | Array) -> str:
+        """Add a constant; returns the name it got."""
+        name = self.fresh(name)
+        self.tensors[name] = value if isinstance(value, Tensor) else Tensor.of(value)
+        return name
+
+    def add_input(self, info: ValueInfoProto) -> str:
+        """Declare a graph input, replacing the declaration of an input of that name; returns its name.
+
+        Raises:
+            ValueError: a node or constant has that name; `rename` it first.
+        """
+        if info.name in self._producers or info.name in self.tensors:
+            raise ValueError(f"{info.name} is taken")
+        self.inputs[info.name] = info
+        return info.name
+
+    def set_output(self, info: ValueInfoProto, value: str) -> None:
+        """Declare a graph output that is `value`; an output of that name is replaced, the value takes its name."""
+        self.outputs.pop(info.name, None)
+        if value != info.name:
+            if info.name in self._producers or info.name in self.inputs or info.name in self.tensors:
+                self.rename(info.name, self.fresh(f"{info.name}.before"))
+            self.rename(value, info.name)
+        self.outputs[info.name] = info
+
+    def set_attribute(self, node: Node, name: str, value: Any) -> None:
+        """Set an attribute; None removes it."""
+        node.attributes.pop(name, None)
+        if value is not None:
+            node.attributes[name] = helper.make_attribute(name, value)
+
+    def set_inputs(self, node: Node, inputs: Sequence[str]) -> None:
+        """Give a node other inputs; absent ones at the end are cut off."""
+        names = list(inputs)
+        while names and not names[-1]:
+            names.pop()
+        for name in _read(node):
+            self._consumers[name].pop(node, None)
+        node.inputs = tuple(names)
+        for name in _read(node):
+            self._consumers[name][node] = None
+
+    def set_input(self, node: Node, index: int, name: str) -> None:
+        """Give a node another input, making room for it with absent ones."""
+        names = [*node.inputs, *[""] * (index + 1 - len(node.inputs))]
+        names[index] = name
+        self.set_inputs(node, names)
+
+    def replace_uses(self, old: str, new: str, but: Iterable[Node] = ()) -> None:
+        """Let every node that reads `old` read `new`, but those in `but`; graph outputs stay as they are."""
+        spared = set(but)
+        for node in self.consumers(old):
+            if node not in spared:
+                self._require_uncaptured(node, old)
+                self.set_inputs(node, [new if name == old else name for name in node.inputs])
+
+    def rename(self, old: str, new: str) -> None:
+        """Call a value (input, constant or a node's output) something else, everywhere.
+
+        Raises:
+            ValueError: another value has that name.
+        """
+        if old == new:
+            return
+        if new in self._producers or new in self.inputs or new in self.tensors:
+            raise ValueError(f"{new} is taken")
+        producer = self._producers.pop(old, None)
+        if producer is not None:
+            producer.outputs = tuple(new if name == old else name for name in producer.outputs)
+            self._producers[new] = producer
+        if old in self.tensors:
+            self.tensors[new] = self.tensors.pop(old)
+        for declared in (self.inputs, self.outputs, self._types):
+            if old in declared:
+                info = ValueInfoProto()
+                info.CopyFrom(declared.pop(old))
+                info.name = new
+                declared[new] = info
+        self.replace_uses(old, new)
+
+    def remove(self, node: Node) -> None:
+        """Remove a node; what reads its outputs must be given something else."""
+        for name in _read(node):
+            self._consumers[name].pop(node, None)
+        for name in node.outputs:
+            if self._producers.get(name) is node:
+                del self._producers[name]
+        self._nodes.pop(node, None)
+
+    def sweep(self) -> None:
+        """Remove nodes whose outputs nothing reads, and then constants that nothing reads; inputs stay."""
+        checked = list(self._nodes)
+        while checked:
+            node = checked.pop()
+            if node in self._nodes and not any(name and self.is_read(name) for name in node.outputs):
+                self.remove(node)
+                checked += [self._producers[name] for name in _read(node) if name in self._producers]
+        for name in [name for name in self.tensors if not self.is_read(name)]:
+            del self.tensors[name]
+
+    def fresh(self, stem: str) -> str:
+        """A name that no value has: `stem`, or `stem` with a number."""
+        name = stem
+        while name in self._producers or name in self.tensors or name in self.inputs or name in self.outputs:
+            self._numbers[stem] = self._numbers.get(stem, 1) + 1
+            name = f"{stem}.{self._numbers[stem]}"
+        return name
+
+    def forget_types(self) -> None:
+        """Drop what the file says of inner values' types and shapes, which edits make wrong."""
+        self._types.clear()
+
+    # Writing
+
+    def model(self, weights: TensorWriter) -> ModelProto:
+        """The graph as a model, its nodes in order; `weights` takes the tensors (see `write`)."""
+        used = {node.domain for node in self._nodes} | {""}
+        graph = GraphProto(
+            name="decoder",
+            node=[node.proto() for node in self.in_order()],
+            initializer=[weights.store(name, tensor) for name, tensor in self.tensors.items()],
+            input=self.inputs.values(),
+            output=self.outputs.values(),
+            value_info=self._types.values(),
+        )
+        known = {**dict.fromkeys(used, 1), **self.opsets}
+        return ModelProto(
+            graph=graph,
+            opset_import=[helper.make_opsetid(domain, version) for domain, version in known.items()],
+            functions=self._functions,
+            ir_version=max(self._ir_version, 8),
+            producer_name="edge-run",
+        )
+
+    def _attach(self, node: Node) -> None:
+        self._nodes[node] = None
+        for name in node.outputs:
+            if name:
+                self._producers[name] = node
+        for name in _read(node):
+            self._consumers[name][node] = None
+
+    def _described(self, name: str) -> ValueInfoProto | None:
+        return self.inputs.get(name) or self.outputs.get(name) or self._types.get(name)
+
+    def _require_uncaptured(self, node: Node, name: str) -> None:
+        if name in node.captured:
+            raise BundleError(
+                f"the model's {node.op} node {node.name} reads {name} from inside", "such a model cannot be upgraded"
+            )
+
+    def _drop_identities(self) -> None:
+        for node in self.nodes_of("Identity"):
+            name = node.output(0)
+            if node.domain or name in self.outputs or any(name in reader.captured for reader in self.consumers(name)):
+                continue
+            self.replace_uses(name, node.input(0))
+            self.remove(node)
+
+
+def _read(node: Node) -> Iterator[str]:
+    """Names of the values a node reads."""
+    yield from (name for name in node.inputs if name)
+    yield from node.captured
+
+
+def _captured(proto: NodeProto) -> set[str]:
+    """Names that the branches of a node read from the graph around them."""
+    return set().union(*(_free(graph) for attribute in proto.attribute for graph in _graphs(attribute)))
+
+
+def _graphs(attribute: AttributeProto) -> list[GraphProto]:
+    return [attribute.g] if attribute.type == AttributeProto.GRAPH else list(attribute.graphs)
+
+
+def _free(graph: GraphProto) -> set[str]:
+    made = {each.name for each in (*graph.input, *graph.initializer)}
+    made.update(name for node in graph.node for name in node.output)
+    read = {name for node in graph.node for name in (*node.input, *_captured(node)) if name}
+    return (read | {each.name for each in graph.output}) - made
+
+
+def _constant(proto: NodeProto, folder: Path) -> Tensor:
+    """The tensor that a Constant node is."""
+    for attribute in proto.attribute:
+        if attribute.name == "value":
+            return read_tensor(attribute.t, folder)
+        if attribute.name in _CONSTANT_TYPES:
+            return Tensor.of(np.array(helper.get_attribute_value(attribute), _CONSTANT_TYPES[attribute.name]))
+    raise BundleError(
+        f"the model's constant {proto.output[0]} is of a kind that cannot be edited", "such a model cannot be upgraded"
+    )

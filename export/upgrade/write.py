@@ -1,0 +1,72 @@
+"""Where the tensors of an edited graph go: into a new weight file, or back to where they lie, for a model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import numpy as np
+from onnx import TensorProto
+
+from ..weightfile import WeightFile
+from .tensors import FileRange, Source, Tensor
+
+_INLINE_BELOW: Final = 1024
+"""Tensors smaller than this stay in the .onnx file itself, where shape inference can see them."""
+
+
+class TensorWriter(Protocol):
+    """Puts tensors somewhere and says where."""
+
+    def store(self, name: str, tensor: Tensor) -> TensorProto:
+        """The tensor as the new model refers to it."""
+        ...
+
+
+class ToFile:
+    """Streams tensors into a weight file, one after the other; those with the same source are written once."""
+
+    def __init__(self, data: WeightFile, stored: Callable[[int], None]) -> None:
+        """`stored` hears the number of bytes just written."""
+        self._data = data
+        self._stored = stored
+        self._places: dict[Source, int] = {}
+
+    def store(self, name: str, tensor: Tensor) -> TensorProto:
+        """Write the tensor, unless it is small.
+
+        Raises:
+            OSError: the disk refused a write, or the source cannot be read.
+        """
+        if tensor.nbytes < _INLINE_BELOW:
+            return _inline(name, tensor)
+        if tensor.source not in self._places:
+            self._places[tensor.source] = self._data.start(tensor.nbytes)
+            for piece in tensor.source.pieces():
+                self._data.append(piece)
+                self._stored(piece.nbytes)
+        return _external(name, tensor, self._data.name, self._places[tensor.source])
+
+
+class InPlace:
+    """Leaves tensors in the files of the source model, which are then named by their paths within its folder; whatever
+    is not there goes into the model itself."""
+
+    def store(self, name: str, tensor: Tensor) -> TensorProto:
+        """Refer to the tensor's place, or take its bytes."""
+        if isinstance(tensor.source, FileRange) and tensor.nbytes >= _INLINE_BELOW:
+            return _external(name, tensor, tensor.source.location, tensor.source.offset)
+        return _inline(name, tensor)
+
+
+def _inline(name: str, tensor: Tensor) -> TensorProto:
+    proto = TensorProto(name=name, dims=tensor.shape, data_type=tensor.element_type)
+    proto.raw_data = np.ascontiguousarray(tensor.source.read()).tobytes()
+    return proto
+
+
+def _external(name: str, tensor: Tensor, location: str, offset: int) -> TensorProto:
+    proto = TensorProto(name=name, dims=tensor.shape, data_type=tensor.element_type, data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", offset), ("length", tensor.nbytes)):
+        proto.external_data.add(key=key, value=str(value))
+    return proto
