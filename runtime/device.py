@@ -7,23 +7,14 @@ compiled in and lists no device is offered by name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import onnxruntime as ort
 
 from ..edge.errors import DeviceError
+from ..models.device_kind import DeviceKind
 
 _SUFFIX = "ExecutionProvider"
-
-
-class DeviceKind(Enum):
-    """What a provider computes on."""
-
-    CPU = "cpu"
-    GPU = "gpu"
-    NPU = "npu"
-
 
 _COMPILED_IN = {
     "CPU": DeviceKind.CPU,

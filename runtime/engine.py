@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..edge.errors import ContextError, EdgeError, InputError, TemplateError
 from ..models.bundle import Bundle, open_bundle
+from ..models.device_kind import DeviceKind
 from ..models.find import find_model
 from ..models.pairing import find_draft
 from .certificate import SAMPLE_TEXT, Certificate
 from .chat import Session
 from .complete import CachedText, complete
 from .decode import DecodeLimits
-from .device import DeviceKind, choose_device
+from .device import choose_device
 from .options import GenerateOptions, ModelDefaults
 from .pair import taking_turns
 from .prepacked import prepacked_graph

@@ -22,9 +22,9 @@ from typing import Final
 
 from ..edge.errors import BundleError
 from ..models.bundle import Bundle
+from ..models.device_kind import DeviceKind
 from ..models.pairing import Pair
 from .calibration import calibrate
-from .device import DeviceKind
 from .draft.model import DraftModel, check_target_ids
 from .prepacked import prepacked_graph
 from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked

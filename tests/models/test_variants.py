@@ -1,0 +1,149 @@
+"""Which graph is run of those that published models come with."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import PurePosixPath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun import BundleError
+from edgerun.models.device_kind import DeviceKind
+from edgerun.models.variants import GraphFiles, choose_graph
+
+FORMS = ("", "_fp16", "_quantized", "_int8", "_uint8", "_q4", "_q4f16", "_bnb4")
+TRANSFORMERS_JS = [
+    "config.json",
+    "tokenizer.json",
+    *(f"onnx/model{form}.onnx" for form in FORMS),
+    "onnx/model.onnx_data",
+]
+MERGED = [f"onnx/decoder_model_merged{form}.onnx" for form in FORMS]
+OLD_OPTIMUM = ["config.json", "decoder_model.onnx", "decoder_with_past_model.onnx"]
+ACC4 = "cpu_and_mobile/cpu-int4-rtn-block-32-acc-level-4"
+GENAI = [
+    f"{folder}/{name}"
+    for folder in (
+        ACC4,
+        "cpu_and_mobile/cpu-int4-rtn-block-32",
+        "cuda/cuda-int4-rtn-block-32",
+        "cuda/cuda-fp16",
+        "directml/directml-int4-awq-block-128",
+    )
+    for name in ("model.onnx", "model.onnx.data", "genai_config.json", "tokenizer.json")
+]
+
+
+@pytest.mark.parametrize(
+    ("files", "variant", "kind", "graph"),
+    [
+        (["model.onnx"], None, DeviceKind.CPU, "model.onnx"),
+        (["anything.onnx"], None, DeviceKind.CPU, "anything.onnx"),
+        (TRANSFORMERS_JS, None, DeviceKind.CPU, "onnx/model_q4.onnx"),
+        (TRANSFORMERS_JS, None, DeviceKind.GPU, "onnx/model_q4f16.onnx"),
+        (TRANSFORMERS_JS, "int8", DeviceKind.CPU, "onnx/model_int8.onnx"),
+        (TRANSFORMERS_JS, "INT4", DeviceKind.CPU, "onnx/model_q4.onnx"),
+        (TRANSFORMERS_JS, "fp32", DeviceKind.CPU, "onnx/model.onnx"),
+        (TRANSFORMERS_JS, "model_fp16", DeviceKind.CPU, "onnx/model_fp16.onnx"),
+        (TRANSFORMERS_JS, "onnx/model_bnb4.onnx", DeviceKind.CPU, "onnx/model_bnb4.onnx"),
+        (["onnx/model.onnx", "onnx/model_quantized.onnx"], "int8", DeviceKind.CPU, "onnx/model_quantized.onnx"),
+        (["onnx/model.onnx", "onnx/model_fp16.onnx"], None, DeviceKind.CPU, "onnx/model.onnx"),
+        (["onnx/model_q4f16.onnx", "onnx/model_fp16.onnx"], None, DeviceKind.CPU, "onnx/model_q4f16.onnx"),
+        (MERGED, None, DeviceKind.CPU, "onnx/decoder_model_merged_q4.onnx"),
+        ([*OLD_OPTIMUM, "decoder_model_merged.onnx"], None, DeviceKind.CPU, "decoder_model_merged.onnx"),
+        (["model.onnx", "onnx/model.onnx"], None, DeviceKind.CPU, "model.onnx"),
+        (["edge.json", "model.onnx", "other_q4.onnx"], None, DeviceKind.CPU, "model.onnx"),
+        (GENAI, None, DeviceKind.CPU, f"{ACC4}/model.onnx"),
+        (GENAI, "cpu-int4-rtn-block-32", DeviceKind.CPU, "cpu_and_mobile/cpu-int4-rtn-block-32/model.onnx"),
+        (GENAI, "directml", DeviceKind.CPU, "directml/directml-int4-awq-block-128/model.onnx"),
+        (GENAI, "fp16", DeviceKind.CPU, "cuda/cuda-fp16/model.onnx"),
+        (GENAI, "cuda", DeviceKind.GPU, "cuda/cuda-int4-rtn-block-32/model.onnx"),
+        (GENAI, "acc-level", DeviceKind.CPU, f"{ACC4}/model.onnx"),
+    ],
+)  # fmt: skip
+def test_the_graph_that_is_run(files: list[str], variant: str | None, kind: DeviceKind, graph: str) -> None:
+    assert choose_graph(files, variant, kind=kind) == GraphFiles(graph)
+
+
+def test_separate_decoders_come_as_a_pair() -> None:
+    assert choose_graph(OLD_OPTIMUM) == GraphFiles("decoder_with_past_model.onnx", "decoder_model.onnx")
+    quantized = ["onnx/decoder_model_q4.onnx", "onnx/decoder_with_past_model_q4.onnx", "onnx/decoder_model.onnx"]
+    chosen = GraphFiles("onnx/decoder_with_past_model_q4.onnx", "onnx/decoder_model_q4.onnx")
+    assert choose_graph(quantized) == choose_graph(quantized, "q4") == chosen
+    assert choose_graph(quantized, "fp32") == GraphFiles("onnx/decoder_model.onnx")
+
+
+def test_a_configuration_names_its_graph() -> None:
+    files = ["a/genai_config.json", "a/phi.onnx", "a/mtp.onnx", "b/genai_config.json", "b/model.onnx"]
+    assert choose_graph(files, "a", named={"a": "phi.onnx"}) == GraphFiles("a/phi.onnx")
+    with pytest.raises(BundleError, match=r"^the folder has several graphs .* equally well; name one of a/mtp, a/phi$"):
+        choose_graph(files, "a")
+    assert choose_graph(["genai_config.json", "x.onnx", "y.onnx"], named={"": "y.onnx"}) == GraphFiles("y.onnx")
+
+
+@pytest.mark.parametrize(
+    ("files", "variant", "message"),
+    [
+        (TRANSFORMERS_JS, "q2", "m has no variant q2; name one of bnb4, fp16, fp32, int8, q4, q4f16, quantized, uint8"),
+        (
+            ["directml/int4-awq/model.onnx", "directml/int4-rtn/model.onnx"],
+            None,
+            "m has several graphs that suit equally well; name one of int4-awq, int4-rtn",
+        ),
+        (["a/x/model.onnx", "b/x/model.onnx"], "y", "m has no variant y; name one of a/x, b/x"),
+        (["README.md"], None, "m holds no .onnx file; give a folder made by edge-run export, or an .onnx file"),
+        (
+            ["model.safetensors", "config.json"],
+            None,
+            "m holds no .onnx file; it looks like a checkpoint: run edge-run export m OUT first",
+        ),
+        (
+            ["a-Q4_K_M.gguf", "a-Q8_0.gguf"],
+            "q8_0",
+            "m holds no .onnx file; it holds GGUF weights: run edge-run export m/a-Q8_0.gguf OUT first",
+        ),
+        (
+            ["pytorch_model.bin"],
+            None,
+            "m holds no .onnx file; its weights are pickles, which can run code: look for a safetensors or ONNX form "
+            "of it",
+        ),
+    ],
+)
+def test_what_cannot_be_chosen_is_one_line(files: list[str], variant: str | None, message: str) -> None:
+    with pytest.raises(BundleError, match=f"^{re.escape(message)}$"):
+        choose_graph(files, variant, where="m")
+
+
+@pytest.mark.parametrize(
+    ("beside", "what"),
+    [
+        ("encoder_model.onnx", "an encoder-decoder model (encoder_model.onnx says so)"),
+        ("vision_encoder_q4.onnx", "a model of images and text (vision_encoder_q4.onnx says so)"),
+        ("phi-3-v-128k-vision.onnx", "a model of images and text (phi-3-v-128k-vision.onnx says so)"),
+        ("audio_encoder_fp16.onnx", "a model of sound and text (audio_encoder_fp16.onnx says so)"),
+        ("embed_tokens.onnx", "a model whose embedding is a graph of its own (embed_tokens.onnx says so)"),
+        ("iterator.onnx", "a model cut into stages (iterator.onnx says so)"),
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_parts_of_something_larger_are_refused(beside: str, what: str, alone: bool) -> None:
+    files = [f"onnx/{beside}"] if alone else ["onnx/decoder_model_merged_q4.onnx", f"onnx/{beside}"]
+    with pytest.raises(BundleError, match=f"^m is {re.escape(what)}; edge-run runs decoders of text"):
+        choose_graph(files, where="m")
+    assert choose_graph(["model.onnx", f"other/{beside}"]) == GraphFiles("model.onnx")
+
+
+PARTS = st.sampled_from(
+    ["model", "decoder_model", "q4", "_fp16", "onnx", "cpu-int4", "cuda", ".onnx", "/", "genai_config.json", "vision"]
+)
+
+
+@given(st.lists(st.lists(PARTS, max_size=6).map("".join), max_size=8), st.none() | PARTS, st.sampled_from(DeviceKind))
+def test_any_files_give_a_graph_among_them_or_one_line(files: list[str], variant: str | None, kind: DeviceKind) -> None:
+    with suppress(BundleError):
+        chosen = choose_graph(files, variant, kind=kind)
+        assert {chosen.graph, chosen.prefill or chosen.graph} <= {str(PurePosixPath(file)) for file in files}
