@@ -1,0 +1,448 @@
+"""The tiny llama as an ONNX graph in any `Layout`, node by node as exporters write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from layout_kinds import (
+    CONTEXT,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    VOCABULARY,
+    Attention,
+    Cache,
+    CacheType,
+    Layout,
+    Mask,
+    Positions,
+    Rows,
+)
+from layout_oracle import INT8_SCALE
+
+Array = npt.NDArray[Any]
+_CACHE_TYPES: Final = {
+    CacheType.FLOAT32: TensorProto.FLOAT,
+    CacheType.FLOAT16: TensorProto.FLOAT16,
+    CacheType.INT8: TensorProto.INT8,
+}
+_LOWEST: Final = float(np.finfo(np.float32).min)
+
+
+@dataclass
+class Nodes:
+    """Nodes in order, and the constants they read."""
+
+    opset: int
+    prefix: str = ""
+    constants: dict[str, Array] = field(default_factory=dict)
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+
+    def inner(self, prefix: str) -> Nodes:
+        """An empty list for a branch, which shares the constants."""
+        return Nodes(self.opset, prefix, self.constants)
+
+    def op(self, kind: str, *inputs: str, outputs: Sequence[str] = (), domain: str = "", **attributes: Any) -> str:
+        """Add a node; returns its first output."""
+        names = list(outputs) or [f"{self.prefix}{kind}_{len(self.nodes)}"]
+        self.nodes.append(helper.make_node(kind, list(inputs), names, names[0], domain=domain, **attributes))
+        return names[0]
+
+    def constant(self, value: Any, dtype: npt.DTypeLike = np.int64, name: str = "") -> str:
+        """An initializer; equal small ones are one."""
+        array = np.asarray(value, dtype)
+        name = name or f"constant_{array.dtype}_{array.shape}_{array.tolist()}".replace(" ", "")
+        self.constants[name] = array
+        return name
+
+    def linear(self, value: str, name: str, weight: Array) -> str:
+        """value @ weight.T; the weight is stored transposed, as tracing leaves it."""
+        return self.op("MatMul", value, self.constant(weight.T, np.float32, f"{name}.transposed"))
+
+    def norm(self, value: str, name: str, weight: Array, *, fused: bool) -> str:
+        """RMS norm over the last axis."""
+        scale = self.constant(weight, np.float32, name)
+        if fused:
+            return self.op("SimplifiedLayerNormalization", value, scale, axis=-1, epsilon=1e-5, stash_type=1)
+        square = self.op("Pow", value, self.constant(2, np.float32))
+        if self.opset >= 18:
+            mean = self.op("ReduceMean", square, self.constant([-1]), keepdims=1)
+        else:
+            mean = self.op("ReduceMean", square, axes=[-1], keepdims=1)
+        root = self.op("Sqrt", self.op("Add", mean, self.constant(1e-5, np.float32)))
+        inverse = self.op("Div", self.constant(1, np.float32), root)
+        return self.op("Mul", scale, self.op("Mul", value, inverse))
+
+    def extent(self, value: str, axis: int) -> str:
+        """A dimension as int64 [1]."""
+        return self.op("Gather", self.op("Shape", value), self.constant([axis]), axis=0)
+
+    def span(self, start: str, end: str) -> str:
+        """start .. end-1 as int64 [n], both given as [1]."""
+        scalar = self.constant([], np.int64, "no_dimensions")
+        first, last = self.op("Reshape", start, scalar), self.op("Reshape", end, scalar)
+        return self.op("Range", first, last, self.constant(1))
+
+
+@dataclass(frozen=True)
+class Text:
+    """What all layers of one pass share: names of values."""
+
+    new: str
+    """Number of new rows, int64 [1]."""
+    past: str | None
+    """Number of rows in the cache, int64 [1]; None when there is no cache."""
+    total: str
+    cosine: str
+    """[batch, 1, new, 16], or tables [1024, 8] for the fused operator."""
+    sine: str
+    bias: str | None
+    lengths: tuple[str, str] | None
+    """`seqlens_k` and `total_sequence_length` of the fused operator."""
+    positions: str | None
+
+
+class Writer:
+    """Builds the graph of one layout."""
+
+    def __init__(self, layout: Layout, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        self.layout = layout
+        self.weights = weights
+        self.whole = TensorProto.INT32 if layout.narrow_ids else TensorProto.INT64
+        self.fused = layout.attention is Attention.FUSED
+
+    def model(self, *, cached: bool = True, merged: bool = False) -> onnx.ModelProto:
+        """The graph; without a cache it is a prompt's, merged it is both with an `If` between them."""
+        nodes = Nodes(self.layout.opset)
+        inputs = self._inputs(cached=cached)
+        outputs = self._outputs()
+        if merged:
+            flag = self.layout.port("use_cache_branch")
+            inputs.append(helper.make_tensor_value_info(flag, TensorProto.BOOL, [1]))
+            branches = {}
+            for name, with_past in (("then_branch", True), ("else_branch", False)):
+                inner = nodes.inner(f"{name}/")
+                ports = {value.name: f"{name}/{value.name}" for value in outputs}
+                self._pass(inner, ports, cached=with_past)
+                ends = [self._renamed(value, ports[value.name]) for value in outputs]
+                branches[name] = helper.make_graph(inner.nodes, name, [], ends)
+            nodes.op("If", flag, outputs=[value.name for value in outputs], **branches)
+        else:
+            self._pass(nodes, {value.name: value.name for value in outputs}, cached=cached)
+        constants = [numpy_helper.from_array(value, name) for name, value in nodes.constants.items()]
+        graph = helper.make_graph(nodes.nodes, "decoder", inputs, outputs, constants)
+        opsets = [helper.make_opsetid("", self.layout.opset), helper.make_opsetid("com.microsoft", 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=8, producer_name="layouts")
+
+    # Ports
+
+    def _inputs(self, *, cached: bool) -> list[onnx.ValueInfoProto]:
+        layout = self.layout
+        batch = 1 if layout.fixed_batch else "batch_size"
+        total = "total_sequence_length" if cached else "sequence_length"
+        ports: list[tuple[str, int, list[int | str]]] = [("input_ids", self.whole, [batch, "sequence_length"])]
+        if layout.mask in (Mask.WHOLE_TEXT, Mask.NOT_CAUSAL):
+            ports.append(("attention_mask", self.whole, [batch, total]))
+        elif layout.mask is Mask.CELLS:
+            ports.append(("attention_mask", TensorProto.FLOAT, [batch, 1, "sequence_length", total]))
+        elif layout.mask is Mask.LENGTHS:
+            ports += [("past_seq_len", TensorProto.INT32, [1, 1]), ("total_seq_len", TensorProto.INT32, [1])]
+        if layout.positions is not Positions.LENGTH:
+            three: list[int | str] = [3] if layout.positions is Positions.THREE else []
+            ports.append(("position_ids", self.whole, [*three, batch, "sequence_length"]))
+        if layout.rows is Rows.CHOSEN:
+            ports.append(("num_logits_to_keep", TensorProto.INT64, []))
+        values = [helper.make_tensor_value_info(layout.port(name), kind, shape) for name, kind, shape in ports]
+        return values + (self._cache_ports("past") if cached else [])
+
+    def _outputs(self) -> list[onnx.ValueInfoProto]:
+        layout = self.layout
+        vocabulary: int | str = "vocab_size" if layout.open_vocabulary else VOCABULARY
+        shape: list[int | str] = [1 if layout.fixed_batch else "batch_size", "logit_rows", vocabulary]
+        if layout.rows is Rows.LAST:
+            shape[1] = 1
+        elif layout.rows is Rows.LAST_FLAT:
+            del shape[1]
+        kind = TensorProto.FLOAT16 if layout.half_logits else TensorProto.FLOAT
+        logits = helper.make_tensor_value_info(layout.port("logits"), kind, shape)
+        return [logits, *self._cache_ports("present")]
+
+    def _cache_ports(self, side: str) -> list[onnx.ValueInfoProto]:
+        layout = self.layout
+        batch: int | str = 1 if layout.fixed_batch else "batch_size"
+        heads: int | str = "num_heads" if layout.open_heads else layout.kv_heads
+        dim: int | str = "kv_cache_dim" if layout.open_heads else HEAD_DIM
+        ports = []
+        for layer in range(LAYERS):
+            rows: int | str = "past_sequence_length" if side == "past" else "total_sequence_length"
+            if layout.window_cache and layer % 2 == 1:
+                rows = layout.window_rows or "window_length"
+            if layout.capacity is not None:
+                rows = layout.capacity
+            shapes: Mapping[Cache, list[list[int | str]]] = {
+                Cache.SPLIT: [[batch, heads, rows, dim]] * 2,
+                Cache.NUMBERED: [[batch, heads, rows, dim]] * 2,
+                Cache.BOTH_STACKED: [[2, batch, heads, rows, dim]],
+                Cache.BOTH_JOINED: [[batch, rows, 2 * HEAD_DIM]],
+                Cache.KEYS_TRANSPOSED: [[batch, heads, dim, rows], [batch, heads, rows, dim]],
+            }
+            kind = _CACHE_TYPES[layout.cache_type]
+            for name, shape in zip(self._cache_names(side, layer), shapes[layout.cache], strict=True):
+                ports.append(helper.make_tensor_value_info(name, kind, shape))
+        return ports
+
+    def _cache_names(self, side: str, layer: int) -> list[str]:
+        cache = self.layout.cache
+        if cache is Cache.BOTH_STACKED:
+            names = [f"{side}_{{}}"]
+        elif cache is Cache.NUMBERED:
+            names = [f"{side}_keys_{{}}", f"{side}_values_{{}}"]
+        else:
+            stem = "past_key_values" if side == "past" else "present"
+            kinds = ["key_value"] if cache is Cache.BOTH_JOINED else ["key", "value"]
+            names = [f"{stem}.{{}}.{kind}" for kind in kinds]
+        return [self.layout.port(name, layer) for name in names]
+
+    @staticmethod
+    def _renamed(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
+        copy = onnx.ValueInfoProto()
+        copy.CopyFrom(value)
+        copy.name = name
+        return copy
+
+    # Nodes
+
+    def _pass(self, nodes: Nodes, ports: Mapping[str, str], *, cached: bool) -> None:
+        """One pass of the decoder; `ports` says what the outputs are called in here."""
+        weights, layout = self.weights, self.layout
+        ids = layout.port("input_ids")
+        table = nodes.constant(weights["model.embed_tokens.weight"], np.float32, "model.embed_tokens.weight")
+        text = self._text(nodes, ids, cached=cached)
+        hidden = nodes.op("Gather", table, ids, axis=0)
+        for layer in range(LAYERS):
+            name = f"model.layers.{layer}"
+            normed = self._norm(nodes, hidden, f"{name}.input_layernorm.weight")
+            hidden = nodes.op("Add", hidden, self._attention(nodes, text, ports, layer, normed))
+            normed = self._norm(nodes, hidden, f"{name}.post_attention_layernorm.weight")
+            gate, up = (self._linear(nodes, normed, f"{name}.mlp.{part}_proj.weight") for part in ("gate", "up"))
+            wide = nodes.op("Mul", nodes.op("Mul", gate, nodes.op("Sigmoid", gate)), up)
+            hidden = nodes.op("Add", hidden, self._linear(nodes, wide, f"{name}.mlp.down_proj.weight"))
+        hidden = self._norm(nodes, hidden, "model.norm.weight")
+        if layout.rows is Rows.CHOSEN:
+            first = nodes.op("Reshape", nodes.op("Neg", layout.port("num_logits_to_keep")), nodes.constant([1]))
+            last = nodes.constant([np.iinfo(np.int64).max])
+            hidden = nodes.op("Slice", hidden, first, last, nodes.constant([1]))
+        elif layout.rows is not Rows.ALL:
+            index = [-1] if layout.rows is Rows.LAST else -1
+            hidden = nodes.op("Gather", hidden, nodes.constant(index), axis=1)
+        target = ports[layout.port("logits")]
+        if layout.half_logits:
+            logits = self._linear(nodes, hidden, "model.embed_tokens.weight")
+            nodes.op("Cast", logits, to=TensorProto.FLOAT16, outputs=[target])
+        else:
+            head = nodes.constant(weights["model.embed_tokens.weight"].T, np.float32, "lm_head.transposed")
+            nodes.op("MatMul", hidden, head, outputs=[target])
+
+    def _norm(self, nodes: Nodes, value: str, name: str) -> str:
+        return nodes.norm(value, name, self.weights[name], fused=self.fused)
+
+    def _linear(self, nodes: Nodes, value: str, name: str) -> str:
+        return nodes.linear(value, name, self.weights[name])
+
+    def _text(self, nodes: Nodes, ids: str, *, cached: bool) -> Text:
+        layout = self.layout
+        new = nodes.extent(ids, 1)
+        past = None
+        total = new
+        if cached and not (self.fused and layout.mask is not Mask.SHAPE):
+            axis = {Cache.BOTH_STACKED: 3, Cache.BOTH_JOINED: 1, Cache.KEYS_TRANSPOSED: 3}.get(layout.cache, 2)
+            past = nodes.extent(self._cache_names("past", 0)[0], axis)
+            total = nodes.op("Add", past, new)
+        positions = None if layout.positions is Positions.LENGTH else layout.port("position_ids")
+        if self.fused:
+            angles = np.arange(CONTEXT)[:, None] * 10000.0 ** (-2 * np.arange(HEAD_DIM // 2) / HEAD_DIM)
+            dtype = np.float16 if layout.cache_type is CacheType.FLOAT16 else np.float32
+            tables = (nodes.constant(f(angles), dtype, f"{f.__name__}_cache") for f in (np.cos, np.sin))
+            lengths, total = self._lengths(nodes, total)
+            bias = None
+            if layout.bias_inside:
+                past = nodes.op("Sub", total, new)
+                bias = self._bias(nodes, past, new, total)
+            return Text(new, past, total, *tables, bias, lengths, positions)
+        cosine, sine = self._angles(nodes, positions, past, new, total)
+        return Text(new, past, total, cosine, sine, self._bias(nodes, past, new, total), None, positions)
+
+    def _lengths(self, nodes: Nodes, total: str) -> tuple[tuple[str, str], str]:
+        """`seqlens_k` int32 [1] and `total_sequence_length` int32, and the latter as int64 [1]."""
+        layout, int32 = self.layout, TensorProto.INT32
+        scalar = nodes.constant([], np.int64, "no_dimensions")
+        if layout.mask is Mask.LENGTHS:
+            before = nodes.op("Reshape", layout.port("past_seq_len"), nodes.constant([1]))
+            total = layout.port("total_seq_len")
+            whole = nodes.op("Cast", total, to=TensorProto.INT64)
+            return (before, nodes.op("Reshape", total, scalar)), whole
+        if layout.mask is Mask.SHAPE:
+            before = nodes.op("Cast", nodes.op("Sub", total, nodes.constant([1])), to=int32)
+            return (before, nodes.op("Cast", nodes.op("Reshape", total, scalar), to=int32)), total
+        mask = nodes.op("Cast", layout.port("attention_mask"), to=TensorProto.INT64)
+        seen = nodes.op("ReduceSum", mask, nodes.constant([1]), keepdims=0)
+        before = nodes.op("Cast", nodes.op("Sub", seen, nodes.constant([1])), to=int32)
+        total = nodes.extent(mask, 1)
+        return (before, nodes.op("Cast", nodes.op("Reshape", total, scalar), to=int32)), total
+
+    def _angles(self, nodes: Nodes, positions: str | None, past: str | None, new: str, total: str) -> tuple[str, str]:
+        """Cosine and sine [batch, 1, new, 16] from tables, gathered by position."""
+        angles = np.arange(CONTEXT)[:, None] * 10000.0 ** (-2 * np.arange(HEAD_DIM // 2) / HEAD_DIM)
+        if positions is None:
+            counted = nodes.span(past or nodes.constant([0]), total)
+            positions = nodes.op("Unsqueeze", counted, nodes.constant([0]))
+        turned = []
+        for function in (np.cos, np.sin):
+            table = nodes.constant(function(angles), np.float32, f"{function.__name__}_cached")
+            rows = nodes.op("Gather", table, positions, axis=0)
+            if self.layout.positions is Positions.THREE:
+                # Channels are dealt to time, height and width in sections.
+                parts = [f"{nodes.prefix}{function.__name__}_section_{i}" for i in range(3)]
+                nodes.op("Split", rows, nodes.constant([2, 3, 3]), outputs=parts, axis=-1)
+                own = [nodes.op("Gather", part, nodes.constant(i), axis=0) for i, part in enumerate(parts)]
+                rows = nodes.op("Concat", *own, axis=-1)
+            twice = nodes.op("Concat", rows, rows, axis=-1)
+            turned.append(nodes.op("Unsqueeze", twice, nodes.constant([1])))
+        return turned[0], turned[1]
+
+    def _bias(self, nodes: Nodes, past: str | None, new: str, total: str) -> str:
+        """float32 [batch or 1, 1, new or 1, total]: zero, or what hides a row."""
+        layout = self.layout
+        if layout.mask is Mask.CELLS:
+            return layout.port("attention_mask")
+        zero = nodes.constant([0])
+        seen: str | None = None
+        if layout.mask is not Mask.SHAPE and not self.fused:
+            mask = nodes.op("Cast", layout.port("attention_mask"), to=TensorProto.BOOL)
+            seen = nodes.op("Unsqueeze", mask, nodes.constant([1, 2]))
+        if layout.mask is not Mask.NOT_CAUSAL or past is None:
+            rows = nodes.op("Unsqueeze", nodes.span(past or zero, total), nodes.constant([1]))
+            columns = nodes.op("Unsqueeze", nodes.span(zero, total), zero)
+            causal = nodes.op("Unsqueeze", nodes.op("LessOrEqual", columns, rows), nodes.constant([0, 1]))
+            seen = causal if seen is None else nodes.op("And", seen, causal)
+        assert seen is not None
+        dtype = np.float16 if self.fused and layout.cache_type is CacheType.FLOAT16 else np.float32
+        lowest = float(np.finfo(dtype).min)
+        return nodes.op("Where", seen, nodes.constant(0, dtype), nodes.constant(lowest, dtype))
+
+    def _attention(self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, normed: str) -> str:
+        name = f"model.layers.{layer}.self_attn"
+        query, key, value = (self._linear(nodes, normed, f"{name}.{part}_proj.weight") for part in "qkv")
+        if self.fused:
+            attended = self._fused(nodes, text, ports, layer, (query, key, value))
+        else:
+            attended = self._unfused(nodes, text, ports, layer, (query, key, value))
+        return self._linear(nodes, attended, f"{name}.o_proj.weight")
+
+    def _fused(
+        self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, projected: tuple[str, str, str]
+    ) -> str:
+        layout = self.layout
+        half = layout.cache_type is CacheType.FLOAT16
+        if half:
+            projected = tuple(nodes.op("Cast", part, to=TensorProto.FLOAT16) for part in projected)
+        assert text.lengths is not None
+        inputs = [*projected, *self._cache_names("past", layer), *text.lengths, text.cosine, text.sine]
+        attributes: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": layout.kv_heads, "do_rotary": 1}
+        if layout.bias_inside:
+            inputs += [text.positions or "", text.bias or ""]
+        if layout.window is not None and layer % 2 == 1:
+            attributes |= {"local_window_size": layout.window, "sliding_window_cache": int(layout.window_cache)}
+        if layout.cache_type is CacheType.INT8:
+            scale = nodes.constant([INT8_SCALE], np.float32)
+            inputs += [""] * (12 - len(inputs)) + [scale, scale]
+            attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
+        output = f"{nodes.prefix}attended_{layer}"
+        outputs = [output, *(ports[port] for port in self._cache_names("present", layer))]
+        nodes.op("GroupQueryAttention", *inputs, outputs=outputs, domain="com.microsoft", **attributes)
+        return nodes.op("Cast", output, to=TensorProto.FLOAT) if half else output
+
+    def _unfused(
+        self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, projected: tuple[str, str, str]
+    ) -> str:
+        layout = self.layout
+        apart = nodes.constant([0, 0, -1, HEAD_DIM])
+        query, key, value = (
+            nodes.op("Transpose", nodes.op("Reshape", part, apart), perm=[0, 2, 1, 3]) for part in projected
+        )
+        query, key = self._rotate(nodes, text, query), self._rotate(nodes, text, key)
+        key, value = self._cached(nodes, text, ports, layer, key, value)
+        repeats = HEADS // layout.kv_heads
+        for_heads = []
+        for part in (key, value):
+            spread = nodes.op("Unsqueeze", part, nodes.constant([2]))
+            shape = nodes.op(
+                "Concat",
+                nodes.op("Slice", nodes.op("Shape", spread), nodes.constant([0]), nodes.constant([2])),
+                nodes.constant([repeats]),
+                nodes.op("Slice", nodes.op("Shape", spread), nodes.constant([3]), nodes.constant([5])),
+                axis=0,
+            )
+            wide = nodes.op("Expand", spread, shape)
+            for_heads.append(nodes.op("Reshape", wide, nodes.constant([0, HEADS, -1, HEAD_DIM])))
+        turned = nodes.op("Transpose", for_heads[0], perm=[0, 1, 3, 2])
+        scores = nodes.op("Mul", nodes.op("MatMul", query, turned), nodes.constant(1 / np.sqrt(HEAD_DIM), np.float32))
+        assert text.bias is not None
+        odds = nodes.op("Softmax", nodes.op("Add", scores, text.bias), axis=-1)
+        attended = nodes.op("Transpose", nodes.op("MatMul", odds, for_heads[1]), perm=[0, 2, 1, 3])
+        return nodes.op("Reshape", attended, nodes.constant([0, 0, HEADS * HEAD_DIM]))
+
+    def _cached(
+        self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, key: str, value: str
+    ) -> tuple[str, str]:
+        """Keys and values of the whole text, and the present ports."""
+        layout = self.layout
+        half = layout.cache_type is CacheType.FLOAT16
+        past = self._cache_names("past", layer)
+        present = [ports[name] for name in self._cache_names("present", layer)]
+        if half:
+            key, value = (nodes.op("Cast", part, to=TensorProto.FLOAT16) for part in (key, value))
+        if text.past is not None:
+            if layout.cache is Cache.BOTH_STACKED:
+                earlier = [nodes.op("Gather", past[0], nodes.constant(i), axis=0) for i in (0, 1)]
+            elif layout.cache is Cache.BOTH_JOINED:
+                halves = [f"{nodes.prefix}{past[0]}.{kind}" for kind in ("key", "value")]
+                nodes.op("Split", past[0], nodes.constant([HEAD_DIM, HEAD_DIM]), outputs=halves, axis=-1)
+                earlier = [nodes.op("Unsqueeze", part, nodes.constant([1])) for part in halves]
+            elif layout.cache is Cache.KEYS_TRANSPOSED:
+                earlier = [nodes.op("Transpose", past[0], perm=[0, 1, 3, 2]), past[1]]
+            else:
+                earlier = past
+            key, value = (nodes.op("Concat", old, now, axis=2) for old, now in zip(earlier, (key, value), strict=True))
+        if layout.cache is Cache.BOTH_STACKED:
+            both = (nodes.op("Unsqueeze", part, nodes.constant([0])) for part in (key, value))
+            nodes.op("Concat", *both, axis=0, outputs=present)
+        elif layout.cache is Cache.BOTH_JOINED:
+            both = (nodes.op("Squeeze", part, nodes.constant([1])) for part in (key, value))
+            nodes.op("Concat", *both, axis=-1, outputs=present)
+        else:
+            transposed = layout.cache is Cache.KEYS_TRANSPOSED
+            if transposed:
+                nodes.op("Transpose", key, perm=[0, 1, 3, 2], outputs=present[:1])
+            else:
+                nodes.op("Identity", key, outputs=present[:1])
+            nodes.op("Identity", value, outputs=present[1:])
+        if half:
+            key, value = (nodes.op("Cast", part, to=TensorProto.FLOAT) for part in (key, value))
+        return key, value
+
+    @staticmethod
+    def _rotate(nodes: Nodes, text: Text, value: str) -> str:
+        half, end = nodes.constant([HEAD_DIM // 2]), nodes.constant([HEAD_DIM])
+        axis = nodes.constant([3])
+        first = nodes.op("Slice", value, nodes.constant([0]), half, axis)
+        second = nodes.op("Slice", value, half, end, axis)
+        turned = nodes.op("Concat", nodes.op("Neg", second), first, axis=-1)
+        return nodes.op("Add", nodes.op("Mul", value, text.cosine), nodes.op("Mul", turned, text.sine))

@@ -1,0 +1,115 @@
+"""Greedy text of the tiny llama, in float64 NumPy with a cache: what every layout has to say.
+
+It knows two things the plain reference decoder does not: windows and int8 caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from layout_kinds import HEAD_DIM, HEADS, LAYERS, CacheType, Layout
+from tiny import tiny_config, tiny_weights
+
+Array = npt.NDArray[np.floating[Any]]
+INT8_SCALE = 0.05
+"""What one step of an int8 cache stands for."""
+
+
+def weights_of(layout: Layout, seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
+    """The tensors of a layout's model by their Hugging Face names."""
+    return tiny_weights(tiny_config("llama", **layout.overrides), seed)
+
+
+def greedy_tokens(layout: Layout, prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    """The `count` tokens after `prompt` of highest score."""
+    about = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, seed)
+    return list(_greedy(*about, tuple(prompt), count)[0])
+
+
+def closest_call(layout: Layout, prompt: Sequence[int], count: int, seed: int = 0) -> float:
+    """The smallest distance between the two highest scores on the way: what rounding may cost without a difference."""
+    about = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, seed)
+    return _greedy(*about, tuple(prompt), count)[1]
+
+
+@lru_cache(maxsize=256)
+def _greedy(
+    kv_heads: int, window: int | None, rounded: bool, seed: int, prompt: tuple[int, ...], count: int
+) -> tuple[tuple[int, ...], float]:
+    weights = tiny_weights(tiny_config("llama", num_key_value_heads=kv_heads), seed)
+    decoder = Decoder(weights, kv_heads, window, rounded=rounded)
+    logits = decoder.forward(prompt)[-1]
+    tokens: list[int] = []
+    margin = np.inf
+    while True:
+        second, first = np.partition(logits, -2)[-2:]
+        margin = min(margin, first - second)
+        tokens.append(int(logits.argmax()))
+        if len(tokens) == count:
+            return tuple(tokens), float(margin)
+        logits = decoder.forward(tokens[-1:])[-1]
+
+
+class Decoder:
+    """A llama with a cache that only grows."""
+
+    def __init__(self, weights: Mapping[str, Array], kv_heads: int, window: int | None, *, rounded: bool) -> None:
+        self.weights = {name: value.astype(np.float64) for name, value in weights.items()}
+        self.kv_heads = kv_heads
+        self.window = window
+        self.rounded = rounded
+        self.cache: list[list[Array]] = [[np.zeros((0, kv_heads, HEAD_DIM))] * 2 for _ in range(LAYERS)]
+
+    def forward(self, tokens: Sequence[int]) -> Array:
+        """Logits [n, vocabulary] of the tokens after those given before."""
+        weights = self.weights
+        past = len(self.cache[0][0])
+        positions = past + np.arange(len(tokens))
+        hidden = weights["model.embed_tokens.weight"][list(tokens)]
+        for layer in range(LAYERS):
+            name = f"model.layers.{layer}"
+            normed = _norm(hidden, weights[f"{name}.input_layernorm.weight"])
+            hidden = hidden + self._attention(layer, normed, positions)
+            normed = _norm(hidden, weights[f"{name}.post_attention_layernorm.weight"])
+            gate, up = (normed @ weights[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+            hidden = hidden + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{name}.mlp.down_proj.weight"].T
+        return _norm(hidden, weights["model.norm.weight"]) @ weights["model.embed_tokens.weight"].T
+
+    def _attention(self, layer: int, normed: Array, positions: npt.NDArray[np.int64]) -> Array:
+        name = f"model.layers.{layer}.self_attn"
+        rows = len(positions)
+        query, key, value = (
+            (normed @ self.weights[f"{name}.{part}_proj.weight"].T).reshape(rows, -1, HEAD_DIM) for part in "qkv"
+        )
+        query, key = _rotate(query, positions), _rotate(key, positions)
+        if self.rounded:
+            key, value = (np.clip(np.rint(x / INT8_SCALE), -128, 127) * INT8_SCALE for x in (key, value))
+        keys, values = (np.concatenate([old, new]) for old, new in zip(self.cache[layer], (key, value), strict=True))
+        self.cache[layer] = [keys, values]
+        distance = positions[:, None] - np.arange(len(keys))
+        hidden = distance < 0
+        if self.window is not None and layer % 2 == 1:
+            hidden |= distance >= self.window
+        heads = []
+        for head in range(HEADS):
+            group = head * self.kv_heads // HEADS
+            scores = np.where(hidden, -np.inf, query[:, head] @ keys[:, group].T / np.sqrt(HEAD_DIM))
+            odds = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            heads.append(odds / odds.sum(axis=-1, keepdims=True) @ values[:, group])
+        return np.concatenate(heads, axis=-1) @ self.weights[f"{name}.o_proj.weight"].T
+
+
+def _norm(value: Array, weight: Array) -> Array:
+    return value / np.sqrt(np.mean(value**2, axis=-1, keepdims=True) + 1e-5) * weight
+
+
+def _rotate(heads: Array, positions: npt.NDArray[np.int64]) -> Array:
+    angles = positions[:, None] * 10000.0 ** (-2 * np.arange(HEAD_DIM // 2) / HEAD_DIM)
+    cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    first, second = np.split(heads, 2, axis=-1)
+    return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

@@ -1,0 +1,251 @@
+"""Every foreign layout that edge-run opens, as tiny graphs of one model: `write_layout` puts one in a folder.
+
+All are the tiny llama of `tiny`, so all of them have to say what `layout_oracle` says. Where a layout is met is told
+beside it; none of these files is a copy of anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+from onnx.external_data_helper import set_external_data
+
+from layout_graph import Writer
+from layout_kinds import (
+    CONTEXT,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    VOCABULARY,
+    Attention,
+    Cache,
+    CacheType,
+    Decoders,
+    Layout,
+    Mask,
+    Positions,
+    Rows,
+    Settings,
+    Weights,
+)
+from layout_oracle import weights_of
+from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_config, tiny_tokenizer, write_json
+
+OPTIMUM: Final = Layout()
+GENAI: Final = Layout(
+    attention=Attention.FUSED,
+    positions=Positions.LENGTH,
+    settings=Settings.GENAI,
+    weights=Weights.ONE_FILE,
+    open_heads=True,
+    shares_buffers=True,
+    opset=21,
+)
+"""What the model builder of ONNX Runtime GenAI writes: `kv_cache_dim` for the head size, `model.onnx.data`."""
+COMMUNITY: Final = Layout(
+    attention=Attention.FUSED,
+    bias_inside=True,
+    weights=Weights.ONE_FILE,
+    subfolder="onnx",
+    opset=21,
+)
+"""transformers.js: newer onnx-community repositories (Qwen3, Llama 3.2, SmolLM3), settings above the graph's folder."""
+
+LAYOUTS: Final[Mapping[str, Layout]] = {
+    # Optimum 1.14 and later, `optimum-cli export onnx --task text-generation-with-past`.
+    "optimum": OPTIMUM,
+    "optimum-opset-14": replace(OPTIMUM, opset=14, fixed_batch=True),
+    "optimum-opset-21": replace(OPTIMUM, opset=21, open_vocabulary=True),
+    "optimum-open-heads": replace(OPTIMUM, open_heads=True),
+    # Families whose positions are counted inside: bloom, older opt and gpt2 exports.
+    "optimum-no-positions": replace(OPTIMUM, positions=Positions.LENGTH),
+    "optimum-no-mask": replace(OPTIMUM, mask=Mask.SHAPE),
+    # ONNX Runtime's own converters (convert_to_onnx, Olive's optimizer) ask for int32.
+    "optimum-int32": replace(OPTIMUM, narrow_ids=True),
+    # Qwen2-VL and Qwen3.5 text decoders of onnx-community: rotary positions of time, height and width.
+    "optimum-three-positions": replace(OPTIMUM, positions=Positions.THREE),
+    # `--dtype fp16`, and model_fp16.onnx / model_q4f16.onnx of transformers.js.
+    "optimum-float16": replace(OPTIMUM, cache_type=CacheType.FLOAT16, half_logits=True),
+    # Pruned heads: GenAI's `prune_lm_head`, OpenVINO's sliced logits; TensorRT-LLM style exports flatten them.
+    "optimum-last-row": replace(OPTIMUM, rows=Rows.LAST),
+    "optimum-last-row-flat": replace(OPTIMUM, rows=Rows.LAST_FLAT),
+    # transformers.js conversions of 2024 and later (Llama 3.2, SmolLM2, Gemma 2).
+    "optimum-chosen-rows": replace(OPTIMUM, rows=Rows.CHOSEN),
+    # Optimum before 1.14, and intel/ITREX: one graph with both, or two.
+    "optimum-merged": replace(OPTIMUM, decoders=Decoders.MERGED),
+    "optimum-two-decoders": replace(OPTIMUM, decoders=Decoders.TWO),
+    # torch.onnx.export traced with one new token and a mask built by arithmetic on the traced length: Optimum 1.7 to
+    # 1.13 for llama and others.
+    "optimum-two-traced-at-one": replace(OPTIMUM, decoders=Decoders.TWO, mask=Mask.NOT_CAUSAL),
+    "optimum-merged-traced-at-one": replace(OPTIMUM, decoders=Decoders.MERGED, mask=Mask.NOT_CAUSAL),
+    # Hand-written exports for fixed pipelines (Qualcomm AI Hub, Rockchip, executorch-like): the mask is a bias.
+    "optimum-mask-cells": replace(OPTIMUM, mask=Mask.CELLS),
+    "optimum-mask-cells-no-positions": replace(OPTIMUM, mask=Mask.CELLS, positions=Positions.LENGTH),
+    # Large weights.
+    "optimum-external": replace(OPTIMUM, weights=Weights.ONE_FILE),
+    "optimum-external-many": replace(OPTIMUM, weights=Weights.MANY_FILES),
+    # Without a config.json the context has to be given.
+    "optimum-bare": replace(OPTIMUM, settings=Settings.NONE),
+    # onnxruntime.transformers.models.gpt2, and the tiny-random-gpt2 models of onnxruntime-genai's tests.
+    "stacked": replace(OPTIMUM, cache=Cache.BOTH_STACKED),
+    "stacked-genai": replace(OPTIMUM, cache=Cache.BOTH_STACKED, settings=Settings.GENAI),
+    # gpt_bigcode (StarCoder) by Optimum.
+    "joined": replace(OPTIMUM, cache=Cache.BOTH_JOINED),
+    # bloom by Optimum.
+    "keys-transposed": replace(OPTIMUM, cache=Cache.KEYS_TRANSPOSED, positions=Positions.LENGTH),
+    # Names of QNN pipelines in GenAI (`past_keys_%d`), with and without a genai_config.json that tells them.
+    "numbered": replace(OPTIMUM, cache=Cache.NUMBERED),
+    # genai_config.json may rename every port (decoder.inputs, decoder.outputs).
+    "renamed-genai": replace(
+        GENAI,
+        positions=Positions.LENGTH,
+        names={
+            "input_ids": "tokens",
+            "attention_mask": "seen",
+            "logits": "scores",
+            "past_key_values.{}.key": "cache_{}_k",
+            "past_key_values.{}.value": "cache_{}_v",
+            "present.{}.key": "new_cache_{}_k",
+            "present.{}.value": "new_cache_{}_v",
+        },
+    ),
+    "renamed-genai-positions": replace(
+        OPTIMUM,
+        settings=Settings.GENAI,
+        names={"input_ids": "x", "attention_mask": "m", "position_ids": "p", "logits": "y"}
+        | {"past_key_values.{}.key": "a{}", "past_key_values.{}.value": "b{}"}
+        | {"present.{}.key": "c{}", "present.{}.value": "d{}"},
+    ),
+    # Exports made by hand: other common words for the same things, nothing that tells them.
+    "renamed": replace(
+        OPTIMUM,
+        names={
+            "past_key_values.{}.key": "past_key_{}",
+            "past_key_values.{}.value": "past_value_{}",
+            "present.{}.key": "present_key_{}",
+            "present.{}.value": "present_value_{}",
+        },
+    ),
+    # The model builder of ONNX Runtime GenAI.
+    "genai": GENAI,
+    "genai-growing": replace(GENAI, shares_buffers=False),
+    "genai-hugging-face": replace(GENAI, settings=Settings.HUGGING_FACE, open_heads=False),
+    "genai-float16": replace(GENAI, cache_type=CacheType.FLOAT16, half_logits=True),
+    "genai-last-row": replace(GENAI, rows=Rows.LAST),
+    "genai-positions": replace(GENAI, bias_inside=True, positions=Positions.INPUT),
+    "genai-window": replace(GENAI, window=24, open_heads=False),
+    "genai-window-cache": replace(GENAI, window=24, window_cache=True),
+    "genai-window-cache-fixed": replace(GENAI, window=24, window_cache=True, window_rows=24, shares_buffers=False),
+    "genai-window-cache-slack": replace(GENAI, window=24, window_cache=True, window_rows=64),
+    "genai-int8-cache": replace(GENAI, cache_type=CacheType.INT8, open_heads=False),
+    # NPU exports have fixed caches and the lengths as inputs.
+    "genai-lengths": replace(GENAI, mask=Mask.LENGTHS),
+    "genai-fixed-capacity": replace(GENAI, mask=Mask.LENGTHS, capacity=128, fixed_batch=True, open_heads=False),
+    "genai-fixed-capacity-numbered": replace(
+        GENAI, mask=Mask.LENGTHS, capacity=512, cache=Cache.NUMBERED, fixed_batch=True, open_heads=False
+    ),
+    # onnx-community.
+    "community": COMMUNITY,
+    "community-chosen-rows": replace(COMMUNITY, rows=Rows.CHOSEN),
+    "community-float16": replace(COMMUNITY, cache_type=CacheType.FLOAT16, half_logits=True),
+    "community-external-many": replace(COMMUNITY, weights=Weights.MANY_FILES),
+    "community-unfused": replace(OPTIMUM, subfolder="onnx"),
+}
+
+
+def write_layout(folder: Path, layout: Layout, *, seed: int = 0) -> Path:
+    """Write the model in a layout, its settings and its tokenizer; returns `folder`, which is made if need be.
+
+    Args:
+        folder: of the settings; the graph lies in it or, where the layout says so, in a folder below.
+        layout: what to write.
+        seed: of the weights.
+    """
+    place = folder / layout.subfolder
+    place.mkdir(parents=True, exist_ok=True)
+    writer = Writer(layout, weights_of(layout, seed))
+    if layout.decoders is Decoders.ONE:
+        _save(writer.model(), place / "model.onnx", layout)
+    elif layout.decoders is Decoders.MERGED:
+        _save(writer.model(merged=True), place / "decoder_model_merged.onnx", layout)
+    else:
+        _save(writer.model(cached=False), place / "decoder_model.onnx", layout)
+        _save(writer.model(), place / "decoder_with_past_model.onnx", layout)
+    if layout.settings is Settings.HUGGING_FACE:
+        write_json(folder / "config.json", tiny_config("llama", **layout.overrides))
+        write_json(folder / "generation_config.json", {"eos_token_id": 0, "do_sample": False})
+    elif layout.settings is Settings.GENAI:
+        write_json(folder / "genai_config.json", genai_config(layout))
+    tiny_tokenizer(VOCABULARY).save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL_TOKENS[0]}
+    write_json(folder / "tokenizer_config.json", settings | {"chat_template": CHAT_TEMPLATE})
+    return folder
+
+
+def genai_config(layout: Layout) -> dict[str, Any]:
+    """genai_config.json as the model builder writes it, with the ports the layout has."""
+    words = {"input_ids": "input_ids", "attention_mask": "attention_mask", "position_ids": "position_ids"}
+    if layout.positions is Positions.LENGTH:
+        del words["position_ids"]
+    if layout.mask is Mask.LENGTHS:
+        del words["attention_mask"]
+        words |= {"past_sequence_length": "past_seq_len", "total_sequence_length": "total_seq_len"}
+    caches = {
+        Cache.BOTH_STACKED: (["past_names"], ["past_{}"], ["present_names"], ["present_{}"]),
+        Cache.NUMBERED: (
+            *(["past_key_names", "past_value_names"], ["past_keys_{}", "past_values_{}"]),
+            *(["present_key_names", "present_value_names"], ["present_keys_{}", "present_values_{}"]),
+        ),
+    }.get(
+        layout.cache,
+        (
+            *(["past_key_names", "past_value_names"], ["past_key_values.{}.key", "past_key_values.{}.value"]),
+            *(["present_key_names", "present_value_names"], ["present.{}.key", "present.{}.value"]),
+        ),
+    )
+
+    def pattern(name: str) -> str:
+        return layout.names.get(name, name).replace("{}", "%d")
+
+    inputs = {key: pattern(name) for key, name in words.items()}
+    inputs |= {key: pattern(name) for key, name in zip(caches[0], caches[1], strict=True)}
+    outputs = {"logits": pattern("logits")}
+    outputs |= {key: pattern(name) for key, name in zip(caches[2], caches[3], strict=True)}
+    decoder: dict[str, Any] = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "filename": "model.onnx",
+        "head_size": HEAD_DIM,
+        "hidden_size": HEADS * HEAD_DIM,
+        "inputs": inputs,
+        "outputs": outputs,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": layout.kv_heads,
+    }
+    if layout.window_cache and layout.window is not None:
+        windows = {"window_size": layout.window, "slide_key_value_cache": False, "slide_inputs": False}
+        decoder["sliding_window"] = windows | {
+            "layers": [1],
+            "cache_slack": (layout.window_rows or layout.window) - layout.window,
+        }
+    model = {"bos_token_id": 0, "context_length": CONTEXT, "decoder": decoder, "eos_token_id": 0, "pad_token_id": 0}
+    search = {"do_sample": False, "max_length": CONTEXT, "past_present_share_buffer": layout.shares_buffers}
+    return {
+        "model": model | {"type": "llama", "vocab_size": VOCABULARY},
+        "search": search | {"temperature": 1.0, "top_k": 50, "top_p": 1.0},
+    }
+
+
+def _save(model: onnx.ModelProto, path: Path, layout: Layout) -> None:
+    if layout.weights is not Weights.INSIDE:
+        # Small constants stay inside, as exporters leave them.
+        large = [tensor for tensor in model.graph.initializer if len(tensor.raw_data) >= 1024]
+        suffix = ".data" if layout.attention is Attention.FUSED and not layout.subfolder else "_data"
+        for index, tensor in enumerate(large):
+            part = f"_{index % 3}" if layout.weights is Weights.MANY_FILES and index % 3 else ""
+            set_external_data(tensor, f"{path.name}{suffix}{part}")
+    onnx.save(model, path)
