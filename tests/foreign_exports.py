@@ -1,0 +1,174 @@
+"""Makes exports that other tools write, for tests to open: run by an interpreter that has those tools.
+
+    python foreign_exports.py optimum|genai TOKENIZER OUT [FAMILY ...]
+
+TOKENIZER is a folder with tokenizer.json and tokenizer_config.json of `VOCABULARY` tokens, token 0 the end of text. For
+each family OUT/<family>/checkpoint gets a seeded random model of transformers, OUT/<family>/greedy.json the tokens that
+transformers continues `PROMPT` with (float32), and beside them lie the exports:
+
+- by optimum: `with_past` (one model.onnx), and the two forms that Optimum wrote before 1.14: `separate`
+  (decoder_model.onnx and decoder_with_past_model.onnx) and `merged` (decoder_model_merged.onnx with use_cache_branch);
+- by genai, the model builder of onnxruntime-genai: `fp32` and `int4`, and in int4.json the tokens that
+  onnxruntime-genai itself decodes from the latter.
+
+This file imports nothing of the project: the interpreters it runs in need not have it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+PROMPT: Final = "the cat and the other"
+GREEDY_TOKENS: Final = 200
+VOCABULARY: Final = 300
+CONTEXT: Final = 256
+SEED: Final = 7
+
+_SHAPE: Final[dict[str, Any]] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "llama": _SHAPE,
+    "qwen2": {**_SHAPE, "tie_word_embeddings": True},
+    "gemma2": {
+        **_SHAPE,
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 32,
+    },
+    "phi3": {**_SHAPE, "original_max_position_embeddings": CONTEXT},
+    "gpt2": {
+        "vocab_size": VOCABULARY,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": CONTEXT,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    },
+}
+"""config.json by family; gemma2 attends to the last 32 positions in every other layer."""
+EXPORTERS: Final = {"optimum": tuple(SETTINGS), "genai": ("llama", "qwen2", "gemma2", "phi3")}
+"""Families that each exporter knows."""
+
+
+def write_checkpoint(folder: Path, family: str, tokenizer: Path) -> Any:
+    """A random model of transformers whose greedy tokens are well apart and never the end of text; returns it."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(family, **SETTINGS[family])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    random = torch.Generator().manual_seed(SEED)
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():
+        # By name, so that two versions of transformers that order them differently make the same model.
+        for name, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=random)
+            if weight is table or weight is head:
+                weight.copy_(noise * (0.03 if config.tie_word_embeddings else 0.4))
+            elif weight.dim() == 2:
+                weight.copy_(noise * 1.5 / math.sqrt(64))
+            elif name.endswith("bias"):
+                weight.copy_(0.3 * noise)
+            else:
+                weight.add_(0.2 * noise)  # a norm
+        head[0] = 0  # a logit of 0 is not the largest of 300
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / name, folder / name)
+    return model
+
+
+def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
+    """What transformers continues `prompt` with."""
+    import torch
+
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=GREEDY_TOKENS)
+    return out[0, len(prompt) :].tolist()
+
+
+def export_with_optimum(folder: Path, prompt: list[int]) -> None:
+    """All forms of `folder`/checkpoint that Optimum writes or wrote."""
+    from optimum.exporters.onnx import export, main_export
+    from optimum.exporters.tasks import TasksManager
+    from optimum.onnx import merge_decoders
+
+    source = folder / "checkpoint"
+    main_export(str(source), folder / "with_past", task="text-generation-with-past")
+    model = TasksManager.get_model_from_task("text-generation", source, framework="pt", library_name="transformers")
+    config = TasksManager.get_exporter_config_constructor(
+        "onnx", model=model, task="text-generation", library_name="transformers"
+    )
+    separate, merged = folder / "separate", folder / "merged"
+    for form in (separate, merged):
+        shutil.copytree(folder / "with_past", form, ignore=shutil.ignore_patterns("*.onnx*"))
+    first, following = separate / "decoder_model.onnx", separate / "decoder_with_past_model.onnx"
+    export(model, config(model.config, use_past=True, use_past_in_inputs=False), first)
+    export(model, config(model.config, use_past=True, use_past_in_inputs=True), following)
+    merge_decoders(first, following, save_path=merged / "decoder_model_merged.onnx")
+
+
+def export_with_genai(folder: Path, prompt: list[int]) -> None:
+    """Both precisions of `folder`/checkpoint by the model builder, and its runtime's tokens for int4."""
+    from onnxruntime_genai.models.builder import create_model, parse_extra_options
+
+    for precision in ("fp32", "int4"):
+        paths = ("", str(folder / "checkpoint"), str(folder / precision))
+        options = (precision, "cpu", str(folder / "cache"))
+        create_model(*paths, *options, **parse_extra_options(*paths, *options, []))
+    (folder / "int4.json").write_text(json.dumps(genai_tokens(folder / "int4", prompt)), encoding="utf-8")
+
+
+def genai_tokens(folder: Path, prompt: list[int], count: int = GREEDY_TOKENS) -> list[int]:
+    """What onnxruntime-genai continues `prompt` with, greedily."""
+    import onnxruntime_genai
+
+    model = onnxruntime_genai.Model(str(folder))
+    params = onnxruntime_genai.GeneratorParams(model)
+    params.set_search_options(do_sample=False, max_length=len(prompt) + count)
+    generator = onnxruntime_genai.Generator(model, params)
+    generator.append_tokens(prompt)
+    while not generator.is_done():
+        generator.generate_next_token()
+    return [int(token) for token in generator.get_sequence(0)[len(prompt) :]]
+
+
+def main(exporter: str, tokenizer: Path, out: Path, families: tuple[str, ...]) -> None:
+    """Make everything one exporter writes."""
+    import tokenizers
+
+    prompt = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode(PROMPT).ids
+    export = {"optimum": export_with_optimum, "genai": export_with_genai}[exporter]
+    for family in families or EXPORTERS[exporter]:
+        folder = out / family
+        model = write_checkpoint(folder / "checkpoint", family, tokenizer)
+        (folder / "greedy.json").write_text(json.dumps(greedy_tokens(model, prompt)), encoding="utf-8")
+        export(folder, prompt)
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), tuple(sys.argv[4:]))

@@ -1,0 +1,112 @@
+"""Models that other tools exported, opened as they are: the text is that of transformers, with and without guesses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from tokenizers import Tokenizer
+
+import edgerun
+from data import data_path
+from drafters import NEARLY_FREE, FixedCost
+from edgerun import Engine, GenerateOptions, Speculation
+from edgerun.edge.cli import main
+from edgerun.runtime.reply import Reply
+from foreign import Exporter, ForeignExports
+from foreign_exports import EXPORTERS, GREEDY_TOKENS, PROMPT
+
+SPECULATIONS = (Speculation.OFF, Speculation.AUTO)
+FORMS = [
+    pytest.param(exporter, family, form, id=f"{exporter.value}-{family}-{form}")
+    for exporter in Exporter
+    for family in EXPORTERS[exporter.value]
+    for form in exporter.forms
+]
+
+
+def tokens_of(llm: Engine, prompt: list[int], speculation: Speculation) -> tuple[list[int], Reply]:
+    """The greedy tokens that continue `prompt`; the last of them has no row in the cache, but it is among them."""
+    text = llm.new_text()
+    options = GenerateOptions(max_tokens=GREEDY_TOKENS, temperature=0, speculation=speculation)
+    reply = Reply.of(llm.run(text, prompt, options))
+    return text.tokens[len(prompt) :], reply
+
+
+@pytest.mark.parametrize(("exporter", "family", "form"), FORMS)
+def test_tokens_are_those_of_record(
+    foreign_exports: ForeignExports, exporter: Exporter, family: str, form: str
+) -> None:
+    """transformers' tokens for float32; for int4, those that onnxruntime-genai decodes from the same file."""
+    model = foreign_exports.of(exporter, family)
+    expected = model.tokens("int4" if form == "int4" else "greedy")
+    assert len(expected) == GREEDY_TOKENS
+    with edgerun.load(model.form(form), threads=1, cache=False) as llm:
+        llm._workshop._cost = FixedCost(NEARLY_FREE)
+        prompt = llm.tokenizer.encode(PROMPT, add_special_tokens=True)
+        for speculation in SPECULATIONS:
+            tokens, reply = tokens_of(llm, prompt, speculation)
+            assert tokens == expected, speculation
+            assert (reply.stats.drafted > 0) == (speculation is not Speculation.OFF)
+
+
+@pytest.mark.parametrize("form", ["with_past", "fp32"])
+@pytest.mark.parametrize("speculation", ["off", "auto"])
+def test_the_command_line_opens_them(
+    foreign_exports: ForeignExports, form: str, speculation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = foreign_exports.of(next(exporter for exporter in Exporter if form in exporter.forms), "llama")
+    folder = model.form(form)
+    expected = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(model.tokens())
+    options = ["--raw", "-n", str(GREEDY_TOKENS), "--spec", speculation, "--json"]
+    assert main([str(folder), "-p", PROMPT, *options]) == 0
+    out, err = capsys.readouterr()
+    reply = json.loads(out)
+    assert (reply["text"], reply["usage"]["completion_tokens"], err) == (expected, GREEDY_TOKENS, "")
+
+
+def test_an_old_decoder_with_fused_past_and_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = data_path("onnx/tiny-random-gpt2-fp32")
+    tiny = pytest.importorskip("tiny", reason="needs the export extra")
+    tokenizer = tmp_path / "tokenizer.json"
+    tiny.tiny_tokenizer(1000).save(str(tokenizer))
+    prompt = Tokenizer.from_file(str(tokenizer)).encode(PROMPT).ids
+    expected = fused_past_greedy(folder / "past.onnx", prompt, GREEDY_TOKENS)
+    assert len(set(expected)) > 3
+    with edgerun.load(folder, threads=1, cache=False, tokenizer=tokenizer) as llm:
+        llm._workshop._cost = FixedCost(NEARLY_FREE)
+        for speculation in SPECULATIONS:
+            assert tokens_of(llm, prompt, speculation)[0] == expected, speculation
+    assert main([str(folder), "--tokenizer", str(tokenizer), "-p", PROMPT, "--raw", "-n", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == Tokenizer.from_file(str(tokenizer)).decode(expected[:20])
+
+
+def fused_past_greedy(graph: Path, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of a graph with int32 inputs and `past_i` [2, 1, heads, rows, size], one pass a token."""
+    session = onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    past = {
+        port.name: np.zeros((2, 1, port.shape[2], 0, port.shape[4]), np.float32)
+        for port in session.get_inputs()
+        if port.name.startswith("past_")
+    }
+    new, seen, tokens = prompt, 0, []
+    while len(tokens) < count:
+        total = seen + len(new)
+        feeds = {
+            "input_ids": np.array([new], np.int32),
+            "position_ids": np.arange(seen, total, dtype=np.int32)[None],
+            "attention_mask": np.ones((1, total), np.int32),
+        }
+        logits, *present = session.run(None, feeds | past)
+        past = {name.replace("present", "past"): value for name, value in zip(names_of(session), present, strict=True)}
+        new, seen = [int(logits[0, -1].argmax())], total
+        tokens += new
+    return tokens
+
+
+def names_of(session: onnxruntime.InferenceSession) -> list[str]:
+    """The outputs after the first, logits."""
+    return [port.name for port in session.get_outputs()][1:]
