@@ -114,6 +114,8 @@ class EditableGraph:
             raise BundleError("the model keeps sparse constants", "such a model cannot be upgraded")
         self._ir_version = model.ir_version
         self._functions = list(model.functions)
+        self.own_domains = {each.domain for each in self._functions}
+        """Domains of operators that the model itself defines."""
         self.tensors: dict[str, Tensor] = {each.name: read_tensor(each, folder) for each in graph.initializer}
         self.inputs: dict[str, ValueInfoProto] = {
             each.name: each for each in graph.input if each.name not in self.tensors

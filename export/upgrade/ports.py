@@ -1,0 +1,149 @@
+"""Which input of a foreign decoder is what, told by how the graph uses it and not only by its name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from onnx import TensorProto
+
+from ...edge.errors import BundleError
+from .editable import EditableGraph, Node
+
+TOKENS: Final = "input_ids"
+MASK: Final = "attention_mask"
+POSITIONS: Final = "position_ids"
+
+_WHOLE: Final = (TensorProto.INT64, TensorProto.INT32)
+_FLOATING: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_RUN_AS_IT_IS: Final = "run it as it is"
+_LOOK_UPS: Final = ("Gather", "GatherBlockQuantized")
+_KNOWN_DOMAINS: Final = ("", "com.microsoft", "ai.onnx.ml", "com.microsoft.nchwc")
+
+
+@dataclass(frozen=True)
+class CachePort:
+    """One cache tensor: the graph input with past rows and the output with the new ones behind."""
+
+    past: str
+    present: str
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Inputs and outputs of a decoder, after `settle_ports`."""
+
+    caches: tuple[CachePort, ...]
+    """Key and value of each layer, in layer order."""
+    logits: str
+
+
+def settle_ports(graph: EditableGraph) -> Ports:
+    """Find out what the inputs and outputs are, and give tokens, mask and positions their usual names.
+
+    Raises:
+        BundleError: this is no decoder with a cache, or one that cannot be upgraded; the message says which.
+    """
+    _require_known_operators(graph)
+    caches = _caches(graph)
+    if not caches:
+        raise BundleError(
+            "the model has no key-value cache among its inputs and outputs", "export it again with a cache (with past)"
+        )
+    inside = {port.past for port in caches}
+    _name(graph, TOKENS, [name for name in graph.inputs if name not in inside and _is_tokens(graph, name)])
+    if TOKENS not in graph.inputs:
+        raise BundleError(
+            "the model has no input of token ids", "give the decoder of a text model, not an encoder or an image part"
+        )
+    others = [name for name in graph.inputs if name not in inside and name != TOKENS]
+    _name(graph, POSITIONS, [name for name in others if re.search("position", name)])
+    _name(graph, MASK, [name for name in others if re.search("mask", name) and name in graph.inputs])
+    outputs = [name for name in graph.outputs if name not in {port.present for port in caches}]
+    return Ports(caches, _logits(graph, outputs))
+
+
+def _require_known_operators(graph: EditableGraph) -> None:
+    strange = sorted({node.domain for node in graph.nodes if node.domain not in _KNOWN_DOMAINS} - graph.own_domains)
+    if strange:
+        raise BundleError(
+            f"the model uses operators of {strange[0]}, which ONNX Runtime has only with a library of its maker's",
+            "export the model for CPU",
+        )
+
+
+def _caches(graph: EditableGraph) -> tuple[CachePort, ...]:
+    """Cache inputs with their outputs, keys before values, layer after layer."""
+    fused = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
+    if fused:
+        return tuple(port for node in fused for port in _of_fused(graph, node))
+    found: list[CachePort] = []
+    for name in graph.inputs:
+        ends = [
+            node.output(0)
+            for node in graph.consumers(name)
+            if node.op == "Concat" and node.output(0) in graph.outputs and node.input(0) == name
+        ]
+        if ends and graph.element_type(name) in _FLOATING:
+            found.append(CachePort(name, ends[0]))
+    return tuple(sorted(found, key=lambda port: _layer_and_half(port.past)))
+
+
+def _of_fused(graph: EditableGraph, node: Node) -> tuple[CachePort, CachePort]:
+    ports = tuple(CachePort(node.input(3 + half), node.output(1 + half)) for half in (0, 1))
+    for port in ports:
+        if port.past not in graph.inputs or port.present not in graph.outputs:
+            raise BundleError(
+                f"the attention {node.name or node.output(0)} keeps its cache inside the graph", _RUN_AS_IT_IS
+            )
+        if graph.element_type(port.past) not in _FLOATING:
+            raise BundleError("the model keeps its cache in whole numbers (quantized)", _RUN_AS_IT_IS)
+        if len(graph.consumers(port.past)) != 1 and any(
+            each.op == "GroupQueryAttention" and each is not node for each in graph.consumers(port.past)
+        ):
+            raise BundleError("two layers of the model share a cache", _RUN_AS_IT_IS)
+    return ports[0], ports[1]
+
+
+def _layer_and_half(name: str) -> tuple[int, int, str]:
+    """Order of a cache input by its name: layer, then keys before values."""
+    numbers = re.findall(r"\d+", name)
+    return (int(numbers[-1]) if numbers else 0, 1 if re.search("value", name) else 0, name)
+
+
+def _is_tokens(graph: EditableGraph, name: str) -> bool:
+    """Whether an input is whole numbers by which rows of a matrix are looked up."""
+    if graph.element_type(name) not in _WHOLE or re.search("position|mask|type", name):
+        return False
+    waiting = [name]
+    while waiting:
+        value = waiting.pop()
+        for node in graph.consumers(value):
+            if node.op in _LOOK_UPS and node.input(1) == value and node.attribute("axis", 0) == 0:
+                return True
+            if node.op in ("Cast", "Reshape", "Identity", "Clip", "Where") and node.output(0) != value:
+                waiting.append(node.output(0))
+    return False
+
+
+def _name(graph: EditableGraph, wanted: str, candidates: list[str]) -> None:
+    """Call the one candidate `wanted`; where there is none, or already one of that name, do nothing."""
+    if wanted in graph.inputs or not candidates:
+        return
+    if len(candidates) > 1:
+        raise BundleError(
+            f"the model has several inputs that could be {wanted}: {', '.join(candidates)}", _RUN_AS_IT_IS
+        )
+    graph.rename(candidates[0], graph.fresh(wanted))
+
+
+def _logits(graph: EditableGraph, outputs: list[str]) -> str:
+    floats = [name for name in outputs if graph.element_type(name) in _FLOATING]
+    named = [name for name in floats if "logits" in name] or floats
+    if len(named) != 1:
+        raise BundleError(
+            f"the model's outputs besides its cache are {', '.join(outputs) or 'none'}; logits are not among them",
+            "export it for text generation",
+        )
+    return named[0]
