@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -25,70 +25,14 @@ from layout_kinds import (
     Positions,
     Rows,
 )
+from layout_nodes import Nodes
 from layout_oracle import INT8_SCALE
 
-Array = npt.NDArray[Any]
 _CACHE_TYPES: Final = {
     CacheType.FLOAT32: TensorProto.FLOAT,
     CacheType.FLOAT16: TensorProto.FLOAT16,
     CacheType.INT8: TensorProto.INT8,
 }
-_LOWEST: Final = float(np.finfo(np.float32).min)
-
-
-@dataclass
-class Nodes:
-    """Nodes in order, and the constants they read."""
-
-    opset: int
-    prefix: str = ""
-    constants: dict[str, Array] = field(default_factory=dict)
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-
-    def inner(self, prefix: str) -> Nodes:
-        """An empty list for a branch, which shares the constants."""
-        return Nodes(self.opset, prefix, self.constants)
-
-    def op(self, kind: str, *inputs: str, outputs: Sequence[str] = (), domain: str = "", **attributes: Any) -> str:
-        """Add a node; returns its first output."""
-        names = list(outputs) or [f"{self.prefix}{kind}_{len(self.nodes)}"]
-        self.nodes.append(helper.make_node(kind, list(inputs), names, names[0], domain=domain, **attributes))
-        return names[0]
-
-    def constant(self, value: Any, dtype: npt.DTypeLike = np.int64, name: str = "") -> str:
-        """An initializer; equal small ones are one."""
-        array = np.asarray(value, dtype)
-        name = name or f"constant_{array.dtype}_{array.shape}_{array.tolist()}".replace(" ", "")
-        self.constants[name] = array
-        return name
-
-    def linear(self, value: str, name: str, weight: Array) -> str:
-        """value @ weight.T; the weight is stored transposed, as tracing leaves it."""
-        return self.op("MatMul", value, self.constant(weight.T, np.float32, f"{name}.transposed"))
-
-    def norm(self, value: str, name: str, weight: Array, *, fused: bool) -> str:
-        """RMS norm over the last axis."""
-        scale = self.constant(weight, np.float32, name)
-        if fused:
-            return self.op("SimplifiedLayerNormalization", value, scale, axis=-1, epsilon=1e-5, stash_type=1)
-        square = self.op("Pow", value, self.constant(2, np.float32))
-        if self.opset >= 18:
-            mean = self.op("ReduceMean", square, self.constant([-1]), keepdims=1)
-        else:
-            mean = self.op("ReduceMean", square, axes=[-1], keepdims=1)
-        root = self.op("Sqrt", self.op("Add", mean, self.constant(1e-5, np.float32)))
-        inverse = self.op("Div", self.constant(1, np.float32), root)
-        return self.op("Mul", scale, self.op("Mul", value, inverse))
-
-    def extent(self, value: str, axis: int) -> str:
-        """A dimension as int64 [1]."""
-        return self.op("Gather", self.op("Shape", value), self.constant([axis]), axis=0)
-
-    def span(self, start: str, end: str) -> str:
-        """start .. end-1 as int64 [n], both given as [1]."""
-        scalar = self.constant([], np.int64, "no_dimensions")
-        first, last = self.op("Reshape", start, scalar), self.op("Reshape", end, scalar)
-        return self.op("Range", first, last, self.constant(1))
 
 
 @dataclass(frozen=True)
@@ -269,13 +213,13 @@ class Writer:
         if self.fused:
             angles = np.arange(CONTEXT)[:, None] * 10000.0 ** (-2 * np.arange(HEAD_DIM // 2) / HEAD_DIM)
             dtype = np.float16 if layout.cache_type is CacheType.FLOAT16 else np.float32
-            tables = (nodes.constant(f(angles), dtype, f"{f.__name__}_cache") for f in (np.cos, np.sin))
+            cosine, sine = (nodes.constant(f(angles), dtype, f"{f.__name__}_cache") for f in (np.cos, np.sin))
             lengths, total = self._lengths(nodes, total)
             bias = None
             if layout.bias_inside:
                 past = nodes.op("Sub", total, new)
                 bias = self._bias(nodes, past, new, total)
-            return Text(new, past, total, *tables, bias, lengths, positions)
+            return Text(new, past, total, cosine, sine, bias, lengths, positions)
         cosine, sine = self._angles(nodes, positions, past, new, total)
         return Text(new, past, total, cosine, sine, self._bias(nodes, past, new, total), None, positions)
 
@@ -346,13 +290,11 @@ class Writer:
             attended = self._unfused(nodes, text, ports, layer, (query, key, value))
         return self._linear(nodes, attended, f"{name}.o_proj.weight")
 
-    def _fused(
-        self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, projected: tuple[str, str, str]
-    ) -> str:
+    def _fused(self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, projected: Sequence[str]) -> str:
         layout = self.layout
         half = layout.cache_type is CacheType.FLOAT16
         if half:
-            projected = tuple(nodes.op("Cast", part, to=TensorProto.FLOAT16) for part in projected)
+            projected = [nodes.op("Cast", part, to=TensorProto.FLOAT16) for part in projected]
         assert text.lengths is not None
         inputs = [*projected, *self._cache_names("past", layer), *text.lengths, text.cosine, text.sine]
         attributes: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": layout.kv_heads, "do_rotary": 1}
@@ -369,9 +311,7 @@ class Writer:
         nodes.op("GroupQueryAttention", *inputs, outputs=outputs, domain="com.microsoft", **attributes)
         return nodes.op("Cast", output, to=TensorProto.FLOAT) if half else output
 
-    def _unfused(
-        self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, projected: tuple[str, str, str]
-    ) -> str:
+    def _unfused(self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, projected: Sequence[str]) -> str:
         layout = self.layout
         apart = nodes.constant([0, 0, -1, HEAD_DIM])
         query, key, value = (

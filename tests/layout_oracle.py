@@ -15,7 +15,7 @@ import numpy.typing as npt
 from layout_kinds import HEAD_DIM, HEADS, LAYERS, CacheType, Layout
 from tiny import tiny_config, tiny_weights
 
-Array = npt.NDArray[np.floating[Any]]
+Array = npt.NDArray[Any]
 INT8_SCALE = 0.05
 """What one step of an int8 cache stands for."""
 

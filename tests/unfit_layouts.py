@@ -1,0 +1,308 @@
+"""Graphs that edge-run cannot decode with, each with the ports its kind is known by: `write_unfit` writes one.
+
+They compute next to nothing. What counts is what their ports, operators and settings say, and that each of them loads
+wherever its kind would load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from layout_kinds import CONTEXT, HEAD_DIM, HEADS, LAYERS, VOCABULARY
+from layouts import GENAI, genai_config
+from tiny import SPECIAL_TOKENS, tiny_config, tiny_tokenizer, write_json
+
+Shape = Sequence[int | str]
+_TYPES: Final = {
+    "float": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "int32": TensorProto.INT32,
+    "int64": TensorProto.INT64,
+    "uint8": TensorProto.UINT8,
+}
+_HEADS_OF_PAST: Final[Shape] = ("batch_size", 2, "past_sequence_length", HEAD_DIM)
+_HEADS_OF_PRESENT: Final[Shape] = ("batch_size", 2, "total_sequence_length", HEAD_DIM)
+_TEXT: Final[Mapping[str, tuple[str, Shape]]] = {
+    "input_ids": ("int64", ("batch_size", "sequence_length")),
+    "attention_mask": ("int64", ("batch_size", "total_sequence_length")),
+}
+_LOGITS: Final[Mapping[str, tuple[str, Shape]]] = {"logits": ("float", ("batch_size", "sequence_length", VOCABULARY))}
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A graph by its ports: name to element type and shape."""
+
+    inputs: Mapping[str, tuple[str, Shape]]
+    outputs: Mapping[str, tuple[str, Shape]] = field(default_factory=lambda: dict(_LOGITS))
+    operator: tuple[str, str] | None = None
+    """Domain and name of an operator that ONNX Runtime does not have, or cannot run here."""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """Of that operator."""
+    file: str = "model.onnx"
+    beside: Sequence[str] = ()
+    """Other graphs in the folder."""
+    genai: Mapping[str, Any] | None = None
+    """What genai_config.json has below `model`, beside the usual."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What config.json has beside the usual."""
+
+
+def caches(past: str = "past_key_values.{}.{}", kinds: Sequence[str] = ("key", "value")) -> dict[str, Any]:
+    """Cache inputs."""
+    return {past.format(layer, kind): ("float", _HEADS_OF_PAST) for layer in range(LAYERS) for kind in kinds}
+
+
+def presents(present: str = "present.{}.{}", kinds: Sequence[str] = ("key", "value")) -> dict[str, Any]:
+    """Cache outputs."""
+    return {present.format(layer, kind): ("float", _HEADS_OF_PRESENT) for layer in range(LAYERS) for kind in kinds}
+
+
+def states(names: Sequence[str], shape: Shape) -> dict[str, Any]:
+    """Ports of a state that is not a cache of rows."""
+    return {name.format(layer): ("float", shape) for name in names for layer in range(LAYERS)}
+
+
+_EMBEDDED: Final[Mapping[str, tuple[str, Shape]]] = {
+    "inputs_embeds": ("float", ("batch_size", "sequence_length", HEADS * HEAD_DIM)),
+    "attention_mask": ("int64", ("batch_size", "total_sequence_length")),
+}
+_BOTH_KINDS: Final = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
+
+UNFIT: Final[Mapping[str, Unfit]] = {
+    # `optimum-cli export onnx --task text-generation`: the whole text again for every token.
+    "no-cache": Unfit(_TEXT),
+    # optimum-intel and OpenVINO model server: state inside, reordered by beam_idx.
+    "openvino-stateful": Unfit({**_TEXT, "beam_idx": ("int32", ("batch_size",))}),
+    # sentence-transformers and classifiers.
+    "encoder": Unfit(
+        {**_TEXT, "token_type_ids": ("int64", ("batch_size", "sequence_length"))},
+        {"last_hidden_state": ("float", ("batch_size", "sequence_length", 64))},
+    ),
+    # onnx-community/LFM2-*-ONNX.
+    "lfm2": Unfit(
+        {**_TEXT, **states(["past_conv.{}"], ("batch_size", 64, 3)), **caches()},
+        {**_LOGITS, **states(["present_conv.{}"], ("batch_size", 64, 3)), **presents()},
+    ),
+    # Qwen3-Next and Granite 4 of the GenAI model builder.
+    "genai-recurrent": Unfit(
+        {
+            **_TEXT,
+            **states(["past.{}.conv"], ("batch_size", 64, 3)),
+            **states(["past.{}.recurrent"], ("batch_size", 2, 16, 16)),
+        },
+        {
+            **_LOGITS,
+            **states(["present.{}.conv"], ("batch_size", 64, 3)),
+            **states(["present.{}.recurrent"], ("batch_size", 2, 16, 16)),
+        },
+    ),
+    # Mamba by Optimum.
+    "mamba": Unfit(
+        {
+            "input_ids": _TEXT["input_ids"],
+            **states(["past_conv_states.{}"], ("batch_size", 64, 4)),
+            **states(["past_ssm_states.{}"], ("batch_size", 64, 16)),
+        },
+        {
+            **_LOGITS,
+            **states(["present_conv_states.{}"], ("batch_size", 64, 4)),
+            **states(["present_ssm_states.{}"], ("batch_size", 64, 16)),
+        },
+    ),
+    # `paged_attention` of the GenAI model builder.
+    "paged": Unfit(
+        {
+            "input_ids": ("int64", ("num_tokens",)),
+            "block_table": ("int32", ("batch_size", "max_num_blocks")),
+            "cumulative_sequence_lengths": ("int32", ("batch_size_plus_1",)),
+            "past_sequence_lengths": ("int32", ("batch_size",)),
+            **dict.fromkeys(caches(), ("float", ("num_blocks", "block_size", 2, HEAD_DIM))),
+        },
+        {
+            "logits": ("float", ("num_tokens", VOCABULARY)),
+            **dict.fromkeys(presents(), ("float", ("num_blocks", "block_size", 2, HEAD_DIM))),
+        },
+    ),
+    # vLLM-like exports.
+    "paged-slots": Unfit(
+        {**_TEXT, "slot_mapping": ("int32", ("num_tokens",)), **caches("key_cache_{}", ("",))},
+        {**_LOGITS, **presents("new_key_cache_{}", ("",))},
+    ),
+    # T5, BART, Marian by Optimum and transformers.js: the decoder alone.
+    "encoder-decoder": Unfit(
+        {
+            "input_ids": _TEXT["input_ids"],
+            "encoder_hidden_states": ("float", ("batch_size", "encoder_sequence_length", 64)),
+            "encoder_attention_mask": ("int64", ("batch_size", "encoder_sequence_length")),
+            **caches(kinds=_BOTH_KINDS),
+        },
+        {**_LOGITS, **presents(kinds=_BOTH_KINDS)},
+        file="decoder_model_merged.onnx",
+        beside=("encoder_model.onnx",),
+    ),
+    # A with-past decoder of the same: the encoder's words are in its caches only.
+    "encoder-decoder-with-past": Unfit(
+        {"input_ids": _TEXT["input_ids"], **caches(kinds=_BOTH_KINDS)},
+        {**_LOGITS, **presents(kinds=_BOTH_KINDS[:2])},
+        file="decoder_with_past_model.onnx",
+    ),
+    # Language parts of vision models (onnx-community/Qwen2-VL-2B-Instruct, GenAI's phi-3-vision and gemma 3).
+    "embeddings-in": Unfit({**_EMBEDDED, **caches()}, {**_LOGITS, **presents()}),
+    "embeddings-in-parts": Unfit(
+        {**_EMBEDDED, **caches()},
+        {**_LOGITS, **presents()},
+        file="decoder_model_merged.onnx",
+        beside=("embed_tokens.onnx", "vision_encoder.onnx"),
+    ),
+    "pixels-in": Unfit(
+        {**_TEXT, "pixel_values": ("float", ("batch_size", 3, 224, 224)), **caches()}, {**_LOGITS, **presents()}
+    ),
+    "genai-vision": Unfit(
+        {**_EMBEDDED, **caches()},
+        {**_LOGITS, **presents()},
+        genai={"type": "phi3v", "vision": {"filename": "vision.onnx"}, "embedding": {"filename": "embedding.onnx"}},
+    ),
+    # Whisper by GenAI.
+    "audio-in": Unfit(
+        {"audio_features": ("float", ("batch_size", 80, 3000)), "input_ids": _TEXT["input_ids"], **caches()},
+        {**_LOGITS, **presents()},
+    ),
+    # Heads for GenAI's own speculation (`mtp.onnx`, EAGLE): they continue another model's hidden states.
+    "hidden-states-in": Unfit(
+        {**_TEXT, "hidden_states": ("float", ("batch_size", "sequence_length", 64)), **caches()},
+        {**_LOGITS, **presents()},
+    ),
+    # Ryzen AI hybrids (amd/*-onnx-ryzenai-hybrid).
+    "custom-operator": Unfit(
+        {**_TEXT, **caches()}, {**_LOGITS, **presents()}, operator=("com.ryzenai", "SSMLP"), attributes={"K": 64}
+    ),
+    "unknown-operator": Unfit({**_TEXT, **caches()}, {**_LOGITS, **presents()}, operator=("", "Frobnicate")),
+    # Compiled for one device: QNN, OpenVINO and Vitis AI context binaries.
+    "compiled-qnn": Unfit(
+        {**_TEXT, **caches()},
+        {**_LOGITS, **presents()},
+        operator=("com.microsoft", "EPContext"),
+        attributes={"embed_mode": 0, "ep_cache_context": "model_qnn.bin", "source": "Qnn", "main_context": 1},
+    ),
+    "compiled-openvino": Unfit(
+        {**_TEXT, **caches()},
+        {**_LOGITS, **presents()},
+        operator=("com.microsoft", "EPContext"),
+        attributes={"embed_mode": 0, "ep_cache_context": "model.blob", "source": "OpenVINOExecutionProvider"},
+    ),
+    # Stages of a QNN pipeline: windows of 64 for the prompt, of 1 for what follows.
+    **{
+        f"fixed-window-{width}": Unfit(
+            {
+                "input_ids": ("int32", (1, width)),
+                "past_seq_len": ("int32", (1, 1)),
+                "total_seq_len": ("int32", (1,)),
+                **{
+                    name.format(i): ("float", (1, 2, 512, HEAD_DIM))
+                    for i in range(LAYERS)
+                    for name in ("past_keys_{}", "past_values_{}")
+                },
+            },
+            {
+                "logits": ("float", (1, width, VOCABULARY)),
+                **{
+                    name.format(i): ("float", (1, 2, 512, HEAD_DIM))
+                    for i in range(LAYERS)
+                    for name in ("present_keys_{}", "present_values_{}")
+                },
+            },
+        )
+        for width in (1, 64)
+    },
+    "genai-pipeline": Unfit(
+        _TEXT,
+        file="embeddings.onnx",
+        beside=("context.onnx", "iterator.onnx", "lm_head.onnx"),
+        genai={
+            "type": "decoder-pipeline",
+            "decoder": {
+                "pipeline": [
+                    {"embeddings": {"filename": "embeddings.onnx"}},
+                    {"context": {"filename": "context.onnx", "run_on_token_gen": False}},
+                    {"iterator": {"filename": "iterator.onnx", "run_on_prompt": False}},
+                    {"lm_head": {"filename": "lm_head.onnx"}},
+                ]
+            },
+        },
+    ),
+    # `int8` and `int4` caches per token of the GenAI model builder, CUDA only.
+    "scales-per-token": Unfit(
+        {
+            **_TEXT,
+            **{name: ("uint8", shape) for name, (_, shape) in caches().items()},
+            **{f"{name}_scale": ("float", shape[:3]) for name, (_, shape) in caches().items()},
+        },
+        {
+            **_LOGITS,
+            **{name: ("uint8", shape) for name, (_, shape) in presents().items()},
+            **{f"{name}_scale": ("float", shape[:3]) for name, (_, shape) in presents().items()},
+        },
+    ),
+    # Compiled for several texts at once.
+    "batch-of-four": Unfit({"input_ids": ("int64", (4, "sequence_length")), **caches()}, {**_LOGITS, **presents()}),
+    # Not language models at all.
+    "image-classifier": Unfit(
+        {"pixel_values": ("float", ("batch_size", 3, 224, 224))}, {"logits": ("float", ("batch_size", 1000))}
+    ),
+    "no-logits": Unfit({**_TEXT, **caches()}, presents()),
+}
+
+
+def write_unfit(folder: Path, kind: Unfit) -> Path:
+    """Write a graph and what lies beside it; returns `folder`, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save(_model(kind), folder / kind.file)
+    for name in kind.beside:
+        onnx.save(_model(Unfit(_TEXT)), folder / name)
+    if kind.genai is None:
+        write_json(folder / "config.json", {**tiny_config("llama", max_position_embeddings=CONTEXT), **kind.config})
+    else:
+        settings = genai_config(GENAI)
+        settings["model"] |= kind.genai
+        write_json(folder / "genai_config.json", settings)
+    tiny_tokenizer(VOCABULARY).save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"eos_token": SPECIAL_TOKENS[0]})
+    return folder
+
+
+def _model(kind: Unfit) -> onnx.ModelProto:
+    """Every output is zeros of its type, of the shape it declares with 1 for what is open."""
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, _TYPES[dtype], list(shape)) for name, (dtype, shape) in ports.items()]
+        for ports in (kind.inputs, kind.outputs)
+    )
+    nodes, constants = [], []
+    for name, (dtype, shape) in kind.outputs.items():
+        zeros = np.zeros(
+            [size if isinstance(size, int) else 1 for size in shape], helper.tensor_dtype_to_np_dtype(_TYPES[dtype])
+        )
+        constants.append(numpy_helper.from_array(zeros, f"{name}/zeros"))
+        nodes.append(helper.make_node("Identity", [f"{name}/zeros"], [name], name))
+    if kind.operator is not None:
+        domain, operator = kind.operator
+        first = next(iter(kind.inputs))
+        nodes.append(
+            helper.make_node(operator, [first], [f"{operator}/out"], operator, domain=domain, **kind.attributes)
+        )
+        onnx_shape = ["batch_size", "sequence_length"]
+        outputs.append(helper.make_tensor_value_info(f"{operator}/out", _TYPES["float"], onnx_shape))
+    graph = helper.make_graph(nodes, "unfit", inputs, outputs, constants)
+    opsets = [
+        helper.make_opsetid("", 17),
+        helper.make_opsetid("com.microsoft", 1),
+        helper.make_opsetid("com.ryzenai", 1),
+    ]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
