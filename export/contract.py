@@ -37,17 +37,22 @@ def present_value(layer: int) -> str:
 
 def inputs(config: DecoderConfig) -> list[ValueInfoProto]:
     """The graph's inputs."""
+    buffers = [
+        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config))
+        for layer in range(config.layers)
+        for name in (past_key, past_value)
+    ]
+    return [*pass_inputs(), *buffers]
+
+
+def pass_inputs() -> list[ValueInfoProto]:
+    """The inputs that are new in every pass: all but the buffers."""
     declare, float32, int32, int64 = (
         helper.make_tensor_value_info,
         TensorProto.FLOAT,
         TensorProto.INT32,
         TensorProto.INT64,
     )
-    buffers = [
-        declare(name(layer), float32, _buffer_shape(config))
-        for layer in range(config.layers)
-        for name in (past_key, past_value)
-    ]
     return [
         declare("input_ids", int64, [1, "M"]),
         declare("position_ids", int64, [1, "M"]),
@@ -55,7 +60,6 @@ def inputs(config: DecoderConfig) -> list[ValueInfoProto]:
         declare("seqlens_k", int32, [1]),
         declare("total_sequence_length", int32, []),
         declare("logit_rows", int64, ["R"]),
-        *buffers,
     ]
 
 
