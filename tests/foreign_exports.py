@@ -68,15 +68,18 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 """config.json by family; gemma2 attends to the last 32 positions in every other layer."""
 EXPORTERS: Final = {"optimum": tuple(SETTINGS), "genai": ("llama", "qwen2", "gemma2", "phi3")}
 """Families that each exporter knows."""
+ATTENTION: Final = {"optimum": "sdpa", "genai": "eager"}
+"""Whose tokens are of record. Optimum exports what transformers computes by default, which leaves out the soft cap of
+gemma2's attention; the model builder keeps it, as eager attention does."""
 
 
-def write_checkpoint(folder: Path, family: str, tokenizer: Path) -> Any:
-    """A random model of transformers whose greedy tokens are well apart and never the end of text; returns it."""
+def write_checkpoint(folder: Path, family: str, tokenizer: Path) -> None:
+    """A random model of transformers whose greedy tokens are well apart and never the end of text."""
     import torch
     import transformers
 
     config = transformers.AutoConfig.for_model(family, **SETTINGS[family])
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
     random = torch.Generator().manual_seed(SEED)
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
@@ -97,13 +100,16 @@ def write_checkpoint(folder: Path, family: str, tokenizer: Path) -> Any:
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, folder / name)
-    return model
 
 
-def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
-    """What transformers continues `prompt` with."""
+def greedy_tokens(checkpoint: Path, prompt: list[int], attention: str) -> list[int]:
+    """What transformers continues `prompt` with, with that kind of attention."""
     import torch
+    import transformers
 
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation=attention
+    )
     ids = torch.tensor([prompt])
     with torch.no_grad():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=GREEDY_TOKENS)
@@ -164,8 +170,9 @@ def main(exporter: str, tokenizer: Path, out: Path, families: tuple[str, ...]) -
     export = {"optimum": export_with_optimum, "genai": export_with_genai}[exporter]
     for family in families or EXPORTERS[exporter]:
         folder = out / family
-        model = write_checkpoint(folder / "checkpoint", family, tokenizer)
-        (folder / "greedy.json").write_text(json.dumps(greedy_tokens(model, prompt)), encoding="utf-8")
+        write_checkpoint(folder / "checkpoint", family, tokenizer)
+        tokens = greedy_tokens(folder / "checkpoint", prompt, ATTENTION[exporter])
+        (folder / "greedy.json").write_text(json.dumps(tokens), encoding="utf-8")
         export(folder, prompt)
 
 
