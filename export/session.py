@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,12 +11,19 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from ..edge.errors import ExportError
 from ..models.bundle import GRAPH_NAME
 from . import contract
 from .config import DecoderConfig
 
 _MASKED: Final = np.float32(-1e9)
+_ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
+    *(value for value in vars(ort_errors).values() if isinstance(value, type) and issubclass(value, Exception)),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What ONNX Runtime raises: its own exceptions, which have no common base, and what its binding makes of others."""
 
 
 class GraphSession:
@@ -76,3 +85,42 @@ class GraphSession:
         self._session.run_with_iobinding(binding)
         logits: npt.NDArray[np.float32] = binding.get_outputs()[0].numpy()
         return logits
+
+
+def growing_logits(
+    bundle: Path, config: DecoderConfig, tokens: npt.NDArray[np.int64], first: int
+) -> npt.NDArray[np.float32]:
+    """Logits [m, vocabulary] of a graph in GenAI's layout, over a cache that grows: `first` tokens, then one by one."""
+    session = ort.InferenceSession(str(bundle / GRAPH_NAME), providers=["CPUExecutionProvider"])
+    names = [port.name for port in session.get_inputs()]
+    caches = [name for name in names if name not in ("input_ids", "attention_mask", "position_ids")]
+    cache = dict.fromkeys(caches, np.zeros((1, config.kv_heads, 0, config.head_dim), np.float32))
+    rows = []
+    bounds = [0, *range(first, len(tokens) + 1)]
+    for start, stop in pairwise(bounds):
+        feeds = {
+            "input_ids": tokens[None, start:stop],
+            "attention_mask": np.ones((1, stop), np.int64),
+            "position_ids": np.arange(start, stop)[None],
+        }
+        logits, *present = session.run(None, {name: feeds[name] for name in names if name in feeds} | cache)
+        cache = dict(zip(caches, present, strict=True))
+        rows.append(logits[0])
+    return np.concatenate(rows)
+
+
+def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """All outputs of a small model held in memory, run once as it stands.
+
+    Raises:
+        ExportError: ONNX Runtime cannot run it.
+    """
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return list(session.run(None, dict(feeds)))
+    except _ORT_ERRORS as error:
+        raise ExportError(f"a part of the model cannot be run: {str(error).splitlines()[0]}") from error
