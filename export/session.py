@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,6 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from ..edge.errors import ExportError
 from ..models.bundle import GRAPH_NAME
 from . import contract
-from .config import DecoderConfig
 
 _MASKED: Final = np.float32(-1e9)
 _ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
@@ -26,18 +25,42 @@ _ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
 """What ONNX Runtime raises: its own exceptions, which have no common base, and what its binding makes of others."""
 
 
+class CacheForm(Protocol):
+    """What a session must know of a decoder: how large its caches are."""
+
+    @property
+    def layers(self) -> int:
+        """Layers, each with a key and a value cache."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and of values."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        ...
+
+
 class GraphSession:
     """A loaded graph, its key-value buffers and the number of rows in them."""
 
-    def __init__(self, bundle: Path, config: DecoderConfig, capacity: int, graph: ModelProto | None = None) -> None:
-        """Load the bundle's graph, or `graph` with the bundle's weights, with room for `capacity` positions."""
-        options = ort.SessionOptions()
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle))
-        model = str(bundle / GRAPH_NAME) if graph is None else graph.SerializeToString()
-        self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    def __init__(self, bundle: Path, config: CacheForm, capacity: int, graph: ModelProto | None = None) -> None:
+        """Load the bundle's graph, or `graph` with the bundle's weights, with room for `capacity` positions.
+
+        Caches are of the type that the graph declares.
+
+        Raises:
+            ExportError: ONNX Runtime cannot load it.
+        """
+        self._session = _opened(str(bundle / GRAPH_NAME) if graph is None else graph.SerializeToString(), bundle)
         shape = (1, config.kv_heads, capacity, config.head_dim)
+        declared = {port.name: port.type for port in self._session.get_inputs()}
+        dtype = np.float16 if declared.get(contract.past_key(0)) == "tensor(float16)" else np.float32
         self.buffers = [
-            (past, present, np.zeros(shape, np.float32))
+            (past, present, np.zeros(shape, dtype))
             for layer in range(config.layers)
             for past, present in (
                 (contract.past_key(layer), contract.present_key(layer)),
@@ -107,6 +130,39 @@ def growing_logits(
         cache = dict(zip(caches, present, strict=True))
         rows.append(logits[0])
     return np.concatenate(rows)
+
+
+class FreeSession:
+    """A graph of whatever inputs and outputs, held in memory, with its weights in a folder."""
+
+    def __init__(self, model: ModelProto, folder: Path) -> None:
+        """Load the model.
+
+        Raises:
+            ExportError: ONNX Runtime cannot load it.
+        """
+        self._session = _opened(model.SerializeToString(), folder)
+
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+        """Values of outputs in one run.
+
+        Raises:
+            ExportError: the graph does not run on these inputs.
+        """
+        try:
+            return list(self._session.run(list(outputs), dict(feeds)))
+        except _ORT_ERRORS as error:
+            raise ExportError(f"the model cannot be run: {str(error).splitlines()[0]}") from error
+
+
+def _opened(model: str | bytes, folder: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    try:
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except _ORT_ERRORS as error:
+        raise ExportError(f"ONNX Runtime cannot load the model: {str(error).splitlines()[0]}") from error
 
 
 def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
