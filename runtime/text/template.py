@@ -1,9 +1,9 @@
 """Chat templates: Jinja text from a model's files, rendered in a sandbox.
 
-The dialect is the one `transformers` renders: trimmed blocks, loop controls, a `tojson` that keeps non-ASCII text, and
-the functions `raise_exception` and `strftime_now`. A template is untrusted: it runs in Jinja's immutable sandbox, which
-reaches no Python internals; its output, its ranges, and what it makes by multiplication are bounded. How long it
-computes is not: a template can waste time, as a model can.
+The dialect is the one `transformers` renders: trimmed blocks, loop controls, a `tojson` that keeps non-ASCII text, the
+functions `raise_exception` and `strftime_now`, and a template of its own for tools where a model has one. A template is
+untrusted: it runs in Jinja's immutable sandbox, which reaches no Python internals; its output, its ranges, and what it
+makes by multiplication are bounded. How long it computes is not: a template can waste time, as a model can.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
+from jinja2 import Template, nodes
 from jinja2 import TemplateError as JinjaError
-from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -30,34 +30,44 @@ Message: TypeAlias = Mapping[str, Any]
 """One turn: `{"role": "user", "content": "..."}`, and whatever else the template reads."""
 
 _MOST_CHARACTERS: Final = 8_000_000
-_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HINT: Final = "repair the model's chat template, or use --raw"
 
 
 class ChatTemplate:
     """A compiled chat template."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """Compile `source`; `special_tokens` are the variables `bos_token`, `eos_token` and so on.
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, *, with_tools: str | None = None
+    ) -> None:
+        """Compile `source`, and `with_tools` which takes its place when there are tools.
+
+        `special_tokens` are the variables `bos_token`, `eos_token` and so on.
 
         Raises:
             TemplateError: it is not valid Jinja.
         """
         self._variables = dict(special_tokens or {})
-        try:
-            self._template = _environment().from_string(source)
-        except (JinjaError, RecursionError, SyntaxError, MemoryError) as error:
-            raise TemplateError(f"the chat template is not valid: {error}", _HINT) from error
+        self._template = _compiled(source)
+        self._with_tools = self._template if with_tools is None else _compiled(with_tools)
 
     def render(
         self,
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
         """The prompt for a conversation.
+
+        Args:
+            messages: the turns so far. An assistant's may have `tool_calls`, and a role `tool` may answer them.
+            tools: what the model may call, as JSON schemas: `{"type": "function", "function": {"name": ...}}`.
+            documents: what the model is to answer from, usually each with a `title` and a `text`.
+            add_generation_prompt: whether the assistant's turn is opened.
+            variables: whatever else the template reads, such as `enable_thinking` or `date_string`.
 
         Raises:
             TemplateError: the template refuses the messages, reaches outside the sandbox, or writes without end.
@@ -66,13 +76,14 @@ class ChatTemplate:
             **self._variables,
             **variables,
             "messages": [dict(message) for message in messages],
-            "tools": list(tools) if tools else None,
+            "tools": None if tools is None else list(tools),
+            "documents": None if documents is None else list(documents),
             "add_generation_prompt": add_generation_prompt,
         }
         pieces: list[str] = []
         size = 0
         try:
-            for piece in self._template.generate(context):
+            for piece in (self._template if tools is None else self._with_tools).generate(context):
                 pieces.append(piece)
                 size += len(piece)
                 if size > _MOST_CHARACTERS:
@@ -98,12 +109,14 @@ def load_template(bundle: Bundle, tokenizer: TextTokenizer) -> ChatTemplate | No
     Raises:
         TemplateError: there is one, and it cannot be read.
     """
-    path = bundle.file("chat_template.jinja")
-    source = _default_source(tokenizer.config.get("chat_template")) if path is None else _read(path)
-    if source is None:
+    named = _named_sources(tokenizer.config.get("chat_template"))
+    for name, file in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        if (path := bundle.file(file)) is not None:
+            named[name] = _read(path)
+    if "default" not in named:
         return None
     special = {name: text for name in _SPECIAL_TOKENS if (text := tokenizer.token_text(name))}
-    return ChatTemplate(source, special)
+    return ChatTemplate(named["default"], special, with_tools=named.get("tool_use"))
 
 
 def _read(path: Path) -> str:
@@ -113,14 +126,20 @@ def _read(path: Path) -> str:
         raise TemplateError(f"{path} cannot be read: {error}", _HINT) from error
 
 
-def _default_source(value: Any) -> str | None:
-    """A template is a string, or a list of named ones of which `default` counts."""
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    if value is not None and not isinstance(value, str):
+def _named_sources(value: Any) -> dict[str, str]:
+    """Templates by name: tokenizer_config.json has one text, or a list of named ones such as default and tool_use."""
+    entries = value if isinstance(value, list) else [] if value is None else [{"name": "default", "template": value}]
+    named: dict[Any, Any] = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    if not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise TemplateError("chat_template in tokenizer_config.json is not text", _HINT)
-    return value
+    return named
+
+
+def _compiled(source: str) -> Template:
+    try:
+        return _environment().from_string(source)
+    except (JinjaError, RecursionError, SyntaxError, MemoryError) as error:
+        raise TemplateError(f"the chat template is not valid: {error}", _HINT) from error
 
 
 class _GenerationBlock(Extension):
@@ -157,9 +176,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which a prompt is not."""
-    return json.dumps(value, ensure_ascii=False, **options)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which a prompt is not. The options are those that templates may give."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -167,4 +192,4 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
+    return datetime.now().strftime(form)  # without a zone, as `%z` has to stay empty

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,9 @@ from hypothesis import strategies as st
 
 from data import data_path
 from edgerun import TemplateError
-from edgerun.runtime.text.template import ChatTemplate
+from edgerun.models.bundle import Bundle
+from edgerun.runtime.text.template import ChatTemplate, load_template
+from edgerun.runtime.text.tokenizer import TextTokenizer
 
 CONVERSATION = [
     {"role": "user", "content": "Grüße <b>&</b>"},
@@ -38,17 +42,6 @@ def test_templates_of_well_known_families_render(family: str) -> None:
     assert text.index("Hello") < text.index("Again")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_templates_render_as_transformers_renders_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs the oracle extra")
-    path = data_path(f"tokenizers/chat_templates/{family}.jinja")
-    source = path.read_text(encoding="utf-8")
-    expected, _ = chat.render_jinja_template(
-        [CONVERSATION], chat_template=source, add_generation_prompt=True, **SPECIAL
-    )
-    assert ChatTemplate(source, SPECIAL).render(CONVERSATION) == expected[0]
-
-
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
@@ -66,6 +59,52 @@ def test_generation_marks_and_loop_controls_are_understood() -> None:
         "{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
     )
     assert ChatTemplate(source).render(CONVERSATION) == "Grüße <b>&</b>;Hello;"
+
+
+def test_tojson_takes_the_options_that_templates_give() -> None:
+    source = "{{ m | tojson }}{{ m | tojson(indent=1) }}{{ m | tojson(separators=(',', ':'), ensure_ascii=True) }}"
+    text = ChatTemplate(source + "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}").render([], m={"k": ["ü", 1]})
+    assert text == '{"k": ["ü", 1]}{\n "k": [\n  "ü",\n  1\n ]\n}{"k":["\\u00fc",1]}{"a": 2, "b": 1}'
+
+
+def test_tools_and_documents_are_nothing_unless_given() -> None:
+    template = ChatTemplate("{{ tools is none }} {{ documents is none }} {{ tools }} {{ documents }}")
+    assert template.render([]) == "True True None None"
+    assert template.render([], tools=[], documents=[]) == "False False [] []"
+    assert template.render([], tools=({"a": 1},), documents=({"b": 2},)) == "False False [{'a': 1}] [{'b': 2}]"
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "files"])
+def test_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path, tiny_bundle: Path, where: str) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    config = json.loads((bundle / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config["chat_template"] = [
+        {"name": "default", "template": "{{ messages[0].content }}"},
+        {"name": "tool_use", "template": "{{ messages[0].content }} with {{ tools[0].name }}"},
+    ]
+    (bundle / "chat_template.jinja").unlink(missing_ok=True)
+    if where == "files":
+        (bundle / "additional_chat_templates").mkdir()
+        (bundle / "chat_template.jinja").write_text(config["chat_template"][0]["template"], encoding="utf-8")
+        named = bundle / "additional_chat_templates" / "tool_use.jinja"
+        named.write_text(config["chat_template"].pop()["template"], encoding="utf-8")
+    (bundle / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    opened = Bundle(bundle, bundle / "model.onnx", None)
+    template = load_template(opened, TextTokenizer(opened, 300))
+    assert template is not None
+    turns = [{"role": "user", "content": "hi"}]
+    assert template.render(turns) == "hi"
+    assert template.render(turns, tools=[{"name": "weather"}]) == "hi with weather"
+
+
+@pytest.mark.parametrize("value", [3, {"default": "x"}, [{"name": "default", "template": 3}], [{"template": "x"}]])
+def test_a_template_that_is_not_text_is_refused(tmp_path: Path, tiny_bundle: Path, value: object) -> None:
+    shutil.copy(tiny_bundle / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}), encoding="utf-8")
+    opened = Bundle(tmp_path, tmp_path / "model.onnx", None)
+    with pytest.raises(TemplateError, match="chat_template in tokenizer_config.json is not text; repair the model's"):
+        load_template(opened, TextTokenizer(opened, 300))
 
 
 def test_small_products_are_allowed() -> None:

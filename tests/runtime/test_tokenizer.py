@@ -1,0 +1,77 @@
+"""Real tokenizers against recorded encodings, and text that comes back as it went in."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import data_path
+from edgerun import InputError
+from edgerun.models.bundle import Bundle
+from edgerun.runtime.text.stream import StreamDecoder
+from edgerun.runtime.text.tokenizer import TextTokenizer
+
+GOLDEN = {"qwen2": "qwen2.5", "phi-3": "phi-3-mini"}
+SEPARATOR = "\n__ggml_vocab_test__\n"
+
+
+def tokenizer_in(folder: Path) -> TextTokenizer:
+    return TextTokenizer(Bundle(folder, folder / "model.onnx", None), 200_000)
+
+
+@pytest.fixture(scope="module", params=GOLDEN)
+def golden(request: pytest.FixtureRequest) -> tuple[TextTokenizer, list[str], list[list[int]]]:
+    """A tokenizer, and texts with their ids."""
+    inputs, outputs = (data_path(f"tokenizers/golden/{request.param}.{suffix}") for suffix in ("inp", "out"))
+    # Line ends are part of the texts.
+    texts = inputs.read_bytes().decode("utf-8").split(SEPARATOR)
+    ids = [[int(token) for token in line.split()] for line in outputs.read_text(encoding="utf-8").split("\n")]
+    assert len(texts) == len(ids) >= 46
+    return tokenizer_in(data_path(f"tokenizers/{GOLDEN[request.param]}")), texts, ids
+
+
+def test_encodings_are_those_on_record(golden: tuple[TextTokenizer, list[str], list[list[int]]]) -> None:
+    tokenizer, texts, ids = golden
+    for text, expected in zip(texts, ids, strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False) == expected, repr(text)
+
+
+def test_texts_come_back_token_by_token(golden: tuple[TextTokenizer, list[str], list[list[int]]]) -> None:
+    tokenizer, texts, ids = golden
+    for text, tokens in zip(texts, ids, strict=True):
+        decoder = StreamDecoder(tokenizer)
+        streamed = "".join(decoder.push([token]) for token in tokens) + decoder.flush()
+        assert streamed == tokenizer.decode(tokens)
+        # SentencePiece puts a space before the text, and takes it away again.
+        assert streamed == text or streamed.lstrip(" ") == text.lstrip(" "), repr(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_any_text_survives_a_byte_level_tokenizer(text: str) -> None:
+    tokenizer = _qwen()
+    normal = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+    # The tokenizer normalizes to NFC, which does not change what is normal already.
+    assert tokenizer.decode(tokenizer.encode(normal, add_special_tokens=False)) == normal
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+def test_lone_surrogates_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="the text is not valid Unicode; remove the lone surrogate characters"):
+        _qwen().encode(text, add_special_tokens=False)
+
+
+def test_special_tokens_in_a_text_are_one_token_each() -> None:
+    ids = _qwen().encode("<|im_start|>user\nhi<|im_end|>", add_special_tokens=False)
+    assert ids[0] == 151644
+    assert ids[-1] == 151645
+    assert len(ids) == 5
+
+
+@cache
+def _qwen() -> TextTokenizer:
+    return tokenizer_in(data_path("tokenizers/qwen2.5"))
