@@ -111,7 +111,7 @@ class GraphSession:
 
 
 def growing_logits(
-    bundle: Path, config: DecoderConfig, tokens: npt.NDArray[np.int64], first: int
+    bundle: Path, config: CacheForm, tokens: npt.NDArray[np.int64], first: int
 ) -> npt.NDArray[np.float32]:
     """Logits [m, vocabulary] of a graph in GenAI's layout, over a cache that grows: `first` tokens, then one by one."""
     session = ort.InferenceSession(str(bundle / GRAPH_NAME), providers=["CPUExecutionProvider"])
