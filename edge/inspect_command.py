@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ..runtime.certificate import kept_certificate
 from ..runtime.engine import Engine, load
+from ..runtime.graph_spec import GraphSpec, Sharing
 from ..runtime.session import SessionConfig
 from ..runtime.step_cost_cache import cached
 from .tune_command import context_label, describe_cost
@@ -58,12 +59,11 @@ def describe(engine: Engine) -> dict[str, Any]:
         }
     facts |= {
         "layers": spec.layers,
-        "kv_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
+        "cache": _cache(spec),
         "vocabulary": spec.vocab_size,
         "context": engine.context,
-        "cache_bytes_per_token": 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim,
-        "token_trees": spec.takes_bias and spec.takes_positions,
+        "cache_bytes_per_token": spec.row_bytes,
+        "token_trees": spec.trees,
         "chat_template": engine.template is not None,
         "end_tokens": sorted(engine.tokenizer.eos),
     }
@@ -81,6 +81,15 @@ def describe(engine: Engine) -> dict[str, Any]:
     certificate = kept_certificate(engine.bundle, SessionConfig(engine.device))
     facts["exactness"] = None if certificate is None else {"verdict": verdict(certificate), **certificate.to_json()}
     return facts
+
+
+def _cache(spec: GraphSpec) -> str:
+    """Type and shape of the cache's tensors, and how the graph hands it back."""
+    forms = [
+        f"{form.dtype} [{', '.join('rows' if at == form.axis else str(size) for at, size in enumerate(form.shape))}]"
+        for form in dict.fromkeys(spec.forms)
+    ]
+    return f"{', '.join(forms)}, {'in place' if spec.sharing is Sharing.IN_PLACE else 'growing'}"
 
 
 def _pass_costs(described: list[dict[str, Any]] | None) -> str:

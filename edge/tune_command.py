@@ -122,7 +122,7 @@ def context_label(up_to: int | None) -> str:
 def _contexts(engine: Engine, *, asked: bool) -> list[int]:
     """Committed rows to measure at."""
     spec = engine.spec
-    row_bytes = 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim
+    row_bytes = spec.row_bytes
     longest = engine.context if asked else min(engine.context, _MOST_CACHE_BYTES // row_bytes)
     fitting = [context for context in _CONTEXTS if context + WIDTHS[-1] <= longest]
     return fitting or [engine.context // 2]

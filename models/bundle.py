@@ -1,25 +1,30 @@
 """A model folder: which files it has, and whether they are the ones that were written.
 
 A bundle is a plain folder with `model.onnx`, its weights in `model.onnx.data`, the tokenizer and configuration files as
-Hugging Face names them, and `edge.json` (see `manifest`). Only the .onnx file and a tokenizer are required; the rest is
-introspected or has a default.
+Hugging Face names them, and `edge.json` (see `manifest`). Folders that others wrote have other names (see `variants`).
+Only the .onnx file and a tokenizer are required; the rest is introspected or has a default.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..edge.errors import BundleError
 from .atomic import write_atomically
 from .cache import cache_folder
-from .external_data import check_external_data
+from .device_kind import DeviceKind
+from .external_data import check_external_data, external_files
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, SHORTEST_CONTEXT, FileDigest, Manifest
+from .variants import GENAI_CONFIG, choose_graph
 
 GRAPH_NAME: Final = "model.onnx"
 WEIGHTS_NAME: Final = "model.onnx.data"
@@ -34,20 +39,34 @@ COMPANIONS: Final = (
 
 _HINT: Final = "give an .onnx file or a model folder"
 _HASH_ALWAYS_BELOW: Final = 8 << 20
+_SAMPLE: Final = 1 << 20
+"""Bytes from either end of a file that stand for it where nothing recorded its digest."""
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
+_DEEPEST: Final = 4
+"""Folders below a model folder in which graphs are looked for."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A model on disk: its folder, its graph file and, where there is one, its manifest."""
+    """A model on disk: the folder of its configuration, its graph file and, where there is one, its manifest."""
 
     folder: Path
     graph: Path
     manifest: Manifest | None
+    first: Path | None = None
+    """The graph for passes without cached rows, where that is another one (old exports of Optimum)."""
+    tokenizer: Path | None = None
+    """Where the tokenizer is taken from instead: its file, or a folder with it."""
 
     def file(self, name: str) -> Path | None:
         """The bundle's file of that name, or None."""
-        path = self.folder / name
-        return path if path.is_file() else None
+        folders = [self.graph.parent, self.folder]
+        if self.tokenizer is not None and name in _TOKENIZER_FILES:
+            if name == _TOKENIZER_FILES[0] and self.tokenizer.is_file():
+                return self.tokenizer
+            folders.insert(0, self.tokenizer if self.tokenizer.is_dir() else self.tokenizer.parent)
+        return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
     def json_file(self, name: str) -> dict[str, Any]:
         """The object in one of the bundle's JSON files; an absent file reads as an empty object.
@@ -63,28 +82,42 @@ class Bundle:
         """Most positions the model allows; None if nothing says so."""
         if self.manifest is not None:
             return self.manifest.architecture.context
-        value = self.json_file("config.json").get("max_position_embeddings")
-        return value if is_whole(value, SHORTEST_CONTEXT) else None
+        said = [*(self.config.get(name) for name in _CONTEXT_NAMES), self.genai.get("context_length")]
+        return next((value for value in said if is_whole(value, SHORTEST_CONTEXT)), None)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json; of a model with several parts, what it says of the text's."""
+        config = self.json_file("config.json")
+        text = config.get("text_config")
+        return {**config, **text} if isinstance(text, dict) else config
+
+    @cached_property
+    def genai(self) -> dict[str, Any]:
+        """The `model` section of ONNX Runtime GenAI's configuration; empty without one."""
+        model = self.json_file(GENAI_CONFIG).get("model")
+        return model if isinstance(model, dict) else {}
 
     @cached_property
     def input_vocab(self) -> int | None:
         """Tokens the model's embedding has; None if nothing says so."""
         if self.manifest is not None:
             return self.manifest.architecture.vocab_size
-        value = self.json_file("config.json").get("vocab_size")
+        value = self.config.get("vocab_size", self.genai.get("vocab_size"))
         return value if is_whole(value, 1) else None
 
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the graph and the weights beside it."""
-        data = self.folder / WEIGHTS_NAME
-        return self.graph.stat().st_size + (data.stat().st_size if data.is_file() else 0)
+        data = [self.graph.parent / name for name in external_files(self.graph)]
+        return self.graph.stat().st_size + sum(path.stat().st_size for path in data)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hexadecimal) that stands for the graph and its weights."""
+        """SHA-256 (hexadecimal) that stands for the graph and its weights; without a manifest, for samples of them."""
         if self.manifest is None:
-            return digest_file(self.graph).sha256
+            paths = [self.graph, *(self.graph.parent / name for name in external_files(self.graph))]
+            return hashlib.sha256(b"".join(map(_sampled, paths))).hexdigest()
         files = self.manifest.files
         parts = "".join(files[name].sha256 for name in (GRAPH_NAME, WEIGHTS_NAME) if name in files)
         return hashlib.sha256(parts.encode()).hexdigest()
@@ -108,21 +141,33 @@ class Bundle:
             verify_file(self.folder / name, digest)
 
 
-def open_bundle(path: Path) -> Bundle:
+def open_bundle(
+    path: Path, variant: str | None = None, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Path | None = None
+) -> Bundle:
     """Open a model folder, or the folder around an .onnx file, and check it against its manifest.
+
+    Args:
+        path: of the folder or the file.
+        variant: which of several graphs in the folder; None for what suits the device best.
+        kind: what the model is to run on.
+        tokenizer: where to take the tokenizer from, a tokenizer.json or a folder with one; None for beside the graph.
 
     Raises:
         BundleError: there is no such file, no graph in the folder, or the files are not those that were exported.
     """
     try:
-        graph = _find_graph(path)
+        graph, first, folder = _find_graph(path, variant, kind)
+        if tokenizer is not None and not tokenizer.exists():
+            raise BundleError(f"{tokenizer} does not exist", "give a tokenizer.json, or a folder with one")
         manifest_path = graph.parent / MANIFEST_NAME
         manifest = None
         if manifest_path.is_file() and graph.name == GRAPH_NAME:
             manifest = Manifest.from_json(manifest_path.read_bytes(), str(manifest_path))
-        bundle = Bundle(graph.parent, graph, manifest)
+        bundle = Bundle(folder, graph, manifest, first, tokenizer)
         bundle.verify()
-        check_external_data(graph)
+        for each in (graph, first):
+            if each is not None:
+                check_external_data(each)
     except OSError as error:
         reason = error.strerror or str(error)
         raise BundleError(f"{error.filename or path} cannot be read: {reason}", "check its permissions") from error
@@ -131,7 +176,7 @@ def open_bundle(path: Path) -> Bundle:
 
 def holds_only_bundle_files(folder: Path) -> bool:
     """Whether everything in `folder` is a file that an export writes, `edge.json` among them."""
-    names = {GRAPH_NAME, WEIGHTS_NAME, MANIFEST_NAME, *COMPANIONS}
+    names = {GRAPH_NAME, WEIGHTS_NAME, MANIFEST_NAME, GENAI_CONFIG, *COMPANIONS}
     entries = list(folder.iterdir())
     return all(entry.name in names and entry.is_file() for entry in entries) and folder / MANIFEST_NAME in entries
 
@@ -147,7 +192,8 @@ def digest_file(path: Path) -> FileDigest:
     return FileDigest(size, sha.hexdigest())
 
 
-def _find_graph(path: Path) -> Path:
+def _find_graph(path: Path, variant: str | None, kind: DeviceKind) -> tuple[Path, Path | None, Path]:
+    """The graph meant by a path, the graph of first passes if that is another one, and the configuration's folder."""
     try:
         mode = path.stat().st_mode
     except PermissionError:
@@ -155,18 +201,56 @@ def _find_graph(path: Path) -> Path:
     except (OSError, ValueError) as error:  # such as a name that is too long, or holds a zero byte
         raise BundleError(f"{path} does not exist", _HINT) from error
     if stat.S_ISDIR(mode):
-        if not (path / GRAPH_NAME).is_file():
-            raise BundleError(f"{path} holds no {GRAPH_NAME}", _hint_for_folder(path))
-        return path / GRAPH_NAME
+        files = _files_below(path)
+        named = {folder: name for folder in _folders_of_genai(files) if (name := _named_by_genai(path / folder))}
+        chosen = choose_graph(files, variant, kind=kind, named=named, where=str(path))
+        graph = path / chosen.graph
+        return graph, None if chosen.prefill is None else path / chosen.prefill, _configured(graph, path)
     if not stat.S_ISREG(mode) or path.suffix != ".onnx":
         raise BundleError(f"{path} is not an .onnx file", _HINT)
-    return path
+    first = path.with_name(path.name.replace("decoder_with_past_model", "decoder_model"))
+    return path, first if first != path and first.is_file() else None, _configured(path, path.parent.parent)
 
 
-def _hint_for_folder(path: Path) -> str:
-    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
-        return f"it looks like a checkpoint: run edge-run export {path} OUT first"
-    return "give a folder made by edge-run export, or an .onnx file"
+def _files_below(folder: Path) -> list[str]:
+    """POSIX paths of the files in a folder and the folders in it."""
+    found = []
+    for root, folders, names in os.walk(folder):
+        below = Path(root).relative_to(folder)
+        if len(below.parts) >= _DEEPEST:
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [(below / name).as_posix() for name in names]
+    return found
+
+
+def _folders_of_genai(files: Sequence[str]) -> list[str]:
+    return [PurePosixPath(file).parent.as_posix() for file in files if PurePosixPath(file).name == GENAI_CONFIG]
+
+
+def _named_by_genai(folder: Path) -> str | None:
+    """The file name of the decoder's graph, as ONNX Runtime GenAI's configuration in a folder gives it."""
+    said: Any = read_json_object(folder / GENAI_CONFIG, BundleError, "restore it or leave it out")
+    for part in ("model", "decoder", "filename"):
+        said = said.get(part) if isinstance(said, dict) else None
+    return said if isinstance(said, str) else None
+
+
+def _configured(graph: Path, root: Path) -> Path:
+    """The folder of a graph's configuration: its own, or where it is in a folder of graphs, the one around that."""
+    own = graph.parent
+    around = [folder for folder in (own, *own.parents) if folder == own or folder.is_relative_to(root)]
+    names = ("config.json", GENAI_CONFIG)
+    return next((folder for folder in around if any((folder / name).is_file() for name in names)), own)
+
+
+def _sampled(path: Path) -> bytes:
+    """Bytes that stand for a file: its name, its size, its beginning and its end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        beginning = file.read(_SAMPLE)
+        file.seek(max(size - _SAMPLE, 0))
+        return hashlib.sha256(f"{path.name}\0{size}\0".encode() + beginning + file.read(_SAMPLE)).digest()
 
 
 def verify_file(path: Path, expected: FileDigest) -> None:
@@ -178,20 +262,28 @@ def verify_file(path: Path, expected: FileDigest) -> None:
     hint = "copy the bundle again or export the model again"
     if not path.is_file():
         raise BundleError(f"{path} is missing", hint)
-    status = path.stat()
-    if status.st_size != expected.bytes:
-        raise BundleError(f"{path} is damaged: {status.st_size} bytes, {expected.bytes} expected", hint)
-    stamp = None
-    if status.st_size >= _HASH_ALWAYS_BELOW:
-        key = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{expected.sha256}"
-        stamp = cache_folder() / "verified" / hashlib.sha256(key.encode()).hexdigest()
-        if stamp.is_file():
-            return
+    size = path.stat().st_size
+    if size != expected.bytes:
+        raise BundleError(f"{path} is damaged: {size} bytes, {expected.bytes} expected", hint)
+    if (stamp := _stamp(path, expected)) is not None and stamp.is_file():
+        return
     if digest_file(path).sha256 != expected.sha256:
         raise BundleError(f"{path} is damaged: its checksum is not the one recorded", hint)
-    if stamp is not None:
+    remember_verified(path, expected)
+
+
+def remember_verified(path: Path, digest: FileDigest) -> None:
+    """Note that a file was found to have this digest, so that `verify_file` need not hash it while it is unchanged."""
+    if (stamp := _stamp(path, digest)) is not None:
         # A read-only cache only means hashing again next time.
-        try:
+        with suppress(OSError):
             write_atomically(stamp, b"")
-        except OSError:
-            return
+
+
+def _stamp(path: Path, digest: FileDigest) -> Path | None:
+    """The file whose being there says that `path`, as it is now, has this digest; None if it is small."""
+    status = path.stat()
+    if status.st_size < _HASH_ALWAYS_BELOW:
+        return None
+    key = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{digest.sha256}"
+    return cache_folder() / "verified" / hashlib.sha256(key.encode()).hexdigest()

@@ -1,9 +1,8 @@
 """Which files an ONNX model keeps its weights in, read from the model before anything opens them.
 
 A model names files beside it (`external_data` of a tensor, key `location`). A file that was made to harm may name any
-path, so the names are checked here and not left to the runtime's version. The model is read as protobuf wire format
-(https://protobuf.dev/programming-guides/encoding/), following only the fields of onnx.proto that can hold a tensor:
-nothing is decoded that is not asked for, and inline weights are skipped unread.
+path, so the names are checked here and not left to the runtime's version. The model is read as protobuf wire format,
+following only the fields of onnx.proto that can hold a tensor.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Final
 
 from ..edge.errors import BundleError
+from .onnx_wire import mapped_model, submessages
 
 _FIELDS: Final[Mapping[str, Mapping[int, str]]] = {
     "model": {7: "graph", 20: "training", 25: "function"},
@@ -49,60 +49,19 @@ def external_files(graph: Path) -> list[str]:
     Raises:
         BundleError: the file is not protobuf, so it is no ONNX model.
     """
-    try:
-        if graph.stat().st_size == 0:
-            raise ValueError("it is empty")
-        with graph.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return sorted(set(_locations(data, 0, len(data), "model", 0)))
-    except (ValueError, IndexError, UnicodeDecodeError) as error:
-        raise BundleError(f"{graph} is not an ONNX model: {error}", "give a complete .onnx file") from error
+    with mapped_model(graph) as data:
+        return sorted(set(_locations(data, 0, len(data), "model", 0)))
 
 
 def _locations(data: mmap.mmap, start: int, end: int, message: str, depth: int) -> Iterator[str]:
     if depth > _DEEPEST:
         raise ValueError("it is nested too deeply")
     if message == "entry":
-        parts = {number: data[begin:stop].decode("utf-8") for number, begin, stop in _submessages(data, start, end)}
+        parts = {number: data[begin:stop].decode("utf-8") for number, begin, stop in submessages(data, start, end)}
         if parts.get(1) == "location":
             yield parts.get(2, "")
         return
-    for number, begin, stop in _submessages(data, start, end):
+    for number, begin, stop in submessages(data, start, end):
         kind = _FIELDS[message].get(number)
         if kind is not None:
             yield from _locations(data, begin, stop, kind, depth + 1)
-
-
-def _submessages(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Field number, begin and end of every length-delimited field of the message in `data[start:end]`."""
-    at = start
-    while at < end:
-        tag, at = _varint(data, at, end)
-        number, wire = tag >> 3, tag & 7
-        if number == 0:
-            raise ValueError("a field has the number 0")
-        if wire == 0:
-            _, at = _varint(data, at, end)
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        elif wire == 2:
-            size, at = _varint(data, at, end)
-            if size > end - at:
-                raise ValueError("it ends too early")
-            yield number, at, at + size
-            at += size
-        else:
-            raise ValueError(f"a field has the unknown wire type {wire}")
-    if at != end:
-        raise ValueError("it ends too early")
-
-
-def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < end and shift < 64:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-    raise ValueError("it ends too early")

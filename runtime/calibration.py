@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from .session import BoundSession
+from .bound import BoundSession
 from .step_cost import StepCost
 
 WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -30,7 +30,7 @@ _ENOUGH_TURNS: Final = 60
 _QUANTILE: Final = 0.2
 _TYPICAL_CONTEXT: Final = 256
 """Where a shorter arena is measured: the first answers mostly stay below twice that."""
-_FILLER: Final = np.float32(0.01)
+_FILLER: Final = 0.01
 
 
 def calibrate(
@@ -72,8 +72,7 @@ def calibrate(
 
             arena.reserve(context - arena.length + 1)
             # Rows never written lie in one page of zeros that the whole cache shares, and would be read too fast.
-            arena.data[:, :, :, arena.length : context] = _FILLER
-            arena.commit(context - arena.length)
+            arena.pad_to(context, _FILLER)
             measured[context] = _measure(bound, widths, seconds_budget, partly)
     finally:
         arena.rewind_to(length)
@@ -114,7 +113,7 @@ def _turn(widths: Sequence[int], one: float) -> float:
 def _pass(bound: BoundSession, width: int) -> float:
     """Seconds of one pass as verification runs it: logits of all rows, and a tree mask where there is one."""
     tokens = np.arange(width) % bound.spec.vocab_size
-    mask = np.tri(width, dtype=np.bool_) if width > 1 and bound.spec.takes_bias else None
+    mask = np.tri(width, dtype=np.bool_) if width > 1 and bound.spec.trees else None
     started = time.perf_counter()
     bound.forward(tokens, tree_mask=mask)
     return time.perf_counter() - started

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from ..models.bundle import Bundle
 from ..models.json_file import is_finite, is_whole
+from .bound import BoundSession
 from .measurements import keep_measurement, measurement_file, read_measurement
-from .session import BoundSession, SessionConfig
+from .session import SessionConfig
 from .width_noise import WidthNoise, measure_width_noise
 
 _FORM: Final = 1

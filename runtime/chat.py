@@ -25,7 +25,7 @@ from .turns import AnswerStream
 if TYPE_CHECKING:
     from .engine import Engine
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 class Session:
@@ -109,12 +109,12 @@ class Session:
                 "messages": self.messages,
                 "plain": text.bound.arena.plain,
             }
-            np.savez(
-                buffer,
-                about=np.frombuffer(json.dumps(about).encode(), np.uint8),
-                tokens=np.asarray(text.tokens[: text.bound.arena.length], np.int64),
-                rows=text.bound.arena.snapshot(),
-            )
+            arrays: dict[str, Any] = {
+                "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
+                "tokens": np.asarray(text.tokens[: text.bound.arena.length], np.int64),
+                **{f"rows.{kind}": rows for kind, rows in enumerate(text.bound.arena.snapshot())},
+            }
+            np.savez(buffer, **arrays)
         write_atomically(Path(path), buffer.getvalue())
 
     @classmethod
@@ -128,7 +128,8 @@ class Session:
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 about = json.loads(stored["about"].tobytes())
-                tokens, rows = stored["tokens"], stored["rows"]
+                tokens = stored["tokens"]
+                rows = tuple(stored[name] for name in sorted(stored.files) if name.startswith("rows."))
             messages = _checked_messages(about["messages"])
             format_of, model, plain = about["format"], about["model"], about.get("plain", 0)
         except OSError as error:
@@ -137,7 +138,12 @@ class Session:
             raise InputError(f"{path} is not a saved conversation", hint) from error
         if format_of != _FORMAT or model != engine.fingerprint:
             raise InputError(f"{path} belongs to another model or another version of edge-run", hint)
-        if tokens.dtype != np.int64 or tokens.ndim != 1 or not np.isfinite(rows).all() or not is_whole(plain, 0):
+        if (
+            tokens.dtype != np.int64
+            or tokens.ndim != 1
+            or not all(np.isfinite(array).all() for array in rows)
+            or not is_whole(plain, 0)
+        ):
             raise InputError(f"{path} is damaged", hint)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < engine.spec.vocab_size:
             raise InputError(f"{path} is damaged: it holds tokens that the model does not have", hint)

@@ -25,7 +25,6 @@ from .draft.foreseen import ForeseenPredictor, TreePredictor
 from .draft.grow import Grower
 from .draft.recycle import RecyclePredictor
 from .draft.tree import Source, Tree
-from .drafting import fits_trees
 from .engine import Engine
 from .exact import NearTies
 from .sampling import Logits, Sampler, SamplingParams, uniform_at
@@ -126,7 +125,7 @@ class Comparison:
         self._limits = DecodeLimits(max_tokens, engine.tokenizer.eos)
         self._greedy = SamplingParams()
         self._sampled = [SamplingParams(temperature=temperature, seed=seed) for seed in seeds]
-        self._trees = fits_trees(engine.spec)
+        self._trees = engine.spec.trees
         self._tallies = {kind: _Tally() for kind in ("greedy", "sampled", "exact")}
         self._counterexample: Counterexample | None = None
 

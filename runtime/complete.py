@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+from .bound import BoundSession
 from .decode import DecodeLimits, FinishReason, decode
 from .exact import NearTies
 from .replay import ReplayChooser
 from .reply import Chunk, RoundTally, Stats
 from .sampling import Sampler, SamplingParams
-from .session import BoundSession
 from .speculate import Speculator
 from .text.stops import StopMatcher
 from .text.stream import StreamDecoder

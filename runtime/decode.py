@@ -14,10 +14,10 @@ from enum import Enum
 from typing import Final
 
 from ..edge.errors import ContextError
+from .bound import BoundSession
 from .draft.tree import Tree
 from .exact import Cancelled, NearTies
 from .sampling import Logits
-from .session import BoundSession
 from .speculate import PassTimes, Round, Speculator
 from .verify import Chooser, Verdict
 
@@ -127,10 +127,10 @@ def _read(
     if near_ties is not None:
         near_ties.begin(prompt)
         passes = near_ties.rows
-    for start in range(arena.length, len(prompt), PREFILL_ROWS):
+    while arena.length < len(prompt):
         if cancelled():
             raise Cancelled
-        chunk = prompt[start : start + PREFILL_ROWS]
+        chunk = prompt[arena.length : arena.length + bound.most_rows(PREFILL_ROWS)]
         logits = bound.forward(chunk, rows=(len(chunk) - 1,))[0]
         arena.commit(len(chunk))
         passes += 1

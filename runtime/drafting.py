@@ -18,7 +18,6 @@ from .draft.predictor import Predictor
 from .draft.recycle import RecyclePredictor
 from .draft.suffix import SuffixPredictor
 from .draft.tree import Source
-from .graph_spec import GraphSpec
 from .sampling import SamplingParams
 from .speculate import Speculator
 from .speculate_drawn import Drawing, DrawingSpeculator
@@ -121,8 +120,3 @@ _HOW_TO_GET: Final = {
     Source.SUFFIX: "leave it out",
     Source.RECYCLED: "leave it out",
 }
-
-
-def fits_trees(spec: GraphSpec) -> bool:
-    """Whether a graph can verify trees."""
-    return spec.takes_bias and spec.takes_positions

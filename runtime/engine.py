@@ -20,6 +20,7 @@ from .chat import Session
 from .complete import CachedText, complete
 from .decode import DecodeLimits
 from .device import choose_device
+from .facts import facts_of
 from .options import GenerateOptions, ModelDefaults
 from .pair import taking_turns
 from .prepacked import prepacked_graph
@@ -104,7 +105,7 @@ class Engine:
             config, draft_config = taking_turns(config, pair.draft)
         packed = cache and config.device.kind is DeviceKind.CPU
         graph = prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if packed else bundle.graph
-        self._graph: GraphSession | None = GraphSession(graph, config)
+        self._graph: GraphSession | None = GraphSession(graph, config, facts_of(bundle))
         self.spec: Final = self._graph.spec
         self.device: Final = config.device
         self.tokenizer: Final = TextTokenizer(bundle, self.spec.vocab_size)
@@ -339,11 +340,8 @@ def _context_limit(bundle: Bundle, asked: int | None) -> int:
     Raises:
         InputError: more was asked for than the model allows, or nothing says what it allows.
     """
-    if bundle.manifest is not None:
-        allowed: object = bundle.manifest.architecture.context
-    else:
-        allowed = bundle.json_file("config.json").get("max_position_embeddings")
-    if not isinstance(allowed, int) or allowed < 2:
+    allowed = bundle.context
+    if allowed is None:
         if asked is None:
             raise InputError(f"nothing beside {bundle.graph} says how long the context is", "give it with --context")
         return asked

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from .bound import BoundSession
 from .draft.tree import Tree
 from .sampling import Logits, Sampler
-from .session import BoundSession
 from .verify import Verdict, follow
 
 

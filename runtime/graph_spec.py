@@ -1,21 +1,20 @@
-"""What a decoder graph's inputs and outputs are, found by looking at them.
+"""What a decoder graph's inputs and outputs are: the description that the rest of the runtime works with.
 
-Names, types and shapes come from the loaded graph itself; nothing is believed from file names or metadata. The contract
-this version reads is `docs/graph-contract.md`: one graph for prefill, decode and tree verification.
+`introspect` finds it by looking at a loaded graph. The graphs that edge-run exports follow `docs/graph-contract.md`;
+others keep their cache in tensors that grow, take a mask over the tokens instead of lengths, or score more rows than
+one would like.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from enum import Enum, auto
+from typing import Any
 
-from ..edge.errors import BundleError
+import numpy as np
 
-_PAST: Final = re.compile(r"past_key_values\.(\d+)\.(key|value)")
-_REQUIRED: Final = ("input_ids", "seqlens_k", "total_sequence_length", "logit_rows")
-_HINT: Final = "export the checkpoint with edge-run export"
+from .kv import TensorForm
 
 
 @dataclass(frozen=True)
@@ -27,91 +26,125 @@ class Port:
     shape: tuple[int | str | None, ...]
 
 
+class Role(Enum):
+    """What a graph input is told. M new rows meet T - M cached ones; shapes are those of a batch of one."""
+
+    TOKENS = auto()
+    """`[1, M]`: ids of the new tokens."""
+    POSITIONS = auto()
+    """`[1, M]`, or `[k, 1, M]` with k equal rows (rotary positions of text in models that also see images)."""
+    MASK = auto()
+    """`[1, T]`: ones, of cached and new rows."""
+    BIAS = auto()
+    """`[1, 1, M, T]`: what each new row sees, as a number added to scores or as a truth value."""
+    LAST_ROW = auto()
+    """`T - 1` (GroupQueryAttention's `seqlens_k`)."""
+    TOTAL = auto()
+    """`T`."""
+    LOGIT_ROWS = auto()
+    """`[R]`: which of the M rows are scored."""
+    LOGITS_TO_KEEP = auto()
+    """How many of the last rows are scored."""
+    USE_CACHE = auto()
+    """Whether there are cached rows: merged graphs have a branch for each case."""
+
+
+class Scores(Enum):
+    """Of which new rows a pass gives logits."""
+
+    CHOSEN = auto()
+    """Those asked for (`Role.LOGIT_ROWS`)."""
+    ALL = auto()
+    SUFFIX = auto()
+    """As many of the last ones as asked for (`Role.LOGITS_TO_KEEP`)."""
+    LAST = auto()
+
+
+class Sharing(Enum):
+    """How a graph hands its cache back."""
+
+    IN_PLACE = auto()
+    """Past and present are one buffer with room behind the rows."""
+    GROWING = auto()
+    """Present is past with the new rows behind."""
+
+
+@dataclass(frozen=True)
+class CacheTensor:
+    """One of a graph's cache tensors."""
+
+    past: str
+    """Name of the input."""
+    present: str
+    """Name of the output."""
+    form: TensorForm
+
+
 @dataclass(frozen=True)
 class GraphSpec:
-    """The ports of a decoder graph that keeps its cache in place."""
+    """The ports of a decoder graph."""
 
     vocab_size: int
     """Tokens the head tells apart: the last dimension of the logits."""
     input_vocab: int
     """Tokens the embedding has; more than `vocab_size` where the head of a draft model is trimmed."""
+    cache: tuple[CacheTensor, ...]
     layers: int
-    kv_heads: int
-    head_dim: int
-    takes_positions: bool
-    """Whether `position_ids` is an input: tree siblings can then share a position."""
-    takes_bias: bool
-    """Whether `attention_bias` is an input: token trees can then be verified."""
+    sharing: Sharing
+    capacity: int | None
+    """Rows of a cache whose size the graph fixes."""
+    inputs: Mapping[Role, Port]
+    logits: Port
+    scores: Scores
+    causal: bool
+    """Whether masking the new rows from each other is the graph's own doing; `Role.BIAS` says it otherwise."""
+    wide: bool = True
+    """Whether several new rows may follow cached ones in one pass. Some graphs were traced with a single one, and let
+    new rows see each other."""
 
     @property
-    def cache_inputs(self) -> tuple[str, ...]:
-        """Names of the cache inputs, keys first, in the order of the arena's slices."""
-        return tuple(f"past_key_values.{i}.{kind}" for kind in ("key", "value") for i in range(self.layers))
+    def takes_positions(self) -> bool:
+        """Whether positions are an input: tree siblings can then share one."""
+        return Role.POSITIONS in self.inputs
 
     @property
-    def cache_outputs(self) -> tuple[str, ...]:
-        """Names of the cache outputs, in the order of `cache_inputs`."""
-        return tuple(f"present.{i}.{kind}" for kind in ("key", "value") for i in range(self.layers))
+    def takes_bias(self) -> bool:
+        """Whether what each row sees is an input."""
+        return Role.BIAS in self.inputs
+
+    @property
+    def verifies(self) -> bool:
+        """Whether one pass can score several guesses."""
+        return self.wide and self.scores is not Scores.LAST
+
+    @property
+    def trees(self) -> bool:
+        """Whether these may be a tree."""
+        return self.verifies and self.takes_bias and self.takes_positions
+
+    @property
+    def forms(self) -> tuple[TensorForm, ...]:
+        """Of the cache tensors, in order."""
+        return tuple(tensor.form for tensor in self.cache)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of cache a token takes."""
+        return sum(form.row_bytes for form in self.forms)
 
 
-def introspect(
-    inputs: Sequence[Port], outputs: Sequence[Port], where: str, input_vocab: int | None = None
-) -> GraphSpec:
-    """Find out what a graph's ports are.
-
-    Args:
-        inputs: of the graph.
-        outputs: of the graph.
-        where: names the file in errors.
-        input_vocab: tokens the embedding has, which no port shows; as many as the head's when None.
-
-    Raises:
-        BundleError: the graph is not a decoder with a cache kept in place; says which port is missing or unfit.
-    """
-    ins = {port.name: port for port in inputs}
-    outs = {port.name: port for port in outputs}
-    layers = sorted({int(match[1]) for name in ins if (match := _PAST.fullmatch(name))})
-    if not layers:
-        raise BundleError(f"{where} has no key/value cache inputs (past_key_values.N.key)", _HINT)
-    if missing := [name for name in _REQUIRED if name not in ins]:
-        raise BundleError(f"{where} lacks the graph inputs {', '.join(missing)}", _HINT)
-    if "logits" not in outs:
-        raise BundleError(f"{where} has no output named logits", _HINT)
-
-    first = ins.get(f"past_key_values.{layers[0]}.key")
-    if first is None or len(first.shape) != 4:
-        raise BundleError(f"{where}: the cache of layer {layers[0]} is not [1, heads, capacity, head size]", _HINT)
-    _, kv_heads, _, head_dim = first.shape
-    vocab_size = outs["logits"].shape[-1] if outs["logits"].shape else None
-    if not (isinstance(kv_heads, int) and isinstance(head_dim, int) and isinstance(vocab_size, int)):
-        raise BundleError(f"{where} leaves cache heads, head size or vocabulary size open", _HINT)
-
-    spec = GraphSpec(
-        vocab_size=vocab_size,
-        input_vocab=vocab_size if input_vocab is None else input_vocab,
-        layers=len(layers),
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        takes_positions="position_ids" in ins,
-        takes_bias="attention_bias" in ins,
-    )
-    _check_cache(spec, ins, outs, where)
-    known = {*_REQUIRED, "position_ids", "attention_bias", *spec.cache_inputs}
-    if unknown := sorted(set(ins) - known):
-        raise BundleError(f"{where} asks for inputs edge-run does not know: {', '.join(unknown)}", _HINT)
-    return spec
+_ELEMENTS: Mapping[str, np.dtype[Any]] = {
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(float16)": np.dtype(np.float16),
+    "tensor(double)": np.dtype(np.float64),
+    "tensor(int8)": np.dtype(np.int8),
+    "tensor(uint8)": np.dtype(np.uint8),
+    "tensor(int32)": np.dtype(np.int32),
+    "tensor(int64)": np.dtype(np.int64),
+    "tensor(bool)": np.dtype(np.bool_),
+}
 
 
-def _check_cache(spec: GraphSpec, ins: dict[str, Port], outs: dict[str, Port], where: str) -> None:
-    for name, ports in ((n, p) for names, p in ((spec.cache_inputs, ins), (spec.cache_outputs, outs)) for n in names):
-        port = ports.get(name)
-        if port is None:
-            raise BundleError(f"{where} lacks {name}", _HINT)
-        if port.type != "tensor(float)":
-            raise BundleError(f"{where}: {name} is {port.type}; only float32 caches are read", _HINT)
-        if len(port.shape) != 4 or (port.shape[1], port.shape[3]) != (spec.kv_heads, spec.head_dim):
-            raise BundleError(
-                f"{where}: {name} is shaped {list(port.shape)}, expected [1, {spec.kv_heads}, capacity, "
-                f"{spec.head_dim}] as in the first layer",
-                _HINT,
-            )
+def element_type(port: Port) -> np.dtype[Any] | None:
+    """NumPy's name for the type of a port's elements; None where it has none."""
+    return _ELEMENTS.get(port.type)

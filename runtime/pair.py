@@ -26,6 +26,7 @@ from ..models.device_kind import DeviceKind
 from ..models.pairing import Pair
 from .calibration import calibrate
 from .draft.model import DraftModel, check_target_ids
+from .facts import facts_of
 from .prepacked import prepacked_graph
 from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
 from .step_cost_cache import cached, save
@@ -62,7 +63,7 @@ def load_draft(pair: Pair, config: SessionConfig, target_vocab: int, context: in
     bundle = pair.draft
     packed = cache and config.device.kind is DeviceKind.CPU
     graph = prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if packed else bundle.graph
-    session = GraphSession(graph, config, bundle.input_vocab)
+    session = GraphSession(graph, config, facts_of(bundle))
     head = session.spec.vocab_size
     if pair.target_ids is not None:
         try:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Final
 
 from ..models.bundle import Bundle
+from .bound import BoundSession
 from .calibration import calibrate
 from .measurements import keep_measurement, measurement_file, read_measurement
-from .session import BoundSession, SessionConfig
+from .session import SessionConfig
 from .step_cost import StepCost
 
 _FORM: Final = 1

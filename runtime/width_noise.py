@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..models.json_file import is_finite, is_whole, shown
+from .bound import BoundSession
 from .draft.tree import Source, Tree
-from .session import BoundSession
+from .kv import Rows
 
 WIDTHS: Final = (1, 2, 3, 4, 8, 16)
 _DISTURBANCE: Final = 2.0**-18
@@ -138,9 +139,8 @@ def measure_width_noise(
         spread = max(spread, float(truth.std()))
         for width in widths:
             chains[width] = max(chains[width], _apart(_in_chains(bound, start, rest, width), truth))
-        noise = np.random.default_rng(number).uniform(1 - _DISTURBANCE, 1 + _DISTURBANCE, start.shape)
-        disturbed = max(disturbed, _apart(_in_chains(bound, start * noise.astype(np.float32), rest, 1), truth))
-        if bound.spec.takes_bias and bound.spec.takes_positions:
+        disturbed = max(disturbed, _apart(_in_chains(bound, _disturbed(start, number), rest, 1), truth))
+        if bound.spec.trees:
             trees = max(trees, _apart(_in_trees(bound, start, rest), truth))
         leak = max(leak, _leak(bound, start, rest))
         progress((number + 1) / len(cut))
@@ -154,7 +154,15 @@ def _apart(first: Floats, second: Floats) -> float:
     return difference if math.isfinite(difference) else float(np.finfo(np.float32).max)
 
 
-def _in_chains(bound: BoundSession, start: Floats, text: Sequence[int], width: int) -> Floats:
+def _disturbed(rows: Rows, seed: int) -> Rows:
+    """Rows of which every number is off by a little."""
+    random = np.random.default_rng(seed)
+    return tuple(
+        (array * random.uniform(1 - _DISTURBANCE, 1 + _DISTURBANCE, array.shape)).astype(array.dtype) for array in rows
+    )
+
+
+def _in_chains(bound: BoundSession, start: Rows, text: Sequence[int], width: int) -> Floats:
     """Logits float32 `[n, V]` of the text, run `width` tokens a pass behind the rows of `start`."""
     bound.arena.restore(start)
     parts = []
@@ -164,7 +172,7 @@ def _in_chains(bound: BoundSession, start: Floats, text: Sequence[int], width: i
     return np.concatenate(parts)
 
 
-def _in_trees(bound: BoundSession, start: Floats, text: Sequence[int]) -> Floats:
+def _in_trees(bound: BoundSession, start: Rows, text: Sequence[int]) -> Floats:
     """As `_in_chains`, in trees whose path along the text lies scattered among false branches."""
     arena = bound.arena
     arena.restore(start)
@@ -194,7 +202,7 @@ def _trees(text: Sequence[int], vocab_size: int) -> Iterator[tuple[Tree, list[in
         yield Tree.of(tokens, parents, [1.0] * len(tokens), [Source.OTHER] * len(tokens)), path
 
 
-def _leak(bound: BoundSession, start: Floats, text: Sequence[int]) -> float:
+def _leak(bound: BoundSession, start: Rows, text: Sequence[int]) -> float:
     """How far rows move when tokens that they do not see are replaced."""
     vocab_size = bound.spec.vocab_size
     bound.arena.restore(start)
@@ -203,7 +211,7 @@ def _leak(bound: BoundSession, start: Floats, text: Sequence[int]) -> float:
     other = [*chain[:half], *((token + 1) % vocab_size for token in chain[half:])]
     before = bound.forward(chain)[:half].copy()
     moved = _apart(before, bound.forward(other)[:half]) if half else 0.0
-    if bound.spec.takes_bias and bound.spec.takes_positions:
+    if bound.spec.trees:
         tree, path = next(_trees(text, vocab_size))
         tokens = (tree.tokens + 7) % vocab_size
         tokens[path] = tree.tokens[path]

@@ -23,7 +23,7 @@ from .draft.history_store import HistoryStore
 from .draft.model_predictor import ModelPredictor
 from .draft.ngram import NgramPredictor
 from .draft.predictor import Predictor
-from .drafting import Drafting, fits_trees
+from .drafting import Drafting
 from .pair import load_draft
 from .prior import open_prior
 from .sampling import SamplingParams
@@ -152,7 +152,7 @@ class Workshop:
         if choice == Speculation.OFF:
             return None
         spec = self._graph.spec
-        trees = fits_trees(spec)
+        trees = spec.trees
         cost = self.step_cost(new_text)
         if recorded is not None and recorded.foresight is not Foresight.NONE:
             if recorded.foresight not in self._foreseeing:

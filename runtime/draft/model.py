@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..session import BoundSession
+from ..bound import BoundSession
 from ..step_cost import StepCost
 
 Path: TypeAlias = tuple[int, ...]
@@ -68,7 +68,7 @@ class DraftModel:
         """Run so far."""
         self._bound: Final = bound
         self._arena: Final = bound.arena
-        self._branches: Final = spec.takes_bias and spec.takes_positions
+        self._branches: Final = spec.trees
         self.target_ids: Final = target_ids
         """int32, the target's ids of the head's tokens; None if they are the same."""
         self.head: Final = min(spec.vocab_size, target_vocab)

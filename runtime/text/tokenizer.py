@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from ...edge.errors import BundleError, InputError
 from ...models.bundle import Bundle
+from ...models.variants import GENAI_CONFIG
 
 
 class TextTokenizer:
@@ -22,7 +23,8 @@ class TextTokenizer:
         path = bundle.file("tokenizer.json")
         if path is None:
             raise BundleError(
-                f"{bundle.folder} holds no tokenizer.json", "put the model's tokenizer.json beside the graph"
+                f"{bundle.folder} holds no tokenizer.json",
+                "put the model's tokenizer.json beside the graph, or give it with --tokenizer",
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
@@ -77,11 +79,16 @@ class TextTokenizer:
         return value
 
     def _find_eos(self, bundle: Bundle, vocab_size: int) -> frozenset[int]:
-        """Ids that end a text: those of generation_config.json (else config.json) and the tokenizer's own eos_token."""
-        for name in ("generation_config.json", "config.json"):
-            value = bundle.json_file(name).get("eos_token_id")
-            if value is not None:
-                break
+        """Ids that end a text: those of the configuration beside the graph and the tokenizer's own eos_token."""
+        said = {
+            "generation_config.json": bundle.json_file("generation_config.json"),
+            "config.json": bundle.config,
+            GENAI_CONFIG: bundle.genai,
+        }
+        name, value = next(
+            ((name, facts["eos_token_id"]) for name, facts in said.items() if facts.get("eos_token_id") is not None),
+            ("config.json", None),
+        )
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and 0 <= token < vocab_size for token in listed):
             raise BundleError(

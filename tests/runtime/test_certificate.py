@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import edgerun
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime import width_noise
+from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.certificate import (
     Certificate,
     Counterexample,
@@ -28,7 +29,7 @@ from edgerun.runtime.certificate import (
 from edgerun.runtime.comparison import Answer, Comparison
 from edgerun.runtime.device import choose_device
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from edgerun.runtime.session import GraphSession, SessionConfig
 from edgerun.runtime.width_noise import WIDTHS, WidthNoise, measure_width_noise
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)

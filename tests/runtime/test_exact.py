@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters import adversaries, eager, listening_to
+from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.device import choose_device
 from edgerun.runtime.draft.recycle import RecyclePredictor
 from edgerun.runtime.draft.suffix import SuffixPredictor
 from edgerun.runtime.exact import NearTies
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from edgerun.runtime.session import GraphSession, SessionConfig
 from edgerun.runtime.speculate import Speculator
 
 VOCABULARY = 300
@@ -63,14 +64,15 @@ def test_rows_that_are_called_plain_decodings_own_are(graph: GraphSession, epsil
                 bound.arena.rewind_to(min(bound.arena.length, same))
             assert fast.arena.length == plain.arena.length
             text = [*prompt, *turn(plain, prompt, None, None, lambda: None)]
-            rows = plain.arena.snapshot()
+            (rows,) = plain.arena.snapshot()
 
             def check(fast: BoundSession = fast, rows: np.ndarray = rows, begun: int = len(prompt)) -> None:
                 nonlocal other_rows
                 arena = fast.arena
                 assert begun <= arena.plain <= arena.length
-                np.testing.assert_array_equal(arena.snapshot()[:, :, :, : arena.plain], rows[:, :, :, : arena.plain])
-                other_rows |= not np.array_equal(arena.snapshot(), rows[:, :, :, : arena.length])
+                (own,) = arena.snapshot()
+                np.testing.assert_array_equal(own[..., : arena.plain, :], rows[..., : arena.plain, :])
+                other_rows |= not np.array_equal(own, rows[..., : arena.length, :])
 
             drafter = speculator if kept else listening_to(adversaries(text, VOCABULARY, 0, seed)["nearly right"])
             assert [*prompt, *turn(fast, prompt, drafter, epsilon, check)] == text or epsilon == 0

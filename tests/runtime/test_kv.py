@@ -1,43 +1,92 @@
+"""Both arenas keep the same rows whatever is committed, rewound and compacted; they differ in where."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun import ContextError
-from edgerun.runtime.kv import KVArena
+from edgerun.runtime.kv import InPlaceArena, KVArena, TensorForm
+from edgerun.runtime.kv_growing import GrowingArena
+
+FLOAT = np.dtype(np.float32)
+USUAL = TensorForm(FLOAT, (1, 3, 0, 4), 2)
+FUSED = TensorForm(np.dtype(np.float16), (2, 1, 3, 0, 4), 3)
+TURNED = TensorForm(np.dtype(np.int8), (1, 3, 4, 0), 3)
+FORMS = (USUAL, USUAL, FUSED, TURNED)
+ARENAS: tuple[Callable[[tuple[TensorForm, ...], int], KVArena], ...] = (InPlaceArena, GrowingArena)
 
 
-def filled(rows: int, limit: int = 1000) -> KVArena:
-    """An arena whose row at slot s holds the number s everywhere."""
-    arena = KVArena(2, 3, limit=limit, head_dim=4)
-    arena.reserve(rows)
-    arena.data[:] = np.arange(arena.capacity, dtype=np.float32)[:, None]
+def write(arena: KVArena, numbers: npt.NDArray[np.int64]) -> None:
+    """What a pass does: write rows that hold these numbers everywhere after the committed ones, uncommitted."""
+    arena.reserve(numbers.size)
+    if isinstance(arena, InPlaceArena):
+        for tensor, form in zip(arena.tensors(), arena.forms, strict=True):
+            rows = np.moveaxis(tensor, form.axis, -1)
+            rows[..., arena.length : arena.length + numbers.size] = numbers
+    elif isinstance(arena, GrowingArena):
+        for past, present, form in zip(arena.past(), arena.present(numbers.size), arena.forms, strict=True):
+            rows = np.moveaxis(present, form.axis, -1)
+            rows[..., : arena.length] = np.moveaxis(past, form.axis, -1)
+            rows[..., arena.length :] = numbers
+        arena.wrote(numbers.size)
+
+
+def filled(kind: Callable[..., KVArena], rows: int, limit: int = 1000) -> KVArena:
+    """An arena whose row at slot s holds the number s (below 100 for int8) everywhere."""
+    arena = kind(FORMS, limit)
+    write(arena, np.arange(rows) % 100)
     arena.commit(rows)
     return arena
 
 
-def slots(arena: KVArena) -> list[int]:
-    """The original slots of the committed rows; every layer, head and kind must agree."""
-    rows = arena.data[:, :, :, : arena.length]
-    assert (rows == rows[:1, :1, :1, :, :1]).all()
-    return rows[0, 0, 0, :, 0].astype(int).tolist()
+def held(arena: KVArena) -> list[int]:
+    """The numbers of the committed rows; every tensor has to agree."""
+    found = []
+    for stack, form in zip(arena.snapshot(), arena.groups, strict=True):
+        rows = np.moveaxis(stack, form.axis + 1, 0).reshape(arena.length, -1)
+        assert (rows == rows[:, :1]).all()
+        found.append(rows[:, 0].astype(int).tolist())
+    assert all(rows == found[0] for rows in found)
+    return found[0]
 
 
-@given(base=st.integers(0, 50), data=st.data())
-def test_compact_keeps_exactly_the_accepted_path(base: int, data: st.DataObject) -> None:
-    nodes = data.draw(st.integers(1, 40))
-    path = [0, *sorted(data.draw(st.sets(st.integers(1, nodes - 1))))] if nodes > 1 else [0]
-    arena = filled(base + nodes)
-    arena.rewind_to(base)
-    arena.compact(base, path)
-    assert slots(arena) == [*range(base), *(base + node for node in path)]
+@pytest.mark.parametrize("kind", ARENAS)
+@given(data=st.data())
+def test_rows_are_those_of_a_list(kind: Callable[..., KVArena], data: st.DataObject) -> None:
+    arena = kind(FORMS, 400)
+    model: list[int] = []
+    for step in range(data.draw(st.integers(1, 8), "steps")):
+        width = data.draw(st.integers(1, min(90, 400 - len(model))), "width")
+        new = (np.arange(width) * 3 + step) % 100
+        write(arena, new)
+        match data.draw(st.sampled_from(["commit", "compact", "rewind"]), "then"):
+            case "commit":
+                kept = data.draw(st.integers(0, width), "kept")
+                arena.commit(kept)
+                model += new[:kept].tolist()
+            case "compact":
+                path = [0, *sorted(data.draw(st.sets(st.integers(1, width - 1))))] if width > 1 else [0]
+                arena.compact(len(model), path)
+                model += new[path].tolist()
+            case _:
+                length = data.draw(st.integers(0, len(model)), "length")
+                arena.rewind_to(length)
+                del model[length:]
+        assert held(arena) == model
+        if len(model) == 400:
+            break
 
 
+@pytest.mark.parametrize("kind", ARENAS)
 @pytest.mark.parametrize("path", [[], [1], [0, 2, 1], [0, 0], [0, 300]])
-def test_compact_refuses_what_is_no_path(path: list[int]) -> None:
-    arena = filled(10)
+def test_compact_refuses_what_is_no_path(kind: Callable[..., KVArena], path: list[int]) -> None:
+    arena = filled(kind, 10)
     arena.rewind_to(5)
     with pytest.raises(ValueError, match="path"):
         arena.compact(5, path)
@@ -45,14 +94,14 @@ def test_compact_refuses_what_is_no_path(path: list[int]) -> None:
 
 
 def test_growth_doubles_keeps_rows_and_stops_at_the_limit() -> None:
-    arena = KVArena(1, 1, 2, limit=700)
+    arena = InPlaceArena(FORMS, 700)
     assert arena.capacity == 256
-    arena.data[:] = 7
+    write(arena, np.arange(256) % 100)
     arena.commit(256)
     before = arena.generation
     arena.reserve(1)
     assert (arena.capacity, arena.generation) == (512, before + 1)
-    assert (arena.data[:, :, :, :256] == 7).all()
+    assert held(arena) == [slot % 100 for slot in range(256)]
     arena.reserve(400)
     assert arena.capacity == 700
     with pytest.raises(ContextError, match="701 tokens do not fit the model's context of 700"):
@@ -60,32 +109,75 @@ def test_growth_doubles_keeps_rows_and_stops_at_the_limit() -> None:
     assert arena.length == 256
 
 
-def test_rewind_moves_only_backwards() -> None:
-    arena = filled(10)
+def test_a_cache_of_fixed_size_is_that_large_from_the_start_and_limits_the_text() -> None:
+    arena = InPlaceArena(FORMS, 1000, 64)
+    assert (arena.capacity, arena.limit) == (64, 64)
+    with pytest.raises(ContextError, match="65 tokens do not fit the model's context of 64"):
+        arena.reserve(65)
+    short = InPlaceArena(FORMS, 10, 64)
+    assert (short.capacity, short.limit) == (64, 10)
+    with pytest.raises(ContextError):
+        short.reserve(11)
+
+
+def test_a_growing_arena_keeps_rows_as_it_grows() -> None:
+    arena = filled(GrowingArena, 60)
+    arena.rewind_to(50)
+    write(arena, np.arange(200) % 100)
+    arena.commit(200)
+    assert arena.capacity == 256
+    assert held(arena) == [*range(50), *(slot % 100 for slot in range(200))]
+    with pytest.raises(ContextError, match="1001 tokens do not fit"):
+        arena.reserve(751)
+
+
+@pytest.mark.parametrize("kind", ARENAS)
+def test_rewind_moves_only_backwards(kind: Callable[..., KVArena]) -> None:
+    arena = filled(kind, 10)
     arena.rewind_to(4)
-    assert slots(arena) == [0, 1, 2, 3]
+    assert held(arena) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="cannot rewind"):
         arena.rewind_to(5)
 
 
-def test_commit_never_passes_the_capacity() -> None:
-    arena = KVArena(1, 1, 2, limit=5)
+@pytest.mark.parametrize("kind", ARENAS)
+def test_commit_never_passes_what_was_written(kind: Callable[..., KVArena]) -> None:
+    arena = kind(FORMS, 5)
     with pytest.raises(ValueError, match="cannot commit"):
         arena.commit(6)
 
 
-def test_snapshot_restores_into_another_arena() -> None:
-    rows = filled(300).snapshot()
-    arena = KVArena(2, 3, 4, limit=400)
+@pytest.mark.parametrize("kind", ARENAS)
+@pytest.mark.parametrize("other", ARENAS)
+def test_snapshot_restores_into_another_arena(kind: Callable[..., KVArena], other: Callable[..., KVArena]) -> None:
+    rows = filled(kind, 300).snapshot()
+    arena = other(FORMS, 400)
     arena.restore(rows)
-    assert slots(arena) == list(range(300))
-    rows[:] = -1
-    assert slots(arena) == list(range(300))
+    assert held(arena) == [slot % 100 for slot in range(300)]
+    for array in rows:
+        array[:] = -1
+    assert held(arena) == [slot % 100 for slot in range(300)]
 
 
-def test_restore_refuses_other_shapes() -> None:
-    arena = KVArena(2, 3, 4, limit=400)
-    with pytest.raises(ValueError, match="expected float32 rows"):
-        arena.restore(np.zeros((2, 2, 3, 5, 8), np.float32))
+@pytest.mark.parametrize("kind", ARENAS)
+def test_padding_makes_rows_without_a_pass(kind: Callable[..., KVArena]) -> None:
+    arena = filled(kind, 3)
+    arena.pad_to(70, 1.0)
+    assert held(arena) == [0, 1, 2, *[1] * 67]
+
+
+@pytest.mark.parametrize("kind", ARENAS)
+def test_restore_refuses_other_shapes(kind: Callable[..., KVArena]) -> None:
+    arena = kind((USUAL, USUAL), 400)
+    for wrong in (
+        (np.zeros((2, 1, 3, 5, 8), np.float32),),
+        (np.zeros((2, 1, 3, 5, 4), np.float16),),
+        (np.zeros((3, 1, 3, 5, 4), np.float32),),
+        (np.zeros(2, np.float32),),
+    ):
+        with pytest.raises(ValueError, match="expected float32 rows"):
+            arena.restore(wrong)
+    with pytest.raises(ValueError, match="1 kinds of tensors, found 0"):
+        arena.restore(())
     with pytest.raises(ContextError):
-        arena.restore(np.zeros((2, 2, 3, 401, 4), np.float32))
+        arena.restore((np.zeros((2, 1, 3, 401, 4), np.float32),))

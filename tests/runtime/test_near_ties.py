@@ -11,13 +11,14 @@ import pytest
 import edgerun
 from drafters import adversaries, eager, listening_to
 from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.decode import DecodeLimits, FinishReason, Step, decode
 from edgerun.runtime.device import choose_device
 from edgerun.runtime.draft.recycle import RecyclePredictor
 from edgerun.runtime.draft.suffix import SuffixPredictor
 from edgerun.runtime.exact import NearTies
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from edgerun.runtime.session import GraphSession, SessionConfig
 from edgerun.runtime.speculate import Speculator
 from edgerun.runtime.speculation import Speculation
 from edgerun.runtime.width_noise import measure_width_noise
@@ -154,7 +155,7 @@ def test_rows_of_an_earlier_answer_are_run_again_first(tiny_bundle_of: Callable[
         sampler = Sampler(GREEDY, VOCABULARY)
         steps = list(decode(bound, [*prompt, *plain, *question], sampler, LIMITS, lambda: False, None, near_ties))
         assert steps[0].target_passes == 1 + (0 if near_ties is None else near_ties.rows)
-        return bound.arena.snapshot()
+        return bound.arena.snapshot()[0]
 
     expected = rows_after(None)
     assert run(bound, prompt, speculator=oracle([*prompt, *plain]), limits=short)[0] == plain

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from edgerun.edge.errors import ContextError
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime import measurements
+from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.calibration import WIDTHS, calibrate
 from edgerun.runtime.device import choose_device
-from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from edgerun.runtime.session import GraphSession, SessionConfig
 from edgerun.runtime.step_cost import BUCKET_ENDS, MOST_WIDTH, StepCost
 from edgerun.runtime.step_cost_cache import cached, cost_file, load_or_calibrate, save
 
@@ -185,12 +186,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_calibrating_leaves_the_committed_rows_alone(bound: BoundSession, contexts: list[int] | None) -> None:
     bound.forward(list(range(20, 50)))
     bound.arena.commit(30)
-    rows = bound.arena.snapshot()
+    (rows,) = bound.arena.snapshot()
     plain = bound.forward([7]).copy()
     heard: list[float] = []
     cost = calibrate(bound, seconds_budget=0.05, contexts=contexts, progress=heard.append)
     assert bound.arena.length == 30
-    np.testing.assert_array_equal(bound.arena.snapshot(), rows)
+    np.testing.assert_array_equal(bound.arena.snapshot()[0], rows)
     np.testing.assert_array_equal(bound.forward([7]), plain)
     assert list(cost.measured) == [512]
     assert heard == sorted(heard)

@@ -11,11 +11,12 @@ from functools import cache
 import numpy as np
 import pytest
 
+from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.device import choose_device
 from edgerun.runtime.draft.tree import Source, Tree
 from edgerun.runtime.law import Law
 from edgerun.runtime.sampling import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
-from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from edgerun.runtime.session import GraphSession, SessionConfig
 from edgerun.runtime.verify import Verdict, match
 from edgerun.runtime.verify_sampled import (
     SampledDraft,

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.device import choose_device
 from edgerun.runtime.draft.grow import Prices
 from edgerun.runtime.draft.model import DraftModel
@@ -16,7 +17,7 @@ from edgerun.runtime.draft.sampled import DrawnWorth, SampledDrafter
 from edgerun.runtime.draft.tree import Source
 from edgerun.runtime.law import Law
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.session import BoundSession, GraphSession, SessionConfig
+from edgerun.runtime.session import GraphSession, SessionConfig
 from edgerun.runtime.step_cost import StepCost
 from edgerun.runtime.verify import Verdict
 from edgerun.runtime.verify_sampled import draw_children, verify_block, verify_recursive

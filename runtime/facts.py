@@ -1,0 +1,38 @@
+"""What lies beside a graph and says something about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..models.bundle import Bundle
+from ..models.operators import Operators, operators_of
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Asked where the graph's own ports are silent."""
+
+    first: Path | None = None
+    """The graph for passes without cached rows, where that is another one."""
+    input_vocab: int | None = None
+    """Tokens the embedding has."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json, of the text part where there are several."""
+    genai: Mapping[str, Any] = field(default_factory=dict)
+    """The `model` section of genai_config.json."""
+    operators: Operators | None = None
+    """Of the graph; None where it is known to be edge-run's own."""
+
+
+def facts_of(bundle: Bundle) -> Facts:
+    """What the files of a model say.
+
+    Raises:
+        BundleError: one of them cannot be read.
+    """
+    if bundle.manifest is not None:
+        return Facts(input_vocab=bundle.input_vocab)
+    return Facts(bundle.first, bundle.input_vocab, bundle.config, bundle.genai, operators_of(bundle.graph))
