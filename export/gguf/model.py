@@ -1,0 +1,246 @@
+"""A GGUF file opened as a model that can be exported."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ...edge.errors import CheckpointError
+from ...models.manifest import WeightFormat
+from ..prefetch import in_order
+from ..quantize import pack_codes, quantize_rows
+from ..source import Float32Array, ModelSource, RowRange, UInt8Array
+from .blocks import TYPES, TensorType, type_name
+from .container import AGAIN, Container, StoredTensor, read_container
+from .metadata import Metadata
+from .names import ROPE_FACTORS, hugging_face_name
+from .settings import architecture, read_settings
+from .vocabulary import Vocabulary
+
+_PIECE_WEIGHTS: Final = 1 << 20
+_PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return path.suffix.lower() == ".gguf"
+
+
+@contextmanager
+def opened_gguf(path: Path) -> Iterator[ModelSource]:
+    """Open a GGUF file, the first of several where the model is split, for as long as the context lasts.
+
+    Raises:
+        CheckpointError: the file is damaged, or of a model that is not supported.
+    """
+    container = _joined(path)
+    with tempfile.TemporaryDirectory(prefix="edge-run-") as folder:
+        model = GgufModel(container, Path(folder))
+        model.write_companions()
+        yield model
+
+
+class GgufModel:
+    """The tensors of a GGUF file by their Hugging Face names; see `ModelSource`."""
+
+    def __init__(self, container: Container, folder: Path) -> None:
+        """Map names and settings; no weights yet.
+
+        Raises:
+            CheckpointError: the model is not supported, or the file lacks something or holds what no such model has.
+        """
+        self.folder = folder
+        self._path = container.path
+        self._metadata = Metadata(container.path, container.metadata)
+        self._family = architecture(self._metadata)
+        layers = self._metadata.need_count(f"{self._family}.block_count")
+        self._tensors: dict[str, StoredTensor] = {}
+        self._own_names: dict[str, str] = {}
+        for own, tensor in container.tensors.items():
+            name = own if own == ROPE_FACTORS else hugging_face_name(own, layers)
+            if name is None:
+                raise CheckpointError(
+                    f"{self._path} holds {own[:60]!r}, which no {self._family} model of {layers} layers has",
+                    "export the model's Hugging Face checkpoint instead",
+                )
+            self._tensors[name], self._own_names[name] = tensor, own
+        embedding = container.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise CheckpointError(f"{self._path} holds no tensor token_embd.weight", "it is no whole model")
+        self._settings = read_settings(
+            self._metadata,
+            container.tensors.keys(),
+            embedding.shape[0],
+            self.read(ROPE_FACTORS) if ROPE_FACTORS in self._tensors else None,
+        )
+
+    def write_companions(self) -> None:
+        """Write config.json, the tokenizer and the generation settings to `folder`.
+
+        Raises:
+            CheckpointError: the tokenizer is damaged or not supported.
+        """
+        vocabulary = Vocabulary(self._metadata, self._settings["vocab_size"])
+        tokens = vocabulary.token_ids()
+        self._write("config.json", {**self._settings, **tokens})
+        self._write("generation_config.json", tokens)
+        self._write("tokenizer_config.json", vocabulary.tokenizer_config())
+        (self.folder / "tokenizer.json").write_text(vocabulary.tokenizer_json(), encoding="utf-8")
+        template = self._metadata.text("tokenizer.chat_template")
+        if template is not None:
+            (self.folder / "chat_template.jinja").write_text(template, encoding="utf-8", newline="")
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """See `ModelSource.require`."""
+        tensor = self._find(name)
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{self._own_names[name]} has shape {list(tensor.shape)}, the metadata asks for {list(shape)}", AGAIN
+            )
+        self._type_of(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `ModelSource.shape`."""
+        return self._find(name).shape
+
+    def read(self, name: str) -> Float32Array:
+        """See `ModelSource.read`."""
+        shape = self._find(name).shape
+        return self.read_rows(RowRange(name, 0, _as_matrix(shape)[0])).reshape(shape)
+
+    def read_rows(self, rows: RowRange) -> Float32Array:
+        """See `ModelSource.read_rows`."""
+        weights = self._type_of(rows.name).decode(self._raw_rows(rows))
+        self._require_finite(rows.name, weights)
+        return weights
+
+    def row_ranges(self, name: str) -> Iterator[RowRange]:
+        """See `ModelSource.row_ranges`."""
+        rows, columns = self._find(name).shape
+        step = max(1, _PIECE_WEIGHTS // columns)
+        for start in range(0, rows, step):
+            yield RowRange(name, start, min(start + step, rows))
+
+    def pieces(self, name: str) -> Iterator[Float32Array]:
+        """See `ModelSource.pieces`."""
+        return in_order(self.read_rows, self.row_ranges(name))
+
+    def coded(self, rows: RowRange, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
+        """The file's own codes where they are of that form, else the weights rounded; see `ModelSource.coded`."""
+        raw = self._raw_rows(rows)
+        kind = self._type_of(rows.name)
+        own = kind.codes(raw, form)
+        if own is None:
+            weights = kind.decode(raw)
+            self._require_finite(rows.name, weights)
+            return quantize_rows(weights, form)
+        codes, scales = own
+        self._require_finite(rows.name, scales)
+        return pack_codes(codes, form.bits), scales
+
+    def own_format(self, name: str) -> WeightFormat:
+        """See `ModelSource.own_format`."""
+        return self._type_of(name).nearest
+
+    def _raw_rows(self, rows: RowRange) -> UInt8Array:
+        """Stored bytes of some rows, [rows, row bytes], in the order Hugging Face has them."""
+        heads = self._interleaved_heads(rows.name)
+        if heads is None:
+            return self._stored_rows(rows)
+        # Within a head, Hugging Face has the first channels of all pairs and then the second ones, llama.cpp pair
+        # after pair; so whole heads are read and their rows put in order.
+        dim = self._find(rows.name).shape[0] // heads
+        first, last = rows.start // dim, -(-rows.stop // dim)
+        stored = self._stored_rows(RowRange(rows.name, first * dim, last * dim))
+        paired = stored.reshape(last - first, dim // 2, 2, -1).swapaxes(1, 2).reshape(len(stored), -1)
+        ordered: UInt8Array = paired[rows.start - first * dim : rows.stop - first * dim]
+        return ordered
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        """Heads of a query or key projection whose rows llama.cpp has reordered; None for all other tensors."""
+        if self._family != "llama":
+            return None
+        if ".q_proj." in name:
+            return int(self._settings["num_attention_heads"])
+        return int(self._settings["num_key_value_heads"]) if ".k_proj." in name else None
+
+    def _stored_rows(self, rows: RowRange) -> UInt8Array:
+        tensor = self._find(rows.name)
+        size = self._type_of(rows.name).row_bytes(_as_matrix(tensor.shape)[1])
+        count = (rows.stop - rows.start) * size
+        try:
+            with tensor.file.open("rb", buffering=0) as file:
+                file.seek(tensor.offset + rows.start * size)
+                raw = np.fromfile(file, dtype=np.uint8, count=count)
+        except OSError as error:
+            raise CheckpointError(f"{tensor.file} cannot be read: {error.strerror or error}", AGAIN) from error
+        if raw.size != count:
+            raise CheckpointError(f"{tensor.file} ended inside {self._own_names[rows.name]}", AGAIN)
+        return raw.reshape(-1, size)
+
+    def _type_of(self, name: str) -> TensorType:
+        """How a tensor is stored; checked against the file here, where the type's size is known."""
+        tensor, own = self._find(name), self._own_names[name]
+        kind = TYPES.get(tensor.type)
+        if kind is None:
+            raise CheckpointError(
+                f"{own} is of type {type_name(tensor.type)}",
+                f"supported are {', '.join(known.name for known in TYPES.values())}",
+            )
+        rows, columns = _as_matrix(tensor.shape)
+        if columns % kind.weights:
+            raise CheckpointError(f"{own} has rows of {columns} in {kind.name} blocks of {kind.weights}", AGAIN)
+        if rows * kind.row_bytes(columns) > tensor.room:
+            raise CheckpointError(f"{tensor.file} is truncated: {own} lies beyond its end", AGAIN)
+        return kind
+
+    def _find(self, name: str) -> StoredTensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{self._path} holds no tensor {name}", "the file is incomplete: " + AGAIN)
+        return tensor
+
+    def _require_finite(self, name: str, values: Float32Array) -> None:
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{self._own_names[name]} holds NaN or infinite weights", AGAIN)
+
+    def _write(self, name: str, data: Mapping[str, Any]) -> None:
+        text = json.dumps(data, indent=2, ensure_ascii=False)
+        (self.folder / name).write_text(text + "\n", encoding="utf-8")
+
+
+def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns; a vector is a column, so that its elements can be put in order as rows are."""
+    columns = shape[-1] if len(shape) > 1 else 1
+    return math.prod(shape) // columns, columns
+
+
+def _joined(path: Path) -> Container:
+    """The header of a model's file, or of all its files together."""
+    first = read_container(path)
+    parts = first.metadata.get("split.count", 1)
+    if parts in (0, 1):
+        return first
+    named = _PART.fullmatch(path.name)
+    if named is None or int(named[3]) != parts or int(named[2]) != 1 or first.metadata.get("split.no") != 0:
+        raise CheckpointError(
+            f"{path} is one of {str(parts)[:20]} parts", "give the first one, named NAME-00001-of-0000N.gguf"
+        )
+    tensors = dict(first.tensors)
+    for number in range(2, int(named[3]) + 1):
+        part = path.with_name(f"{named[1]}-{number:05}-of-{named[3]}{path.suffix}")
+        if not part.is_file():
+            raise CheckpointError(f"{part.name} is missing from {part.parent}", "download all parts of the model")
+        other = read_container(part)
+        if other.metadata.get("split.no") != number - 1 or not tensors.keys().isdisjoint(other.tensors):
+            raise CheckpointError(f"{part} is not part {number} of {path.name}", AGAIN)
+        tensors.update(other.tensors)
+    return Container(path, first.metadata, tensors)

@@ -1,0 +1,107 @@
+"""Rotary scalings as GGUF states them, turned into config.json's `rope_scaling`.
+
+Llama 3.1 and later come with a tensor of divisors, one per channel pair, computed from four numbers that the file
+leaves out. They are recovered and must give the tensor back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .metadata import Metadata
+from .names import ROPE_FACTORS
+
+RopeFactors = npt.NDArray[np.float32]
+
+_LLAMA3: Final = (1.0, 4.0, 8192)
+"""low_freq_factor, high_freq_factor and original context of every Llama 3 so far."""
+_EXACT: Final = 1e-5
+"""Relative; the divisors are float32."""
+
+
+def rope_scaling(
+    metadata: Metadata, name: str, base: float, head_dim: int, factors: RopeFactors | None
+) -> dict[str, Any] | None:
+    """The `rope_scaling` of a file of architecture `name`, None where nothing is scaled.
+
+    Raises:
+        CheckpointError: the scaling is of another kind than none, linear, yarn and llama3's divisors.
+    """
+    prefix = f"{name}.rope.scaling"
+    kind = metadata.text(f"{prefix}.type") or "none"
+    factor = metadata.positive(f"{prefix}.factor") or metadata.positive(f"{name}.rope.scale_linear")
+    if factors is not None and not np.all(factors == 1):
+        if factors.shape != (head_dim // 2,) or factors.min() <= 0:
+            raise metadata.wrong(f"{ROPE_FACTORS} are not {head_dim // 2} divisors", "download the file again")
+        if kind != "none":
+            raise metadata.wrong(f"it has {ROPE_FACTORS} and {prefix}.type {kind!r:.40}", "supported is one of the two")
+        with np.errstate(all="ignore"):  # what cannot be a number fails the comparison
+            return _llama3(metadata, name, base, head_dim, factors)
+    if kind == "none" and factor in (None, 1.0):
+        return None
+    if kind in ("none", "linear"):
+        return {"rope_type": "linear", "factor": factor or 1.0}
+    if kind != "yarn" or factor is None:
+        raise metadata.wrong(
+            f"the rotary scaling {kind!r:.40} with factor {factor} is not supported",
+            "supported are none, linear, yarn and the divisors of Llama 3",
+        )
+    for setting, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0)):
+        value = metadata.number(f"{prefix}.{setting}")
+        if value not in (None, neutral):
+            raise metadata.wrong(f"{prefix}.{setting} is {value:g}", f"supported is {neutral:g}")
+    if metadata.number(f"{prefix}.yarn_log_multiplier") not in (None, 0.0):
+        raise metadata.wrong(f"{prefix}.yarn_log_multiplier is not supported", "export the model's checkpoint instead")
+    asked = {
+        "factor": factor,
+        "original_max_position_embeddings": metadata.count(f"{prefix}.original_context_length", 1),
+        "beta_fast": metadata.positive(f"{prefix}.yarn_beta_fast"),
+        "beta_slow": metadata.positive(f"{prefix}.yarn_beta_slow"),
+    }
+    return {"rope_type": "yarn", **{setting: value for setting, value in asked.items() if value is not None}}
+
+
+def _llama3(metadata: Metadata, name: str, base: float, dim: int, factors: RopeFactors) -> dict[str, Any]:
+    """The four numbers of Llama 3's scaling behind a tensor of divisors.
+
+    A divisor d of a pair of frequency f is 1 / ((1 - s) / factor + s), where s rises linearly in f from 0 to 1. Two
+    pairs on the ramp give the line; the original context is known or assumed, since only its ratio to the two
+    frequency factors matters.
+    """
+    factor = float(factors.max())
+    original = metadata.count(f"{name}.rope.scaling.original_context_length", 1) or _LLAMA3[2]
+    candidates = [(*_LLAMA3[:2], _LLAMA3[2]), (*_LLAMA3[:2], original)]
+    turns = original * _frequencies(base, dim) / (2 * math.pi)
+    kept = (factor / factors.astype(np.float64) - 1) / max(factor - 1, 1e-9)
+    ramp = np.flatnonzero((kept > 1e-3) & (kept < 1 - 1e-3))
+    if len(ramp) >= 2:
+        first, last = ramp[0], ramp[-1]
+        slope = (kept[first] - kept[last]) / (turns[first] - turns[last])
+        low = turns[first] - kept[first] / slope
+        candidates.append((float(low), float(low + 1 / slope), original))
+    for low, high, positions in candidates:
+        if 0 < low < high and np.allclose(_divisors(base, dim, factor, low, high, positions), factors, _EXACT, 0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": positions,
+            }
+    raise metadata.wrong(
+        f"{ROPE_FACTORS} are not the divisors of Llama 3's rotary scaling", "export the model's checkpoint instead"
+    )
+
+
+def _divisors(base: float, dim: int, factor: float, low: float, high: float, original: int) -> npt.NDArray[np.float64]:
+    turns = original * _frequencies(base, dim) / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return np.asarray(1 / ((1 - kept) / factor + kept))
+
+
+def _frequencies(base: float, dim: int) -> npt.NDArray[np.float64]:
+    return np.asarray(base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim))

@@ -1,0 +1,73 @@
+"""What an export needs of a model: named tensors in float32 or as codes, and a folder with its small files.
+
+A checkpoint folder (`checkpoint.Checkpoint`) and a GGUF file (`gguf`) are the two kinds; everything after, graph,
+quantization, parity and manifest, is the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..models.manifest import WeightFormat
+
+Float32Array = npt.NDArray[np.float32]
+UInt8Array = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows `start` to `stop` of the matrix `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class ModelSource(Protocol):
+    """The tensors of a model by their Hugging Face names. Methods raise CheckpointError for what cannot be read."""
+
+    @property
+    def folder(self) -> Path:
+        """Where config.json, tokenizer.json and the other `COMPANIONS` lie."""
+        ...
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check that a tensor is there, of that shape and of a type that can be read."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's dimensions."""
+        ...
+
+    def read(self, name: str) -> Float32Array:
+        """A whole tensor, finite."""
+        ...
+
+    def read_rows(self, rows: RowRange) -> Float32Array:
+        """Some rows of a matrix, float32 [stop - start, columns], finite."""
+        ...
+
+    def row_ranges(self, name: str) -> Iterator[RowRange]:
+        """Ranges that cover a matrix from top to bottom, each of about a million weights."""
+        ...
+
+    def pieces(self, name: str) -> Iterator[Float32Array]:
+        """A matrix from top to bottom, about a million weights at a time."""
+        ...
+
+    def coded(self, rows: RowRange, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
+        """Some rows of a matrix as packed codes and scales (see `quantize`).
+
+        Those of the file itself where it has them in that form, else the rows' weights rounded.
+        """
+        ...
+
+    def own_format(self, name: str) -> WeightFormat:
+        """The format of the operators that comes nearest to how a matrix is stored."""
+        ...
