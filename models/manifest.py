@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Final, TypeVar
 
@@ -18,6 +19,15 @@ GRAPH_CONTRACT: Final = 1
 """Version of the graph's inputs and outputs (docs/graph-contract.md)."""
 SHORTEST_CONTEXT: Final = 2
 """Fewest positions a model can serve: one of a prompt and one of its answer."""
+
+
+class GraphLayout(str, Enum):
+    """Whose inputs and outputs an exported graph has."""
+
+    EDGE = "edge"
+    """edge-run's own (docs/graph-contract.md): trees, and logits of chosen rows only."""
+    GENAI = "genai"
+    """ONNX Runtime GenAI's, with the genai_config.json that it reads."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,7 @@ class Manifest:
     producer: str = ""
     command: str = ""
     draft: DraftPairing | None = None
+    layout: GraphLayout = GraphLayout.EDGE
     format: int = BUNDLE_FORMAT
     contract: int = GRAPH_CONTRACT
 
@@ -130,6 +141,7 @@ class Manifest:
                 producer=data.text("producer") if "producer" in data else "",
                 command=data.text("command") if "command" in data else "",
                 draft=_draft_pairing(data.fields("draft")) if "draft" in data else None,
+                layout=_layout(data) if "layout" in data else GraphLayout.EDGE,
                 format=version,
                 contract=contract,
             )
@@ -217,6 +229,14 @@ def _draft_pairing(data: _Fields) -> DraftPairing:
     if d2t and (PurePosixPath(d2t).name != d2t or PureWindowsPath(d2t).name != d2t):
         raise ValueError(f"has draft.d2t {shown(d2t)}, which must be the name of a file")
     return DraftPairing(path, d2t, data.flag("d2t_offsets") if "d2t_offsets" in data else False)
+
+
+def _layout(data: _Fields) -> GraphLayout:
+    name = data.text("layout")
+    known = [each.value for each in GraphLayout]
+    if name not in known:
+        raise ValueError(f"has layout {shown(name)}, which must be one of {', '.join(known)}")
+    return GraphLayout(name)
 
 
 def _weight_format(data: _Fields) -> WeightFormat:

@@ -1,6 +1,7 @@
 """Makes exports that other tools write, for tests to open: run by an interpreter that has those tools.
 
     python foreign_exports.py optimum|genai TOKENIZER OUT [FAMILY ...]
+    python foreign_exports.py decode FOLDER COUNT ID ...
 
 TOKENIZER is a folder with tokenizer.json and tokenizer_config.json of `VOCABULARY` tokens, token 0 the end of text. For
 each family OUT/<family>/checkpoint gets a seeded random model of transformers, OUT/<family>/greedy.json the tokens that
@@ -10,6 +11,8 @@ transformers continues `PROMPT` with (float32), and beside them lie the exports:
   (decoder_model.onnx and decoder_with_past_model.onnx) and `merged` (decoder_model_merged.onnx with use_cache_branch);
 - by genai, the model builder of onnxruntime-genai: `fp32` and `int4`, and in int4.json the tokens that
   onnxruntime-genai itself decodes from the latter.
+
+The second form prints the COUNT tokens that onnxruntime-genai continues the given ones with, as JSON.
 
 This file imports nothing of the project: the interpreters it runs in need not have it.
 """
@@ -145,10 +148,12 @@ def export_with_genai(folder: Path, prompt: list[int]) -> None:
         paths = ("", str(folder / "checkpoint"), str(folder / precision))
         options = (precision, "cpu", str(folder / "cache"))
         create_model(*paths, *options, **parse_extra_options(*paths, *options, []))
-    (folder / "int4.json").write_text(json.dumps(genai_tokens(folder / "int4", prompt)), encoding="utf-8")
+    (folder / "int4.json").write_text(
+        json.dumps(genai_tokens(folder / "int4", prompt, GREEDY_TOKENS)), encoding="utf-8"
+    )
 
 
-def genai_tokens(folder: Path, prompt: list[int], count: int = GREEDY_TOKENS) -> list[int]:
+def genai_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
     """What onnxruntime-genai continues `prompt` with, greedily."""
     import onnxruntime_genai
 
@@ -178,4 +183,7 @@ def main(exporter: str, tokenizer: Path, out: Path, families: tuple[str, ...]) -
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), tuple(sys.argv[4:]))
+    if sys.argv[1] == "decode":
+        print(json.dumps(genai_tokens(Path(sys.argv[2]), [int(token) for token in sys.argv[4:]], int(sys.argv[3]))))
+    else:
+        main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), tuple(sys.argv[4:]))
