@@ -1,0 +1,134 @@
+"""What lies around a foreign graph: settings, tokenizer, and what they say about the model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from ...edge.errors import BundleError
+from ...models.bundle import COMPANIONS
+from ...models.json_file import is_whole, read_json_object
+from ...models.manifest import SHORTEST_CONTEXT
+from ...models.variants import GENAI_CONFIG, choose_graph
+
+_TOKENIZER: Final = "tokenizer.json"
+_GENERATION: Final = "generation_config.json"
+_FROM_GENAI: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SEARCH: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+_RESTORE: Final = "restore it, or copy the whole model again"
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """A graph and the folder that describes it, which may be the one above."""
+
+    graph: Path
+    folder: Path
+
+    def file(self, name: str) -> Path | None:
+        """A file that comes with the model, beside the graph or beside its settings; None if there is none."""
+        places = (self.graph.parent / name, self.folder / name)
+        return next((path for path in places if path.is_file()), None)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """config.json; empty where there is none. A model of several parts keeps the decoder's under `text_config`."""
+        config = self._settings("config.json")
+        text = config.get("text_config")
+        return {**config, **text} if isinstance(text, dict) else config
+
+    @cached_property
+    def genai(self) -> Mapping[str, Any]:
+        """The model's part of genai_config.json; empty where there is none."""
+        model = self._settings(GENAI_CONFIG).get("model")
+        return model if isinstance(model, dict) else {}
+
+    @property
+    def family(self) -> str:
+        """Model type; "unknown" where nothing says it."""
+        for value in (self.config.get("model_type"), self.genai.get("type")):
+            if isinstance(value, str) and value:
+                return value
+        return "unknown"
+
+    @property
+    def longest_context(self) -> int | None:
+        """Positions the model was made for; None where nothing says it."""
+        for value in (
+            self.config.get("max_position_embeddings"),
+            self.config.get("n_positions"),
+            self.genai.get("context_length"),
+        ):
+            if is_whole(value, SHORTEST_CONTEXT):
+                return int(str(value))
+        return None
+
+    @property
+    def head_dim(self) -> int | None:
+        """Channels of a head where they are written down."""
+        decoder = self.genai.get("decoder")
+        for value in (self.config.get("head_dim"), decoder.get("head_size") if isinstance(decoder, dict) else None):
+            if is_whole(value, 1):
+                return int(str(value))
+        width, heads = self.config.get("hidden_size"), self.config.get("num_attention_heads")
+        return width // heads if isinstance(width, int) and isinstance(heads, int) and heads > 0 else None
+
+    def copy_companions(self, folder: Path) -> None:
+        """Copy tokenizer and settings; what genai_config.json alone says about the end of a text is written down in
+        generation_config.json.
+
+        Raises:
+            BundleError: a settings file cannot be read.
+            OSError: the disk refused a write.
+        """
+        for name in COMPANIONS:
+            path = self.file(name)
+            if path is not None:
+                shutil.copyfile(path, folder / name)
+        generation = self._settings(_GENERATION)
+        if generation.get("eos_token_id") is not None or not self.genai:
+            return
+        search = self._settings(GENAI_CONFIG).get("search")
+        found = {name: self.genai[name] for name in _FROM_GENAI if self.genai.get(name) is not None}
+        if not generation and isinstance(search, dict):
+            found |= {name: search[name] for name in _SEARCH if search.get(name) is not None}
+        text = json.dumps({**found, **generation}, indent=2) + "\n"
+        (folder / _GENERATION).write_text(text, encoding="utf-8")
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        path = self.file(name)
+        return {} if path is None else read_json_object(path, BundleError, _RESTORE)
+
+
+def find_foreign(source: Path) -> ForeignModel:
+    """The graph that `source` is or holds, and the folder that describes it.
+
+    Raises:
+        BundleError: there is no graph, several that suit equally well, or no tokenizer with it.
+    """
+    if source.is_dir():
+        files = [str(path.relative_to(source).as_posix()) for path in source.rglob("*") if path.is_file()]
+        graph = source / choose_graph(files, where=str(source)).graph
+    elif source.is_file():
+        graph = source
+    else:
+        raise BundleError(f"{source} does not exist", "give an .onnx file or a folder with one")
+    folders = [graph.parent, graph.parent.parent] if graph.parent != source else [source, source.parent]
+    folder = next((each for each in folders if (each / _TOKENIZER).is_file()), None)
+    if folder is None:
+        raise BundleError(f"no {_TOKENIZER} lies beside {graph}", "put the model's tokenizer and config.json beside it")
+    return ForeignModel(graph, folder)
+
+
+def holds_graph(source: Path) -> bool:
+    """Whether a path is an .onnx file, or a folder with one and without a checkpoint's weights."""
+    if not source.is_dir():
+        return source.suffix == ".onnx"
+    if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
+        return False
+    return any(source.rglob("*.onnx"))

@@ -1,0 +1,235 @@
+"""ONNX language model in, bundle folder out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from onnx import ModelProto
+
+from ...edge.errors import BundleError, InputError
+from ...models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
+from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
+from .. import contract
+from ..companions import require_companions
+from ..destination import bundle_written_whole, require_apart
+from ..parity import Parity
+from ..pipeline import PRODUCER, ExportReport, Progress, silent
+from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe
+from ..tokenizer import require_tokenizer
+from ..weightfile import WeightFile
+from .describe import Unit, architecture_of, bits_per_weight, formats_of, units_of
+from .editable import EditableGraph
+from .foreign import ForeignModel, find_foreign
+from .fused import AttentionForm, wire_attention
+from .linears import quantize_linears
+from .parity import Reference, measure, reference_of, require_same
+from .ports import settle_ports
+from .rows import select_rows
+from .siblings import join_siblings, round_activations, take_in_biases
+from .unfused import fuse_attention
+from .widen import is_half, widen
+from .write import InPlace, ToFile
+
+_FUSED: Final = "GroupQueryAttention"
+_OF_FEW_BITS: Final = frozenset({"MatMulNBits", "MatMulBnb4", "QMoE", "DynamicQuantizeMatMul", "MatMulInteger"})
+
+
+def upgrade_model(
+    source: Path,
+    destination: Path,
+    recipe: ExportRecipe,
+    progress: Progress = silent,
+    command: str = "",
+) -> ExportReport:
+    """Rewire an ONNX decoder that another tool exported to the graph contract, and check it against its source.
+
+    Args:
+        source: the .onnx file, or a folder that holds one; tokenizer and settings lie beside it or one folder up.
+        destination: the bundle's folder; an earlier bundle there is replaced at the end, all at once.
+        recipe: formats for matrices that are stored in floating point, and the context. With a body of None these
+            are rounded to 4 bits if the whole model is in floating point, and left alone if it is not; matrices
+            that have few bits already stay as they are.
+        progress: hears stages "reading", "writing weights" and "checking".
+        command: what the user typed, for the manifest.
+
+    Raises:
+        BundleError: the source is damaged, incomplete, or of a kind that cannot be upgraded.
+        InputError: the destination holds something that is not a bundle's or overlaps the source.
+        DestinationError: the disk refused a write.
+        ExportError: the upgraded graph does not compute what the source does. As with every error, the destination is
+            as it was before.
+    """
+    started = time.perf_counter()
+    foreign = find_foreign(source)
+    require_apart(source if source.is_dir() else foreign.folder, destination)
+    progress("reading", 0.0)
+    work = _Upgrade(foreign, recipe, progress)
+    with bundle_written_whole(destination) as staging:
+        parity = work.write(staging, command)
+        sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
+    return ExportReport(destination, sizes, work.bits, time.perf_counter() - started, parity, tuple(work.notes))
+
+
+@dataclass(frozen=True)
+class _Rewired:
+    """A graph on the contract's inputs, with its source's weights."""
+
+    graph: EditableGraph
+    form: AttentionForm
+    reference: Reference
+
+
+class _Upgrade:
+    """One upgrade, step by step."""
+
+    def __init__(self, foreign: ForeignModel, recipe: ExportRecipe, progress: Progress) -> None:
+        self.notes: list[str] = []
+        self.bits = 0.0
+        self._foreign = foreign
+        self._recipe = recipe
+        self._progress = progress
+        self._context = _context_for(foreign, recipe)
+
+    def write(self, folder: Path, command: str) -> Parity:
+        """Write every file of the bundle."""
+        rewired = self._rewire()
+        graph, form, reference = rewired.graph, rewired.form, rewired.reference
+        vocabulary = architecture_of(units_of(graph, contract.LOGITS), form, "", self._context, None).vocab_size
+        require_tokenizer(self._foreign.folder, vocabulary)
+        body, head = self._formats(graph)
+        rounds = body != FP32 or head != FP32
+        difference = None
+        if rounds:
+            difference = self._require_same(self._foreign.graph.parent, form, graph.model(InPlace()), reference)
+        if is_half(graph):
+            widen(graph)
+            self.notes.append("half precision became float32, in which a CPU computes")
+        if rounds:
+            quantize_linears(graph, contract.LOGITS, body, head)
+        self._tune(graph)
+        units = units_of(graph, contract.LOGITS)
+        self._write_files(folder, graph)
+        if difference is None:
+            written = _read_model(folder)
+            difference = self._require_same(folder, form, written, reference)
+        parity = measure(folder, form, reference, difference)
+        require_companions(folder, vocabulary)
+        self._write_manifest(folder, units, form, parity, command)
+        self._progress("checking", 1.0)
+        return parity
+
+    def _rewire(self) -> _Rewired:
+        """The source on the contract's inputs."""
+        graph = EditableGraph.open(self._foreign.graph)
+        _require_foreign(graph)
+        ports = settle_ports(graph)
+        if not graph.nodes_of(_FUSED):
+            fuse_attention(graph, self._context)
+            ports = settle_ports(graph)
+        form = wire_attention(graph, ports, self._context, self._foreign.head_dim)
+        width = select_rows(graph, ports.logits)
+        graph.forget_types()
+        graph.sweep()
+        _drop_unread_inputs(graph)
+        self._progress("reading", 0.5)
+        untouched = EditableGraph.open(self._foreign.graph)
+        reference = reference_of(untouched, settle_ports(untouched), form, width)
+        self._progress("reading", 1.0)
+        return _Rewired(graph, form, reference)
+
+    def _formats(self, graph: EditableGraph) -> tuple[WeightFormat, WeightFormat]:
+        """Formats for the float matrices of the layers, and for a float head and embedding."""
+        few_bits = any(node.op in _OF_FEW_BITS for node in graph.nodes)
+        asked = self._recipe.body
+        if few_bits and asked is not None:
+            self.notes.append("weights that have few bits already stay as they are")
+        unasked = FP32 if few_bits else INT4
+        return asked or unasked, self._recipe.head_format or unasked
+
+    def _tune(self, graph: EditableGraph) -> None:
+        opened = round_activations(graph)
+        if opened:
+            self.notes.append(f"{opened} linears that left it open now round activations to 8 bits")
+        take_in_biases(graph)
+        join_siblings(graph)
+
+    def _require_same(self, folder: Path, form: AttentionForm, model: ModelProto, reference: Reference) -> float:
+        self._progress("checking", 0.0)
+        difference = require_same(folder, form, model, reference)
+        self._progress("checking", 0.5)
+        return difference
+
+    def _write_files(self, folder: Path, graph: EditableGraph) -> None:
+        total = sum(tensor.nbytes for tensor in graph.tensors.values())
+        with WeightFile(folder / WEIGHTS_NAME) as data:
+            model = graph.model(ToFile(data, _fraction_of(total, self._progress)))
+            self._digest = data.digest()
+        (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
+        self._foreign.copy_companions(folder)
+
+    def _write_manifest(
+        self, folder: Path, units: list[Unit], form: AttentionForm, parity: Parity, command: str
+    ) -> None:
+        width = self._foreign.config.get("intermediate_size")
+        self.bits = bits_per_weight(units)
+        files: dict[str, FileDigest] = {WEIGHTS_NAME: self._digest}
+        files |= {name: digest_file(folder / name) for name in (GRAPH_NAME, *COMPANIONS) if (folder / name).is_file()}
+        manifest = Manifest(
+            architecture=architecture_of(
+                units, form, self._foreign.family, self._context, width if isinstance(width, int) else None
+            ),
+            weights=formats_of(units),
+            bits_per_weight=self.bits,
+            files=files,
+            parity=parity.as_mapping(),
+            producer=PRODUCER,
+            command=command,
+        )
+        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def _context_for(foreign: ForeignModel, recipe: ExportRecipe) -> int:
+    longest = foreign.longest_context
+    if recipe.context is None:
+        return min(longest or DEFAULT_CONTEXT_LIMIT, DEFAULT_CONTEXT_LIMIT)
+    limit = longest or LONGEST_CONTEXT
+    if recipe.context > limit:
+        raise InputError(
+            f"a context of {recipe.context} positions is more than this model was exported for", f"give at most {limit}"
+        )
+    return recipe.context
+
+
+def _require_foreign(graph: EditableGraph) -> None:
+    """Refuse a graph that follows the contract already."""
+    if all(info.name in graph.inputs for info in contract.pass_inputs()):
+        raise BundleError("the model follows edge-run's graph contract already", "run it as it is")
+
+
+def _drop_unread_inputs(graph: EditableGraph) -> None:
+    """Forget inputs of the source that nothing reads any more."""
+    kept = {info.name for info in contract.pass_inputs()}
+    for name in [name for name in graph.inputs if name not in kept and not graph.consumers(name)]:
+        del graph.inputs[name]
+
+
+def _read_model(folder: Path) -> ModelProto:
+    model = ModelProto()
+    model.ParseFromString((folder / GRAPH_NAME).read_bytes())
+    return model
+
+
+def _fraction_of(total: int, progress: Progress) -> Callable[[int], None]:
+    """Turns counts of bytes just written into calls of `progress`."""
+    written = 0
+
+    def stored(count: int) -> None:
+        nonlocal written
+        written += count
+        progress("writing weights", min(1.0, written / max(total, 1)))
+
+    return stored
