@@ -9,17 +9,22 @@ from rich.console import Console
 from rich.table import Table
 
 from ..runtime.draft.tree import Source
+from ..runtime.graph_spec import GraphSpec, Scores
 from ..runtime.speculate import Round
 from ..runtime.speculation import SOURCE_NAMES
 
 _WIDTH = 130
 
 
-def show_rounds(rounds: Sequence[Round | None]) -> None:
-    """Print one line a round; rounds alike in having nothing to tell are told together."""
+def show_rounds(rounds: Sequence[Round | None], spec: GraphSpec) -> None:
+    """Print one line a round of a model with these ports; rounds alike in having nothing to tell are told together."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
+    if not spec.verifies:
+        why = "scores its last row only" if spec.scores is Scores.LAST else "takes one new row at a time"
+        console.print(f"no rounds: this graph {why}, so guesses cannot be verified; edge-run export may upgrade it")
+        return
     if not rounds:
         console.print("no rounds: the first token ended the answer, or nothing was to guess ahead")
         return

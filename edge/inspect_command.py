@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -24,6 +25,10 @@ def inspect(
     model: Annotated[
         str | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="tokenizer.json, or a folder with one.", show_default="the one beside the model"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
 ) -> None:
@@ -31,7 +36,7 @@ def inspect(
 
     Example: edge-run inspect my-model
     """
-    with load(model) as engine:
+    with load(model, tokenizer=tokenizer) as engine:
         facts = describe(engine)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))  # noqa: T201

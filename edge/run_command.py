@@ -60,6 +60,10 @@ def run(
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep weights packed for this machine on disk.")
     ] = True,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="tokenizer.json, or a folder with one.", show_default="the one beside the model"),
+    ] = None,
     draft: Annotated[
         str, typer.Option(metavar="MODEL", help="Draft model: a folder, auto (the one MODEL names), or none.")
     ] = "auto",
@@ -126,6 +130,7 @@ def run(
         # A model that nobody will ask costs memory, and processor time that the target could use.
         draft=None if options.speculation == Speculation.OFF else draft,
         history=history,
+        tokenizer=tokenizer,
     )
     load_s = time.perf_counter() - started
     with engine:
@@ -136,7 +141,7 @@ def run(
         if as_json:
             print(json.dumps(reply_json(reply, engine, options.speculation, load_s), ensure_ascii=False))  # noqa: T201
         if explain:
-            show_rounds(reply.stats.rounds)
+            show_rounds(reply.stats.rounds, engine.spec)
         if stats:
             write_error(stats_line(reply.stats, load_s))
     return _INTERRUPTED if interrupted else 0

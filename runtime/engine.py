@@ -52,6 +52,7 @@ def load(
     draft: str | os.PathLike[str] | None = "auto",
     history: bool = False,
     learned: bool = True,
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Load a model.
 
@@ -66,6 +67,7 @@ def load(
         history: whether to keep conversations on disk, and to draft from earlier ones.
         learned: whether what answers teach about the model (recycled candidates) is read from the cache and kept there;
             a measurement that is to be repeatable does without.
+        tokenizer: a tokenizer.json, or a folder with one, for a model that has none beside it.
 
     Raises:
         BundleError: there is no such model, or it is damaged.
@@ -77,7 +79,9 @@ def load(
     if context is not None and context < 2:
         raise InputError(f"context is {context}", "it must be 2 or more")
     chosen = choose_device(device)
-    bundle = open_bundle(find_model(model))
+    bundle = open_bundle(
+        find_model(model), kind=chosen.kind, tokenizer=None if tokenizer is None else Path(tokenizer).expanduser()
+    )
     config = SessionConfig(chosen, threads or 0)
     return Engine(bundle, config, context, cache=cache, draft=draft, history=history, learned=learned)
 

@@ -153,7 +153,8 @@ class KVArena(ABC):
         """
         if len(rows) != len(self.groups):
             raise ValueError(f"expected rows of {len(self.groups)} kinds of tensors, found {len(rows)}")
-        count = rows[0].shape[next(iter(self.groups)).axis + 1] if rows[0].ndim else 0
+        axis = next(iter(self.groups)).axis + 1
+        count = rows[0].shape[axis] if rows[0].ndim > axis else 0
         for array, (form, members) in zip(rows, self.groups.items(), strict=True):
             expected = (len(members), *form.sized(count))
             if array.shape != expected or array.dtype != form.dtype:

@@ -149,9 +149,9 @@ class Workshop:
         Raises:
             InputError: a drafter that was asked for is not at hand.
         """
-        if choice == Speculation.OFF:
-            return None
         spec = self._graph.spec
+        if choice == Speculation.OFF or (choice.automatic and not spec.verifies):
+            return None
         trees = spec.trees
         cost = self.step_cost(new_text)
         if recorded is not None and recorded.foresight is not Foresight.NONE:

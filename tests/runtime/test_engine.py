@@ -377,13 +377,14 @@ def test_a_closed_session_says_so(engine: Engine) -> None:
         ("tokens", np.array([-1, 2])),
         ("tokens", np.array([299, 300])),
         ("tokens", np.array([1])),
-        ("rows", np.full((2, 2, 2, 2, 16), np.nan, np.float32)),
-        ("rows", np.zeros((2, 2, 2, 2, 15), np.float32)),
+        ("rows.0", np.full((4, 1, 2, 2, 16), np.nan, np.float32)),
+        ("rows.0", np.zeros((4, 1, 2, 2, 15), np.float32)),
+        ("rows.1", np.zeros((4, 1, 2, 2, 16), np.float32)),
     ],
 )
 def test_a_saved_conversation_with_nonsense_in_it_is_refused(engine: Engine, tmp_path: Path, field, value) -> None:
-    about = {"format": 1, "model": engine.fingerprint, "messages": [{"role": "user", "content": "a"}]}
-    arrays = {"tokens": np.array([5, 6]), "rows": np.zeros((2, 2, 2, 2, 16), np.float32)}
+    about = {"format": 2, "model": engine.fingerprint, "messages": [{"role": "user", "content": "a"}]}
+    arrays = {"tokens": np.array([5, 6]), "rows.0": np.zeros((4, 1, 2, 2, 16), np.float32)}
     path = tmp_path / "chat.kv"
 
     def store() -> None:
@@ -493,7 +494,7 @@ def test_a_tokenizer_of_another_model_is_refused(tiny_bundle: Path, tmp_path: Pa
 def test_missing_files_are_named(tiny_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="does not exist; give an .onnx file or a model folder"):
         edgerun.load(tmp_path / "nothing")
-    with pytest.raises(BundleError, match=r"holds no model\.onnx; give a folder made by edge-run export"):
+    with pytest.raises(BundleError, match=r"holds no \.onnx file; give a folder made by edge-run export"):
         edgerun.load(tmp_path)
     with pytest.raises(BundleError, match="it looks like a checkpoint: run edge-run export"):
         edgerun.load(tiny_bundle.parent / "checkpoint")
@@ -532,7 +533,7 @@ def test_a_corrupt_bundle_is_refused_by_its_checksums(tiny_bundle: Path, tmp_pat
     with pytest.raises(BundleError, match=r"is damaged: \d+ bytes, \d+ expected; copy the bundle again"):
         edgerun.load(folder)
     (folder / name).unlink()
-    with pytest.raises(BundleError, match=r"is missing|holds no model\.onnx"):
+    with pytest.raises(BundleError, match=r"is missing|holds no \.onnx file"):
         edgerun.load(folder)
 
 

@@ -49,9 +49,9 @@ def held(arena: KVArena) -> list[int]:
     """The numbers of the committed rows; every tensor has to agree."""
     found = []
     for stack, form in zip(arena.snapshot(), arena.groups, strict=True):
-        rows = np.moveaxis(stack, form.axis + 1, 0).reshape(arena.length, -1)
+        rows = np.moveaxis(stack, form.axis + 1, 0).reshape(arena.length, stack.size // max(arena.length, 1))
         assert (rows == rows[:, :1]).all()
-        found.append(rows[:, 0].astype(int).tolist())
+        found.append(rows[:, :1].astype(int).ravel().tolist())
     assert all(rows == found[0] for rows in found)
     return found[0]
 

@@ -119,9 +119,10 @@ def test_a_small_draft_leaves_the_target_as_it_is(tiny_bundle: Path, tmp_path: P
     config = SessionConfig(choose_device("cpu"), 2)
     small = Bundle(tiny_bundle, tiny_bundle / "model.onnx", None)
     assert taking_turns(config, small) == (config, SessionConfig(config.device, 1))
-    large = Bundle(tmp_path, tiny_bundle / "model.onnx", None)
-    with (tmp_path / "model.onnx.data").open("wb") as file:
+    shutil.copytree(tiny_bundle, tmp_path / "large")
+    with (tmp_path / "large" / "model.onnx.data").open("ab") as file:
         file.truncate(100 << 20)
+    large = Bundle(tmp_path / "large", tmp_path / "large" / "model.onnx", None)
     shared = SessionConfig(config.device, 2, shares_cores=True)
     assert taking_turns(config, large) == (shared, shared)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.device import choose_device
 from edgerun.runtime.draft.model import DraftModel, Likely
+from edgerun.runtime.facts import Facts
 from edgerun.runtime.session import GraphSession, SessionConfig
 from edgerun.runtime.step_cost import StepCost
 from tiny import write_bundle
@@ -82,7 +83,7 @@ def keep_tokens(model, *weights: str) -> None:
 
 
 def session(graph: Path, input_vocab: int | None = None) -> GraphSession:
-    return GraphSession(graph, SessionConfig(choose_device("cpu"), 1), input_vocab)
+    return GraphSession(graph, SessionConfig(choose_device("cpu"), 1), Facts(input_vocab=input_vocab))
 
 
 def draft(graph: GraphSession, limit: int = LIMIT, target_vocab: int = VOCABULARY, target_ids=None) -> DraftModel:
