@@ -17,6 +17,7 @@ from .edge.errors import (
     DeviceError,
     EdgeError,
     ExportError,
+    HubError,
     InputError,
     TemplateError,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "ExportError",
     "FinishReason",
     "GenerateOptions",
+    "HubError",
     "InputError",
     "Reply",
     "Session",

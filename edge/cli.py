@@ -19,7 +19,9 @@ from .devices_command import devices
 from .errors import EdgeError
 from .export_command import export
 from .inspect_command import inspect
+from .models_command import models
 from .present import write_error
+from .pull_command import pull
 from .run_command import run
 from .tune_command import tune
 from .verify_command import verify
@@ -29,14 +31,16 @@ _GLOBAL_OPTIONS: Final = ("-h", "--help", "--version")
 _HELP: Final = """
 Run language models on this machine: private, fast, no server.
 
-edge-run [MODEL] chats, or with -p TEXT answers once. MODEL is an .onnx file or a model folder; without one, the bundled
-model turns English requests into shell commands.
+edge-run [MODEL] chats, or with -p TEXT answers once. MODEL is an .onnx file, a model folder, or a model on the Hugging
+Face Hub (org/name); without one, the bundled model turns English requests into shell commands.
 
 Examples:
 
     edge-run -p "find files larger than 100 MB"
 
     edge-run my-model
+
+    edge-run onnx-community/Qwen2.5-0.5B-Instruct
 
     edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4
 
@@ -64,6 +68,8 @@ app.command(name="devices")(devices)
 app.command(name="bench")(bench)
 app.command(name="tune")(tune)
 app.command(name="verify")(verify)
+app.command(name="pull")(pull)
+app.command(name="models")(models)
 
 
 @app.callback()

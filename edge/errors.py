@@ -6,6 +6,7 @@
     │   ├── BundleError       a model folder or .onnx file is missing, corrupt or not a language model
     │   ├── TemplateError     a chat template cannot be read or rendered
     │   └── ContextError      the prompt does not fit the model's context
+    ├── HubError              the Hugging Face Hub cannot be reached, or does not give what was asked for
     ├── ExportError           an export started and could not be finished; nothing was written
     │   └── DestinationError  the disk refused to take it (exit code 2)
     └── DeviceError           no execution provider can do what was asked
@@ -49,6 +50,10 @@ class TemplateError(InputError):
 
 class ContextError(InputError):
     """The prompt does not fit the model's context."""
+
+
+class HubError(EdgeError):
+    """The Hugging Face Hub cannot be reached, or does not give what was asked for."""
 
 
 class ExportError(EdgeError):

@@ -136,6 +136,15 @@ def choose_graph(
     return best[0].files
 
 
+def variant_of(files: Iterable[str], graph: str, named: Mapping[str, str] | None = None) -> str:
+    """What a graph that `choose_graph` found among `files` is called; empty if it is the only one."""
+    paths = [PurePosixPath(file) for file in sorted(set(files))]
+    if graph == "model.onnx" and PurePosixPath(_EDGE_MANIFEST) in paths:
+        return ""
+    labels = _labels(_candidates(paths, {PurePosixPath(folder): name for folder, name in (named or {}).items()}))
+    return next((label for one, label in labels.items() if one.files.graph == graph), "") if len(labels) > 1 else ""
+
+
 def _candidates(paths: Sequence[PurePosixPath], named: Mapping[PurePosixPath, str]) -> list[_Candidate]:
     folders = {path.parent for path in paths if path.suffix == ".onnx"}
     return [candidate for folder in sorted(folders) for candidate in _in_folder(folder, paths, named.get(folder))]

@@ -1,0 +1,238 @@
+"""A Hugging Face Hub of the tests' own: the calls that edge-run makes, answered over HTTP as the hub answers them.
+
+Listings with digests, files (large ones behind a redirect, with ranges), and the hub's ways of refusing
+(https://huggingface.co/docs/hub/api; the headers are those that the hub library reads).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+LARGE_FROM = 4096
+"""Bytes from which a file is kept as a large one, outside git."""
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def git_oid(data: bytes) -> str:
+    return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()  # noqa: S324  as git does
+
+
+@dataclass
+class Repo:
+    commits: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    token: str = ""
+    """Which token may read it; empty for all."""
+    gated: bool = False
+
+    def put(self, files: Mapping[str, bytes], ref: str = "main") -> str:
+        """Commit files and let a branch stand there; returns the commit."""
+        commit = hashlib.sha1(json.dumps([len(self.commits), sorted(files)]).encode()).hexdigest()  # noqa: S324
+        self.commits[commit] = dict(files)
+        self.refs[ref] = commit
+        return commit
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request that came in."""
+
+    method: str
+    path: str
+    range: str | None
+    token: str | None
+
+
+@dataclass
+class Faults:
+    """What goes wrong; each for requests whose path holds a text."""
+
+    status: dict[str, int] = field(default_factory=dict)
+    """Answered with this status."""
+    cut: dict[str, int] = field(default_factory=dict)
+    """The connection ends after this many bytes of the body."""
+    stall: dict[str, int] = field(default_factory=dict)
+    """Nothing more comes after this many bytes, until `go_on`."""
+    flip: set[str] = field(default_factory=set)
+    """The last byte is another."""
+    no_ranges: bool = False
+    html: bool = False
+    """What answers is no hub at all."""
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+
+class HubServer:
+    """Serves repositories on this machine, in a thread, until the `with` block ends."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.seen: list[Seen] = []
+        self.faults = Faults()
+        hub = self
+
+        class Handler(_Handler):
+            server_hub = hub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def repo(self, name: str, files: Mapping[str, bytes]) -> Repo:
+        self.repos[name] = Repo()
+        self.repos[name].put(files)
+        return self.repos[name]
+
+    def bodies(self) -> list[str]:
+        """Paths of the files that were asked for, in order."""
+        return [seen.path.split("/resolve/")[1].split("/", 1)[1] for seen in self.seen if "/resolve/" in seen.path]
+
+    def __enter__(self) -> HubServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.faults.go_on.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_hub: HubServer
+
+    def log_message(self, *_: object) -> None:
+        return
+
+    def do_GET(self) -> None:
+        self._answer(head=False)
+
+    def do_HEAD(self) -> None:
+        self._answer(head=True)
+
+    def _answer(self, *, head: bool) -> None:
+        hub, path = self.server_hub, unquote(urlsplit(self.path).path)
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+        hub.seen.append(Seen(self.command, path, self.headers.get("Range"), token))
+        for text, status in hub.faults.status.items():
+            if text in path:
+                return self._send(status, b"", {}, head)
+        if hub.faults.html:
+            return self._send(200, b"<html>Please log in to this network</html>", {"Content-Type": "text/html"}, head)
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+            return self._model(match[1], match[2] or "main", token, head)
+        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            return self._resolve(match[1], match[2], match[3], token, head)
+        if match := re.fullmatch(r"/cdn/([0-9a-f]{64})/(.*)", path):
+            bodies = [data for repo in hub.repos.values() for files in repo.commits.values() for data in files.values()]
+            found = [data for data in bodies if sha256(data) == match[1]]
+            return self._body(found[0], {"ETag": f'"{match[1]}"'}, head, match[2])
+        return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, head)
+
+    def _files(self, name: str, revision: str, token: str | None, head: bool) -> tuple[str, Mapping[str, bytes]] | None:
+        """The commit and files of a revision; None if it was refused."""
+        repo = self.server_hub.repos.get(name)
+        if repo is None or (repo.token and token != repo.token):
+            self._send(401 if token is None else 404, b"{}", {"X-Error-Code": "RepoNotFound"}, head)
+            return None
+        commit = repo.refs.get(revision, revision)
+        if commit not in repo.commits:
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, head)
+            return None
+        return commit, repo.commits[commit]
+
+    def _model(self, name: str, revision: str, token: str | None, head: bool) -> None:
+        if (found := self._files(name, revision, token, head)) is None:
+            return
+        commit, files = found
+        siblings = []
+        for path, data in files.items():
+            entry = {"rfilename": path, "size": len(data), "blobId": git_oid(data)}
+            if len(data) >= LARGE_FROM:
+                entry |= {
+                    "blobId": git_oid(b"pointer" + data),
+                    "lfs": {"sha256": sha256(data), "size": len(data), "pointerSize": 134},
+                }
+            siblings.append(entry)
+        info = {"id": name, "modelId": name, "sha": commit, "private": False, "tags": [], "siblings": siblings}
+        self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, head)
+
+    def _resolve(self, name: str, revision: str, path: str, token: str | None, head: bool) -> None:
+        if (found := self._files(name, revision, token, head)) is None:
+            return None
+        commit, files = found
+        if self.server_hub.repos[name].gated and token is None:
+            return self._send(403, b"", {"X-Error-Code": "GatedRepo", "X-Repo-Commit": commit}, head)
+        if path not in files:
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, head)
+        data = files[path]
+        if len(data) < LARGE_FROM:
+            return self._body(data, {"X-Repo-Commit": commit, "ETag": f'"{git_oid(data)}"'}, head, path)
+        headers = {
+            "X-Repo-Commit": commit,
+            "X-Linked-Etag": f'"{sha256(data)}"',
+            "X-Linked-Size": str(len(data)),
+            "Location": f"{self.server_hub.url}/cdn/{sha256(data)}/{path}",
+        }
+        return self._send(302, b"", headers, head)
+
+    def _body(self, data: bytes, headers: Mapping[str, str], head: bool, path: str) -> None:
+        faults = self.server_hub.faults
+        if any(text in path for text in faults.flip):
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        start = 0
+        match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+        ranged = match is not None and not faults.no_ranges
+        if match is not None and ranged:
+            start = int(match[1])
+            if start >= len(data):
+                return self._send(416, b"", {"Content-Range": f"bytes */{len(data)}"}, head)
+            headers = {**headers, "Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
+        limits = [limit for text, limit in {**faults.cut, **faults.stall}.items() if text in path]
+        stalls = any(text in path for text in faults.stall)
+        return self._send(206 if ranged else 200, data[start:], headers, head, min(limits, default=None), stalls=stalls)
+
+    def _send(
+        self,
+        status: int,
+        body: bytes,
+        headers: Mapping[str, str],
+        head: bool,
+        limit: int | None = None,
+        *,
+        stalls: bool = False,
+    ) -> None:
+        self.send_response(status)
+        for name, value in {"Accept-Ranges": "bytes", **headers}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if head:
+            return
+        self.wfile.write(body if limit is None else body[:limit])
+        if limit is not None and limit < len(body):
+            self.wfile.flush()
+            if stalls:
+                self.server_hub.faults.go_on.wait(60)
+            self.close_connection = True
+
+
+def files_of(folder: Path, below: str = "") -> dict[str, bytes]:
+    """The files of a folder as a repository's, put below a folder of it."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {below + path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
