@@ -1,4 +1,5 @@
-"""`edge-run export SRC OUT`: a Hugging Face checkpoint to a model folder that edge-run runs."""
+"""`edge-run export SRC OUT`: a Hugging Face checkpoint, a GGUF file or a foreign ONNX model to a model folder that
+edge-run runs."""
 
 from __future__ import annotations
 
@@ -8,17 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from ..models.manifest import WeightFormat
+from ..models.manifest import GraphLayout, WeightFormat
 from .errors import InputError
 
 if TYPE_CHECKING:
     from ..export import ExportRecipe, ExportReport
+
+
+_USUAL_BLOCK: Final = 32
+"""Weights that share a scale unless asked otherwise; in a GGUF file it is always as many."""
 
 
 class WeightChoice(str, Enum):
@@ -36,11 +41,15 @@ class WeightChoice(str, Enum):
 
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A folder with config.json, safetensors and tokenizer.")
+        Path,
+        typer.Argument(metavar="SRC", help="A checkpoint folder, a .gguf file, or an .onnx file or its folder."),
     ],
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
-    weights: Annotated[WeightChoice, typer.Option(help="How the weights are stored.")] = WeightChoice.INT4,
-    block: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 32,
+    weights: Annotated[
+        WeightChoice | None,
+        typer.Option(help="How the weights are stored.", show_default="int4; .gguf and .onnx keep what is in few bits"),
+    ] = None,
+    block: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = _USUAL_BLOCK,
     head: Annotated[
         WeightChoice | None,
         typer.Option(help="How LM head and embedding are stored.", show_default="as the other weights"),
@@ -48,25 +57,41 @@ def export(
     context: Annotated[
         int | None, typer.Option(min=1, help="Longest context to serve.", show_default="the model's, at most 32768")
     ] = None,
+    layout: Annotated[
+        GraphLayout, typer.Option(help="Whose graph to write: edge-run's own, or one that ONNX Runtime GenAI opens.")
+    ] = GraphLayout.EDGE,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
 ) -> None:
-    """Export a checkpoint of the llama, qwen2 or qwen3 family.
+    """Export a checkpoint or a GGUF file, or upgrade an ONNX model that another tool exported.
 
     OUT is written whole or not at all; a model that stood there is replaced only when the new one has passed its check
-    against a reference decoder.
+    against a reference decoder, or against the ONNX model as it was.
 
-    Example: edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4 --block 64 --head int8
+    Examples:
+
+    edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4 --block 64 --head int8
+
+    edge-run export Phi-3-mini-4k-instruct-onnx/cpu-int4 my-model
+
+    edge-run export optimum-export/model.onnx my-model --weights int4
     """
     try:
-        from ..export import ExportRecipe, export_checkpoint
+        from ..export import ExportRecipe, export_model, has_own_formats
     except ModuleNotFoundError as error:
         raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
 
+    if weights is None and not has_own_formats(source):
+        weights = WeightChoice.INT4
+    if weights is None and head is None and block != _USUAL_BLOCK:
+        raise InputError(f"--block {block} says nothing without --weights or --head", "add --weights int4 or int8")
     recipe = ExportRecipe(
-        body=weights.in_blocks_of(block), head=None if head is None else head.in_blocks_of(block), context=context
+        body=None if weights is None else weights.in_blocks_of(block),
+        head=None if head is None else head.in_blocks_of(block),
+        context=context,
+        layout=layout,
     )
     with _progress_bar() as progress:
-        report = export_checkpoint(source, destination, recipe, progress, _command(source, destination, recipe))
+        report = export_model(source, destination, recipe, progress, _command(source, destination, recipe))
     _show(report)
 
 
@@ -76,10 +101,12 @@ def _command(source: Path, destination: Path, recipe: ExportRecipe) -> str:
     for option, form in (("--weights", recipe.body), ("--head", recipe.head)):
         if form is not None:
             options += [option, "fp32" if form.bits == 32 else f"int{form.bits}"]
-    blocks = {form.block for form in (recipe.body, recipe.head_format) if form.block}
+    blocks = {form.block for form in (recipe.body, recipe.head_format) if form is not None and form.block}
     options += [part for block in blocks for part in ("--block", str(block))]
     if recipe.context is not None:
         options += ["--context", str(recipe.context)]
+    if recipe.layout is not GraphLayout.EDGE:
+        options += ["--layout", recipe.layout.value]
     return shlex.join(["edge-run", "export", source.resolve().name, destination.resolve().name, *options])
 
 
@@ -113,3 +140,5 @@ def _show(report: ExportReport) -> None:
     parity = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.as_mapping().items())
     typer.echo(f"{report.bundle}: {size:.1f} MB, {report.bits_per_weight:.2f} bits a weight, {report.seconds:.1f} s")
     typer.echo(f"against the reference: {parity}")
+    for note in report.notes:
+        typer.echo(note)

@@ -1,10 +1,13 @@
-"""Checkpoint in, ONNX bundle out: architectures, graph, quantization and parity."""
+"""Checkpoint, GGUF file or foreign ONNX model in, ONNX bundle out: architectures, graph, quantization and parity."""
 
 from ..models.manifest import WeightFormat
+from .dispatch import export_model, has_own_formats
 from .family import supported_families
+from .gguf import is_gguf
 from .parity import Parity
 from .pipeline import ExportReport, Progress, export_checkpoint
 from .recipe import FP32, INT4, INT8, ExportRecipe
+from .upgrade import upgrade_model
 
 __all__ = [
     "FP32",
@@ -16,5 +19,9 @@ __all__ = [
     "Progress",
     "WeightFormat",
     "export_checkpoint",
+    "export_model",
+    "has_own_formats",
+    "is_gguf",
     "supported_families",
+    "upgrade_model",
 ]

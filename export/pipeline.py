@@ -1,11 +1,12 @@
-"""Checkpoint folder in, bundle folder out."""
+"""Checkpoint folder or GGUF file in, bundle folder out."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -13,15 +14,19 @@ from typing import Final, Protocol
 from ..edge.errors import DestinationError, InputError
 from ..models.atomic import folder_written_atomically
 from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file, holds_only_bundle_files
-from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, Manifest, WeightFormat
+from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest, WeightFormat
+from ..models.variants import GENAI_CONFIG
 from .checkpoint import Checkpoint
 from .companions import require_companions
 from .config import DecoderConfig, read_config
+from .genai_layout import write_genai_layout
+from .gguf import is_gguf, opened_gguf
 from .graph import build_graph
 from .initializers import Initializers
 from .layout import expected_tensors, units_of
 from .parity import Parity, check_parity
 from .recipe import ExportRecipe
+from .source import ModelSource
 from .tokenizer import require_tokenizer
 from .weightfile import WeightFile
 
@@ -51,6 +56,8 @@ class ExportReport:
     """Stored bits, scales included, over the weights of all units."""
     seconds: float
     parity: Parity
+    notes: tuple[str, ...] = ()
+    """What the user did not ask for and should know, a line each."""
 
 
 def export_checkpoint(
@@ -60,10 +67,11 @@ def export_checkpoint(
     progress: Progress = silent,
     command: str = "",
 ) -> ExportReport:
-    """Export a Hugging Face checkpoint folder to a bundle and check it against the reference.
+    """Export a Hugging Face checkpoint folder or a GGUF file to a bundle and check it against the reference.
 
     Args:
-        source: folder with config.json, safetensors weights and tokenizer.json.
+        source: folder with config.json, safetensors weights and tokenizer.json; or a .gguf file, the first of several
+            where the model is split.
         destination: the bundle's folder; an earlier bundle there is replaced at the end, all at once.
         recipe: weight formats and context.
         progress: hears stages "writing weights" and "checking".
@@ -79,18 +87,42 @@ def export_checkpoint(
     """
     started = time.perf_counter()
     _require_apart(source, destination)
-    config = read_config(source)
-    context = recipe.context_for(config)
-    checkpoint = Checkpoint(source)
-    for name, shape in expected_tensors(config):
-        checkpoint.require(name, shape)
-    require_tokenizer(source, config.vocab_size)
-    require_companions(source, config.vocab_size)
+    with _opened(source) as (config, checkpoint):
+        context = recipe.context_for(config)
+        for name, shape in expected_tensors(config):
+            checkpoint.require(name, shape)
+        require_tokenizer(checkpoint.folder, config.vocab_size)
+        require_companions(checkpoint.folder, config.vocab_size)
+        plan = recipe.plan_for(config, checkpoint.own_format)
+        parity, bits, sizes = _write_folder(
+            destination, checkpoint, config, plan, context, recipe.layout, progress, command
+        )
+    return ExportReport(destination, sizes, bits, time.perf_counter() - started, parity)
+
+
+@contextmanager
+def _opened(source: Path) -> Iterator[tuple[DecoderConfig, ModelSource]]:
+    if not is_gguf(source):
+        yield read_config(source), Checkpoint(source)
+        return
+    with opened_gguf(source) as model:
+        yield read_config(model.folder), model
+
+
+def _write_folder(
+    destination: Path,
+    checkpoint: ModelSource,
+    config: DecoderConfig,
+    plan: dict[str, WeightFormat],
+    context: int,
+    layout: GraphLayout,
+    progress: Progress,
+    command: str,
+) -> tuple[Parity, float, dict[str, int]]:
+    """Write the bundle, all at once; returns parity, bits per weight and sizes by file."""
     try:
         with folder_written_atomically(destination, holds_only_bundle_files) as staging:
-            parity, bits = _write_bundle(
-                staging, checkpoint, config, recipe.plan_for(config), context, progress, command
-            )
+            parity, bits = _write_bundle(staging, checkpoint, config, plan, context, layout, progress, command)
             sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
     except FileExistsError as error:
         raise InputError(
@@ -100,7 +132,7 @@ def export_checkpoint(
         raise DestinationError(
             f"{destination} cannot be written: {error.strerror or error}", "free space there, or choose another folder"
         ) from error
-    return ExportReport(destination, sizes, bits, time.perf_counter() - started, parity)
+    return parity, bits, sizes
 
 
 def _require_apart(source: Path, destination: Path) -> None:
@@ -121,10 +153,11 @@ def _is_same(first: Path, second: Path) -> bool:
 
 def _write_bundle(
     folder: Path,
-    checkpoint: Checkpoint,
+    checkpoint: ModelSource,
     config: DecoderConfig,
     plan: dict[str, WeightFormat],
     context: int,
+    layout: GraphLayout,
     progress: Progress,
     command: str,
 ) -> tuple[Parity, float]:
@@ -139,9 +172,12 @@ def _write_bundle(
     for name in COMPANIONS:
         if (checkpoint.folder / name).is_file():
             shutil.copyfile(checkpoint.folder / name, folder / name)
-    files |= {name: digest_file(folder / name) for name in (GRAPH_NAME, *COMPANIONS) if (folder / name).is_file()}
     parity = check_parity(folder, checkpoint, config, plan, context, lambda fraction: progress("checking", fraction))
+    if layout is GraphLayout.GENAI:
+        write_genai_layout(folder, config, context)
     progress("checking", 1.0)
+    names = (GRAPH_NAME, GENAI_CONFIG, *COMPANIONS)
+    files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
     bits = sum(weights.unit_bits.values()) / total
     manifest = Manifest(
         architecture=_architecture(config, context),
@@ -151,6 +187,7 @@ def _write_bundle(
         parity=parity.as_mapping(),
         producer=PRODUCER,
         command=command,
+        layout=layout,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return parity, bits

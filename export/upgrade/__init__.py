@@ -14,3 +14,8 @@ The order of things (`pipeline`):
 
 The graph after step 4 computes what the source computes; `parity` checks that before anything is rounded.
 """
+
+from .foreign import holds_graph
+from .pipeline import upgrade_model
+
+__all__ = ["holds_graph", "upgrade_model"]

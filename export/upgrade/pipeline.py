@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from ...edge.errors import BundleError, InputError
 from ...models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
-from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
+from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, WeightFormat
 from .. import contract
 from ..companions import require_companions
 from ..destination import bundle_written_whole, require_apart
@@ -64,6 +64,8 @@ def upgrade_model(
             as it was before.
     """
     started = time.perf_counter()
+    if recipe.layout is not GraphLayout.EDGE:
+        raise InputError("an ONNX model is upgraded to edge-run's own layout only", "leave --layout out")
     foreign = find_foreign(source)
     require_apart(source if source.is_dir() else foreign.folder, destination)
     progress("reading", 0.0)
