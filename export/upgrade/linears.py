@@ -1,0 +1,128 @@
+"""Float linears become MatMulNBits of 4 or 8 bits, the embedding GatherBlockQuantized, a tied head the same codes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from ...models.manifest import WeightFormat
+from .editable import MICROSOFT, EditableGraph, Node
+from .matrices import Matrix, RoundedMatrix, matrix_of, rounded
+from .ports import TOKENS
+from .rows import find_head
+
+_INT8_ACTIVATIONS: Final = 4
+_SMALLEST: Final = 1 << 10
+"""Weights of a matrix that is worth storing in blocks; a smaller one (the routing of experts) stays as it is."""
+
+
+def quantize_linears(graph: EditableGraph, logits: str, body: WeightFormat, head: WeightFormat) -> None:
+    """Store the matrices of all linears in blocks; those whose format has 32 bits stay as they are.
+
+    Args:
+        graph: a decoder that computes in float32.
+        logits: the value whose head is the vocabulary's.
+        body: format of all linears but the head.
+        head: format of the head and the embedding.
+
+    Raises:
+        BundleError: the model has no head.
+    """
+    last = find_head(graph, logits)
+    tied = _quantize_embedding(graph, head, matrix_of(graph, last)) if head.bits != 32 else None
+    for node in graph.in_order():
+        form = head if node is last else body
+        matrix = matrix_of(graph, node)
+        if form.bits == 32 or matrix is None or matrix.tensor.size < _SMALLEST or not _is_plain(graph, node, matrix):
+            continue
+        _replace(graph, node, matrix, tied if node is last and tied is not None else rounded(matrix, form))
+    graph.sweep()
+
+
+def _is_plain(graph: EditableGraph, node: Node, matrix: Matrix) -> bool:
+    """Whether a node is its input times the matrix, plus perhaps a constant vector."""
+    if node.op == "MatMul":
+        return True
+    bias = graph.tensors.get(node.input(2))
+    fits = not node.input(2) or (bias is not None and bias.shape == (matrix.shape[0],))
+    return fits and node.attribute("alpha", 1.0) == 1 and node.attribute("beta", 1.0) == 1
+
+
+def _replace(graph: EditableGraph, node: Node, matrix: Matrix, stored: RoundedMatrix) -> None:
+    stem = node.name or node.output(0)
+    bias = node.input(2)
+    inputs = [
+        node.input(0),
+        graph.add_tensor(f"{stem}.codes", stored.codes),
+        graph.add_tensor(f"{stem}.scales", stored.scales),
+        *(("", "", bias) if bias else ()),
+    ]
+    rows, columns = matrix.shape
+    form = stored.form
+    linear = graph.add(
+        "MatMulNBits",
+        inputs,
+        name=stem,
+        domain=MICROSOFT,
+        N=rows,
+        K=columns,
+        bits=form.bits,
+        block_size=form.block,
+        accuracy_level=_INT8_ACTIVATIONS,
+    )
+    _take_over(graph, node.output(0), linear.output(0))
+
+
+def _quantize_embedding(graph: EditableGraph, form: WeightFormat, head: Matrix | None) -> RoundedMatrix | None:
+    """Replace the look-up of the tokens' rows; returns the codes if the head is the same matrix."""
+    node = _embedding(graph)
+    if node is None:
+        return None
+    table = Matrix(graph.tensors[node.input(0)], turned=False)
+    stored = rounded(table, form)
+    rows, columns = table.shape
+    blocks = stored.scales.shape[1]
+    codes = graph.add_tensor("embedding.codes", stored.codes)
+    scales = graph.add_tensor("embedding.scales", stored.scales.reshaped(rows, blocks, 1))
+    gathered = graph.add(
+        "GatherBlockQuantized",
+        [codes, node.input(1), scales],
+        name="embedding.blocks",
+        domain=MICROSOFT,
+        bits=form.bits,
+        block_size=form.block,
+        gather_axis=0,
+        quantize_axis=2,
+    )
+    together = graph.add_tensor("embedding.shape", np.array([0, 0, -1], np.int64))
+    value = graph.add("Reshape", [gathered.output(0), together], name="embedding").output(0)
+    if columns % form.block:
+        bounds = [
+            graph.add_tensor(f"embedding.{name}", np.array([number], np.int64))
+            for name, number in (("start", 0), ("stop", columns), ("axis", 2))
+        ]
+        value = graph.add("Slice", [value, *bounds], name="embedding.cut").output(0)
+    _take_over(graph, node.output(0), value)
+    return stored if head is not None and table.equals(head) else None
+
+
+def _embedding(graph: EditableGraph) -> Node | None:
+    """The look-up of rows by token, in a table that nothing else looks rows up in."""
+    waiting = [TOKENS]
+    while waiting:
+        value = waiting.pop()
+        for node in graph.consumers(value):
+            table = graph.tensors.get(node.input(0))
+            if node.op == "Gather" and node.input(1) == value and table is not None and len(table.shape) == 2:
+                return node if node.attribute("axis", 0) == 0 else None
+            if node.op in ("Cast", "Reshape"):
+                waiting.append(node.output(0))
+    return None
+
+
+def _take_over(graph: EditableGraph, old: str, new: str) -> None:
+    """Let all that read one value, graph outputs included, read another."""
+    graph.replace_uses(old, new)
+    if old in graph.outputs:
+        graph.set_output(graph.outputs[old], new)

@@ -1,0 +1,30 @@
+"""A decoder in plain operators, as PyTorch's exporter writes it, gets ONNX Runtime's fused ones."""
+
+from __future__ import annotations
+
+from .activations import fuse_activations
+from .casts import drop_idle_casts
+from .editable import EditableGraph
+from .norms import fuse_norms, fuse_residuals
+from .packing import pack_heads
+from .settle import settle
+from .unfused import fuse_attention
+
+
+def fuse_operators(graph: EditableGraph, context: int) -> None:
+    """Fuse attention with its rotation, norms, activations; make shapes constants.
+
+    Args:
+        graph: a decoder that computes in float32 and whose attention is not fused.
+        context: positions that the upgraded model will serve.
+
+    Raises:
+        BundleError: something in the place of attention is not recognised.
+    """
+    drop_idle_casts(graph)
+    settle(graph)
+    fuse_activations(graph)
+    fuse_norms(graph)
+    fuse_residuals(graph)
+    fuse_attention(graph, context)
+    pack_heads(graph)
