@@ -27,10 +27,10 @@ from .foreign import ForeignModel, find_foreign
 from .fused import AttentionForm, wire_attention
 from .linears import quantize_linears
 from .parity import Reference, measure, reference_of, require_same
+from .plain import fuse_operators
 from .ports import settle_ports
 from .rows import select_rows
 from .siblings import join_siblings, round_activations, take_in_biases
-from .unfused import fuse_attention
 from .widen import is_half, widen
 from .write import InPlace, ToFile
 
@@ -108,8 +108,7 @@ class _Upgrade:
         if rounds:
             difference = self._require_same(self._foreign.graph.parent, form, graph.model(InPlace()), reference)
         if is_half(graph):
-            widen(graph)
-            self.notes.append("half precision became float32, in which a CPU computes")
+            self._widen(graph)
         if rounds:
             quantize_linears(graph, contract.LOGITS, body, head)
         self._tune(graph)
@@ -130,7 +129,9 @@ class _Upgrade:
         _require_foreign(graph)
         ports = settle_ports(graph)
         if not graph.nodes_of(_FUSED):
-            fuse_attention(graph, self._context)
+            if is_half(graph):
+                self._widen(graph)
+            fuse_operators(graph, self._context)
             ports = settle_ports(graph)
         form = wire_attention(graph, ports, self._context, self._foreign.head_dim)
         width = select_rows(graph, ports.logits)
@@ -142,6 +143,10 @@ class _Upgrade:
         reference = reference_of(untouched, settle_ports(untouched), form, width)
         self._progress("reading", 1.0)
         return _Rewired(graph, form, reference)
+
+    def _widen(self, graph: EditableGraph) -> None:
+        widen(graph)
+        self.notes.append("half precision became float32, in which a CPU computes")
 
     def _formats(self, graph: EditableGraph) -> tuple[WeightFormat, WeightFormat]:
         """Formats for the float matrices of the layers, and for a float head and embedding."""
