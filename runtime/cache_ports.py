@@ -134,9 +134,9 @@ def _form(past: Port, present: Port, where: str, sizes: Mapping[int, int]) -> Te
                 shape[at] = other
     if not isinstance(shape[batch], int):
         shape[batch] = 1
-    if rank == 4:
+    if rank == 4 and sum(not isinstance(size, int) for size in shape) > 1:
+        # Of several open dimensions behind the batch, the usual one counts rows.
         for at, size in sizes.items():
-            # Of two open dimensions behind the batch, the usual one counts rows.
             if not isinstance(shape[at], int):
                 shape[at] = size
     left = [at for at, size in enumerate(shape) if not isinstance(size, int)]

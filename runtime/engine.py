@@ -101,8 +101,6 @@ class Engine:
         learned: bool = True,
     ) -> None:
         self.bundle: Final = bundle
-        self.context: Final = _context_limit(bundle, context)
-        """Most tokens of prompt and answer together."""
         pair = find_draft(bundle, draft)
         draft_config = config
         if pair is not None:
@@ -111,6 +109,8 @@ class Engine:
         graph = prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if packed else bundle.graph
         self._graph: GraphSession | None = GraphSession(graph, config, facts_of(bundle))
         self.spec: Final = self._graph.spec
+        self.context: Final = _context_limit(bundle, self.spec.capacity, context)
+        """Most tokens of prompt and answer together."""
         self.device: Final = config.device
         self.tokenizer: Final = TextTokenizer(bundle, self.spec.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
@@ -338,13 +338,14 @@ class Engine:
         return (speculator, certificate.epsilon) if certificate.noise.sound else (None, 0.0)
 
 
-def _context_limit(bundle: Bundle, asked: int | None) -> int:
-    """The context to use: what was asked for, up to what the model allows.
+def _context_limit(bundle: Bundle, capacity: int | None, asked: int | None) -> int:
+    """The context to use: what was asked for, up to what the model allows and a cache of fixed size holds.
 
     Raises:
         InputError: more was asked for than the model allows, or nothing says what it allows.
     """
-    allowed = bundle.context
+    limits = [limit for limit in (bundle.context, capacity) if limit is not None]
+    allowed = min(limits, default=None)
     if allowed is None:
         if asked is None:
             raise InputError(f"nothing beside {bundle.graph} says how long the context is", "give it with --context")

@@ -44,5 +44,5 @@ def prior_file(bundle: Bundle) -> Path:
 
 
 def _key(bundle: Bundle) -> str:
-    known = bundle.manifest.files.get(_TOKENIZER) if bundle.manifest is not None else None
-    return (known or digest_file(bundle.folder / _TOKENIZER)).sha256
+    known = bundle.manifest.files.get(_TOKENIZER) if bundle.manifest is not None and bundle.tokenizer is None else None
+    return (known or digest_file(bundle.file(_TOKENIZER) or bundle.folder / _TOKENIZER)).sha256
