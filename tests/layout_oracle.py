@@ -6,7 +6,7 @@ It knows two things the plain reference decoder does not: windows and int8 cache
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ def closest_call(layout: Layout, prompt: Sequence[int], count: int, seed: int = 
     return _greedy(*about, tuple(prompt), count)[1]
 
 
-@lru_cache(maxsize=256)
+@cache
 def _greedy(
     kv_heads: int, window: int | None, rounded: bool, seed: int, prompt: tuple[int, ...], count: int
 ) -> tuple[tuple[int, ...], float]:

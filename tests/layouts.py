@@ -139,8 +139,6 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "genai-positions": replace(GENAI, bias_inside=True, positions=Positions.INPUT),
     "genai-window": replace(GENAI, window=24, open_heads=False),
     "genai-window-cache": replace(GENAI, window=24, window_cache=True),
-    "genai-window-cache-fixed": replace(GENAI, window=24, window_cache=True, window_rows=24, shares_buffers=False),
-    "genai-window-cache-slack": replace(GENAI, window=24, window_cache=True, window_rows=64),
     "genai-int8-cache": replace(GENAI, cache_type=CacheType.INT8, open_heads=False),
     # NPU exports have fixed caches and the lengths as inputs.
     "genai-lengths": replace(GENAI, mask=Mask.LENGTHS),
@@ -155,6 +153,13 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "community-external-many": replace(COMMUNITY, weights=Weights.MANY_FILES),
     "community-unfused": replace(OPTIMUM, subfolder="onnx"),
 }
+
+LIMITED: Final[Mapping[str, Layout]] = {
+    # Caches of a fixed size that evict what has left the window: what is written into them cannot all be rewound.
+    "window-cache-fixed": replace(GENAI, window=24, window_cache=True, window_rows=24, shares_buffers=False),
+    "window-cache-slack": replace(GENAI, window=24, window_cache=True, window_rows=64),
+}
+"""Layouts that hold only as many tokens as their smallest cache has rows."""
 
 
 def write_layout(folder: Path, layout: Layout, *, seed: int = 0) -> Path:

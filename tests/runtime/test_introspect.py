@@ -1,0 +1,311 @@
+"""What a graph's ports say: every kind that cannot work is refused by name, in one line that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import edgerun
+from edgerun import BundleError, ContextError
+from edgerun.runtime.facts import Facts
+from edgerun.runtime.graph_spec import Port, Role, Scores, Sharing
+from edgerun.runtime.introspect import introspect
+from layouts import LIMITED, write_layout
+from unfit_layouts import UNFIT, write_unfit
+
+ANOTHER = "choose another variant of it"
+OURS = f"export the model with edge-run export, or {ANOTHER}"
+FOR_CPU = "choose a variant of the model for the CPU"
+ATTENTION_ONLY = "choose a model whose layers are all attention"
+NO_PAGES = "export it again without paged attention"
+TEXT_ONLY = "choose a text-only model"
+ONE_GRAPH = "edge-run runs decoders of text that are one graph; look for a text-only export of this model"
+CUT_UP = (
+    "takes embeddings (inputs_embeds) instead of token ids: it is one part of a model that was cut up; "
+    "choose an export whose decoder takes input_ids"
+)
+
+REFUSALS = {
+    "no-cache": (
+        "{graph} has no key/value cache among its inputs: it reads the whole text for every token, or keeps its cache "
+        f"where it cannot be rewound; export it with a cache (Optimum's task text-generation-with-past), or {ANOTHER}"
+    ),
+    "openvino-stateful": f"{{graph}} asks for inputs edge-run does not know: beam_idx; {OURS}",
+    "encoder": f"{{graph}} asks for inputs edge-run does not know: token_type_ids; {OURS}",
+    "lfm2": f"{{graph}} keeps convolution or recurrent state (past_conv.0), which cannot be rewound; {ATTENTION_ONLY}",
+    "genai-recurrent": (
+        f"{{graph}} keeps convolution or recurrent state (past.0.conv), which cannot be rewound; {ATTENTION_ONLY}"
+    ),
+    "mamba": (
+        "{graph} keeps convolution or recurrent state (past_conv_states.0), which cannot be rewound; "
+        f"{ATTENTION_ONLY}"
+    ),
+    "paged": f"{{graph}} keeps its cache in pages (it takes block_table), as servers do; {NO_PAGES}",
+    "paged-slots": f"{{graph}} keeps its cache in pages (it takes slot_mapping), as servers do; {NO_PAGES}",
+    "encoder-decoder": f"{{folder}} is an encoder-decoder model (encoder_model.onnx says so); {ONE_GRAPH}",
+    "encoder-decoder-with-past": (
+        "{graph} is part of an encoder-decoder model (it takes past_key_values.0.decoder.key); "
+        "edge-run runs decoder-only language models"
+    ),
+    "embeddings-in": f"{{graph}} {CUT_UP}",
+    "embeddings-in-parts": f"{{folder}} is a model of images and text (vision_encoder.onnx says so); {ONE_GRAPH}",
+    "pixels-in": f"{{graph}} is part of a model of images or sound (it takes pixel_values); {TEXT_ONLY}",
+    "genai-vision": f"{{graph}} {CUT_UP}",
+    "audio-in": f"{{graph}} is part of a model of images or sound (it takes audio_features); {TEXT_ONLY}",
+    "hidden-states-in": f"{{graph}} asks for inputs edge-run does not know: hidden_states; {OURS}",
+    "custom-operator": (
+        f"{{graph}} needs a library of operators that edge-run does not have (com.ryzenai.SSMLP); {FOR_CPU}"
+    ),
+    "compiled-qnn": f"{{graph}} was compiled for one kind of device (it has EPContext operators); {FOR_CPU}",
+    "compiled-openvino": f"{{graph}} was compiled for one kind of device (it has EPContext operators); {FOR_CPU}",
+    "fixed-window-1": (
+        f"{{graph}} takes exactly 1 tokens a pass (input_ids): it is one part of a model for an NPU; {FOR_CPU}"
+    ),
+    "fixed-window-64": (
+        f"{{graph}} takes exactly 64 tokens a pass (input_ids): it is one part of a model for an NPU; {FOR_CPU}"
+    ),
+    "genai-pipeline": (
+        f"{{folder}} is a model whose embedding is a graph of its own (embeddings.onnx says so); {ONE_GRAPH}"
+    ),
+    "scales-per-token": (
+        "{graph} asks for inputs edge-run does not know: past_key_values.0.key_scale, past_key_values.0.value_scale, "
+        f"past_key_values.1.key_scale, past_key_values.1.value_scale; {OURS}"
+    ),
+    "batch-of-four": f"{{graph}} works on 4 texts at once (input_ids); {OURS}",
+    "image-classifier": f"{{graph}} is part of a model of images or sound (it takes pixel_values); {TEXT_ONLY}",
+    "no-logits": (
+        f"{{graph}} has no output for logits of 2 or 3 dimensions; beside its cache it gives nothing; {OURS}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_cannot_work_is_named(name: str, tmp_path: Path) -> None:
+    folder = write_unfit(tmp_path, UNFIT[name])
+    with pytest.raises(BundleError) as caught:
+        edgerun.load(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    if name == "unknown-operator":  # ONNX Runtime's own words
+        assert message.startswith(f"{folder / 'model.onnx'} cannot be loaded: ")
+        assert "No Op registered for Frobnicate" in message
+    else:
+        assert message == REFUSALS[name].format(folder=folder, graph=folder / UNFIT[name].file)
+
+
+def test_operators_in_branches_and_functions_count(tmp_path: Path) -> None:
+    """A program for one device is found wherever a graph hides it; a function of the model's own is no library."""
+    folder = write_unfit(tmp_path, UNFIT["compiled-qnn"])
+    model = onnx.load(folder / "model.onnx")
+    hidden = next(node for node in model.graph.node if node.op_type == "EPContext")
+    inner = onnx.helper.make_graph([hidden], "branch", [], [onnx.ValueInfoProto(name=hidden.output[0])])
+    model.graph.node.remove(hidden)
+    flag = onnx.numpy_helper.from_array(np.array([True]), "flag")
+    model.graph.initializer.append(flag)
+    choice = onnx.helper.make_node("If", ["flag"], list(hidden.output), then_branch=inner, else_branch=inner)
+    model.graph.node.append(choice)
+    onnx.save(model, folder / "model.onnx")
+    with pytest.raises(BundleError, match="was compiled for one kind of device"):
+        edgerun.load(folder)
+
+
+# Ports alone
+
+TEXT = ("batch_size", "sequence_length")
+WHOLE = ("batch_size", "total_sequence_length")
+PAST = ("batch_size", 2, "past_sequence_length", 16)
+PRESENT = ("batch_size", 2, "total_sequence_length", 16)
+
+
+def port(name: str, shape: Sequence[int | str | None], type_: str = "tensor(float)") -> Port:
+    return Port(name, type_, tuple(shape))
+
+
+INS = {
+    each.name: each
+    for each in (
+        port("input_ids", TEXT, "tensor(int64)"),
+        port("attention_mask", WHOLE, "tensor(int64)"),
+        port("position_ids", TEXT, "tensor(int64)"),
+        port("past_key_values.0.key", PAST),
+        port("past_key_values.0.value", PAST),
+    )
+}
+OUTS = {
+    each.name: each
+    for each in (
+        port("logits", (*TEXT, 300)),
+        port("present.0.key", PRESENT),
+        port("present.0.value", PRESENT),
+    )
+}
+
+
+def spec_of(ins: dict[str, Port], outs: dict[str, Port], facts: Facts | None = None):
+    return introspect(list(ins.values()), list(outs.values()), "F", facts or Facts())
+
+
+def changed(ports: dict[str, Port], name: str, **changes: object) -> dict[str, Port]:
+    return {**ports, name: replace(ports[name], **changes)}
+
+
+def without(ports: dict[str, Port], *names: str) -> dict[str, Port]:
+    return {name: each for name, each in ports.items() if name not in names}
+
+
+def added(ports: dict[str, Port], *more: Port) -> dict[str, Port]:
+    return ports | {each.name: each for each in more}
+
+
+def test_the_usual_ports_are_read() -> None:
+    spec = spec_of(INS, OUTS)
+    assert (spec.vocab_size, spec.layers, spec.capacity) == (300, 1, None)
+    assert spec.sharing is Sharing.GROWING
+    assert spec.scores is Scores.ALL
+    assert set(spec.inputs) == {Role.TOKENS, Role.MASK, Role.POSITIONS}
+    assert [(tensor.past, tensor.present) for tensor in spec.cache] == [
+        ("past_key_values.0.key", "present.0.key"),
+        ("past_key_values.0.value", "present.0.value"),
+    ]
+    assert [tensor.form.sized(7) for tensor in spec.cache] == [(1, 2, 7, 16)] * 2
+
+
+@pytest.mark.parametrize(
+    ("ins", "outs", "message"),
+    [
+        (without(INS, "input_ids"), OUTS, f"F has no input for token ids (input_ids); {OURS}"),
+        (
+            without(INS, "past_key_values.0.key", "past_key_values.0.value"),
+            OUTS,
+            REFUSALS["no-cache"].format(graph="F"),
+        ),
+        (
+            INS,
+            without(OUTS, "present.0.value"),
+            f"F gives nothing back for its cache input past_key_values.0.value; {OURS}",
+        ),
+        (
+            INS,
+            changed(OUTS, "present.0.key", type="tensor(float16)"),
+            f"F takes past_key_values.0.key as tensor(float) and gives present.0.key as tensor(float16); {OURS}",
+        ),
+        (
+            changed(INS, "past_key_values.0.key", type="tensor(string)"),
+            changed(OUTS, "present.0.key", type="tensor(string)"),
+            f"F has a cache of tensor(string) (past_key_values.0.key), which is not supported; {OURS}",
+        ),
+        (
+            changed(INS, "past_key_values.0.key", shape=("n", 16)),
+            changed(OUTS, "present.0.key", shape=("n", 16)),
+            f"F has a cache of 2 dimensions (past_key_values.0.key): ['n', 16]; {OURS}",
+        ),
+        (
+            changed(INS, "past_key_values.0.key", shape=("b", "h", "t", "d")),
+            changed(OUTS, "present.0.key", shape=("b", "h", "t", "d")),
+            "F leaves the sizes of its cache open: past_key_values.0.key is [b, h, t, d]; "
+            "put the model's config.json beside it",
+        ),
+        (
+            changed(INS, "past_key_values.0.key", shape=(4, 2, "t", 16)),
+            OUTS,
+            f"F works on 4 texts at once (past_key_values.0.key is [4, 2, t, 16]); {OURS}",
+        ),
+        (
+            changed(INS, "past_key_values.0.key", shape=(1, 2, 63, 16)),
+            changed(OUTS, "present.0.key", shape=(1, 2, 64, 16)),
+            "F takes a cache of exactly 63 rows (past_key_values.0.key) and gives another size back; "
+            "choose a variant of the model for the CPU",
+        ),
+        (
+            added(INS, port("past_key_0", PAST)),
+            OUTS,
+            f"F has two ports for one cache: past_key_values.0.key and past_key_0; {OURS}",
+        ),
+        (added(INS, port("tokens", TEXT)), OUTS, f"F has two inputs for one thing: input_ids and tokens; {OURS}"),
+        (added(INS, port("z", TEXT), port("a", TEXT)), OUTS, f"F asks for inputs edge-run does not know: a, z; {OURS}"),
+        (
+            changed(INS, "input_ids", type="tensor(float)"),
+            OUTS,
+            f"F wants input_ids as tensor(float) of 2 dimensions, which is not supported; {OURS}",
+        ),
+        (
+            changed(INS, "attention_mask", shape=("a", "b", "c")),
+            OUTS,
+            f"F wants attention_mask as tensor(int64) of 3 dimensions, which is not supported; {OURS}",
+        ),
+        (
+            changed(INS, "attention_mask", type="tensor(string)"),
+            OUTS,
+            f"F wants attention_mask as tensor(string) of 2 dimensions, which is not supported; {OURS}",
+        ),
+        (changed(INS, "input_ids", shape=(2, "n")), OUTS, f"F works on 2 texts at once (input_ids); {OURS}"),
+        (
+            changed(INS, "attention_mask", shape=(1, 4096)),
+            OUTS,
+            f"F takes exactly 4096 tokens a pass (attention_mask): it is one part of a model for an NPU; {FOR_CPU}",
+        ),
+        (
+            INS,
+            added(without(OUTS, "logits"), port("hidden", (*TEXT, 64)), port("scores", (*TEXT, 300))),
+            "F has no output for logits of 2 or 3 dimensions; beside its cache it gives hidden, scores; " + OURS,
+        ),
+        (
+            INS,
+            changed(OUTS, "logits", type="tensor(int64)"),
+            "F has no output for logits of 2 or 3 dimensions; beside its cache it gives logits; " + OURS,
+        ),
+        (
+            INS,
+            changed(OUTS, "logits", shape=(*TEXT, "vocab_size")),
+            "F leaves the size of its vocabulary open; put the model's config.json beside it",
+        ),
+    ],
+)
+def test_ports_that_do_not_fit_are_refused(ins: dict[str, Port], outs: dict[str, Port], message: str) -> None:
+    with pytest.raises(BundleError) as caught:
+        spec_of(ins, outs)
+    assert str(caught.value) == message
+
+
+def test_settings_fill_in_what_ports_leave_open() -> None:
+    ins, outs = dict(INS), changed(OUTS, "logits", shape=(*TEXT, "vocab_size"))
+    for name in ("past_key_values.0.key", "past_key_values.0.value"):
+        ins = changed(ins, name, shape=("b", "heads", "t", "width"))
+    for name in ("present.0.key", "present.0.value"):
+        outs = changed(outs, name, shape=(None, None, None, None))
+    config = {"vocab_size": 300, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    genai = {"vocab_size": 300, "decoder": {"num_key_value_heads": 2, "head_size": 16}}
+    for facts in (Facts(config=config), Facts(config={**config, "head_dim": 16, "hidden_size": 1}), Facts(genai=genai)):
+        spec = spec_of(ins, outs, facts)
+        assert spec.vocab_size == 300
+        assert [tensor.form.sized(5) for tensor in spec.cache] == [(1, 2, 5, 16)] * 2
+
+
+def test_what_the_graph_says_counts_more_than_what_lies_beside_it() -> None:
+    facts = Facts(config={"vocab_size": 7, "num_key_value_heads": 9, "head_dim": 99})
+    spec = spec_of(INS, OUTS, facts)
+    assert spec.vocab_size == 300
+    assert spec.cache[0].form.sized(1) == (1, 2, 1, 16)
+
+
+@pytest.mark.parametrize(
+    "genai", [{"decoder": 3}, {"decoder": {"inputs": 3, "outputs": []}}, {"decoder": {"inputs": {"a": 1}}}]
+)
+def test_settings_that_make_no_sense_are_passed_over(genai: dict[str, object]) -> None:
+    assert spec_of(INS, OUTS, Facts(genai=genai)).layers == 1
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_cache_that_evicts_limits_the_context(name: str, tmp_path: Path) -> None:
+    layout = LIMITED[name]
+    assert layout.window_rows is not None
+    with edgerun.load(write_layout(tmp_path, layout), cache=False) as engine:
+        reply = engine.generate("the", raw=True, max_tokens=layout.window_rows)
+        assert reply.stats.prompt_tokens + reply.stats.completion_tokens <= layout.window_rows
+        with pytest.raises(ContextError, match=f"the model's context is {layout.window_rows}; shorten it"):
+            engine.generate("the " * layout.window_rows * 2, raw=True)

@@ -1,0 +1,302 @@
+"""Every foreign layout decodes to the text of its model: read at once or in parts, guessed at, rewound, put aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgerun
+from drafters import adversaries, eager, listening_to
+from edgerun import Engine, GenerateOptions, InputError
+from edgerun.models.bundle import open_bundle
+from edgerun.runtime.bound import BoundSession
+from edgerun.runtime.decode import DecodeLimits, Step, decode
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.draft.recycle import RecyclePredictor
+from edgerun.runtime.draft.suffix import SuffixPredictor
+from edgerun.runtime.facts import facts_of
+from edgerun.runtime.graph_spec import Scores, Sharing
+from edgerun.runtime.reply import Reply
+from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.session import GraphSession, SessionConfig
+from edgerun.runtime.speculate import Speculator
+from edgerun.runtime.speculation import Speculation
+from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Mask, Rows, Settings
+from layout_oracle import Decoder, closest_call, greedy_tokens, weights_of
+from layouts import LAYOUTS, write_layout
+
+TOKENS = 62
+CLEAR = 0.02
+"""Distance between the two highest scores that half precision does not bridge."""
+TREES = {"optimum-mask-cells"}
+IN_PLACE = {name for name in LAYOUTS if name.startswith(("genai", "community", "renamed-genai"))} - {
+    "renamed-genai-positions",
+    "community-unfused",
+}
+ENGINES = [
+    *("optimum", "optimum-float16", "optimum-last-row", "optimum-chosen-rows", "optimum-two-traced-at-one"),
+    *("optimum-mask-cells", "optimum-merged", "stacked-genai", "joined", "renamed-genai"),
+    *("genai", "genai-window-cache", "genai-int8-cache", "genai-fixed-capacity", "community"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def folder(name: str) -> Path:
+        return write_layout(tmp_path_factory.mktemp("layout"), LAYOUTS[name])
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def graph_of(folder_of: Callable[[str], Path]) -> Callable[[str], GraphSession]:
+    @cache
+    def graph(name: str) -> GraphSession:
+        bundle = open_bundle(folder_of(name))
+        return GraphSession(bundle.graph, SessionConfig(choose_device("cpu"), 1), facts_of(bundle))
+
+    return graph
+
+
+def bind(graph: GraphSession) -> BoundSession:
+    return graph.bind(graph.arena(CONTEXT))
+
+
+def prompt_of(layout: Layout, length: int, count: int = TOKENS, salt: int = 0) -> list[int]:
+    """Random tokens after which every choice is clear."""
+    for seed in range(200):
+        random = np.random.default_rng((length, salt, seed))
+        prompt: list[int] = random.integers(5, VOCABULARY, length).tolist()
+        if closest_call(layout, prompt, count) > CLEAR:
+            return prompt
+    raise AssertionError("no prompt is clear enough")
+
+
+def lengths_of(layout: Layout, lengths: tuple[int, ...]) -> list[int]:
+    """Those that leave room for an answer."""
+    return [length for length in lengths if length + TOKENS < (layout.capacity or CONTEXT)]
+
+
+def steps_of(bound: BoundSession, prompt: list[int], speculator: Speculator | None = None) -> list[Step]:
+    sampler = Sampler(SamplingParams(), VOCABULARY)
+    return list(decode(bound, prompt, sampler, DecodeLimits(TOKENS), lambda: False, speculator))
+
+
+def tokens_of(steps: list[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_greedy_tokens_are_the_models(name: str, graph_of) -> None:
+    """Prompts of one pass and of several, answers over which every buffer grows."""
+    layout, graph = LAYOUTS[name], graph_of(name)
+    bound = bind(graph)
+    for length in lengths_of(layout, (1, 2, 130, 300)):
+        prompt = prompt_of(layout, length)
+        bound.arena.rewind_to(0)
+        assert tokens_of(steps_of(bound, prompt)) == greedy_tokens(layout, prompt, TOKENS), length
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_a_graph_can_do_is_found_out(name: str, graph_of) -> None:
+    layout, spec = LAYOUTS[name], graph_of(name).spec
+    assert spec.vocab_size == VOCABULARY
+    assert spec.layers == 2
+    assert spec.sharing is (Sharing.IN_PLACE if name in IN_PLACE else Sharing.GROWING)
+    assert spec.capacity == layout.capacity
+    one_row = {Rows.LAST: Scores.LAST, Rows.LAST_FLAT: Scores.LAST, Rows.CHOSEN: Scores.SUFFIX}
+    assert spec.scores is one_row.get(layout.rows, Scores.ALL)
+    assert spec.wide == (layout.mask is not Mask.NOT_CAUSAL)
+    assert spec.trees == (name in TREES)
+    assert spec.verifies == (layout.mask is not Mask.NOT_CAUSAL and spec.scores is not Scores.LAST)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_guesses_do_not_change_the_text(name: str, graph_of) -> None:
+    layout, graph = LAYOUTS[name], graph_of(name)
+    prompt = prompt_of(layout, 40, salt=1)
+    expected = greedy_tokens(layout, prompt, TOKENS)
+    trees = graph.spec.trees
+    guessing = adversaries([*prompt, *expected], VOCABULARY, 0)
+    bound = bind(graph)
+    speculators = {
+        "own": eager(SuffixPredictor(), RecyclePredictor(VOCABULARY), trees=trees),
+        **{each: listening_to(guessing[each], trees=trees) for each in ("oracle", "nearly right")},
+    }
+    if trees:
+        speculators["chains"] = eager(SuffixPredictor(), RecyclePredictor(VOCABULARY), trees=False)
+        speculators["wide"] = listening_to(guessing["wide"])
+    passes = {}
+    for drafter, speculator in speculators.items():
+        bound.arena.rewind_to(0)
+        steps = steps_of(bound, prompt, speculator)
+        assert tokens_of(steps) == expected, drafter
+        assert bound.arena.length == len(prompt) + TOKENS - 1
+        passes[drafter] = len(steps)
+    if graph.spec.verifies:
+        assert passes["oracle"] < TOKENS / 3
+    if trees:
+        assert passes["wide"] < TOKENS
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rewinding_forgets(name: str, graph_of) -> None:
+    """Any beginning of a text can be kept, and another text continued from it."""
+    layout, graph = LAYOUTS[name], graph_of(name)
+    bound = bind(graph)
+    first = prompt_of(layout, 40, salt=2)
+    text = [*first, *tokens_of(steps_of(bound, first))]
+    for kept in (len(text) - 2, 40, 17):
+        bound.arena.rewind_to(min(kept, bound.arena.length))
+        for seed in range(100):
+            other = [*text[:kept], *np.random.default_rng(seed).integers(5, VOCABULARY, 3).tolist()]
+            if len(other) + TOKENS < (layout.capacity or CONTEXT) and closest_call(layout, other, TOKENS) > CLEAR:
+                assert tokens_of(steps_of(bound, other)) == greedy_tokens(layout, other, TOKENS), kept
+                break
+        # The text as it was, for the next cut.
+        bound.arena.rewind_to(min(kept, bound.arena.length))
+        bound.forward(text[bound.arena.length : -1])
+        bound.arena.commit(len(text) - 1 - bound.arena.length)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_put_aside_come_back(name: str, graph_of) -> None:
+    layout, graph = LAYOUTS[name], graph_of(name)
+    prompt = prompt_of(layout, 40, salt=3)
+    expected = greedy_tokens(layout, prompt, TOKENS)
+    before = bind(graph)
+    steps_of(before, prompt)
+    before.arena.rewind_to(len(prompt) + 20)
+    rows = before.arena.snapshot()
+    after = bind(graph)
+    after.arena.restore(rows)
+    assert after.arena.length == len(prompt) + 20
+    assert tokens_of(steps_of(after, [*prompt, *expected[:21]]))[: TOKENS - 21] == expected[21:]
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_a_tree_scores_its_paths(name: str, graph_of) -> None:
+    layout, graph = LAYOUTS[name], graph_of(name)
+    prompt, nodes = list(range(20, 45)), [10, 20, 30, 40, 50, 60]
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 4, 5]]
+    bound = bind(graph)
+    bound.forward(prompt, rows=[0])
+    bound.arena.commit(len(prompt))
+    mask = np.zeros((6, 6), np.bool_)
+    for node, path in enumerate(paths):
+        mask[node, path] = True
+    positions = [len(prompt) + len(path) - 1 for path in paths]
+    logits = bound.forward(nodes, positions=positions, tree_mask=mask)
+
+    def scored(tokens: list[int]) -> np.ndarray:
+        return Decoder(weights_of(layout), layout.kv_heads, None, rounded=False).forward(tokens)[-1]
+
+    for node, path in enumerate(paths):
+        np.testing.assert_allclose(logits[node], scored([*prompt, *(nodes[i] for i in path)]), atol=1e-4)
+    bound.arena.compact(len(prompt), paths[5])
+    following = bound.forward([70])[0]
+    np.testing.assert_allclose(following, scored([*prompt, *(nodes[i] for i in paths[5]), 70]), atol=1e-4)
+
+
+def engine_of(folder: Path, layout: Layout) -> Engine:
+    context = CONTEXT if layout.settings is Settings.NONE else None
+    return edgerun.load(folder, threads=1, context=context, cache=False)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_answers_and_resumes(name: str, folder_of, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    with engine_of(folder_of(name), layout) as engine:
+        prompt = prompt_of(layout, 30, salt=4)
+        expected = greedy_tokens(layout, prompt, TOKENS)
+        assert 0 not in expected, "the end of the text comes too early for a test"
+        for speculation in (Speculation.AUTO, Speculation.OFF):
+            options = GenerateOptions(max_tokens=TOKENS, speculation=speculation)
+            reply = Reply.of(engine.run(None, prompt, options))
+            assert reply.text == engine.tokenizer.decode(expected)
+            assert reply.stats.completion_tokens == TOKENS
+        exact = GenerateOptions(max_tokens=TOKENS, exact=True)
+        assert Reply.of(engine.run(None, prompt, exact)).text == engine.tokenizer.decode(expected)
+        if layout.capacity is not None:
+            return
+        with engine.session() as chat:
+            chat.send("the other", max_tokens=12)
+            chat.save(tmp_path / "chat.kv")
+            told = chat.send("and in", max_tokens=12)
+        with engine.session(resume=tmp_path / "chat.kv") as again:
+            reply = again.send("and in", max_tokens=12)
+            assert reply.text == told.text
+            assert reply.stats.reused_tokens == told.stats.reused_tokens > 0
+
+
+def test_a_conversation_of_another_layout_is_refused(folder_of, tmp_path: Path) -> None:
+    with engine_of(folder_of("optimum"), LAYOUTS["optimum"]) as engine, engine.session() as chat:
+        chat.send("the", max_tokens=3)
+        chat.save(tmp_path / "chat.kv")
+    with (
+        engine_of(folder_of("stacked"), LAYOUTS["stacked"]) as engine,
+        pytest.raises(InputError, match="belongs to another model or another version of edge-run"),
+    ):
+        engine.session(resume=tmp_path / "chat.kv")
+
+
+def test_without_settings_the_context_has_to_be_given(folder_of) -> None:
+    folder = folder_of("optimum-bare")
+    with pytest.raises(InputError) as caught:
+        edgerun.load(folder)
+    assert str(caught.value) == (
+        f"nothing beside {folder / 'model.onnx'} says how long the context is; give it with --context"
+    )
+    with edgerun.load(folder, context=50, cache=False) as engine:
+        assert engine.context == 50
+
+
+def test_a_graph_of_fixed_capacity_limits_the_context(folder_of) -> None:
+    layout = LAYOUTS["genai-fixed-capacity"]
+    with engine_of(folder_of("genai-fixed-capacity"), layout) as engine:
+        assert engine.context == layout.capacity == 128
+        prompt = prompt_of(layout, 100, count=28)
+        reply = Reply.of(engine.run(None, prompt, GenerateOptions()))
+        assert reply.stats.completion_tokens <= 28
+
+
+@pytest.mark.parametrize("file", ["onnx/model.onnx", ""])
+def test_a_graph_below_its_settings_finds_them(file: str, folder_of) -> None:
+    """Published for transformers.js: config.json and the tokenizer are a folder above the graphs."""
+    with edgerun.load(folder_of("community") / file, cache=False) as engine:
+        assert engine.context == CONTEXT
+        assert engine.template is not None
+
+
+def test_the_oracle_is_the_reference_decoder() -> None:
+    from edgerun.export.reference import reference_logits
+    from tiny import tiny_config
+
+    layout = LAYOUTS["optimum"]
+
+    class Held:
+        """Tensors in memory, as the reference decoder reads them."""
+
+        tensors = weights_of(layout)
+
+        def read(self, name: str):
+            return self.tensors[name]
+
+        def read_rows(self, rows):
+            return self.tensors[rows.name][rows.start : rows.stop]
+
+        def pieces(self, name: str):
+            yield self.tensors[name]
+
+    tokens = np.random.default_rng(8).integers(0, VOCABULARY, 50)
+    expected = reference_logits(Held(), tiny_config("llama", **layout.overrides), tokens, CONTEXT)
+    decoder = Decoder(weights_of(layout), 2, None, rounded=False)
+    found = np.concatenate([decoder.forward(tokens[:20].tolist()), decoder.forward(tokens[20:].tolist())])
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+    assert CacheType.INT8 in {each.cache_type for each in LAYOUTS.values()}
+    assert Decoders.TWO in {each.decoders for each in LAYOUTS.values()}
