@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -13,7 +14,7 @@ import edgerun
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import ExportError, Speculation
 from edgerun.edge.cli import main
-from edgerun.export import FP32, INT4, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
 from edgerun.export.config import read_config
 from edgerun.export.genai_layout import write_genai_layout
 from edgerun.models.bundle import open_bundle
@@ -35,14 +36,21 @@ FAMILIES = {
 CASES = [(case, form) for case in FAMILIES for form in (FP32, INT4)]
 
 
-def both_layouts(folder: Path, case: str, form: WeightFormat) -> tuple[Path, Path]:
-    """The same model in edge-run's layout and in GenAI's."""
-    family, settings = case.partition(",")[0], FAMILIES[case]
-    edge = write_bundle(folder / "edge", family, weights=form, **settings)
-    genai = export_checkpoint(
-        folder / "edge" / "checkpoint", folder / "genai", ExportRecipe(form, layout=GraphLayout.GENAI)
-    ).bundle
-    return edge, genai
+@dataclass(frozen=True)
+class Twin:
+    """One model in both layouts."""
+
+    edge: Path
+    genai: Path
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    case, form = request.param
+    folder = tmp_path_factory.mktemp("twin")
+    edge = write_bundle(folder / "edge", case.partition(",")[0], weights=form, **FAMILIES[case])
+    recipe = ExportRecipe(form, layout=GraphLayout.GENAI)
+    return Twin(edge, export_checkpoint(folder / "edge" / "checkpoint", folder / "genai", recipe).bundle)
 
 
 def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[list[int], list[int]]:
@@ -56,30 +64,32 @@ def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[li
     return prompt, text.tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize(("case", "form"), CASES, ids=str)
-def test_text_is_the_same_in_every_layout_and_runtime(tmp_path: Path, case: str, form: WeightFormat) -> None:
-    edge, genai = both_layouts(tmp_path, case, form)
-    prompt, expected = greedy(edge)
+def test_text_is_the_same_in_both_layouts(twin: Twin) -> None:
+    prompt, expected = greedy(twin.edge)
     assert len(expected) > 10
-    assert greedy(genai) == (prompt, expected)
-    assert greedy(genai, Speculation.AUTO) == (prompt, expected)
-    # GenAI keeps the token that ends a text, if it got there.
+    assert greedy(twin.genai) == (prompt, expected)
+    assert greedy(twin.genai, Speculation.AUTO) == (prompt, expected)
+
+
+def test_genai_decodes_the_same_text(twin: Twin) -> None:
+    prompt, expected = greedy(twin.edge)
     ids = [str(number) for number in (len(expected), *prompt)]
-    assert json.loads(run_in(Exporter.GENAI, str(SCRIPT), "decode", str(genai), *ids)) == expected
+    assert json.loads(run_in(Exporter.GENAI, str(SCRIPT), "decode", str(twin.genai), *ids)) == expected
 
 
-@pytest.mark.parametrize("case", ["llama", "llama, narrow heads"])
-def test_the_graph_takes_what_genai_gives(tmp_path: Path, case: str) -> None:
-    _, bundle = both_layouts(tmp_path, case, INT4)
+@pytest.mark.parametrize("settings", [{}, {"head_dim": 8}], ids=str)
+def test_the_graph_takes_what_genai_gives(tmp_path: Path, settings: dict[str, int]) -> None:
+    recipe = ExportRecipe(INT4, layout=GraphLayout.GENAI)
+    bundle = write_bundle(tmp_path, weights=recipe, **settings)
+    size = settings.get("head_dim", 16)
     graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
     caches = [f"{{}}.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
-    positions = ["position_ids"] if "narrow" in case else []
+    positions = ["position_ids"] if size % 16 else []
     past = [name.format("past_key_values") for name in caches]
     assert [port.name for port in graph.input] == ["input_ids", "attention_mask", *positions, *past]
     assert [port.name for port in graph.output] == ["logits", *(name.format("present") for name in caches)]
     shapes = [[size.dim_param or size.dim_value for size in port.type.tensor_type.shape.dim] for port in graph.output]
-    heads = 8 if "narrow" in case else 16
-    assert shapes[:2] == [["batch_size", "sequence_length", 300], ["batch_size", 2, "total_sequence_length", heads]]
+    assert shapes[:2] == [["batch_size", "sequence_length", 300], ["batch_size", 2, "total_sequence_length", size]]
     used = {name for node in graph.node for name in node.input}
     assert {port.name for port in [*graph.input, *graph.initializer]} <= used
     inputs = json.loads((bundle / "genai_config.json").read_text())["model"]["decoder"]["inputs"]
