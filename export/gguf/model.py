@@ -13,15 +13,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...edge.errors import CheckpointError
+from ...edge.errors import CheckpointError, InputError
 from ...models.manifest import WeightFormat
 from ..prefetch import in_order
-from ..quantize import pack_codes, quantize_rows
+from ..quantize import pack_codes
 from ..source import Float32Array, ModelSource, RowRange, UInt8Array
 from .blocks import TYPES, TensorType, type_name
 from .container import AGAIN, Container, StoredTensor, read_container
 from .metadata import Metadata
 from .names import ROPE_FACTORS, hugging_face_name
+from .rounding import requantize_rows
 from .settings import architecture, read_settings
 from .vocabulary import Vocabulary
 
@@ -40,7 +41,12 @@ def opened_gguf(path: Path) -> Iterator[ModelSource]:
 
     Raises:
         CheckpointError: the file is damaged, or of a model that is not supported.
+        InputError: the `gguf` package is not installed.
     """
+    try:
+        import gguf.quants  # noqa: F401, PLC0415 -- an extra, imported when used
+    except ModuleNotFoundError as error:
+        raise InputError(f"GGUF files need the package {error.name}", 'pip install "edge-run[gguf]"') from error
     container = _joined(path)
     with tempfile.TemporaryDirectory(prefix="edge-run-") as folder:
         model = GgufModel(container, Path(folder))
@@ -141,7 +147,7 @@ class GgufModel:
         if own is None:
             weights = kind.decode(raw)
             self._require_finite(rows.name, weights)
-            return quantize_rows(weights, form)
+            return requantize_rows(weights, form)
         codes, scales = own
         self._require_finite(rows.name, scales)
         return pack_codes(codes, form.bits), scales

@@ -108,12 +108,12 @@ def _require_neutral(metadata: Metadata, name: str) -> None:
 def _head_dim(metadata: Metadata, name: str, default: int) -> int:
     """Channels of a head, the same for keys, values and the rotation."""
     dim = metadata.count(f"{name}.attention.key_length", 1) or default
+    if dim < 1:
+        raise metadata.wrong(f"{name}.attention.head_count is larger than {name}.embedding_length", "download it again")
     for key in (f"{name}.attention.value_length", f"{name}.rope.dimension_count"):
         other = metadata.count(key, 1) or dim
         if other != dim:
             raise metadata.wrong(
                 f"{key} is {other} and a head has {dim} channels", "supported are heads of one size, rotated whole"
             )
-    if dim < 1:
-        raise metadata.wrong(f"{name}.attention.head_count is larger than {name}.embedding_length", "download it again")
     return dim

@@ -1,0 +1,204 @@
+"""Files that are damaged, cut short or lie: one line each, soon, and in little memory."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf_files import write_gguf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgerun.edge.cli import main
+from edgerun.edge.errors import CheckpointError, EdgeError
+from edgerun.export import ExportRecipe, export_checkpoint
+from edgerun.export.config import read_config
+from edgerun.export.gguf import opened_gguf
+from edgerun.export.gguf.container import read_container
+from edgerun.export.layout import expected_tensors
+from edgerun.export.source import RowRange
+from edgerun.export.tokenizer import require_tokenizer
+from tiny import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("damage") / "checkpoint", num_hidden_layers=1, vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint: Path) -> bytes:
+    return write_gguf(checkpoint.parent / "whole.gguf", checkpoint, "Q8_0").read_bytes()
+
+
+def read_all(path: Path) -> None:
+    """Everything an export reads of a file."""
+    with opened_gguf(path) as model:
+        config = read_config(model.folder)
+        for name, shape in expected_tensors(config):
+            model.require(name, shape)
+        require_tokenizer(model.folder, config.vocab_size)
+        for name, shape in expected_tensors(config):
+            if len(shape) == 2:
+                model.coded(RowRange(name, 0, shape[0]), model.own_format(name)) if model.own_format(
+                    name
+                ).block else None
+            model.read(name)
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_all(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: b"", "is truncated or not a GGUF file"),
+        (lambda raw: b"GGUF", "is truncated or not a GGUF file"),
+        (lambda raw: b"PK\3\4" + raw[4:], "is truncated or not a GGUF file"),
+        (lambda raw: raw[:4] + raw[4:8][::-1] + raw[8:], "is a big-endian GGUF file; get the little-endian one"),
+        (lambda raw: raw[:4] + struct.pack("<I", 1) + raw[8:], "is of GGUF version 1; supported are 2 and 3"),
+        (lambda raw: raw[:4] + struct.pack("<I", 77) + raw[8:], "is of GGUF version 77"),
+        (
+            lambda raw: raw[:8] + struct.pack("<Q", 1 << 60) + raw[16:],
+            "the count of 'the tensors' is 11529215046068469",
+        ),
+        (lambda raw: raw[:8] + struct.pack("<Q", 60000) + raw[16:], "is damaged: "),
+        (lambda raw: raw[:16] + struct.pack("<Q", 1 << 60) + raw[24:], "the count of 'the keys' is"),
+        (lambda raw: raw[:16] + struct.pack("<Q", 60000) + raw[24:], "is damaged: "),
+        (lambda raw: raw[:24] + struct.pack("<Q", 1 << 40) + raw[32:], "'a key' has 1099511627776 bytes"),
+        (lambda raw: raw[:24] + struct.pack("<Q", 1000) + raw[32:], "is damaged: "),
+        (lambda raw: raw[:32] + b"\xff" + raw[33:], "'a key' is not UTF-8"),
+        (lambda raw: raw[:2000], "is damaged: its header ends too soon"),
+        (lambda raw: raw[: len(raw) // 2], r"is (damaged|truncated): .* lies beyond"),
+        (lambda raw: raw[:-200], "is truncated: .* lies beyond its end"),
+    ],
+)
+def test_damaged_headers(tmp_path, whole: bytes, change, message: str) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(change(whole))
+    refused(path, message)
+
+
+@pytest.mark.parametrize(
+    ("key", "skip", "value", "message"),
+    [
+        ("ggml.tokens", 4, struct.pack("<IQ", 8, 1 << 62), "the count of 'tokenizer.ggml.tokens' is 46116860184273879"),
+        ("ggml.tokens", 4, struct.pack("<IQ", 8, 4000000), "is damaged: "),
+        ("ggml.tokens", 4, struct.pack("<I", 9), "'tokenizer.ggml.tokens' is of the value type 9"),
+        ("ggml.tokens", 0, struct.pack("<I", 99), "'tokenizer.ggml.tokens' is of the value type 99"),
+        ("add_bos_token", 4, b"\2", "'tokenizer.ggml.add_bos_token' is a truth value other than 0 and 1"),
+        ("llama.block_count", -5, b"kount", "has no llama.block_count"),
+        ("attn_v.weight", -8, b"u", "holds 'blk.0.attn_u.weight', which no llama model of 1 layers has"),
+        ("attn_v.weight", -8, b"q", "the tensor 'blk.0.attn_q.weight' is there twice"),
+        ("attn_v.weight", 0, struct.pack("<I", 5), "'blk.0.attn_v.weight' has 5 dimensions"),
+        ("attn_v.weight", 4, struct.pack("<Q", 0), "'blk.0.attn_v.weight' has the shape .32, 0."),
+        ("attn_v.weight", 4, struct.pack("<Q", 1 << 62), "'blk.0.attn_v.weight' lies beyond"),
+        ("attn_v.weight", 4, struct.pack("<Q", 96), r"attn_v.weight has shape \[32, 96\], the metadata asks for"),
+        ("attn_v.weight", 20, struct.pack("<I", 16), "blk.0.attn_v.weight is of type IQ2_XXS; supported are F32, "),
+        ("attn_v.weight", 20, struct.pack("<I", 10), "blk.0.attn_v.weight is of type Q2_K; supported are F32, "),
+        ("attn_v.weight", 20, struct.pack("<I", 999), "blk.0.attn_v.weight is of type number 999"),
+        ("attn_v.weight", 20, struct.pack("<I", 14), "blk.0.attn_v.weight has rows of 64 in Q6_K blocks of 256"),
+        ("attn_v.weight", 24, struct.pack("<Q", 3), "'blk.0.attn_v.weight' lies at offset 3, which is not a multiple"),
+        ("attn_v.weight", 24, struct.pack("<Q", 1 << 63), "'blk.0.attn_v.weight' lies beyond"),
+    ],
+)
+def test_lying_entries(tmp_path, whole: bytes, key: str, skip: int, value: bytes, message: str) -> None:
+    """Other bytes, `skip` of them after a key or a tensor's name."""
+    assert whole.count(key.encode()) == 1
+    place = whole.index(key.encode()) + len(key) + skip
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole[:place] + value + whole[place + len(value) :])
+    refused(path, message)
+
+
+@pytest.mark.parametrize(
+    ("also", "without", "message"),
+    [
+        ({}, ["general.architecture"], "has no general.architecture"),
+        (
+            {"general.architecture": "mamba"},
+            [],
+            "the architecture 'mamba' is not supported as GGUF; supported are llama",
+        ),
+        ({}, ["llama.embedding_length"], "has no llama.embedding_length"),
+        ({}, ["llama.attention.layer_norm_rms_epsilon"], "has no llama.attention.layer_norm_rms_epsilon"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, [], "rms_epsilon is nan; it must be a number"),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, [], "must be greater than zero"),
+        ({"llama.attention.head_count": 0}, [], "llama.attention.head_count is 0"),
+        ({"llama.attention.head_count": [4, 2]}, [], "head_count is .4, 2.; it must be one whole number"),
+        ({"llama.attention.head_count": "4"}, [], "llama.attention.head_count is '4'; it must be one whole number"),
+        ({"llama.attention.head_count": 4000}, ["llama.attention.key_length"], "is larger than llama.embedding_length"),
+        ({"llama.attention.value_length": 8}, [], "llama.attention.value_length is 8 and a head has 16 channels"),
+        ({"llama.block_count": 2000000000}, [], "holds no tensor model.layers.1"),
+        ({"llama.expert_count": 8}, [], "llama.expert_count is 8, which is not supported"),
+        ({"llama.attention.causal": False}, [], "attention is not causal"),
+        ({"llama.context_length": 1}, [], "llama.context_length is 1"),
+        ({"general.alignment": 0}, [], "general.alignment is 0"),
+        ({"tokenizer.chat_template": 5}, [], "tokenizer.chat_template is 5; it must be text"),
+        ({"split.count": 3}, [], "is one of 3 parts; give the first one"),
+        ({}, ["token_embd.weight"], "holds no tensor token_embd.weight"),
+        ({}, ["blk.0.ffn_up.weight"], "holds no tensor model.layers.0.mlp.up_proj.weight"),
+    ],
+    ids=str,
+)
+def test_models_that_cannot_be(tmp_path, checkpoint: Path, also, without, message: str) -> None:
+    refused(write_gguf(tmp_path / "model.gguf", checkpoint, also=also, without=without), message)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_no_numbers(tmp_path, checkpoint: Path, value: float) -> None:
+    embedding = np.full((300, 64), 0.5, np.float32)
+    embedding[3, 5] = value
+    raw = {"token_embd.weight": embedding}
+    refused(write_gguf(tmp_path / "a.gguf", checkpoint, raw=raw), "token_embd.weight holds NaN or infinite weights")
+    blocks = gguf.quants.quantize(np.ones((300, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    blocks[7, :2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    file = write_gguf(tmp_path / "b.gguf", checkpoint, {"token_embd.weight": "Q8_0"}, raw={"token_embd.weight": blocks})
+    for recipe in (ExportRecipe(None), ExportRecipe()):
+        with pytest.raises(CheckpointError, match="token_embd.weight holds NaN or infinite weights"):
+            export_checkpoint(file, tmp_path / "bundle", recipe)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_the_command_says_one_line(tmp_path, whole: bytes, capsys) -> None:
+    for path in (tmp_path / "nowhere.gguf", tmp_path, tmp_path / "cut.gguf"):
+        (tmp_path / "cut.gguf").write_bytes(whole[:9000])
+        given_path = path if path.suffix else path / "folder.gguf"
+        if not path.suffix:
+            given_path.mkdir()
+        assert main(["export", str(given_path), str(tmp_path / "out")]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_flipped_bytes_never_escape(tmp_path, whole: bytes, data) -> None:
+    """The file reads, or is refused in one line; nothing else, and no list longer than the file."""
+    raw = bytearray(whole)
+    header = whole.index(b"blk.0.attn_output") + 2000
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, header) | st.integers(0, 700) | st.integers(0, len(raw) - 1))
+        raw[place] = data.draw(st.sampled_from([0, 1, 2, 9, 0x7F, 0x80, 0xFF]) | st.integers(0, 255))
+    cut = data.draw(st.none() | st.integers(0, len(raw)))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(raw[:cut])
+    message = complaint(path)
+    if message is None:
+        assert sum(len(value) for value in read_container(path).metadata.values() if isinstance(value, list)) < len(raw)
+    else:
+        assert "\n" not in message
+
+
+def complaint(path: Path) -> str | None:
+    try:
+        read_all(path)
+    except EdgeError as error:
+        return str(error)
+    return None
