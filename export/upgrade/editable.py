@@ -36,7 +36,7 @@ from typing import Any, Final
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from ...edge.errors import BundleError
 from ...models.external_data import check_external_data
@@ -127,11 +127,8 @@ class EditableGraph:
         self._consumers: defaultdict[str, dict[Node, None]] = defaultdict(dict)
         self._numbers: dict[str, int] = {}
         for proto in graph.node:
-            if proto.op_type == "Constant" and proto.domain in ("", "ai.onnx"):
-                self.tensors[proto.output[0]] = _constant(proto, folder)
-            else:
-                self._attach(Node(proto))
-        self._drop_identities()
+            self._take_in(proto)
+        self.drop_identities()
 
     @classmethod
     def open(cls, path: Path) -> EditableGraph:
@@ -268,6 +265,26 @@ class EditableGraph:
         self._attach(node)
         return node
 
+    def add_proto(self, proto: NodeProto) -> None:
+        """Add a node as ONNX has it, under its own names.
+
+        Raises:
+            ValueError: a value of one of its names exists.
+        """
+        if taken := [name for name in proto.output if name and self._is_made(name)]:
+            raise ValueError(f"{taken[0]} is taken")
+        self._take_in(proto)
+
+    def add_stored(self, proto: TensorProto) -> None:
+        """Add a constant of the source model, whose bytes stay where they are, under its own name.
+
+        Raises:
+            ValueError: a value of that name exists.
+        """
+        if self._is_made(proto.name):
+            raise ValueError(f"{proto.name} is taken")
+        self.tensors[proto.name] = read_tensor(proto, self.folder)
+
     def add_tensor(self, name: str, value: Tensor | Array) -> str:
         """Add a constant; returns the name it got."""
         name = self.fresh(name)
@@ -377,6 +394,19 @@ class EditableGraph:
             name = f"{stem}.{self._numbers[stem]}"
         return name
 
+    def drop_identities(self) -> None:
+        """Let what reads a copy read the original; where the copy is a graph output, the original is called that."""
+        for node in self.nodes_of("Identity"):
+            old, new = node.input(0), node.output(0)
+            if node.domain or self._is_captured(new):
+                continue
+            if new not in self.outputs:
+                self.replace_uses(new, old)
+                self.remove(node)
+            elif old in self._producers and old not in self.outputs and not self._is_captured(old):
+                self.remove(node)
+                self.rename(old, new)
+
     def forget_types(self) -> None:
         """Drop what the file says of inner values' types and shapes, which edits make wrong."""
         self._types.clear()
@@ -403,6 +433,15 @@ class EditableGraph:
             producer_name="edge-run",
         )
 
+    def _take_in(self, proto: NodeProto) -> None:
+        if proto.op_type == "Constant" and proto.domain in ("", "ai.onnx"):
+            self.tensors[proto.output[0]] = _constant(proto, self.folder)
+        else:
+            self._attach(Node(proto))
+
+    def _is_made(self, name: str) -> bool:
+        return name in self._producers or name in self.tensors or name in self.inputs
+
     def _attach(self, node: Node) -> None:
         self._nodes[node] = None
         for name in node.outputs:
@@ -420,13 +459,8 @@ class EditableGraph:
                 f"the model's {node.op} node {node.name} reads {name} from inside", "such a model cannot be upgraded"
             )
 
-    def _drop_identities(self) -> None:
-        for node in self.nodes_of("Identity"):
-            name = node.output(0)
-            if node.domain or name in self.outputs or any(name in reader.captured for reader in self.consumers(name)):
-                continue
-            self.replace_uses(name, node.input(0))
-            self.remove(node)
+    def _is_captured(self, name: str) -> bool:
+        return any(name in reader.captured for reader in self._consumers.get(name, ()))
 
 
 def _read(node: Node) -> Iterator[str]:

@@ -49,6 +49,14 @@ class ForeignModel:
         return model if isinstance(model, dict) else {}
 
     @property
+    def input_names(self) -> Mapping[str, str]:
+        """What genai_config.json calls the graph's inputs, by what they usually are called."""
+        decoder = self.genai.get("decoder")
+        inputs = decoder.get("inputs") if isinstance(decoder, dict) else None
+        listed = inputs if isinstance(inputs, dict) else {}
+        return {usual: name for usual, name in listed.items() if isinstance(name, str)}
+
+    @property
     def family(self) -> str:
         """Model type; "unknown" where nothing says it."""
         for value in (self.config.get("model_type"), self.genai.get("type")):
@@ -65,6 +73,19 @@ class ForeignModel:
             self.genai.get("context_length"),
         ):
             if is_whole(value, SHORTEST_CONTEXT):
+                return int(str(value))
+        return None
+
+    @property
+    def kv_heads(self) -> int | None:
+        """Heads of keys and values where their number is written down."""
+        decoder = self.genai.get("decoder")
+        for value in (
+            self.config.get("num_key_value_heads"),
+            decoder.get("num_key_value_heads") if isinstance(decoder, dict) else None,
+            self.config.get("num_attention_heads"),
+        ):
+            if is_whole(value, 1):
                 return int(str(value))
         return None
 

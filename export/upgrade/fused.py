@@ -53,9 +53,11 @@ def wire_attention(graph: EditableGraph, ports: Ports, context: int, head_dim: i
     """
     layers = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
     form = _form_of(graph, layers, ports, head_dim)
+    kind = graph.element_type(ports.caches[0].past)
+    for port in ports.caches:  # for the experiments that tell masks
+        state_cache_shape(graph, port, form.kv_heads, form.head_dim)
     windows = [_window(graph, node, context) for node in layers]
     _declare_inputs(graph)
-    kind = graph.element_type(ports.caches[0].past)
     biases = {0: _bias_of(graph, kind)}
     for node, window in zip(layers, windows, strict=True):
         if window not in biases:
@@ -68,6 +70,13 @@ def wire_attention(graph: EditableGraph, ports: Ports, context: int, head_dim: i
     _state_lengths(graph, form)
     graph.sweep()
     return form
+
+
+def state_cache_shape(graph: EditableGraph, port: CachePort, kv_heads: int, head_dim: int) -> None:
+    """Declare what a cache input has, where the graph leaves heads or channels open."""
+    shape: list[str | int] = [1, kv_heads, "past_sequence_length", head_dim]
+    kind = graph.element_type(port.past)
+    graph.inputs[port.past].CopyFrom(helper.make_tensor_value_info(port.past, kind, shape))
 
 
 def _form_of(graph: EditableGraph, layers: list[Node], ports: Ports, head_dim: int | None) -> AttentionForm:

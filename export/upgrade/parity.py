@@ -208,9 +208,16 @@ class _Source:
         if name == POSITIONS:
             positions = np.arange(past, total)
             return np.broadcast_to(positions, (3, 1, len(tokens)) if len(shape) == 3 else (1, len(tokens)))
+        if "past" in name or "total" in name:  # lengths
+            return np.full([extent if isinstance(extent, int) else 1 for extent in shape], total - ("past" in name))
         # A count of logits to keep, or a switch.
         return np.full([extent if isinstance(extent, int) else 1 for extent in shape], len(tokens))
 
     def _empty(self) -> dict[str, npt.NDArray[np.generic]]:
-        shape = (1, self._form.kv_heads, 0, self._form.head_dim)
-        return {port.past: np.zeros(shape, self._inputs[port.past][0]) for port in self._ports.caches}
+        """Caches without rows, or of the number that the graph fixes."""
+        empty = {}
+        for port in self._ports.caches:
+            dtype, declared = self._inputs[port.past]
+            rows = declared[2] if len(declared) == 4 and isinstance(declared[2], int) else 0
+            empty[port.past] = np.zeros((1, self._form.kv_heads, rows, self._form.head_dim), dtype)
+        return empty

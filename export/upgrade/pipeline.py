@@ -21,14 +21,15 @@ from ..pipeline import PRODUCER, ExportReport, Progress, silent
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe
 from ..tokenizer import require_tokenizer
 from ..weightfile import WeightFile
+from .branches import take_cached_branch
 from .describe import Unit, architecture_of, bits_per_weight, formats_of, units_of
 from .editable import EditableGraph
 from .foreign import ForeignModel, find_foreign
-from .fused import AttentionForm, wire_attention
+from .fused import AttentionForm, state_cache_shape, wire_attention
 from .linears import quantize_linears
 from .parity import Reference, measure, reference_of, require_same
 from .plain import fuse_operators
-from .ports import settle_ports
+from .ports import Ports, settle_ports
 from .rows import select_rows
 from .siblings import join_siblings, round_activations, take_in_biases
 from .widen import is_half, widen
@@ -127,10 +128,12 @@ class _Upgrade:
         """The source on the contract's inputs."""
         graph = EditableGraph.open(self._foreign.graph)
         _require_foreign(graph)
-        ports = settle_ports(graph)
+        take_cached_branch(graph)
+        ports = settle_ports(graph, self._foreign.input_names)
         if not graph.nodes_of(_FUSED):
             if is_half(graph):
                 self._widen(graph)
+            self._state_caches(graph, ports)
             fuse_operators(graph, self._context)
             ports = settle_ports(graph)
         form = wire_attention(graph, ports, self._context, self._foreign.head_dim)
@@ -140,9 +143,18 @@ class _Upgrade:
         _drop_unread_inputs(graph)
         self._progress("reading", 0.5)
         untouched = EditableGraph.open(self._foreign.graph)
-        reference = reference_of(untouched, settle_ports(untouched), form, width)
+        take_cached_branch(untouched)
+        reference = reference_of(untouched, settle_ports(untouched, self._foreign.input_names), form, width)
         self._progress("reading", 1.0)
         return _Rewired(graph, form, reference)
+
+    def _state_caches(self, graph: EditableGraph, ports: Ports) -> None:
+        """Let caches say how many heads and channels they have where they leave it open."""
+        heads, head_dim = self._foreign.kv_heads, self._foreign.head_dim
+        for port in ports.caches:
+            opened = any(isinstance(extent, str) for extent in (graph.shape(port.past) or ())[1::2])
+            if opened and heads and head_dim:
+                state_cache_shape(graph, port, heads, head_dim)
 
     def _widen(self, graph: EditableGraph) -> None:
         widen(graph)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from onnx import TensorProto
@@ -14,6 +16,7 @@ from .editable import EditableGraph, Node
 TOKENS: Final = "input_ids"
 MASK: Final = "attention_mask"
 POSITIONS: Final = "position_ids"
+LOGITS: Final = "logits"
 
 _WHOLE: Final = (TensorProto.INT64, TensorProto.INT32)
 _FLOATING: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -39,18 +42,23 @@ class Ports:
     logits: str
 
 
-def settle_ports(graph: EditableGraph) -> Ports:
-    """Find out what the inputs and outputs are, and give tokens, mask and positions their usual names.
+def settle_ports(graph: EditableGraph, names: Mapping[str, str] = MappingProxyType({})) -> Ports:
+    """Find out what the inputs and outputs are, and give tokens, mask and positions their usual names, logits too.
+
+    Args:
+        graph: a foreign decoder.
+        names: what its settings say that inputs are called, by their usual names.
 
     Raises:
         BundleError: this is no decoder with a cache, or one that cannot be upgraded; the message says which.
     """
     _require_known_operators(graph)
+    for usual, name in names.items():
+        if usual in (TOKENS, MASK, POSITIONS) and name in graph.inputs and usual not in graph.inputs:
+            graph.rename(name, graph.fresh(usual))
     caches = _caches(graph)
     if not caches:
-        raise BundleError(
-            "the model has no key-value cache among its inputs and outputs", "export it again with a cache (with past)"
-        )
+        raise _without_cache(graph)
     inside = {port.past for port in caches}
     _name(graph, TOKENS, [name for name in graph.inputs if name not in inside and _is_tokens(graph, name)])
     if TOKENS not in graph.inputs:
@@ -60,8 +68,10 @@ def settle_ports(graph: EditableGraph) -> Ports:
     others = [name for name in graph.inputs if name not in inside and name != TOKENS]
     _name(graph, POSITIONS, [name for name in others if re.search("position", name)])
     _name(graph, MASK, [name for name in others if re.search("mask", name) and name in graph.inputs])
-    outputs = [name for name in graph.outputs if name not in {port.present for port in caches}]
-    return Ports(caches, _logits(graph, outputs))
+    logits = _logits(graph, [name for name in graph.outputs if name not in {port.present for port in caches}])
+    if logits != LOGITS:
+        graph.rename(logits, graph.fresh(LOGITS))
+    return Ports(caches, LOGITS if LOGITS in graph.outputs else logits)
 
 
 def _require_known_operators(graph: EditableGraph) -> None:
@@ -71,6 +81,17 @@ def _require_known_operators(graph: EditableGraph) -> None:
             f"the model uses operators of {strange[0]}, which ONNX Runtime has only with a library of its maker's",
             "export the model for CPU",
         )
+
+
+def _without_cache(graph: EditableGraph) -> BundleError:
+    if any(len(graph.shape(name) or ()) >= 3 and graph.element_type(name) in _FLOATING for name in graph.inputs):
+        return BundleError(
+            "the model's cache is not keys and values with the new rows behind, each an output of its own",
+            _RUN_AS_IT_IS,
+        )
+    return BundleError(
+        "the model has no key-value cache among its inputs and outputs", "export it again with a cache (with past)"
+    )
 
 
 def _caches(graph: EditableGraph) -> tuple[CachePort, ...]:
