@@ -31,6 +31,7 @@ from .parity import Reference, measure, reference_of, require_same
 from .plain import fuse_operators
 from .ports import Ports, settle_ports
 from .rows import select_rows
+from .shared import share_reshaped
 from .siblings import join_siblings, round_activations, take_in_biases
 from .widen import is_half, widen
 from .write import InPlace, ToFile
@@ -173,6 +174,7 @@ class _Upgrade:
         opened = round_activations(graph)
         if opened:
             self.notes.append(f"{opened} linears that left it open now round activations to 8 bits")
+        share_reshaped(graph)
         take_in_biases(graph)
         join_siblings(graph)
 
