@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..edge.errors import CheckpointError
 from ..models.json_file import is_whole, parse_json_object, shown
-from .config import read_json
+from ..models.manifest import WeightFormat
 from .prefetch import in_order
+from .quantize import quantize_rows
+from .settings import read_json
+from .source import Float32Array, RowRange, UInt8Array
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -30,17 +32,6 @@ _HEADER_LIMIT: Final = 100 << 20
 _MOST_DIMENSIONS: Final = 64
 _PIECE_WEIGHTS: Final = 1 << 20
 _AGAIN: Final = "download the checkpoint again"
-
-Float32Array = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """Rows `start` to `stop` of the matrix `name`."""
-
-    name: str
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -64,9 +55,7 @@ class Checkpoint:
         self._tensors: dict[str, _Tensor] = {}
         for file in _weight_files(folder):
             self._tensors.update(_read_header(file))
-        # Base models are sometimes saved without the wrapper's name in front.
-        wrapped = any(name.startswith("model.") for name in self._tensors)
-        self._drop = "" if wrapped else "model."
+        self._prefixes = _prefixes(self._tensors)
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that a tensor is there, of that shape and of a float type.
@@ -124,8 +113,21 @@ class Checkpoint:
         """
         return in_order(self.read_rows, self.row_ranges(name))
 
+    def coded(self, rows: RowRange, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
+        """Some rows of a matrix rounded to the nearest codes: packed codes and scales (see `quantize`).
+
+        Raises:
+            CheckpointError: they hold a NaN or an infinity, or cannot be read.
+        """
+        return quantize_rows(self.read_rows(rows), form)
+
+    def own_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- a checkpoint folder holds floats
+        """Float32, in which any of a checkpoint's tensors is exact."""
+        return WeightFormat(32)
+
     def _find(self, name: str) -> _Tensor:
-        tensor = self._tensors.get(name.removeprefix(self._drop))
+        wrapper, own = self._prefixes
+        tensor = self._tensors.get(own + name.removeprefix(wrapper) if name.startswith(wrapper) else name)
         if tensor is None:
             raise CheckpointError(f"{self.folder} holds no tensor {name}", "the checkpoint is incomplete: " + _AGAIN)
         return tensor
@@ -149,6 +151,17 @@ class Checkpoint:
         if not np.isfinite(values).all():
             raise CheckpointError(f"{name} holds NaN or infinite weights", _AGAIN)
         return values
+
+
+def _prefixes(names: Collection[str]) -> tuple[str, str]:
+    """A prefix of the names a causal model's tensors have, and what these ones have in its place."""
+    # A multimodal model has a language model inside, as transformers before and after 4.52 save it.
+    for wrapper, own in (("", "language_model."), ("model.", "model.language_model.")):
+        if any(name.startswith(f"{own}{'' if wrapper else 'model.'}layers.") for name in names):
+            return wrapper, own
+    # Base models are sometimes saved without the wrapper's name in front.
+    wrapped = any(name.startswith("model.") for name in names)
+    return "model.", "model." if wrapped else ""
 
 
 def _weight_files(folder: Path) -> list[Path]:

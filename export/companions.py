@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..edge.errors import CheckpointError
 from ..models.json_file import is_finite, is_whole, shown
-from .config import read_json
+from .settings import read_json
 
 _AGAIN: Final = "download the checkpoint again"
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -1,7 +1,7 @@
 """What one Hugging Face model family does differently from the others.
 
 Every family is a decoder of the same plan: RMS norm, grouped-query attention with rotary positions, RMS norm, gated
-SiLU feed-forward. `architectures/<model_type>.py` holds one `Family` that says where it departs from that plan; a new
+feed-forward. `architectures/<model_type>.py` holds one `Family` that says where it departs from that plan; a new
 family of this plan is a new file there and nothing else.
 """
 
@@ -10,11 +10,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Final
 
 from ..edge.errors import CheckpointError
 from . import architectures
+from .settings import number
+from .windows import Never, Windows
 
 
 @dataclass(frozen=True)
@@ -43,19 +46,98 @@ Choice = ConfigFlag | Always
 
 
 @dataclass(frozen=True)
+class Power:
+    """A factor: the number of that name in config.json, 1 when absent, raised to an exponent."""
+
+    name: str
+    exponent: float = 1.0
+
+    def read(self, config: Mapping[str, Any]) -> float:
+        """The factor of a parsed config.json.
+
+        Raises:
+            CheckpointError: it is not a positive number.
+        """
+        return float(number(config, self.name, default=1.0) ** self.exponent)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Names, inside a layer, of the RMS norms of what goes into its two parts and of what comes out of them.
+
+    None where there is no such norm.
+    """
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+
+
+NORMS_BEFORE: Final = Norms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+NORMS_AFTER: Final = Norms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+NORMS_AROUND: Final = Norms(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+
+
+class HeadNorm(Enum):
+    """How queries and keys are RMS-normalized before the rotation (`q_norm`, `k_norm`)."""
+
+    NONE = auto()
+    EACH_HEAD = auto()
+    """Every head by itself, all with the same weights."""
+    WHOLE = auto()
+    """All heads of the queries together, and all of the keys."""
+
+
+@dataclass(frozen=True)
 class Family:
     """Where a family departs from the common plan."""
 
-    qkv_bias: Choice
+    qkv_bias: Choice = Always(False)
     """Whether the query, key and value projections add a bias."""
-    output_bias: Choice
+    output_bias: Choice = Always(False)
     """Whether the attention's output projection adds a bias."""
-    mlp_bias: Choice
+    mlp_bias: Choice = Always(False)
     """Whether the gate, up and down projections add a bias."""
-    qk_norm: bool = False
-    """Whether each head of the queries and keys is RMS-normalized before the rotation (`q_norm`, `k_norm`)."""
-    default_head_dim: int | None = None
-    """Channels per head when config.json does not say; None stands for hidden_size / num_attention_heads."""
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Modules that hold the query, key and value projections: one each, or one for all."""
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """Modules that hold the gate and up projections: one each, or one for both."""
+    norms: Norms = NORMS_BEFORE
+    norms_add_one: bool = False
+    """Whether norms scale by 1 + weight."""
+    head_norm: HeadNorm = HeadNorm.NONE
+    activation: str = "hidden_act"
+    """The setting that names the activation."""
+    windows: Windows = field(default_factory=Never)
+    """Which layers see a sliding window only."""
+    unrotated: bool = False
+    """Whether there are layers without rotary positions (`no_rope_layers`)."""
+    local_rope_base: str | None = None
+    """The setting that holds theta of the layers with a window; None where all layers turn alike."""
+    partial_rotary: bool = False
+    """Whether `partial_rotary_factor` may leave channels unrotated."""
+    attention_scale: Power | None = None
+    """Factor on the attention scores; None stands for 1 / sqrt(head_dim)."""
+    attention_softcap: str | None = None
+    """The setting that bounds attention scores: cap * tanh(score / cap)."""
+    logits_softcap: str | None = None
+    """The setting that bounds logits in the same way."""
+    embedding_scale: Power | None = None
+    """Factor on the embedded tokens."""
+    residual_scale: Power | None = None
+    """Factor on what attention and feed-forward add to the residual."""
+    logits_scale: Power | None = None
+    """Factor on the logits."""
+    nested: str | None = None
+    """The setting of a multimodal model's config.json that holds its text model's settings."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What settings are when config.json does not name them, where that differs from the common plan."""
 
 
 def supported_families() -> list[str]:
@@ -72,9 +154,14 @@ def find_family(model_type: str) -> Family:
     known = supported_families()
     if model_type not in known:
         raise CheckpointError(
-            f"model_type {model_type!r} is not a supported architecture", f"supported are {', '.join(known)}"
+            f"model_type {model_type!r} is not a supported architecture",
+            f"supported are {', '.join(known)}; Optimum exports more: {OPTIMUM}",
         )
     family = importlib.import_module(f"{architectures.__name__}.{model_type}").FAMILY
     if not isinstance(family, Family):
         raise TypeError(f"architectures/{model_type}.py must define FAMILY: Family")
     return family
+
+
+OPTIMUM: Final = 'pip install "edge-run[optimum]"'
+"""How to get the other exporter."""

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from onnx import TensorProto, helper, numpy_helper
 
 from ..models.manifest import WeightFormat
-from .checkpoint import Checkpoint, Float32Array, RowRange
 from .layout import Unit
 from .prefetch import in_order
-from .quantize import UInt8Array, blocks_of, quantize_rows
+from .quantize import blocks_of
+from .source import Float32Array, ModelSource, RowRange, UInt8Array
 from .weightfile import WeightFile
 
 _WORKERS: Final = 2
@@ -29,7 +29,7 @@ class Initializers:
     OSError when the disk refuses a write.
     """
 
-    def __init__(self, checkpoint: Checkpoint, data: WeightFile, stored: Callable[[int], None]) -> None:
+    def __init__(self, checkpoint: ModelSource, data: WeightFile, stored: Callable[[int], None]) -> None:
         """`stored` hears the number of weights just written."""
         self.protos: list[TensorProto] = []
         self.unit_bits: dict[str, int] = {}
@@ -47,9 +47,10 @@ class Initializers:
         self._data.append(value)
         return name
 
-    def vector(self, name: str, sources: Sequence[str]) -> str:
-        """Add checkpoint vectors (norms, biases) one after the other, in float32."""
-        return self.constant(name, np.concatenate([self._checkpoint.read(source) for source in sources]))
+    def vector(self, name: str, sources: Sequence[str], plus: float = 0.0) -> str:
+        """Add checkpoint vectors (norms, biases) one after the other, in float32; `plus` is added to each number."""
+        value = np.concatenate([self._checkpoint.read(source) for source in sources])
+        return self.constant(name, value + np.float32(plus) if plus else value)
 
     def plain(self, unit: Unit) -> str:
         """Add a unit's matrix [N, K] in float32."""
@@ -82,7 +83,7 @@ class Initializers:
         codes, scales = f"{unit.name}.codes", f"{unit.name}.scales"
 
         def quantize(part: RowRange) -> tuple[UInt8Array, Float32Array]:
-            return quantize_rows(self._checkpoint.read_rows(part), form)
+            return self._checkpoint.coded(part, form)
 
         self._begin(codes, np.dtype(np.uint8), (rows, blocks, form.block * form.bits // 8), unit)
         all_scales: list[Float32Array] = []

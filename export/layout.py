@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from .config import DecoderConfig
+from .family import HeadNorm
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 FINAL_NORM: Final = "model.norm.weight"
@@ -50,45 +51,89 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """An RMS norm: the name of its weights and how many there are."""
+
+    weight: str
+    width: int
+
+
+@dataclass(frozen=True)
 class Layer:
-    """The units and norms of one decoder layer."""
+    """The units and norms of one decoder layer; None for a norm it does not have."""
 
     qkv: Unit
     output: Unit
     gate_up: Unit
     down: Unit
-    attention_norm: str
-    mlp_norm: str
-    query_norm: str
-    key_norm: str
+    before_attention: Norm | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """All four, in the order of the graph."""
         return self.qkv, self.output, self.gate_up, self.down
 
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Those it has."""
+        before, after = (self.before_attention, self.before_mlp), (self.after_attention, self.after_mlp)
+        return tuple(norm for norm in (*before, *after, self.query_norm, self.key_norm) if norm is not None)
+
 
 def layer_layout(config: DecoderConfig, index: int) -> Layer:
     """Units and norms of layer `index`."""
-    unit, module = f"layers.{index}", f"model.layers.{index}"
+    unit, module, traits = f"layers.{index}", f"model.layers.{index}", config.traits
     attention, mlp = f"{module}.self_attn", f"{module}.mlp"
     hidden, wide = config.hidden_size, config.intermediate_size
+
+    def norm(name: str | None) -> Norm | None:
+        return None if name is None else Norm(f"{module}.{name}.weight", hidden)
+
     return Layer(
-        qkv=Unit(
+        qkv=_fused(
             f"{unit}.qkv",
-            (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            tuple(f"{attention}.{name}" for name in traits.qkv),
             (config.query_width, config.kv_width, config.kv_width),
             hidden,
             config.qkv_bias,
         ),
         output=Unit(f"{unit}.o", (f"{attention}.o_proj",), (hidden,), config.query_width, config.output_bias),
-        gate_up=Unit(f"{unit}.gate_up", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), (wide, wide), hidden, config.mlp_bias),
+        gate_up=_fused(
+            f"{unit}.gate_up", tuple(f"{mlp}.{name}" for name in traits.gate_up), (wide, wide), hidden, config.mlp_bias
+        ),
         down=Unit(f"{unit}.down", (f"{mlp}.down_proj",), (hidden,), wide, config.mlp_bias),
-        attention_norm=f"{module}.input_layernorm.weight",
-        mlp_norm=f"{module}.post_attention_layernorm.weight",
-        query_norm=f"{attention}.q_norm.weight",
-        key_norm=f"{attention}.k_norm.weight",
+        before_attention=norm(traits.norms.before_attention),
+        query_norm=_head_norm(config, f"{attention}.q_norm.weight", config.query_width),
+        key_norm=_head_norm(config, f"{attention}.k_norm.weight", config.kv_width),
+        after_attention=norm(traits.norms.after_attention),
+        before_mlp=norm(traits.norms.before_mlp),
+        after_mlp=norm(traits.norms.after_mlp),
     )
+
+
+def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> Unit:
+    """A unit of several projections, each in a module of its own or all in one already."""
+    return Unit(name, modules, rows if len(modules) == len(rows) else (sum(rows),), columns, biased)
+
+
+def _head_norm(config: DecoderConfig, weight: str, width: int) -> Norm | None:
+    match config.traits.head_norm:
+        case HeadNorm.NONE:
+            return None
+        case HeadNorm.EACH_HEAD:
+            return Norm(weight, config.head_dim)
+        case HeadNorm.WHOLE:
+            return Norm(weight, width)
+
+
+def final_norm(config: DecoderConfig) -> Norm:
+    """The norm before the head."""
+    return Norm(FINAL_NORM, config.hidden_size)
 
 
 def embedding_layout(config: DecoderConfig) -> Unit:
@@ -117,11 +162,8 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
         layer = layer_layout(config, index)
         for unit in layer.units:
             yield from _tensors_of(unit)
-        yield layer.attention_norm, (config.hidden_size,)
-        yield layer.mlp_norm, (config.hidden_size,)
-        if config.qk_norm:
-            yield layer.query_norm, (config.head_dim,)
-            yield layer.key_norm, (config.head_dim,)
+        for norm in layer.norms:
+            yield norm.weight, (norm.width,)
     yield from _tensors_of(head_layout(config))
     yield FINAL_NORM, (config.hidden_size,)
 

@@ -30,11 +30,13 @@ from threadpoolctl import threadpool_limits
 from ..edge.errors import ExportError
 from ..models.bundle import GRAPH_NAME
 from ..models.manifest import WeightFormat
-from .checkpoint import Checkpoint
-from .config import DecoderConfig, read_json
-from .reference import Float64Array, TokenArray, reference_logits
+from .config import DecoderConfig
+from .reference import TokenArray, reference_logits
+from .reference_positions import Float64Array
 from .rounded import RoundedWeights
 from .session import GraphSession
+from .settings import read_json
+from .source import ModelSource
 
 TOLERANCE: Final = 1e-3
 """Largest difference of a logit between graph and reference, in units of the logits' spread where that exceeds 1."""
@@ -63,7 +65,7 @@ class Parity:
 
 def check_parity(
     folder: Path,
-    checkpoint: Checkpoint,
+    checkpoint: ModelSource,
     config: DecoderConfig,
     plan: Mapping[str, WeightFormat],
     context: int,
@@ -84,7 +86,7 @@ def check_parity(
         progress(0.4)
         original = reference_logits(checkpoint, settings, tokens, context) if quantized else rounded
     progress(0.8)
-    graph = _with_float_activations(onnx.load(folder / GRAPH_NAME, load_external_data=False))
+    graph = with_float_activations(onnx.load(folder / GRAPH_NAME, load_external_data=False))
     logits = _logits_through_the_cache(GraphSession(folder, config, len(tokens), graph), tokens)
     difference = float(np.abs(logits - rounded).max())
     allowed = TOLERANCE * max(1.0, float(rounded.std()))
@@ -103,7 +105,7 @@ def check_parity(
             f"the exported graph's logits correlate by only {correlation:.2f} with the reference's on this machine",
             "ONNX Runtime's low-bit kernels look wrong here: upgrade onnxruntime, or export fp32",
         )
-    return Parity(difference, _mean_kl(original, shipped), float(np.mean(shipped.argmax(-1) == original.argmax(-1))))
+    return Parity(difference, mean_kl(original, shipped), float(np.mean(shipped.argmax(-1) == original.argmax(-1))))
 
 
 def _logits_through_the_cache(session: GraphSession, tokens: TokenArray) -> npt.NDArray[np.float32]:
@@ -115,7 +117,7 @@ def _logits_through_the_cache(session: GraphSession, tokens: TokenArray) -> npt.
     return np.concatenate([prefill, *steps])
 
 
-def _with_float_activations(graph: ModelProto) -> ModelProto:
+def with_float_activations(graph: ModelProto) -> ModelProto:
     """The same graph with every MatMulNBits at full activation precision."""
     for node in graph.graph.node:
         for attribute in node.attribute:
@@ -124,7 +126,8 @@ def _with_float_activations(graph: ModelProto) -> ModelProto:
     return graph
 
 
-def _mean_kl(reference: Float64Array, graph: Float64Array) -> float:
+def mean_kl(reference: Float64Array, graph: Float64Array) -> float:
+    """Mean over rows of KL(reference || graph) in nats, of logits [rows, vocabulary]."""
     log_p, log_q = _log_softmax(reference), _log_softmax(graph)
     return float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)))
 

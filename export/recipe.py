@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from ..edge.errors import InputError
-from ..models.manifest import SHORTEST_CONTEXT, WeightFormat
+from ..models.manifest import SHORTEST_CONTEXT, GraphLayout, WeightFormat
 from .config import DecoderConfig
 from .layout import units_of
 
@@ -22,6 +23,10 @@ LONGEST_CONTEXT: Final = 1 << 20
 """Longest context exported at all, unless the checkpoint itself has a longer one."""
 
 
+def _float_format(name: str) -> WeightFormat:  # noqa: ARG001 -- the same for every matrix
+    return FP32
+
+
 @dataclass(frozen=True)
 class ExportRecipe:
     """The choices of one export.
@@ -30,15 +35,17 @@ class ExportRecipe:
         InputError: a format or the context is not one that can be exported.
     """
 
-    body: WeightFormat = INT4
-    """Format of the linears inside the layers."""
+    body: WeightFormat | None = INT4
+    """Format of the linears inside the layers; None stands for the nearest to what each is stored as."""
     head: WeightFormat | None = None
     """Format of the LM head and of the embedding; None stands for the body's."""
     context: int | None = None
-    """Positions the graph serves; None stands for the checkpoint's own, at most `DEFAULT_CONTEXT_LIMIT`."""
+    """Positions the graph serves; None stands for the checkpoint's usual ones, at most `DEFAULT_CONTEXT_LIMIT`."""
+    layout: GraphLayout = GraphLayout.EDGE
+    """Whose inputs and outputs the graph has."""
 
     def __post_init__(self) -> None:
-        for form in (self.body, self.head_format):
+        for form in filter(None, (self.body, self.head_format)):
             plain = form.bits == FP32.bits and form.block == 0
             if not plain and (form.bits not in QUANTIZED_BITS or form.block not in BLOCKS):
                 raise InputError(
@@ -52,8 +59,8 @@ class ExportRecipe:
             )
 
     @property
-    def head_format(self) -> WeightFormat:
-        """Format of the LM head and of the embedding."""
+    def head_format(self) -> WeightFormat | None:
+        """Format of the LM head and of the embedding, None as in `body`."""
         return self.body if self.head is None else self.head
 
     def context_for(self, config: DecoderConfig) -> int:
@@ -63,13 +70,23 @@ class ExportRecipe:
             InputError: more are asked for than can be exported.
         """
         if self.context is None:
-            return min(config.max_positions, DEFAULT_CONTEXT_LIMIT)
+            return min(config.usual_positions, DEFAULT_CONTEXT_LIMIT)
         longest = max(config.max_positions, LONGEST_CONTEXT)
         if self.context > longest:
             raise InputError(f"a context of {self.context} positions cannot be exported", f"give at most {longest}")
         return self.context
 
-    def plan_for(self, config: DecoderConfig) -> dict[str, WeightFormat]:
-        """Weight format by unit of that model."""
-        outer = ("embedding", "head")
-        return {unit.name: self.head_format if unit.name in outer else self.body for unit in units_of(config)}
+    def plan_for(
+        self, config: DecoderConfig, own_format: Callable[[str], WeightFormat] = _float_format
+    ) -> dict[str, WeightFormat]:
+        """Weight format by unit of that model; a unit that keeps its own takes the widest of its matrices.
+
+        Args:
+            config: the model's numbers.
+            own_format: the format nearest to how a checkpoint's matrix is stored, by its name.
+        """
+        plan = {}
+        for unit in units_of(config):
+            asked = self.head_format if unit.name in ("embedding", "head") else self.body
+            plan[unit.name] = asked or max(map(own_format, unit.weights), key=lambda form: form.bits)
+        return plan

@@ -1,8 +1,8 @@
 """A decoder written for reading: float64 NumPy, the full attention matrix, no cache.
 
 This is what an exported graph is compared with, so it shares no code with the graph's construction: it reads the
-settings of config.json and computes rotary angles itself, straight from the models' definitions. A piece of one matrix
-is in memory at a time.
+settings of config.json and computes rotary angles itself (`reference_positions`), straight from the models' definitions.
+A piece of one matrix is in memory at a time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .checkpoint import RowRange
+from .reference_positions import Float64Array, Settings, head_dim, hidden_from, rotates, rotation
+from .source import RowRange
 
-Float64Array = npt.NDArray[np.float64]
 TokenArray = npt.NDArray[np.int64]
+
+_GEMMA = ("gemma2", "gemma3_text")
 
 
 class WeightSource(Protocol):
@@ -45,61 +47,109 @@ def reference_logits(
         weights: the checkpoint's tensors by their Hugging Face names.
         config: the parsed config.json.
         tokens: int64 [n].
-        context: positions the exported graph serves; dynamic rope scaling depends on it.
+        context: positions the exported graph serves; some rope scalings depend on it.
 
     Returns:
         float64 [n, vocabulary].
     """
+    if config["model_type"] == "gemma3":
+        config = _gemma3_text(config)
     rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
     hidden = np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
-    epsilon = _epsilon(config)
-    rotation = _rotation(config, np.arange(len(tokens)), context)
+    if config["model_type"] in _GEMMA:
+        hidden = hidden * math.sqrt(config["hidden_size"])
+    hidden = hidden * _granite(config, "embedding_multiplier")
     for layer in range(config["num_hidden_layers"]):
-        name = f"model.layers.{layer}"
-        normed = _rms_norm(hidden, weights.read(f"{name}.input_layernorm.weight"), epsilon)
-        hidden = hidden + _attention(weights, config, f"{name}.self_attn", normed, rotation)
-        normed = _rms_norm(hidden, weights.read(f"{name}.post_attention_layernorm.weight"), epsilon)
-        hidden = hidden + _feed_forward(weights, config, f"{name}.mlp", normed)
-    hidden = _rms_norm(hidden, weights.read("model.norm.weight"), epsilon)
-    head = "model.embed_tokens" if config.get("tie_word_embeddings", False) else "lm_head"
-    return _linear(weights, head, hidden, biased=False)
+        hidden = _layer(weights, config, layer, hidden, context)
+    hidden = _norm(weights, config, "model.norm", hidden)
+    tied = config.get("tie_word_embeddings", config["model_type"] in (*_GEMMA, "smollm3"))
+    logits = _linear(weights, "model.embed_tokens" if tied else "lm_head", hidden, biased=False)
+    logits = logits / _granite(config, "logits_scaling")
+    return _soft_capped(logits, _cap(config, "final_logit_softcapping", {"gemma2": 30.0}))
+
+
+def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64Array, context: int) -> Float64Array:
+    name, kind = f"model.layers.{layer}", config["model_type"]
+    residual_multiplier = _granite(config, "residual_multiplier")
+
+    def norm(which: str, value: Float64Array) -> Float64Array:
+        return _norm(weights, config, f"{name}.{which}", value)
+
+    def attention(value: Float64Array) -> Float64Array:
+        return _attention(weights, config, layer, value, context)
+
+    def feed_forward(value: Float64Array) -> Float64Array:
+        return _feed_forward(weights, config, f"{name}.mlp", value)
+
+    if kind == "olmo2":
+        hidden = hidden + norm("post_attention_layernorm", attention(hidden))
+        return hidden + norm("post_feedforward_layernorm", feed_forward(hidden))
+    if kind in _GEMMA:
+        attended = attention(norm("input_layernorm", hidden))
+        hidden = hidden + norm("post_attention_layernorm", attended)
+        fed = feed_forward(norm("pre_feedforward_layernorm", hidden))
+        return hidden + norm("post_feedforward_layernorm", fed)
+    hidden = hidden + attention(norm("input_layernorm", hidden)) * residual_multiplier
+    return hidden + feed_forward(norm("post_attention_layernorm", hidden)) * residual_multiplier
 
 
 def _attention(
-    weights: WeightSource,
-    config: Mapping[str, Any],
-    name: str,
-    normed: Float64Array,
-    rotation: tuple[Float64Array, Float64Array],
+    weights: WeightSource, config: Settings, layer: int, normed: Float64Array, context: int
 ) -> Float64Array:
-    rows = len(normed)
-    heads, dim = config["num_attention_heads"], _head_dim(config)
+    kind, name, rows = config["model_type"], f"model.layers.{layer}.self_attn", len(normed)
+    heads, dim = config["num_attention_heads"], head_dim(config)
     kv_heads = config.get("num_key_value_heads") or heads
-    always = config["model_type"] == "qwen2"  # biases there are part of the architecture, on q, k and v alone
+    always = kind == "qwen2"  # biases there are part of the architecture, on q, k and v alone
     biased = always or bool(config.get("attention_bias"))
-    query = _linear(weights, f"{name}.q_proj", normed, biased).reshape(rows, heads, dim)
-    key = _linear(weights, f"{name}.k_proj", normed, biased).reshape(rows, kv_heads, dim)
-    value = _linear(weights, f"{name}.v_proj", normed, biased).reshape(rows, kv_heads, dim)
-    if config["model_type"] == "qwen3":
-        query = _rms_norm(query, weights.read(f"{name}.q_norm.weight"), _epsilon(config))
-        key = _rms_norm(key, weights.read(f"{name}.k_norm.weight"), _epsilon(config))
-    query, key = _rotate(query, *rotation), _rotate(key, *rotation)
+    if kind == "phi3":
+        together = _linear(weights, f"{name}.qkv_proj", normed, biased=False)
+        query, key, value = np.split(together, [heads * dim, (heads + kv_heads) * dim], axis=-1)
+    else:
+        query, key, value = (_linear(weights, f"{name}.{each}_proj", normed, biased) for each in "qkv")
+    if kind == "olmo2":
+        query, key = (_norm(weights, config, f"{name}.{which}_norm", each) for which, each in (("q", query), ("k", key)))
+    query, key, value = (each.reshape(rows, -1, dim) for each in (query, key, value))
+    if kind in ("qwen3", "gemma3_text"):
+        query, key = (_norm(weights, config, f"{name}.{which}_norm", each) for which, each in (("q", query), ("k", key)))
+    if rotates(config, layer):
+        turn = rotation(config, layer, np.arange(rows), context)
+        query, key = _rotate(query, *turn), _rotate(key, *turn)
     attended = np.empty_like(query)
-    future = np.triu(np.ones((rows, rows), bool), 1)
+    hidden = hidden_from(config, layer, rows)
     for head in range(heads):
         group = head // (heads // kv_heads)
-        scores = query[:, head] @ key[:, group].T / math.sqrt(dim)
-        scores[future] = -np.inf
+        scores = query[:, head] @ key[:, group].T * _attention_scale(config)
+        scores = _soft_capped(scores, _cap(config, "attn_logit_softcapping", {"gemma2": 50.0}))
+        scores[hidden] = -np.inf
         odds = np.exp(scores - scores.max(axis=-1, keepdims=True))
         attended[:, head] = odds / odds.sum(axis=-1, keepdims=True) @ value[:, group]
     return _linear(weights, f"{name}.o_proj", attended.reshape(rows, -1), biased and not always)
 
 
-def _feed_forward(weights: WeightSource, config: Mapping[str, Any], name: str, normed: Float64Array) -> Float64Array:
-    biased = config["model_type"] == "llama" and bool(config.get("mlp_bias"))
-    gate = _linear(weights, f"{name}.gate_proj", normed, biased)
-    up = _linear(weights, f"{name}.up_proj", normed, biased)
-    return _linear(weights, f"{name}.down_proj", gate / (1 + np.exp(-gate)) * up, biased)
+def _attention_scale(config: Settings) -> float:
+    kind = config["model_type"]
+    if kind in _GEMMA:
+        return float((config.get("query_pre_attn_scalar") or 256) ** -0.5)
+    if kind == "granite":
+        return _granite(config, "attention_multiplier")
+    return 1 / math.sqrt(head_dim(config))
+
+
+def _feed_forward(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
+    biased = config["model_type"] in ("llama", "granite", "smollm3") and bool(config.get("mlp_bias"))
+    if config["model_type"] == "phi3":
+        gate, up = np.split(_linear(weights, f"{name}.gate_up_proj", normed, biased=False), 2, axis=-1)
+    else:
+        gate, up = (_linear(weights, f"{name}.{each}_proj", normed, biased) for each in ("gate", "up"))
+    return _linear(weights, f"{name}.down_proj", _activated(config, gate) * up, biased)
+
+
+def _activated(config: Settings, gate: Float64Array) -> Float64Array:
+    gemma = config["model_type"] in _GEMMA
+    name = config.get("hidden_activation" if gemma else "hidden_act") or ("gelu_pytorch_tanh" if gemma else "silu")
+    if name == "gelu_pytorch_tanh":
+        return np.asarray(gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))))
+    return np.asarray(gate / (1 + np.exp(-gate)))
 
 
 def _linear(weights: WeightSource, name: str, value: Float64Array, biased: bool) -> Float64Array:
@@ -109,87 +159,50 @@ def _linear(weights: WeightSource, name: str, value: Float64Array, biased: bool)
     return result + weights.read(f"{name}.bias") if biased else result
 
 
-def _rms_norm(value: Float64Array, weight: npt.NDArray[np.float32], epsilon: float) -> Float64Array:
+def _norm(weights: WeightSource, config: Settings, name: str, value: Float64Array) -> Float64Array:
+    usual = 1e-5 if config["model_type"] in ("phi3", "olmo2") else 1e-6
+    epsilon = float(config.get("rms_norm_eps") or usual)
     scaled: Float64Array = value / np.sqrt(np.mean(value**2, axis=-1, keepdims=True) + epsilon)
-    return scaled * weight
+    weight = weights.read(f"{name}.weight").astype(np.float64)
+    return scaled * (1 + weight if config["model_type"] in _GEMMA else weight)
 
 
-def _epsilon(config: Mapping[str, Any]) -> float:
-    return float(config.get("rms_norm_eps") or 1e-6)
+def _soft_capped(value: Float64Array, cap: float | None) -> Float64Array:
+    return value if cap is None else np.asarray(cap * np.tanh(value / cap))
 
 
-def _head_dim(config: Mapping[str, Any]) -> int:
-    if config.get("head_dim"):
-        return int(config["head_dim"])
-    return 128 if config["model_type"] == "qwen3" else int(config["hidden_size"] // config["num_attention_heads"])
+def _cap(config: Settings, name: str, usual: Mapping[str, float]) -> float | None:
+    """A soft cap of the families that have it; `usual` by model type, when config.json does not name it."""
+    if config["model_type"] not in _GEMMA or (config["model_type"] == "gemma3_text" and name.startswith("attn")):
+        return None
+    cap = config.get(name, usual.get(config["model_type"]))
+    return None if cap is None else float(cap)
+
+
+def _granite(config: Settings, name: str) -> float:
+    """One of Granite's multipliers."""
+    return float(config.get(name) or 1.0) if config["model_type"] == "granite" else 1.0
+
+
+def _gemma3_text(config: Settings) -> Settings:
+    """The language model's settings in a multimodal config.json, which names only what differs from the usual."""
+    usual = {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    }
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+    return {**usual, **tied, **config["text_config"]}
 
 
 def _rotate(heads: Float64Array, cosine: Float64Array, sine: Float64Array) -> Float64Array:
-    """Turn channel pairs (i, i + dim/2) of heads [n, heads, dim] by the angles of their rows [n, dim/2]."""
-    first, second = np.split(heads, 2, axis=-1)
+    """Turn channel pairs (i, i + dim/2) of the first dim channels of heads [n, heads, _] by angles [n, dim/2]."""
+    half = cosine.shape[-1]
+    first, second, rest = np.split(heads, [half, 2 * half], axis=-1)
     cosine, sine = cosine[:, None], sine[:, None]
-    return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-
-
-def _rotation(
-    config: Mapping[str, Any], positions: npt.NDArray[np.int64], context: int
-) -> tuple[Float64Array, Float64Array]:
-    """Cosine and sine [n, dim/2] of every position and channel pair, magnitudes included."""
-    dim = _head_dim(config)
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(settings.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    trained = config["max_position_embeddings"]
-    if kind == "dynamic" and context > trained:
-        # NTK-aware: the slowest pair is stretched by the ratio, the fastest kept.
-        stretch = settings["factor"] * context / trained - (settings["factor"] - 1)
-        theta = theta * stretch ** (dim / (dim - 2))
-    magnitude = 1.0
-    angular = []
-    for pair in range(dim // 2):
-        speed = theta ** (-2 * pair / dim)
-        if kind == "linear":
-            speed /= settings["factor"]
-        elif kind == "llama3":
-            speed = _llama3_speed(speed, settings)
-        elif kind == "yarn":
-            speed, magnitude = _yarn_speed(pair, speed, theta, dim, settings, trained)
-        angular.append(speed)
-    angles = positions[:, None] * np.array(angular)
-    return np.cos(angles) * magnitude, np.sin(angles) * magnitude
-
-
-def _llama3_speed(speed: float, settings: Mapping[str, Any]) -> float:
-    wavelength = 2 * math.pi / speed
-    original = settings["original_max_position_embeddings"]
-    low, high = settings["low_freq_factor"], settings["high_freq_factor"]
-    if wavelength < original / high:
-        return speed
-    if wavelength > original / low:
-        return speed / float(settings["factor"])
-    smooth = (original / wavelength - low) / (high - low)
-    return float((1 - smooth) * speed / settings["factor"] + smooth * speed)
-
-
-def _yarn_speed(
-    pair: int, speed: float, theta: float, dim: int, settings: Mapping[str, Any], trained: int
-) -> tuple[float, float]:
-    """YaRN (Peng et al. 2023): angle per position of one channel pair, and the magnitude of the whole table."""
-    original = settings.get("original_max_position_embeddings") or trained
-    factor = settings.get("factor") or trained / original
-    # The pairs that turn beta_fast and beta_slow times over the original context bound the ramp.
-    bounds = [
-        dim * math.log(original / (2 * math.pi * (settings.get(name) or default))) / (2 * math.log(theta))
-        for name, default in (("beta_fast", 32), ("beta_slow", 1))
-    ]
-    if settings.get("truncate", True):
-        bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
-    low, high = max(bounds[0], 0), min(bounds[1], dim - 1)
-    ramp = (pair - low) / (high - low) if high != low else (pair - low) / 0.001
-    interpolate = min(max(ramp, 0.0), 1.0)
-    magnitude = settings.get("attention_factor")
-    if magnitude is None:
-        above, below = settings.get("mscale"), settings.get("mscale_all_dim")
-        growth = max(math.log(factor), 0.0) / 10
-        magnitude = (1 + growth * above) / (1 + growth * below) if above and below else 1 + growth
-    return (1 - interpolate) * speed + interpolate * speed / factor, float(magnitude)
+    return np.concatenate([first * cosine - second * sine, second * cosine + first * sine, rest], axis=-1)

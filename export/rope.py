@@ -1,8 +1,8 @@
 """Rotary position embeddings: the angle table a graph carries.
 
-Channel pair i of a head (channels i and i + dim/2) turns by `position * frequency[i]`. The scalings that stretch a
-model's context change the frequencies and, in one case, multiply the table by an attention factor. Definitions follow
-the models' authors as Hugging Face transformers states them (`modeling_rope_utils`).
+Of the `dim` channels of a head that turn, pair i (channels i and i + dim/2) turns by `position * frequency[i]`. The
+scalings that stretch a model's context change the frequencies and, in two cases, multiply the table by an attention
+factor. Definitions follow the models' authors as Hugging Face transformers states them (`modeling_rope_utils`).
 """
 
 from __future__ import annotations
@@ -125,6 +125,25 @@ class Yarn:
         if self.mscale and self.mscale_all_dim:
             return _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
         return _magnitude(self.factor, 1.0)
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """Ding et al. 2024 (LongRoPE): each channel pair is slowed by a factor of its own.
+
+    One list of factors is for texts of up to `original_positions`, another for longer ones. A cached key cannot be
+    rotated again when the text grows from one to the other, so the exported context decides.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_positions: int
+    attention_factor: float
+
+    def rotation(self, base: float, dim: int, context: int) -> Rotation:
+        """See `RopeScaling.rotation`."""
+        factors = np.array(self.long if context > self.original_positions else self.short)
+        return Rotation(_frequencies(base, dim) / factors, self.attention_factor)
 
 
 @dataclass(frozen=True)

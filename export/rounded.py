@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..models.manifest import WeightFormat
-from .checkpoint import Checkpoint, Float32Array, RowRange
 from .config import DecoderConfig
 from .layout import units_of
 from .prefetch import in_order
-from .quantize import dequantize_rows, quantize_rows
+from .quantize import dequantize_rows
+from .source import Float32Array, ModelSource, RowRange
 
 
 class RoundedWeights:
     """Reads like the checkpoint, with every unit's weights rounded to its format and back."""
 
-    def __init__(self, checkpoint: Checkpoint, config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> None:
+    def __init__(self, checkpoint: ModelSource, config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> None:
         self._checkpoint = checkpoint
         self._formats = {name: plan[unit.name] for unit in units_of(config) for name in unit.weights}
 
@@ -25,10 +25,11 @@ class RoundedWeights:
 
     def read_rows(self, rows: RowRange) -> Float32Array:
         """Rows of a unit's matrix, rounded."""
-        exact, form = self._checkpoint.read_rows(rows), self._formats[rows.name]
+        form = self._formats[rows.name]
         if form.bits == 32:
-            return exact
-        return dequantize_rows(*quantize_rows(exact, form), exact.shape[1], form)
+            return self._checkpoint.read_rows(rows)
+        columns = self._checkpoint.shape(rows.name)[1]
+        return dequantize_rows(*self._checkpoint.coded(rows, form), columns, form)
 
     def pieces(self, name: str) -> Iterator[Float32Array]:
         """A unit's matrix from top to bottom, rounded."""

@@ -33,15 +33,67 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 2},
     "qwen3": {"attention_bias": False, "head_dim": 32, "use_sliding_window": False},
+    "mistral": {"sliding_window": 12},
+    "phi3": {
+        "sliding_window": None,
+        "partial_rotary_factor": 0.5,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "original_max_position_embeddings": 128,
+    },
+    "gemma2": {
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 12,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "attention_bias": False,
+    },
+    "gemma3_text": {
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 100.0,
+        "sliding_window": 12,
+        "sliding_window_pattern": 3,
+        "attention_bias": False,
+    },
+    "smollm3": {
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+    },
+    "granite": {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.5,
+    },
+    "olmo2": {"attention_bias": False},
 }
+ARCHITECTURES: Final = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+"""Class names that are not the capitalized model type."""
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
 
 def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
-    """config.json of a two-layer model; an override of None removes the setting."""
+    """config.json of a model of two or three layers; an override of None removes the setting."""
     config = {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "architectures": [ARCHITECTURES.get(family, f"{family.capitalize()}ForCausalLM")],
         "model_type": family,
         "vocab_size": 300,
         "hidden_size": 64,
@@ -60,43 +112,55 @@ def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
         **FAMILY_SETTINGS[family],
         **overrides,
     }
-    return {name: value for name, value in config.items() if value is not None or name not in overrides}
+    removed = overrides.keys() | FAMILY_SETTINGS[family].keys()
+    return {name: value for name, value in config.items() if value is not None or name not in removed}
 
 
 def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
     """Random weights by their Hugging Face names, float32."""
     random = np.random.default_rng(seed)
-    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    kind, hidden, wide = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim", hidden // heads)
+    gemma = kind in ("gemma2", "gemma3_text")
     tensors: dict[str, npt.NDArray[np.float32]] = {}
 
     def matrix(name: str, rows: int, columns: int, size: float) -> None:
         tensors[name] = (random.standard_normal((rows, columns)) * size).astype(np.float32)
 
-    def linear(name: str, rows: int, columns: int, biased: bool) -> None:
+    def linear(name: str, rows: int, columns: int, biased: bool = False) -> None:
         matrix(f"{name}.weight", rows, columns, 1.5 / math.sqrt(columns))
         if biased:
             tensors[f"{name}.bias"] = (random.standard_normal(rows) * 0.5).astype(np.float32)
 
     def norm(name: str, width: int) -> None:
-        tensors[f"{name}.weight"] = (1 + 0.2 * random.standard_normal(width)).astype(np.float32)
+        tensors[f"{name}.weight"] = (float(not gemma) + 0.2 * random.standard_normal(width)).astype(np.float32)
 
     flagged = bool(config.get("attention_bias"))
-    matrix("model.embed_tokens.weight", config["vocab_size"], hidden, 0.4)
+    # Gemma multiplies its embeddings by sqrt(hidden).
+    matrix("model.embed_tokens.weight", config["vocab_size"], hidden, 0.15 if gemma else 0.4)
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
-        norm(f"{name}.input_layernorm", hidden)
+        if kind != "olmo2":
+            norm(f"{name}.input_layernorm", hidden)
         norm(f"{name}.post_attention_layernorm", hidden)
-        for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            biased = flagged or config["model_type"] == "qwen2"
-            linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, biased)
+        if gemma:
+            norm(f"{name}.pre_feedforward_layernorm", hidden)
+        if gemma or kind == "olmo2":
+            norm(f"{name}.post_feedforward_layernorm", hidden)
+        if kind == "phi3":
+            linear(f"{name}.self_attn.qkv_proj", (heads + 2 * kv_heads) * head_dim, hidden)
+            linear(f"{name}.mlp.gate_up_proj", 2 * wide, hidden)
+        else:
+            for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+                linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged or kind == "qwen2")
         linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim, flagged)
-        if config["model_type"] == "qwen3":
-            norm(f"{name}.self_attn.q_norm", head_dim)
-            norm(f"{name}.self_attn.k_norm", head_dim)
+        if kind in ("qwen3", "gemma3_text", "olmo2"):
+            norm(f"{name}.self_attn.q_norm", heads * head_dim if kind == "olmo2" else head_dim)
+            norm(f"{name}.self_attn.k_norm", kv_heads * head_dim if kind == "olmo2" else head_dim)
         for projection, rows, columns in (("gate", wide, hidden), ("up", wide, hidden), ("down", hidden, wide)):
-            linear(f"{name}.mlp.{projection}_proj", rows, columns, bool(config.get("mlp_bias")))
+            if kind != "phi3" or projection == "down":
+                linear(f"{name}.mlp.{projection}_proj", rows, columns, bool(config.get("mlp_bias")))
     norm("model.norm", hidden)
     if not config["tie_word_embeddings"]:
         matrix("lm_head.weight", config["vocab_size"], hidden, 0.4)
@@ -132,7 +196,7 @@ def write_checkpoint(
 
     Args:
         folder: made if need be.
-        family: llama, qwen2 or qwen3.
+        family: one of `FAMILY_SETTINGS`.
         seed: of the weights.
         dtype: of the stored weights: float32, float16 or ml_dtypes.bfloat16.
         shards: number of weight files.

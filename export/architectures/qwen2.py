@@ -3,9 +3,9 @@
 from typing import Final
 
 from ..family import Always, Family
+from ..windows import LayersFrom
 
 FAMILY: Final = Family(
     qkv_bias=Always(True),
-    output_bias=Always(False),
-    mlp_bias=Always(False),
+    windows=LayersFrom(),
 )

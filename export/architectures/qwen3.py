@@ -2,12 +2,13 @@
 
 from typing import Final
 
-from ..family import Always, ConfigFlag, Family
+from ..family import ConfigFlag, Family, HeadNorm
+from ..windows import LayersFrom
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),
     output_bias=ConfigFlag("attention_bias"),
-    mlp_bias=Always(False),
-    qk_norm=True,
-    default_head_dim=128,
+    head_norm=HeadNorm.EACH_HEAD,
+    windows=LayersFrom(),
+    defaults={"head_dim": 128},
 )

@@ -15,7 +15,9 @@ from safetensors.numpy import load_file
 
 from edgerun.edge.errors import CheckpointError
 from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
-from edgerun.export.checkpoint import Checkpoint, RowRange
+from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.config import read_config
+from edgerun.export.source import RowRange
 from tiny import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
 
 
@@ -147,7 +149,8 @@ def entry_of(shape: object, offsets: object, dtype: object = "F32") -> Spoil:
 
 DEEP = "[" * 100_000
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [1.0]}
+ROPE = {"rope_type": "spiral", "factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 BAD = [
     (remove("config.json"), r"holds no config\.json; give the folder of a Hugging Face checkpoint"),
     (write_text("config.json", "{not json"), r"config\.json is not valid JSON: .*; download"),
@@ -155,7 +158,8 @@ BAD = [
     (write_text("config.json", "{}"), r"config\.json names no model_type"),
     (
         edit_config(model_type="mixtral"),
-        r"model_type 'mixtral' is not a supported architecture; supported are llama, qwen2, qwen3$",
+        r"model_type 'mixtral' is not a supported architecture; supported are gemma2, .*, smollm3; Optimum exports "
+        r'more: pip install "edge-run\[optimum\]"$',
     ),
     (edit_config(model_type="../llama"), r"'\.\./llama' is not a supported architecture"),
     (edit_config(hidden_size=None), r"hidden_size must be a positive whole number, found None"),
@@ -164,9 +168,9 @@ BAD = [
     (edit_config(num_key_value_heads=3), r"num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     (edit_config(rms_norm_eps="small"), r"rms_norm_eps must be a number, at most 1e\+30, found 'small'"),
     (edit_config(head_dim=20), r"head_dim 20 is not a multiple of 8"),
-    (edit_config(hidden_act="gelu"), r"hidden_act 'gelu' is not supported; supported is silu"),
+    (edit_config(hidden_act="gelu"), r"hidden_act 'gelu' is not supported; supported are silu, gelu_pytorch_tanh$"),
     (edit_config(partial_rotary_factor=0.5), r"partial_rotary_factor 0\.5 is not supported; supported is 1\.0"),
-    (edit_config(rope_scaling=ROPE), r"rope scaling 'longrope' is not supported; supported are default, linear,"),
+    (edit_config(rope_scaling=ROPE), r"rope scaling 'spiral' is not supported; supported are default, linear,"),
     (edit_config(rope_scaling=[4.0]), r"rotary settings must be an object, found \[4\.0\]"),
     (edit_config(rope_scaling={"type": "linear"}), r"factor must be a positive number, found None"),
     (
@@ -174,10 +178,15 @@ BAD = [
         r"rotary settings that differ between layers are not supported",
     ),
     (
-        edit_config(use_sliding_window=True, sliding_window=8, max_window_layers=1),
-        r"uses sliding-window attention; supported is full attention",
+        edit_config(layer_types=["full_attention", "sliding_attention"]),
+        r"this llama checkpoint uses sliding-window attention; supported is full attention in every layer",
     ),
-    (edit_config(layer_types=["full_attention", "sliding_attention"]), r"uses sliding-window attention"),
+    (edit_config(layer_types=["full_attention"] * 3), r"layer_types must have 2 entries, found 3"),
+    (
+        edit_config(layer_types=["full_attention", "linear_attention"]),
+        r"layer_types has 'linear_attention'; supported are full_attention and sliding_attention",
+    ),
+    (edit_config(use_bidirectional_attention=True), r"use_bidirectional_attention is not supported; supported are dec"),
     (
         edit_config(quantization_config={"quant_method": "gptq"}),
         r"already quantized \(gptq\); export the original float checkpoint",
@@ -236,14 +245,10 @@ BAD = [
     (edit_config(max_position_embeddings=1), r"max_position_embeddings must be a whole number of at least 2, found 1"),
     (edit_config(layer_types=5), r"layer_types must be a list, found 5"),
     (
-        edit_config(use_sliding_window=True, sliding_window=8, max_window_layers="x"),
-        r"max_window_layers must be a whole number of at least 0, found 'x'",
+        edit_config(num_hidden_layers=10**7),
+        r"num_hidden_layers must be a positive whole number, at most 10000, found 1",
     ),
-    (
-        edit_config(use_sliding_window=True, sliding_window=8, max_window_layers=[2]),
-        r"max_window_layers must be a whole number of at least 0, found \[2\]",
-    ),
-    (edit_config(num_hidden_layers=10**7), r"holds no tensor model\.layers\.2\.self_attn\.q_proj\.weight"),
+    (edit_config(num_hidden_layers=9999), r"holds no tensor model\.layers\.2\.self_attn\.q_proj\.weight"),
     (header_of(DEEP), r"has a damaged header: it is not valid JSON: it is nested too deeply"),
     (header_of("[]"), r"has a damaged header: it does not hold a JSON object"),
     (header_of('{"model.x": 3}'), r"has a damaged header: model\.x is 3"),
@@ -318,6 +323,60 @@ def test_a_vocabulary_padded_beyond_the_tokenizer_is_fine(tmp_path) -> None:
     other = write_checkpoint(tmp_path / "other")
     (source / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
     assert export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).parity.top1_agreement == 1.0
+
+
+FAMILY_BAD = [
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": "x"}, r"max_window_layers must be .* 0, found 'x'"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": [2]}, r"max_window_layers must be .* 0, found \[2\]"),
+    (
+        "qwen3",
+        {"layer_types": ["sliding_attention"] * 2},
+        r"sliding_window must be a positive whole number, found None",
+    ),
+    ("mistral", {"sliding_window": 0}, r"sliding_window must be a positive whole number, found 0"),
+    ("gemma2", {"sliding_window_pattern": 0}, r"sliding_window_pattern must be a positive whole number, found 0"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar must be a positive number, found 0"),
+    ("gemma2", {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping must be a positive number, found -1\.0"),
+    ("gemma2", {"final_logit_softcapping": "30"}, r"final_logit_softcapping must be a number, at most .*, found '30'"),
+    ("gemma2", {"hidden_activation": "relu"}, r"hidden_activation 'relu' is not supported; supported are silu, gelu"),
+    ("gemma3_text", {"rope_local_base_freq": "ten"}, r"rope_local_base_freq must be a number, .* found 'ten'"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": 1e6, "sliding_attention": {}}},
+        r"rotary settings of full_attention must be an object, found 1000000\.0",
+    ),
+    ("gemma3_text", {"model_type": "gemma3"}, r"text_config must be an object, found None"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers must have 3 entries, found 2"),
+    ("smollm3", {"no_rope_layers": [1, 0, "yes"]}, r"no_rope_layers must hold zeros and ones, found \[1, 0, 'yes'\]"),
+    (
+        "granite",
+        {"embedding_multiplier": None, "logits_scaling": 0},
+        r"logits_scaling must be a positive number, found 0",
+    ),
+    (
+        "phi3",
+        {"partial_rotary_factor": 0.1},
+        r"partial_rotary_factor 0\.1 rotates 3 of 32 channels; supported is an even",
+    ),
+    ("phi3", {"partial_rotary_factor": 2.0}, r"partial_rotary_factor 2\.0 rotates 64 of 32 channels"),
+    ("phi3", {"partial_rotary_factor": "half"}, r"partial_rotary_factor must be a number, .* found 'half'"),
+    ("phi3", {"rope_scaling": {"type": "longrope"}}, r"short_factor must be a list, found None"),
+    ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [1.0]}}, r"long_factor must have 8 entries, found 1"),
+    ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [0] * 8}}, r"long_factor must be a positive number, found 0"),
+    (
+        "phi3",
+        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
+        r"original_max_position_embeddings must be a whole number of at least 2, found 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), FAMILY_BAD, ids=[message[:40] for *_, message in FAMILY_BAD])
+def test_bad_settings_of_a_family_are_refused_in_one_line(tmp_path, family: str, changes, message: str) -> None:
+    write_json(tmp_path / "config.json", {**tiny_config(family), **changes})
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_config(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_window_that_no_layer_uses_is_no_window(tmp_path) -> None:

@@ -6,7 +6,9 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -25,10 +27,23 @@ def all_rows(tokens):
     return np.arange(len(tokens))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "llama/head_dim 8"])
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "llama, small heads": ("llama", {"head_dim": 8}),
+    "window shorter than the tree": ("mistral", {"sliding_window": 4}),
+    "two thetas, windows and norms all around": ("gemma3_text", {"sliding_window": 3}),
+    "part of the heads, rotated outside": ("phi3", {"partial_rotary_factor": 0.75}),
+    "layers without positions": ("smollm3", {}),
+    "norms after": ("olmo2", {}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def bundle(request, tmp_path_factory) -> Path:
-    family, _, odd = request.param.partition("/")
-    return write_bundle(tmp_path_factory.mktemp("graph"), family, weights=FP32, **({"head_dim": 8} if odd else {}))
+    family, overrides = MODELS[request.param]
+    return write_bundle(tmp_path_factory.mktemp("graph"), family, weights=FP32, **overrides)
 
 
 @pytest.fixture
@@ -204,6 +219,9 @@ def run_log(bundle: Path) -> str:
         "import onnxruntime as ort\n"
         "from edgerun.export.config import read_config\n"
         "from edgerun.export.session import GraphSession\n"
+        "class Loud(ort.SessionOptions):\n"
+        "    log_severity_level = 1  # hides the real one, which then stays the default\n"
+        "ort.SessionOptions = Loud\n"
         "ort.set_default_logger_severity(1)\n"
         "bundle = Path(sys.argv[1])\n"
         "GraphSession(bundle, read_config(bundle), 8).forward(np.arange(3), np.arange(3))\n"

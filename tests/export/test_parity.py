@@ -12,7 +12,8 @@ from onnx import helper
 from edgerun.edge.errors import ExportError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, export_checkpoint
 from edgerun.export import graph as graph_module
-from edgerun.export import initializers as initializers_module
+from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.initializers import Initializers
 from edgerun.export.parity import TOLERANCE
 from edgerun.export.session import GraphSession
 from tiny import write_bundle, write_checkpoint
@@ -75,13 +76,14 @@ def test_a_miswired_graph_is_not_written(tmp_path, monkeypatch, form, defect) ->
 
 def test_misplaced_codes_are_caught(tmp_path, monkeypatch) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    right = initializers_module.quantize_rows
 
-    def swapped(rows, form):
-        packed, scales = right(rows, form)
-        return (packed >> 4 | packed << 4).astype(np.uint8), scales
+    class Swapped(Checkpoint):
+        def coded(self, rows, form):
+            packed, scales = super().coded(rows, form)
+            return (packed >> 4 | packed << 4).astype(np.uint8), scales
 
-    monkeypatch.setattr(initializers_module, "quantize_rows", swapped)
+    # Only what the graph is built from: the reference keeps the right codes.
+    monkeypatch.setattr("edgerun.export.pipeline.Initializers", lambda _, *rest: Initializers(Swapped(source), *rest))
     with pytest.raises(ExportError, match="differs from the reference"):
         export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4))
 

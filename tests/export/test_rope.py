@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgerun.export.config import read_config
-from edgerun.export.reference import _rotation
+from edgerun.export.reference_positions import rotation
 from edgerun.export.rope import Dynamic, Linear, Llama3, Rope, RopeScaling, Unscaled, Yarn
 from tiny import tiny_config, write_json
 
@@ -101,10 +101,10 @@ SETTINGS = [
 @pytest.mark.parametrize(("settings", "scaling"), SETTINGS)
 def test_both_spellings_of_config_are_read(tmp_path, settings, scaling) -> None:
     write_json(tmp_path / "config.json", tiny_config(rope_theta=5000.0, rope_scaling=settings))
-    assert read_config(tmp_path).rope == Rope(5000.0, scaling)
+    assert read_config(tmp_path).attention[0].rope == Rope(5000.0, scaling)
     later = tiny_config(rope_theta=None, rope_parameters={**settings, "rope_theta": 5000.0})
     write_json(tmp_path / "config.json", later)
-    assert read_config(tmp_path).rope == Rope(5000.0, scaling)
+    assert read_config(tmp_path).attention[0].rope == Rope(5000.0, scaling)
 
 
 @pytest.mark.parametrize(("settings", "scaling"), SETTINGS)
@@ -112,7 +112,7 @@ def test_both_spellings_of_config_are_read(tmp_path, settings, scaling) -> None:
 def test_table_and_reference_agree(settings, scaling, context: int) -> None:
     config = tiny_config(rope_theta=5000.0, rope_scaling=settings)
     cosines, sines = Rope(5000.0, scaling).table(16, context)
-    expected_cosines, expected_sines = _rotation(config, np.arange(context), context)
+    expected_cosines, expected_sines = rotation(config, 0, np.arange(context), context)
     np.testing.assert_allclose(cosines, expected_cosines, atol=1e-7)
     np.testing.assert_allclose(sines, expected_sines, atol=1e-7)
 

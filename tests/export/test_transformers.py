@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from edgerun.export import FP32, ExportRecipe, export_checkpoint
 from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import read_config, read_json
+from edgerun.export.config import read_config
 from edgerun.export.reference import reference_logits
 from edgerun.export.session import GraphSession
+from edgerun.export.settings import read_json
 from tiny import write_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -17,6 +21,8 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = np.random.default_rng(11).integers(0, 300, 48)
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [4.0] * 8}
 
 CASES = {
     "llama": ("llama", {}),
@@ -56,17 +62,59 @@ CASES = {
             }
         },
     ),
+    "qwen2, window from the second layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3, windows listed": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "mistral": ("mistral", {}),
+    "mistral without a window": ("mistral", {"sliding_window": None, "tie_word_embeddings": False, "head_dim": 32}),
+    "phi3": ("phi3", {}),
+    "phi3, whole heads and a window": ("phi3", {"partial_rotary_factor": 1.0, "sliding_window": 11}),
+    "phi3, heads that are rotated outside": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": False}),
+    "phi3, longrope on a short text": ("phi3", {"rope_scaling": LONGROPE}),
+    "gemma2": ("gemma2", {}),
+    "gemma2, separate head, usual caps": (
+        "gemma2",
+        {"tie_word_embeddings": False, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma2 with biases": ("gemma2", {"attention_bias": True}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3 as the larger ones are": (
+        "gemma3_text",
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "final_logit_softcapping": 4.0},
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3 by the interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
+    "smollm3 with windows and biases": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 9, "attention_bias": True, "mlp_bias": True},
+    ),
+    "granite": ("granite", {}),
+    "granite with biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "olmo2": ("olmo2", {}),
+    "olmo2, separate head": ("olmo2", {"tie_word_embeddings": False, "num_key_value_heads": None}),
 }
+
+
+def load(source: Path) -> Any:
+    """The model in float64; the eager implementation is the only one that has all of attention's soft caps."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    return model.double()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(tmp_path, case: str) -> None:
     family, overrides = CASES[case]
     source = write_checkpoint(tmp_path / "checkpoint", family, **overrides)
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).double()
+    model = load(source)
     with torch.no_grad():
         expected = model(torch.tensor(TOKENS)[None]).logits[0].numpy()
-    computed = reference_logits(Checkpoint(source), read_json(source / "config.json"), TOKENS, 256)
+    context = ExportRecipe(FP32).context_for(read_config(source))
+    computed = reference_logits(Checkpoint(source), read_json(source / "config.json"), TOKENS, context)
     # transformers keeps its rotary angles in float32 even in a float64 model.
     np.testing.assert_allclose(computed, expected, atol=2e-4)
     bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle
@@ -74,15 +122,38 @@ def test_logits_are_those_of_transformers(tmp_path, case: str) -> None:
     np.testing.assert_allclose(session.forward(TOKENS, np.arange(48)), expected, atol=2e-4)
 
 
-def test_dynamic_scaling_beyond_the_trained_length(tmp_path) -> None:
-    """At a sequence as long as the exported context, transformers uses the base the graph was given."""
+@pytest.mark.parametrize(
+    ("family", "trained", "overrides"),
+    [
+        ("llama", 32, {"max_position_embeddings": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("phi3", 32, {"original_max_position_embeddings": 32, "rope_scaling": LONGROPE}),
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_scalings_beyond_the_trained_length(tmp_path, family: str, trained: int, overrides) -> None:
+    """At a text as long as the exported context, transformers turns heads as the graph does at every length."""
     context = 96
-    overrides = {"max_position_embeddings": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-    source = write_checkpoint(tmp_path / "checkpoint", **overrides)
+    source = write_checkpoint(tmp_path / "checkpoint", family, **overrides)
+    assert ExportRecipe(FP32).context_for(read_config(source)) == trained
     tokens = np.random.default_rng(12).integers(0, 300, context)
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).double()
+    model = load(source)
     with torch.no_grad():
         expected = model(torch.tensor(tokens)[None]).logits[0].numpy()
     bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32, context=context)).bundle
     session = GraphSession(bundle, read_config(bundle), context)
     np.testing.assert_allclose(session.forward(tokens, np.arange(context)), expected, atol=3e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_transformers_writes_means_the_same(tmp_path, case: str) -> None:
+    """What the installed release makes of a config.json, in its own spelling."""
+    family, overrides = CASES[case]
+    source = write_checkpoint(tmp_path / "checkpoint", family, **overrides)
+    transformers.AutoConfig.from_pretrained(source).save_pretrained(tmp_path / "rewritten")
+    assert read_config(tmp_path / "rewritten") == read_config(source)
+    rewritten = read_json(tmp_path / "rewritten" / "config.json")
+    computed = [
+        reference_logits(Checkpoint(source), settings, TOKENS, 256)
+        for settings in (read_json(source / "config.json"), rewritten)
+    ]
+    np.testing.assert_array_equal(computed[0], computed[1])

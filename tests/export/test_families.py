@@ -1,0 +1,267 @@
+"""What families do differently: that it is computed, that it matters, and that it survives decoding with trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from drafters import eager
+from edgerun.edge.errors import CheckpointError
+from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
+from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.config import Activation, DecoderConfig, read_config
+from edgerun.export.reference import reference_logits
+from edgerun.export.session import GraphSession
+from edgerun.export.settings import read_json
+from edgerun.models.bundle import digest_file, open_bundle
+from edgerun.runtime.decode import DecodeLimits, decode
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.draft.recycle import RecyclePredictor
+from edgerun.runtime.draft.suffix import SuffixPredictor
+from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.session import GraphSession as RuntimeGraph
+from edgerun.runtime.session import SessionConfig
+from tiny import FAMILY_SETTINGS, tiny_config, tiny_weights, write_bundle, write_checkpoint, write_json, write_weights
+
+TOKENS = np.random.default_rng(5).integers(0, 300, 40)
+LONGROPE = {"type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [4.0] * 8}
+
+
+def logits_of(bundle: Path, tokens: Any = TOKENS, capacity: int = 64) -> Any:
+    return GraphSession(bundle, read_config(bundle), capacity).forward(tokens, np.arange(len(tokens)))
+
+
+def config_of(folder: Path, family: str, **overrides: Any) -> DecoderConfig:
+    write_json(folder / "config.json", tiny_config(family, **overrides))
+    return read_config(folder)
+
+
+@pytest.mark.parametrize("family", FAMILY_SETTINGS)
+def test_decoding_follows_the_reference_past_the_window(tmp_path, family: str) -> None:
+    """Plainly, and with trees of guesses, of which some go wrong."""
+    bundle = write_bundle(tmp_path, family, tie_word_embeddings=False)
+    graph = RuntimeGraph(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+    prompt, limits = [7, 8, 9, 7, 8], DecodeLimits(48, frozenset())
+    texts, rows = [], 0
+    for speculator in (None, eager(SuffixPredictor(), RecyclePredictor(300))):
+        sampler = Sampler(SamplingParams(), 300)
+        steps = list(decode(graph.bind(graph.arena(256)), prompt, sampler, limits, lambda: False, speculator, None))
+        texts.append([token for step in steps for token in step.tokens])
+        rows += sum(step.round.rows for step in steps if step.round is not None)
+    assert texts[0] == texts[1]
+    assert rows > 60
+    text = np.array([*prompt, *texts[0]])
+    settings = read_json(tmp_path / "checkpoint" / "config.json")
+    expected = reference_logits(Checkpoint(tmp_path / "checkpoint"), settings, text, 256)
+    assert expected[len(prompt) - 1 : -1].argmax(-1).tolist() == texts[0]
+
+
+MATTERS = [
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}, {"sliding_window": 10}),
+    ("mistral", {}, {"sliding_window": None}),
+    ("mistral", {}, {"sliding_window": 11}),
+    ("phi3", {}, {"partial_rotary_factor": 1.0}),
+    ("phi3", {"rope_scaling": LONGROPE}, {"original_max_position_embeddings": 120}),
+    ("gemma2", {}, {"attn_logit_softcapping": 4.0}),
+    ("gemma2", {}, {"final_logit_softcapping": 4.0}),
+    ("gemma2", {}, {"query_pre_attn_scalar": 32}),
+    ("gemma2", {}, {"hidden_activation": "silu"}),
+    ("gemma2", {}, {"sliding_window": 13}),
+    ("gemma3_text", {}, {"rope_local_base_freq": 200.0}),
+    ("gemma3_text", {}, {"rope_theta": 2e6}),
+    ("gemma3_text", {}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ("gemma3_text", {}, {"sliding_window_pattern": 2}),
+    ("gemma3_text", {}, {"final_logit_softcapping": 4.0}),
+    ("smollm3", {}, {"no_rope_layers": [1, 1, 1]}),
+    ("granite", {}, {"embedding_multiplier": 3.1}),
+    ("granite", {}, {"attention_multiplier": 0.5}),
+    ("granite", {}, {"residual_multiplier": 0.71}),
+    ("granite", {}, {"logits_scaling": 0.6}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"), MATTERS, ids=[f"{family} {after}" for family, _, after in MATTERS]
+)
+def test_settings_matter(tmp_path, family: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Were a setting ignored by graph and reference alike, no comparison of the two would tell."""
+    first = write_bundle(tmp_path / "first", family, **before)
+    second = write_bundle(tmp_path / "second", family, **{**before, **after})
+    assert np.abs(logits_of(first) - logits_of(second)).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("family", "ending", "count"),
+    [
+        ("gemma2", "layernorm.weight", 8),
+        ("gemma3_text", "_norm.weight", 6),
+        ("olmo2", "layernorm.weight", 4),
+        ("olmo2", "_norm.weight", 4),
+        ("phi3", "_proj.weight", 8),
+    ],
+)
+def test_every_tensor_matters(tmp_path, family: str, ending: str, count: int) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", family)
+    weights = tiny_weights(tiny_config(family))
+    touched = [name for name in weights if name.endswith(ending)]
+    assert len(touched) == count
+    before = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+    for name in touched:
+        changed = weights[name].copy()
+        changed.flat[0] += 0.5
+        write_weights(source, {**weights, name: changed})
+        after = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+        assert np.abs(after - before).max() > 1e-4, name
+
+
+@pytest.mark.parametrize("form", [FP32, INT4], ids=str)
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("gemma2", {"head_dim": 24}),
+        ("gemma3_text", {"head_dim": 8, "num_key_value_heads": 4}),
+        ("gemma3_text", {"num_hidden_layers": 1}),
+        ("phi3", {"partial_rotary_factor": 0.75}),
+        ("phi3", {"num_attention_heads": 8, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
+        ("phi3", {"num_hidden_layers": 1, "hidden_size": 96, "num_attention_heads": 1, "partial_rotary_factor": 0.25}),
+        ("smollm3", {"no_rope_layers": [0, 0, 0]}),
+        ("smollm3", {"head_dim": 24}),
+        ("olmo2", {"num_hidden_layers": 1, "num_key_value_heads": 1}),
+        ("olmo2", {"head_dim": 24, "attention_bias": True}),
+        ("granite", {"num_hidden_layers": 1, "logits_scaling": 8.0, "residual_multiplier": 0.22}),
+        ("mistral", {"sliding_window": 1}),
+        ("mistral", {"head_dim": 24, "sliding_window": 2}),
+    ],
+    ids=str,
+)
+def test_odd_shapes(tmp_path, family: str, overrides: dict[str, Any], form) -> None:
+    bundle = write_bundle(tmp_path, family, weights=form, **overrides)
+    assert open_bundle(bundle).manifest.parity["max_abs_diff"] < 1e-4
+
+
+def nested(folder: Path, rename: dict[str, str], **text_settings: Any) -> Path:
+    """A multimodal Gemma 3 checkpoint around the tiny language model, with a tensor of its image part."""
+    write_checkpoint(folder, "gemma3_text")
+    text = {**tiny_config("gemma3_text"), **text_settings}
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 32}, "eos_token_id": 0}
+    write_json(folder / "config.json", config)
+    weights = {"vision_tower.patch.weight": np.ones((4, 4), np.float32)}
+    for name, value in tiny_weights(tiny_config("gemma3_text")).items():
+        old = next(prefix for prefix in rename if name.startswith(prefix))
+        weights[rename[old] + name.removeprefix(old)] = value
+    write_weights(folder, weights)
+    return folder
+
+
+@pytest.mark.parametrize("rename", [{"": "language_model."}, {"model.": "model.language_model."}], ids=["old", "new"])
+def test_the_language_model_of_a_multimodal_checkpoint(tmp_path, rename: dict[str, str]) -> None:
+    alone = write_bundle(tmp_path / "alone", "gemma3_text", weights=INT4)
+    source = nested(tmp_path / "nested", rename)
+    inside = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4)).bundle
+    for name in ("model.onnx", "model.onnx.data"):
+        assert digest_file(inside / name) == digest_file(alone / name)
+    assert open_bundle(inside).manifest.architecture.family == "gemma3"
+
+
+def test_a_multimodal_checkpoint_without_its_language_model_is_refused(tmp_path) -> None:
+    source = nested(tmp_path / "nested", {"model.": "decoder."})
+    with pytest.raises(
+        CheckpointError, match=r"holds no tensor model\.embed_tokens\.weight; the checkpoint is incompl"
+    ):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
+
+
+def test_what_gemma_checkpoints_leave_unsaid(tmp_path) -> None:
+    sparse = {
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {},
+    }
+    write_json(tmp_path / "config.json", sparse)
+    config = read_config(tmp_path)
+    assert (config.vocab_size, config.heads, config.kv_heads, config.head_dim) == (262208, 8, 4, 256)
+    assert config.activation is Activation.GELU_TANH
+    assert config.tied_head
+    assert config.attention_scale == 1 / 16
+    assert config.embedding_scale == pytest.approx(2560**0.5)
+    assert [layer.window for layer in config.attention[:7]] == [1024] * 5 + [None, 1024]
+    local, whole = config.attention[0].rope, config.attention[5].rope
+    assert local is not None
+    assert whole is not None
+    assert (local.base, whole.base) == (10_000.0, 1_000_000.0)
+    assert local.scaling != whole.scaling
+
+
+def test_a_cap_of_null_is_none(tmp_path) -> None:
+    absent = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    assert config_of(tmp_path, "gemma2", **absent).attention_softcap == 50.0
+    write_json(tmp_path / "config.json", {**tiny_config("gemma2"), **absent})
+    config = read_config(tmp_path)
+    assert config.attention_softcap is None
+    assert config.logits_softcap is None
+
+
+def test_windows_are_where_each_family_has_them(tmp_path) -> None:
+    def windows(family: str, **overrides: Any) -> list[int | None]:
+        return [layer.window for layer in config_of(tmp_path, family, num_hidden_layers=4, **overrides).attention]
+
+    slides = {"use_sliding_window": True, "sliding_window": 9}
+    listed = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}
+    assert windows("llama") == [None] * 4
+    assert windows("qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=3) == [None, None, None, 9]
+    assert windows("qwen2", sliding_window=9, max_window_layers=0) == [None] * 4
+    assert windows("qwen3", sliding_window=9, **listed) == [None, 9, 9, None]
+    assert windows("mistral", sliding_window=9) == [9] * 4
+    assert windows("gemma2") == [12, None, 12, None]
+    assert windows("gemma2", **listed) == [None, 12, 12, None]
+    assert windows("gemma3_text") == [12, 12, None, 12]
+    assert windows("smollm3", no_rope_layers=None) == [None] * 4
+    assert windows("smollm3", no_rope_layers=None, **slides) == [None, None, None, 9]
+    assert windows("smollm3", no_rope_layers=[0, 1, 0, 1], **slides) == [9, None, 9, None]
+
+
+def test_a_mistral_that_names_no_window_has_the_usual_one(tmp_path) -> None:
+    config = tiny_config("mistral")
+    del config["sliding_window"]
+    write_json(tmp_path / "config.json", config)
+    assert [layer.window for layer in read_config(tmp_path).attention] == [4096, 4096]
+
+
+def test_longrope_serves_what_the_model_was_trained_on_unless_more_is_asked_for(tmp_path) -> None:
+    overrides = {"original_max_position_embeddings": 64, "rope_scaling": LONGROPE}
+    usual = write_bundle(tmp_path / "usual", "phi3", **overrides)
+    assert open_bundle(usual).manifest.architecture.context == 64
+    same = write_bundle(tmp_path / "same", "phi3", weights=ExportRecipe(FP32, context=64), **overrides)
+    longer = write_bundle(tmp_path / "longer", "phi3", weights=ExportRecipe(FP32, context=65), **overrides)
+    np.testing.assert_array_equal(logits_of(usual), logits_of(same))
+    assert np.abs(logits_of(usual) - logits_of(longer)).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_longrope_under_its_first_names(tmp_path, name: str) -> None:
+    scalings = [
+        config_of(tmp_path, "phi3", rope_scaling={**LONGROPE, "type": kind}).attention[0].rope
+        for kind in (name, "longrope")
+    ]
+    assert scalings[0] == scalings[1]
+
+
+def test_windows_share_their_masks_and_layers_their_tables(tmp_path) -> None:
+    bundle = write_bundle(tmp_path, "gemma3_text", num_hidden_layers=6)
+    graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
+    attention = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+    local = ("rope.cos", "rope.sin", "position_ids", "window.12.bias")
+    whole = ("rope.1.cos", "rope.1.sin", "position_ids", "attention_bias")
+    assert [tuple(node.input[7:11]) for node in attention] == [local, local, whole] * 2
+    assert [node.op_type for node in graph.node].count("Where") == 1
