@@ -6,7 +6,7 @@ Two questions, as for an export from a checkpoint (`export.parity`), with the so
    agree to float rounding (`TOLERANCE`; half precision: `HALF_TOLERANCE`) in one pass over random tokens, in single
    steps over the cache, and over a small token tree, each of whose branches the source reads as a text of its own.
 2. What did rounding cost? Where weights were rounded: mean KL(source || upgraded) and top-1 agreement over the same
-   tokens, reported; a breach of `MIN_CORRELATION` fails the upgrade, since no rounding explains it.
+   tokens, reported; a breach of `LEAST_CORRELATION` fails the upgrade, since no rounding explains it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
 from ...edge.errors import ExportError
-from ..parity import MIN_CORRELATION, Parity, mean_kl, with_float_activations
+from ..parity import Parity, mean_kl, with_float_activations
 from ..session import CacheForm, FreeSession, GraphSession
 from .editable import EditableGraph
 from .ports import MASK, POSITIONS, TOKENS, Ports
@@ -29,6 +29,9 @@ from .write import InPlace
 
 TOLERANCE: Final = 1e-3
 """Largest difference of a logit, in units of the logits' spread where that exceeds 1."""
+LEAST_CORRELATION: Final = 0.5
+"""Of the logits as shipped with the source's. Rounding to 4 bits costs a trained model a hundredth, and one of random
+weights in 24 layers an eighth; weights in wrong places leave nothing."""
 HALF_TOLERANCE: Final = 5e-2
 """The same where the source computes in half precision."""
 
@@ -122,7 +125,7 @@ def measure(folder: Path, form: CacheForm, reference: Reference, difference: flo
     shipped = session.forward(reference.tokens, np.arange(len(reference.tokens))).astype(np.float64)
     original = reference.logits.astype(np.float64)
     correlation = float(np.corrcoef(shipped.ravel(), original.ravel())[0, 1])
-    if not correlation >= MIN_CORRELATION:
+    if not correlation >= LEAST_CORRELATION:
         raise ExportError(
             f"the upgraded graph's logits correlate by only {correlation:.2f} with the source's",
             "keep more bits: --weights int8, or --weights fp32",
