@@ -1,8 +1,8 @@
 """A decoder written for reading: float64 NumPy, the full attention matrix, no cache.
 
 This is what an exported graph is compared with, so it shares no code with the graph's construction: it reads the
-settings of config.json and computes rotary angles itself (`reference_positions`), straight from the models' definitions.
-A piece of one matrix is in memory at a time.
+settings of config.json and computes rotary angles itself (`reference_positions`), straight from the models'
+definitions. A piece of one matrix is in memory at a time.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64A
     return hidden + feed_forward(norm("post_attention_layernorm", hidden)) * residual_multiplier
 
 
-def _attention(
-    weights: WeightSource, config: Settings, layer: int, normed: Float64Array, context: int
-) -> Float64Array:
+def _attention(weights: WeightSource, config: Settings, layer: int, normed: Float64Array, context: int) -> Float64Array:
     kind, name, rows = config["model_type"], f"model.layers.{layer}.self_attn", len(normed)
     heads, dim = config["num_attention_heads"], head_dim(config)
     kv_heads = config.get("num_key_value_heads") or heads
@@ -106,11 +104,15 @@ def _attention(
         query, key, value = np.split(together, [heads * dim, (heads + kv_heads) * dim], axis=-1)
     else:
         query, key, value = (_linear(weights, f"{name}.{each}_proj", normed, biased) for each in "qkv")
+
+    def normed_heads(query: Float64Array, key: Float64Array) -> tuple[Float64Array, Float64Array]:
+        return _norm(weights, config, f"{name}.q_norm", query), _norm(weights, config, f"{name}.k_norm", key)
+
     if kind == "olmo2":
-        query, key = (_norm(weights, config, f"{name}.{which}_norm", each) for which, each in (("q", query), ("k", key)))
+        query, key = normed_heads(query, key)
     query, key, value = (each.reshape(rows, -1, dim) for each in (query, key, value))
     if kind in ("qwen3", "gemma3_text"):
-        query, key = (_norm(weights, config, f"{name}.{which}_norm", each) for which, each in (("q", query), ("k", key)))
+        query, key = normed_heads(query, key)
     if rotates(config, layer):
         turn = rotation(config, layer, np.arange(rows), context)
         query, key = _rotate(query, *turn), _rotate(key, *turn)

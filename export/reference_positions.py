@@ -1,4 +1,4 @@
-"""Positions for the reference decoder: rotary angles and what a token may see, straight from the models' definitions."""
+"""Positions for the reference decoder: rotary angles, and what a token may see, as the models define them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,28 @@ WITHOUT_WINDOWS = ("llama", "granite", "olmo2")
 
 def slides(config: Settings, layer: int) -> bool:
     """Whether a layer attends to the window only."""
-    kind, window = config["model_type"], config.get("sliding_window", 4096)
+    kind = config["model_type"]
     if kind in WITHOUT_WINDOWS:
         return False
     if kind in ("mistral", "phi3"):
-        return (config.get("sliding_window", 4096 if kind == "mistral" else None)) is not None
+        return config.get("sliding_window", 4096 if kind == "mistral" else None) is not None
     if kind == "smollm3" and not config.get("use_sliding_window"):
         return False
     if config.get("layer_types"):
         return bool(config["layer_types"][layer] == "sliding_attention")
-    if kind == "gemma2":
-        return layer % 2 == 0
-    if kind == "gemma3_text":
-        return bool((layer + 1) % config.get("sliding_window_pattern", 6))
-    if not config.get("use_sliding_window") or window is None:
+    if kind in ("gemma2", "gemma3_text"):
+        period = 2 if kind == "gemma2" else config.get("sliding_window_pattern", 6)
+        return bool((layer + 1) % period)
+    return _slides_from(config, layer)
+
+
+def _slides_from(config: Settings, layer: int) -> bool:
+    """The rule of the models that have `use_sliding_window`."""
+    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
         return False
-    return not rotates(config, layer) if kind == "smollm3" else layer >= (config.get("max_window_layers") or 0)
+    if config["model_type"] == "smollm3":
+        return not rotates(config, layer)
+    return bool(layer >= (config.get("max_window_layers") or 0))
 
 
 def hidden_from(config: Settings, layer: int, rows: int) -> npt.NDArray[np.bool_]:
@@ -102,9 +108,7 @@ def _rotary_settings(config: Settings, layer: int) -> tuple[Settings, float]:
     return settings, float(settings.get("rope_theta") or theta)
 
 
-def _long_speed(
-    pair: int, speed: float, settings: Settings, config: Settings, context: int
-) -> tuple[float, float]:
+def _long_speed(pair: int, speed: float, settings: Settings, config: Settings, context: int) -> tuple[float, float]:
     """LongRoPE (Ding et al. 2024): angle per position of one channel pair, and the magnitude of the whole table."""
     trained = config["max_position_embeddings"]
     name = "original_max_position_embeddings"
