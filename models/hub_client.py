@@ -35,6 +35,10 @@ _LIBRARY: Final = "huggingface_hub"
 _REQUEST_S: Final = 30.0
 
 
+class BrokenOffError(HubError):
+    """The connection failed, so that another try may succeed."""
+
+
 def is_offline() -> bool:
     """Whether the environment forbids asking the hub (`HF_HUB_OFFLINE`, which `--offline` sets)."""
     return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
@@ -55,16 +59,17 @@ def list_repository(id_: HubId) -> Listing:
         InputError: there is no such repository or revision, or it may not be read.
     """
     from huggingface_hub import HfApi  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
-    with _told_in_a_line(id_, "the list of files"):
+    with _told_in_a_line(id_, "the list of files"), _quiet_library():
         api = HfApi(endpoint=endpoint(), library_name="edge-run", library_version=__version__)
         try:
             info = api.model_info(id_.repo, revision=id_.revision, files_metadata=True, timeout=_REQUEST_S)
             files = [_repo_file(sibling) for sibling in info.siblings or ()]
             commit = str(info.sha)
+        except HfHubHTTPError:  # some kinds of it are ValueErrors too
+            raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, OSError):  # some of the library's errors are both
-                raise
             raise HubError(
                 f"{endpoint()} does not answer as the hub does", "check HF_ENDPOINT and what is between it and here"
             ) from error
@@ -89,7 +94,8 @@ def download(listing: Listing, file: RepoFile, path: Path, progress: Callable[[i
         progress: called with the number of bytes that came, which is negative if some have to be given up.
 
     Raises:
-        HubError: the hub cannot be reached, the download broke off, or the disk is full.
+        BrokenOffError: the hub cannot be reached, or the download broke off.
+        HubError: the hub does not give the file, or the disk is full.
         InputError: the file may not be read.
     """
     from huggingface_hub import constants, hf_hub_url  # noqa: PLC0415
@@ -103,10 +109,10 @@ def download(listing: Listing, file: RepoFile, path: Path, progress: Callable[[i
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     url = hf_hub_url(listing.repo, file.path, revision=listing.commit, endpoint=endpoint())
-    headers = build_hf_headers(library_name="edge-run", library_version=__version__)
-    # A size that was counted before compression could not be gone on from.
-    headers["Accept-Encoding"] = "identity"
     with path.open("ab") as target, _told_in_a_line(HubId(listing.repo), file.path), _quiet_library():
+        headers = build_hf_headers(library_name="edge-run", library_version=__version__)
+        # A size that was counted before compression could not be gone on from.
+        headers["Accept-Encoding"] = "identity"
         if target.tell() > file.bytes:
             target.truncate(0)
             target.seek(0)
@@ -173,13 +179,18 @@ class _Counted:
 
 @contextmanager
 def _quiet_library() -> Iterator[None]:
-    """Keep the library's bars and log lines to itself: there is one bar for a whole model, and errors are one line."""
+    """Keep the library to what is asked of it.
+
+    Its bars and log lines would stand beside the one bar and the one line that there are to be, and with its telemetry
+    on it asks for and sends along what program it is started by.
+    """
     from huggingface_hub import constants  # noqa: PLC0415
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars  # noqa: PLC0415
 
     logger, bars = logging.getLogger(_LIBRARY), f"{_LIBRARY}.http_get"
-    level = logger.level
+    level, telemetry_off = logger.level, constants.HF_HUB_DISABLE_TELEMETRY
     logger.setLevel(logging.ERROR)
+    constants.HF_HUB_DISABLE_TELEMETRY = True
     decided = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None  # by the environment, which cannot be overruled
     if not decided:
         disable_progress_bars(bars)
@@ -187,6 +198,7 @@ def _quiet_library() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+        constants.HF_HUB_DISABLE_TELEMETRY = telemetry_off
         if not decided:
             enable_progress_bars(bars)
 
@@ -205,12 +217,13 @@ def _told_in_a_line(id_: HubId, what: str) -> Iterator[None]:
             hint = "make room, or set HF_HOME to a folder on another disk"
             raise HubError(f"{what} of {id_.repo} cannot be written: {error.strerror}", hint) from error
         hint = "check the connection and run the command again: what came is kept"
-        raise HubError(f"{what} of {id_.repo} cannot be had from {endpoint()}: {_reason(error)}", hint) from error
+        raise BrokenOffError(f"{what} of {id_.repo} cannot be had from {endpoint()}: {_reason(error)}", hint) from error
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
     """What fails below the hub's own answers, in whichever HTTP library the hub library came with."""
-    found = (getattr(sys.modules.get(name), "HTTPError", None) for name in ("httpx2", "httpx"))
+    libraries = [sys.modules.get(name) for name in ("httpx2", "httpx")]
+    found = (getattr(library, name, None) for library in libraries for name in ("HTTPError", "InvalidURL"))
     return OSError, *(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
 
 

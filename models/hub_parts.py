@@ -16,6 +16,8 @@ from .manifest import FileDigest
 
 _ROOM_LEFT: Final = 64 << 20
 """Bytes that a download leaves free on the disk."""
+_BARREN_TRIES: Final = 2
+"""How often in a row a connection may bring nothing; the library tries by itself too."""
 
 
 class Parts:
@@ -65,10 +67,24 @@ class Parts:
                     f"run edge-run pull {self.listing.repo} with a connection first",
                 )
             self._came(_size(partial))
-            hub_client.download(self.listing, file, partial, self._came)
+            self._download(file, partial)
         else:
             self._came(file.bytes)
         return hub_client.check_download(self.listing, file, partial)
+
+    def _download(self, file: RepoFile, partial: Path) -> None:
+        """Download a file, taking a connection that ends up again as long as that brings something."""
+        barren = 0
+        while True:
+            before = _size(partial)
+            try:
+                hub_client.download(self.listing, file, partial, self._came)
+            except hub_client.BrokenOffError:
+                barren = 0 if _size(partial) > before else barren + 1
+                if barren == _BARREN_TRIES:
+                    raise
+            else:
+                return
 
     def _copied(self, file: RepoFile, partial: Path) -> bool:
         """Whether the file was on this disk: of another commit or variant, or in the hub library's cache.

@@ -116,7 +116,7 @@ class Downloaded:
             for name, digest in self.files.items():
                 verify_file(self.folder / name, digest)
         except BundleError as error:
-            raise BundleError(error.what, f"download it again: edge-run models --remove {self.id}") from error
+            raise BundleError(error.what, f"download it again: edge-run pull {self.id}") from error
         try:
             os.utime(self.folder / RECORD_NAME)
         except OSError:  # a cache that may only be read

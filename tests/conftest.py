@@ -26,6 +26,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EDGERUN_CACHE", str(folder))
+        patch.setenv("HF_HOME", str(folder / "hugging-face"))
         yield folder
 
 

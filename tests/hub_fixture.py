@@ -1,0 +1,50 @@
+"""The environment of tests that ask a hub of their own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import huggingface_hub.utils
+import pytest
+from huggingface_hub import constants
+
+from hub_server import HubServer
+
+_OF_THE_USER = (
+    *(
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "HF_HUB_CACHE",
+        "HF_ASSETS_CACHE",
+    ),
+    *("HUGGINGFACE_HUB_CACHE", "HUGGINGFACE_ASSETS_CACHE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"),
+    *("http_proxy", "https_proxy", "all_proxy"),
+)
+
+
+@contextmanager
+def own_hub(folder: Path) -> Iterator[HubServer]:
+    """A hub that is asked instead of the real one, with `folder` as HF_HOME and nobody logged in."""
+    with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
+        for name in _OF_THE_USER:
+            patch.delenv(name, raising=False)
+        patch.setenv("HF_HOME", str(folder))
+        patch.setenv("HF_ENDPOINT", hub.url)
+        # What the library reads from the environment when it is imported.
+        patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+        yield hub
+        close_connections()
+
+
+def close_connections() -> None:
+    """Close what the hub library keeps open: it does so only when Python ends."""
+    for name in ("close_session", "reset_sessions"):  # as it is called from release 1.0 on, and before
+        if hasattr(huggingface_hub.utils, name):
+            getattr(huggingface_hub.utils, name)()
+            break
+    gc.collect()

@@ -1,0 +1,94 @@
+"""Which names mean a model on the Hugging Face Hub, and what their parts are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun import InputError
+from edgerun.models.find import is_on_hub
+from edgerun.models.hub_id import HubId, looks_like_hub_id, parse_hub_id
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("org/name", HubId("org/name")),
+        ("onnx-community/Qwen2.5-0.5B-Instruct:q4", HubId("onnx-community/Qwen2.5-0.5B-Instruct", "q4")),
+        ("a/b@v1.0", HubId("a/b", None, "v1.0")),
+        ("a/b:cpu_and_mobile/cpu-int4@refs/pr/3", HubId("a/b", "cpu_and_mobile/cpu-int4", "refs/pr/3")),
+        ("a/b:Q4_K_M@0123456789abcdef", HubId("a/b", "Q4_K_M", "0123456789abcdef")),
+    ],
+)
+def test_the_parts_of_a_name(name: str, parts: HubId) -> None:
+    assert looks_like_hub_id(name)
+    assert parse_hub_id(name) == parts
+    assert str(parts) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model",
+        "a/b/c",
+        "./a",
+        "../a/b",
+        "/a/b",
+        "~/a",
+        "a/model.onnx",
+        "a/w.gguf",
+        "a\\b",
+        "C:/a",
+        "a b/c",
+        "",
+        "a/",
+        "/a",
+    ],
+)
+def test_paths_stay_paths(name: str) -> None:
+    assert not looks_like_hub_id(name)
+
+
+@pytest.mark.parametrize("name", ["org/a--b", "org/..", "org/name.", "-org/x", "a/b.git", "a/" + "x" * 200, "org"])
+def test_names_that_the_hub_does_not_have(name: str) -> None:
+    with pytest.raises(InputError, match="is no name of a model on the Hugging Face Hub; write org/name"):
+        parse_hub_id(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("a/b:", "variant"),
+        ("a/b:/q4", "variant"),
+        ("a/b:x/../y", "variant"),
+        ("a/b@", "revision"),
+        ("a/b:q4@", "revision"),
+        ("a/b@../x", "revision"),
+        ("a/b@a b", "revision"),
+    ],
+)
+def test_variants_and_revisions_that_cannot_be(name: str, part: str) -> None:
+    with pytest.raises(InputError, match=f"names no {part} that could exist; write org/name"):
+        parse_hub_id(name)
+
+
+def test_what_is_on_disk_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_on_hub("org/name")
+    assert not is_on_hub(Path("org/name"))
+    os.makedirs("org/name")
+    assert not is_on_hub("org/name")
+    assert is_on_hub("org/name:q4")
+
+
+@given(st.text(alphabet="ab/:@.-_~\\ C\0", max_size=20))
+def test_any_text_is_a_path_a_name_or_one_line(text: str) -> None:
+    if looks_like_hub_id(text):
+        try:
+            assert str(parse_hub_id(text)) == text
+        except InputError as error:
+            assert error.hint.startswith("write org/name")  # noqa: PT017  the other outcome is checked too
