@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from foreign_exports import LEGACY
+
 SCRIPT = Path(__file__).with_name("foreign_exports.py")
 
 
@@ -33,10 +35,11 @@ class Exporter(Enum):
         named = os.environ.get(f"EDGERUN_{self.name}_PYTHON")
         return named or (sys.executable if all(_has(module) for module in modules) else None)
 
-    @property
-    def forms(self) -> tuple[str, ...]:
-        """Folders it makes of each family."""
-        return {Exporter.OPTIMUM: ("with_past", "separate", "merged"), Exporter.GENAI: ("fp32", "int4")}[self]
+    def forms(self, family: str) -> tuple[str, ...]:
+        """Folders it makes of a family."""
+        if self is Exporter.GENAI:
+            return "fp32", "int4"
+        return ("with_past", "separate", "merged") if family in LEGACY else ("with_past",)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ TOKENIZER is a folder with tokenizer.json and tokenizer_config.json of `VOCABULA
 each family OUT/<family>/checkpoint gets a seeded random model of transformers, OUT/<family>/greedy.json the tokens that
 transformers continues `PROMPT` with (float32), and beside them lie the exports:
 
-- by optimum: `with_past` (one model.onnx), and the two forms that Optimum wrote before 1.14: `separate`
-  (decoder_model.onnx and decoder_with_past_model.onnx) and `merged` (decoder_model_merged.onnx with use_cache_branch);
+- by optimum: `with_past` (one model.onnx), and for families in `LEGACY` the two forms that Optimum wrote before 1.14:
+  `separate` (decoder_model.onnx and decoder_with_past_model.onnx) and `merged` (decoder_model_merged.onnx with
+  use_cache_branch);
 - by genai, the model builder of onnxruntime-genai: `fp32` and `int4`, and in int4.json the tokens that
   onnxruntime-genai itself decodes from the latter.
 
@@ -71,6 +72,8 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 """config.json by family; gemma2 attends to the last 32 positions in every other layer."""
 EXPORTERS: Final = {"optimum": tuple(SETTINGS), "genai": ("llama", "qwen2", "gemma2", "phi3")}
 """Families that each exporter knows."""
+LEGACY: Final = ("llama", "gpt2")
+"""Families that are exported in Optimum's old forms too."""
 ATTENTION: Final = {"optimum": "sdpa", "genai": "eager"}
 """Whose tokens are of record. Optimum exports what transformers computes by default, which leaves out the soft cap of
 gemma2's attention; the model builder keeps it, as eager attention does."""
@@ -121,12 +124,20 @@ def greedy_tokens(checkpoint: Path, prompt: list[int], attention: str) -> list[i
 
 def export_with_optimum(folder: Path, prompt: list[int]) -> None:
     """All forms of `folder`/checkpoint that Optimum writes or wrote."""
-    from optimum.exporters.onnx import export, main_export
+    from optimum.exporters.onnx import main_export
+
+    main_export(str(folder / "checkpoint"), folder / "with_past", task="text-generation-with-past")
+    if folder.name in LEGACY:
+        export_as_before(folder)
+
+
+def export_as_before(folder: Path) -> None:
+    """Optimum's old forms, from what is still there of the code that made them."""
+    from optimum.exporters.onnx import export
     from optimum.exporters.tasks import TasksManager
     from optimum.onnx import merge_decoders
 
     source = folder / "checkpoint"
-    main_export(str(source), folder / "with_past", task="text-generation-with-past")
     model = TasksManager.get_model_from_task("text-generation", source, framework="pt", library_name="transformers")
     config = TasksManager.get_exporter_config_constructor(
         "onnx", model=model, task="text-generation", library_name="transformers"
