@@ -55,7 +55,7 @@ class GraphSession:
         Raises:
             ExportError: ONNX Runtime cannot load it.
         """
-        self._session = _opened(str(bundle / GRAPH_NAME) if graph is None else graph.SerializeToString(), bundle)
+        self._session = _opened(str(bundle / GRAPH_NAME) if graph is None else graph, bundle)
         shape = (1, config.kv_heads, capacity, config.head_dim)
         declared = {port.name: port.type for port in self._session.get_inputs()}
         dtype = np.float16 if declared.get(contract.past_key(0)) == "tensor(float16)" else np.float32
@@ -141,7 +141,7 @@ class FreeSession:
         Raises:
             ExportError: ONNX Runtime cannot load it.
         """
-        self._session = _opened(model.SerializeToString(), folder)
+        self._session = _opened(model, folder)
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
         """Values of outputs in one run.
@@ -155,9 +155,14 @@ class FreeSession:
             raise ExportError(f"the model cannot be run: {str(error).splitlines()[0]}") from error
 
 
-def _opened(model: str | bytes, folder: Path) -> ort.InferenceSession:
+def _opened(model: str | ModelProto, folder: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    if isinstance(model, ModelProto):
+        if not any(node.op_type == "MatMulNBits" for node in model.graph.node):
+            # For a few passes float matrices are good enough where they lie in the file, without a copy of each.
+            options.add_session_config_entry("session.disable_prepacking", "1")
+        model = model.SerializeToString()
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
