@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints import Shape, write_checkpoint
-from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint, upgrade_model
 
 
 def checkpoint(work: Path, shape: Shape, tokenizer: Path | None = None) -> Path:
@@ -45,6 +45,28 @@ def genai_model(work: Path, shape: Shape, block: int, python: str) -> Path:
             raise RuntimeError(f"the GenAI model builder failed:\n{done.stderr[-2000:]}")
 
     return _once(work / shape.name / f"genai-int4-{block}", make)
+
+
+def optimum_model(work: Path, shape: Shape, python: str) -> Path:
+    """Its float32 export by Optimum, which is installed beside `python`."""
+
+    def make(folder: Path) -> None:
+        command = [python, "-m", "optimum.exporters.onnx", "--task", "text-generation-with-past", "--no-post-process"]
+        command += ["--model", str(checkpoint(work, shape)), str(folder)]
+        offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=offline, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"Optimum's exporter failed:\n{done.stderr[-2000:]}")
+
+    return _once(work / shape.name / "optimum-fp32", make)
+
+
+def upgraded(model: Path, recipe: ExportRecipe) -> Path:
+    """A foreign ONNX model upgraded, in a folder beside it."""
+    return _once(
+        model.with_name(f"{model.name}-upgraded-{recipe.body or 'as-stored'}".replace("/", "-")),
+        lambda folder: upgrade_model(model, folder, recipe),
+    )
 
 
 def _once(folder: Path, make: Callable[[Path], object]) -> Path:
