@@ -31,7 +31,8 @@ _WHOLE: Final = 1 << 20
 
 def bench(
     model: Annotated[
-        str | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
+        str | None,
+        typer.Argument(help="An .onnx file, a model folder, or org/name on the hub.", show_default="the bundled model"),
     ] = None,
     draft: Annotated[
         str, typer.Option(help="Draft model: a folder, auto for the one paired with MODEL, or none.")

@@ -15,8 +15,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ..models.find import is_on_hub
+from ..models.hub_id import parse_hub_id
 from ..models.manifest import GraphLayout, WeightFormat
 from .errors import InputError
+from .offline import Offline
 
 if TYPE_CHECKING:
     from ..export import ExportRecipe, ExportReport
@@ -42,7 +45,10 @@ class WeightChoice(str, Enum):
 def export(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SRC", help="A checkpoint folder, a .gguf file, or an .onnx file or its folder."),
+        typer.Argument(
+            metavar="SRC",
+            help="A checkpoint folder, a .gguf file, an .onnx file or its folder, or org/name on the Hugging Face Hub.",
+        ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
     weights: Annotated[
@@ -60,6 +66,7 @@ def export(
     layout: Annotated[
         GraphLayout, typer.Option(help="Whose graph to write: edge-run's own, or one that ONNX Runtime GenAI opens.")
     ] = GraphLayout.EDGE,
+    offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
 ) -> None:
     """Export a checkpoint or a GGUF file, or upgrade an ONNX model that another tool exported.
@@ -74,12 +81,20 @@ def export(
     edge-run export Phi-3-mini-4k-instruct-onnx/cpu-int4 my-model
 
     edge-run export optimum-export/model.onnx my-model --weights int4
+
+    edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model
     """
     try:
         from ..export import ExportRecipe, export_model, has_own_formats
     except ModuleNotFoundError as error:
         raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
 
+    asked = source.as_posix()
+    name = source.resolve().name
+    if is_on_hub(asked):
+        from ..models.hub import fetch_checkpoint
+
+        name, source = asked, fetch_checkpoint(parse_hub_id(asked))
     if weights is None and not has_own_formats(source):
         weights = WeightChoice.INT4
     if weights is None and head is None and block != _USUAL_BLOCK:
@@ -91,11 +106,11 @@ def export(
         layout=layout,
     )
     with _progress_bar() as progress:
-        report = export_model(source, destination, recipe, progress, _command(source, destination, recipe))
+        report = export_model(source, destination, recipe, progress, _command(name, destination, recipe))
     _show(report)
 
 
-def _command(source: Path, destination: Path, recipe: ExportRecipe) -> str:
+def _command(name: str, destination: Path, recipe: ExportRecipe) -> str:
     """The export as a command, for the manifest; folders by their last name, so that no private path is published."""
     options = []
     for option, form in (("--weights", recipe.body), ("--head", recipe.head)):
@@ -107,7 +122,7 @@ def _command(source: Path, destination: Path, recipe: ExportRecipe) -> str:
         options += ["--context", str(recipe.context)]
     if recipe.layout is not GraphLayout.EDGE:
         options += ["--layout", recipe.layout.value]
-    return shlex.join(["edge-run", "export", source.resolve().name, destination.resolve().name, *options])
+    return shlex.join(["edge-run", "export", name, destination.resolve().name, *options])
 
 
 class _Bar:

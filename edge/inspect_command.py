@@ -23,7 +23,8 @@ from .verify_command import verdict
 
 def inspect(
     model: Annotated[
-        str | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
+        str | None,
+        typer.Argument(help="An .onnx file, a model folder, or org/name on the hub.", show_default="the bundled model"),
     ] = None,
     tokenizer: Annotated[
         Path | None,

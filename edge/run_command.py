@@ -20,6 +20,7 @@ from ..runtime.speculation import Speculation
 from .errors import InputError
 from .explain import show_rounds
 from .interrupt import cancelling_on_interrupt
+from .offline import Offline
 from .present import reply_json, stats_line, write_error, write_out
 from .terminal_chat import TerminalChat
 
@@ -28,7 +29,8 @@ _INTERRUPTED: Final = 130
 
 def run(
     model: Annotated[
-        str | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
+        str | None,
+        typer.Argument(help="An .onnx file, a model folder, or org/name on the hub.", show_default="the bundled model"),
     ] = None,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Answer this once, then exit.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
@@ -83,6 +85,7 @@ def run(
         ),
     ] = False,
     resume: Annotated[Path | None, typer.Option(help="Go on with a conversation put aside by /save.")] = None,
+    offline: Offline = False,  # noqa: ARG001  its callback acts
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print what the answer cost, on stderr.")] = False,
     draw: Annotated[

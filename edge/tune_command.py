@@ -31,7 +31,8 @@ _MOST_CACHE_BYTES: Final = 512 << 20
 
 def tune(
     model: Annotated[
-        str | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
+        str | None,
+        typer.Argument(help="An .onnx file, a model folder, or org/name on the hub.", show_default="the bundled model"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, gpu, npu, or an execution provider's name.")] = "auto",
     threads: Annotated[

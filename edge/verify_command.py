@@ -23,7 +23,8 @@ _KINDS: Final = {"greedy": "greedy", "sampled": "sampled", "exact": "greedy with
 
 def verify(
     model: Annotated[
-        str | None, typer.Argument(help="An .onnx file or a model folder.", show_default="the bundled model")
+        str | None,
+        typer.Argument(help="An .onnx file, a model folder, or org/name on the hub.", show_default="the bundled model"),
     ] = None,
     draft: Annotated[
         str, typer.Option(metavar="MODEL", help="Draft model: a folder, auto (the one MODEL names), or none.")

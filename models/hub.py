@@ -199,7 +199,11 @@ def _graph_files(parts: Parts, chosen: GraphFiles) -> dict[str, str]:
     )
     wanted = {PurePosixPath(path).name: path for path in graphs}
     for graph, (file, _) in parts.get(graphs).items():
-        for name in external_files(file):
+        try:
+            data = external_files(file)
+        except BundleError as error:
+            raise BundleError(f"{graph} of {listing.repo} is not an ONNX model", "name another variant") from error
+        for name in data:
             path = str(folder / name)
             if not is_safe_path(name):
                 raise BundleError(f"{graph} of {listing.repo} keeps weights in {name!r}", "do not use this model")

@@ -33,6 +33,7 @@ def own_hub(folder: Path) -> Iterator[HubServer]:
     with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
         for name in _OF_THE_USER:
             patch.delenv(name, raising=False)
+        patch.setenv("HF_HUB_OFFLINE", "0")  # and not taken away, so that what --offline sets is undone
         patch.setenv("HF_HOME", str(folder))
         patch.setenv("HF_ENDPOINT", hub.url)
         # What the library reads from the environment when it is imported.

@@ -227,11 +227,13 @@ def test_a_repository_without_a_model(hub: HubServer) -> None:
     ("data", "message"),
     [
         ("../../secret", "keeps weights in '../../secret'; do not use this model"),
+        (None, "onnx/model.onnx of org/bad is not an ONNX model; name another variant"),
         ("gone.bin", "org/bad lacks onnx/gone.bin, where onnx/model.onnx keeps weights; tell its makers"),
     ],
 )
-def test_weights_that_are_not_in_the_repository(hub: HubServer, data: str, message: str) -> None:
-    hub.repo("org/bad", {**TEXTS, "onnx/model.onnx": graph(data)})
+def test_graphs_that_cannot_be_what_they_say(hub: HubServer, data: str | None, message: str) -> None:
+    made = b"no model at all" if data is None else graph(data)
+    hub.repo("org/bad", {**TEXTS, "onnx/model.onnx": made})
     with pytest.raises(BundleError, match=re.escape(message)):
         find_model("org/bad")
 

@@ -1,0 +1,238 @@
+"""Commands that take models from the Hugging Face Hub, against a server that answers as the hub does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("onnx", reason="needs the export extra")
+
+import edgerun
+from edgerun.edge.cli import main
+from hub_fixture import own_hub
+from hub_server import HubServer, files_of, sha256
+
+ROOT = Path(edgerun.__file__).parent
+IN_ANOTHER_PROCESS = "import sys; from edgerun.edge.cli import main; sys.exit(main())"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny_bundle: Path) -> Iterator[HubServer]:
+    """A hub with one model of our own, and the same model as transformers.js has it."""
+    with own_hub(tmp_path / "hf") as server:
+        files = files_of(tiny_bundle)
+        server.repo("org/tiny", files)
+        graphs = {f"onnx/{name}": data for name, data in files.items() if name.startswith("model.onnx")}
+        others = {
+            name: data for name, data in files.items() if not name.startswith("model.onnx") and name != "edge.json"
+        }
+        server.repo("org/js", {**others, **graphs, "onnx/model_q4f16.onnx": files["model.onnx"]})
+        yield server
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_model_on_the_hub_answers(hub: HubServer, tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["-p", "ab", "-n", "12"]
+    expected = run([str(tiny_bundle), *asked], capsys)
+    assert expected[0] == 0
+    for name in ("org/tiny", "org/js", "org/js:fp32", "org/tiny@main"):
+        assert run([name, *asked], capsys) == expected
+    assert run(["org/tiny", *asked, "--draft", "org/tiny"], capsys) == expected
+    assert run(["org/tiny", *asked, "--offline"], capsys) == expected
+    code, out, err = run(["inspect", "org/js", "--json"], capsys)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["layers"] == 2
+    assert "onnx/model_q4f16.onnx" not in hub.bodies()
+
+
+def test_pull_says_where_a_model_lies(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(["pull", "org/js", "--json"], capsys)
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert facts["command"] == "edge-run org/js:fp32"
+    assert facts["commit"] == hub.repos["org/js"].refs["main"]
+    assert facts["bytes"] == sum(facts["files"].values())
+    assert {path.name for path in Path(facts["path"]).iterdir()} == {*facts["files"], "hub.json"}
+    code, out, err = run(["pull", "org/js", "--variant", "fp32", "--revision", "main"], capsys)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"org/js:fp32: {facts['bytes'] / 1000:.3g} kB, commit {facts['commit'][:10]}",
+        f"in {facts['path']}",
+        "run it: edge-run org/js:fp32@main",
+    ]
+
+
+def test_pull_names_what_it_left_behind(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    repo = hub.repos["org/tiny"]
+    old = repo.refs["main"]
+    assert main(["pull", "org/tiny"]) == 0
+    repo.put({**repo.commits[old], "README.md": b"more"})
+    capsys.readouterr()
+    code, out, _ = run(["pull", "org/tiny"], capsys)
+    assert code == 0
+    assert f"an older commit is still here: edge-run models --remove org/tiny@{old[:10]}" in out.splitlines()
+    assert run(["models", "--remove", f"org/tiny@{old[:10]}"], capsys)[0] == 0
+    assert main(["org/tiny", "-p", "ab", "-n", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (
+            ["pull", "org/none"],
+            2,
+            "there is no model org/none on the hub, nor a file or folder of that name here",
+        ),
+        (
+            ["org/none", "-p", "a"],
+            2,
+            "there is no model org/none on the hub, nor a file or folder of that name here",
+        ),
+        (["pull", "model"], 2, "'model' is no name of a model on the Hugging Face Hub; write org/name"),
+        (
+            ["pull", "org/tiny", "--revision", "a b"],
+            2,
+            "'org/tiny@a b' names no revision that could exist; write org/name",
+        ),
+        (["pull", "org/js:q2"], 2, "org/js has no variant q2; name one of fp32, q4f16"),
+        (
+            ["pull", "org/tiny", "--offline"],
+            1,
+            "org/tiny is not downloaded, and the hub may not be asked (offline); run",
+        ),
+        (["org/tiny", "-p", "a", "--offline"], 1, "org/tiny is not downloaded, and the hub may not be asked (offline)"),
+        (["models", "--remove", "org/tiny"], 2, "org/tiny is not downloaded; edge-run models lists what is"),
+        (
+            ["models", "--remove", "../tiny"],
+            2,
+            "'../tiny' is no name of a model on the Hugging Face Hub; write org/name",
+        ),
+    ],
+)
+def test_what_goes_wrong_is_one_line(
+    hub: HubServer, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    got, out, err = run(arguments, capsys)
+    assert (got, out) == (code, "")
+    assert err.startswith(f"edge-run: error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_models_are_listed_and_removed(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models"], capsys)[1].splitlines()[-1].startswith("none downloaded yet; for example: edge-run pull")
+    for name in ("org/tiny", "org/js:fp32", "org/js:q4f16"):
+        assert main(["pull", name]) == 0
+    capsys.readouterr()
+    code, out, err = run(["models", "--json"], capsys)
+    assert (code, err) == (0, "")
+    listed = [model for model in json.loads(out)["models"] if model["commit"]]
+    assert [(model["id"], model["variant"]) for model in listed] == [
+        ("org/js", "fp32"),
+        ("org/js", "q4f16"),
+        ("org/tiny", ""),
+    ]
+    assert all(Path(model["path"]).is_dir() and model["bytes"] > 0 and model["last_used"] for model in listed)
+    _, out, _ = run(["models"], capsys)
+    assert [line.split()[0] for line in out.splitlines() if "org/" in line] == [
+        "org/js:fp32",
+        "org/js:q4f16",
+        "org/tiny",
+    ]
+
+    code, out, _ = run(["models", "--remove", "org/js:q9"], capsys)
+    assert code == 2
+    code, out, _ = run(["models", "--remove", "org/js:FP32"], capsys)
+    assert code == 0
+    assert out.splitlines()[0] == f"removed org/js:fp32, commit {hub.repos['org/js'].refs['main'][:10]}"
+    assert [Path(model["path"]).is_dir() for model in listed] == [False, True, True]
+    code, out, _ = run(["models", "--remove", "org/js", "--json"], capsys)
+    assert code == 0
+    assert [entry["variant"] for entry in json.loads(out)["removed"]] == ["q4f16"]
+    assert [path.name for path in (tmp_path / "hf" / "assets" / "edge-run" / "models").iterdir()] == ["org--tiny"]
+
+
+def test_an_export_takes_its_checkpoint_from_the_hub(
+    hub: HubServer, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.repo("org/ckpt", {**files_of(tiny_bundle.parent / "checkpoint"), "README.md": b"-"})
+    code, _, err = run(["org/ckpt", "-p", "ab"], capsys)
+    assert code == 2
+    assert "org/ckpt holds no .onnx file; export its checkpoint: edge-run export org/ckpt OUT" in err
+    code, _, err = run(["export", "org/ckpt", str(tmp_path / "out"), "--weights", "fp32"], capsys)
+    assert (code, err) == (0, "")
+    made_by = json.loads((tmp_path / "out" / "edge.json").read_text())["command"]
+    assert made_by == "edge-run export org/ckpt out --weights fp32"
+    asked = ["-p", "ab", "-n", "12"]
+    assert run([str(tmp_path / "out"), *asked], capsys) == run([str(tiny_bundle), *asked], capsys)
+
+
+@pytest.mark.parametrize("command", ["pull", "models"])
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run([command, "--help"], capsys)
+    assert code == 0
+    assert f"Example: edge-run {command} " in " ".join(out.split())
+
+
+def start(arguments: list[str], tmp_path: Path) -> subprocess.Popen[bytes]:
+    """`edge-run` in another process, which takes its package and its hub from this one."""
+    here = tmp_path / "package"
+    if not here.exists():
+        here.mkdir()
+        (here / "edgerun").symlink_to(ROOT)
+    environment = {**os.environ, "PYTHONPATH": str(here), "PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_a_killed_download_is_gone_on_with(hub: HubServer, tiny_bundle: Path, tmp_path: Path) -> None:
+    files = {name: data for name, data in files_of(tiny_bundle).items() if name != "edge.json"}
+    # The library writes ten million bytes at a time.
+    files["model.onnx.data"] += bytes(14 << 20)
+    hub.repo("org/large", files)
+    hub.faults.stall["model.onnx.data"] = 12 << 20
+    partial = tmp_path / "hf/assets/edge-run/models/org--large/partial" / sha256(files["model.onnx.data"])
+    with start(["pull", "org/large"], tmp_path) as process:
+        while process.poll() is None and not (partial.is_file() and partial.stat().st_size):
+            time.sleep(0.02)
+        process.kill()
+        assert process.communicate() == (b"", b"")
+    came = partial.stat().st_size
+    assert 0 < came < len(files["model.onnx.data"])
+    hub.faults.stall.clear()
+    hub.seen.clear()
+    with start(["org/large", "-p", "ab", "-n", "12"], tmp_path) as process:
+        out, err = process.communicate()
+    assert (process.returncode, err) == (0, b"")
+    assert out.decode() == edgerun.load(tiny_bundle).generate("ab", max_tokens=12).text + "\n"
+    assert [seen.range for seen in hub.seen if "/cdn/" in seen.path and seen.path.endswith(".data")] == [
+        f"bytes={came}-"
+    ]
+    assert not partial.exists()
+
+
+def test_the_hub_library_is_loaded_only_where_it_is_asked(hub: HubServer, tiny_bundle: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, edgerun; edgerun.load(sys.argv[1]); from edgerun.edge.cli import main; main(['models']);"
+        "sys.exit('huggingface_hub' in sys.modules)"
+    )
+    here = tmp_path / "package"
+    here.mkdir()
+    (here / "edgerun").symlink_to(ROOT)
+    subprocess.run(
+        [sys.executable, "-c", program, str(tiny_bundle)],
+        env={**os.environ, "PYTHONPATH": str(here)},
+        check=True,
+        capture_output=True,
+    )
