@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..edge.errors import ContextError, EdgeError, InputError, TemplateError
 from ..models.bundle import Bundle, open_bundle
-from ..models.device_kind import DeviceKind
 from ..models.find import find_model
 from ..models.pairing import find_draft
 from .certificate import SAMPLE_TEXT, Certificate
@@ -20,14 +19,13 @@ from .chat import Session
 from .complete import CachedText, complete
 from .decode import DecodeLimits
 from .device import choose_device
-from .facts import facts_of
+from .open_graph import open_graph
 from .options import GenerateOptions, ModelDefaults
 from .pair import taking_turns
-from .prepacked import prepacked_graph
 from .reply import Chunk, Reply
 from .residency import trim_heap
 from .sampling import SamplingParams
-from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
+from .session import GraphSession, SessionConfig
 from .speculate import Speculator
 from .speculation import Speculation
 from .step_cost import StepCost
@@ -57,7 +55,8 @@ def load(
     """Load a model.
 
     Args:
-        model: an .onnx file or a model folder; None for the model that comes with edge-run.
+        model: an .onnx file, a model folder, or `org/name[:variant][@revision]` on the Hugging Face Hub; None for the
+            model that comes with edge-run.
         device: `auto`, `cpu`, `gpu`, `npu` or the name of an execution provider.
         threads: compute threads; None for one per physical core.
         context: most tokens a conversation may have; None for what the model allows.
@@ -79,9 +78,9 @@ def load(
     if context is not None and context < 2:
         raise InputError(f"context is {context}", "it must be 2 or more")
     chosen = choose_device(device)
-    bundle = open_bundle(
-        find_model(model), kind=chosen.kind, tokenizer=None if tokenizer is None else Path(tokenizer).expanduser()
-    )
+    path = find_model(model, chosen.kind)
+    tokens = None if tokenizer is None else Path(tokenizer).expanduser()
+    bundle = open_bundle(path, kind=chosen.kind, tokenizer=tokens)
     config = SessionConfig(chosen, threads or 0)
     return Engine(bundle, config, context, cache=cache, draft=draft, history=history, learned=learned)
 
@@ -105,9 +104,7 @@ class Engine:
         draft_config = config
         if pair is not None:
             config, draft_config = taking_turns(config, pair.draft)
-        packed = cache and config.device.kind is DeviceKind.CPU
-        graph = prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if packed else bundle.graph
-        self._graph: GraphSession | None = GraphSession(graph, config, facts_of(bundle))
+        self._graph: GraphSession | None = open_graph(bundle, config, cache=cache)
         self.spec: Final = self._graph.spec
         self.context: Final = _context_limit(bundle, self.spec.capacity, context)
         """Most tokens of prompt and answer together."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..models.bundle import Bundle
 from ..models.operators import Operators, operators_of
+from .probe import Reading
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Facts:
     """The `model` section of genai_config.json."""
     operators: Operators | None = None
     """Of the graph; None where it is known to be edge-run's own."""
+    reading: Reading | None = None
+    """What running the graph showed before."""
 
 
 def facts_of(bundle: Bundle) -> Facts:

@@ -22,13 +22,11 @@ from typing import Final
 
 from ..edge.errors import BundleError
 from ..models.bundle import Bundle
-from ..models.device_kind import DeviceKind
 from ..models.pairing import Pair
 from .calibration import calibrate
 from .draft.model import DraftModel, check_target_ids
-from .facts import facts_of
-from .prepacked import prepacked_graph
-from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
+from .open_graph import open_graph
+from .session import SessionConfig
 from .step_cost_cache import cached, save
 
 _ONE_THREAD_BELOW: Final = 16 << 20
@@ -61,9 +59,7 @@ def load_draft(pair: Pair, config: SessionConfig, target_vocab: int, context: in
             pair's map says.
     """
     bundle = pair.draft
-    packed = cache and config.device.kind is DeviceKind.CPU
-    graph = prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if packed else bundle.graph
-    session = GraphSession(graph, config, facts_of(bundle))
+    session = open_graph(bundle, config, cache=cache)
     head = session.spec.vocab_size
     if pair.target_ids is not None:
         try:

@@ -8,9 +8,9 @@ refused: it would run, and write nonsense.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Final, Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -29,6 +29,35 @@ _QUANTIZED_NOISE: Final = 0.75
 """The same where one scale is chosen for all rows of a pass (DynamicQuantizeLinear): rows disturb each other."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What running a graph showed of its ports."""
+
+    sharing: Sharing
+    scores: Scores
+    wide: bool
+
+    def applied(self, spec: GraphSpec) -> GraphSpec:
+        """The spec with what was found."""
+        return replace(spec, sharing=self.sharing, scores=self.scores, wide=self.wide)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"sharing": self.sharing.name, "scores": self.scores.name, "wide": self.wide}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Reading:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: the values are not such.
+        """
+        try:
+            return cls(Sharing[data["sharing"]], Scores[data["scores"]], bool(data["wide"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not what a graph's ports were found to be: {error}") from error
+
+
 class Trial(Protocol):
     """Makes the session as it would be if a spec was right."""
 
@@ -37,8 +66,8 @@ class Trial(Protocol):
         ...
 
 
-def settle(spec: GraphSpec, trial: Trial, where: str, *, in_place: bool, disturbs: bool) -> GraphSpec:
-    """The spec with what running the graph shows.
+def settle(spec: GraphSpec, trial: Trial, where: str, *, in_place: bool, disturbs: bool) -> Reading:
+    """What running the graph shows.
 
     Args:
         spec: as the ports tell.
@@ -52,14 +81,17 @@ def settle(spec: GraphSpec, trial: Trial, where: str, *, in_place: bool, disturb
     """
     noise = _QUANTIZED_NOISE if disturbs else _NOISE
     hint = "choose another variant of the model"
-    failures = []
+    failures: list[EdgeError] = []
+    ran = False
     for reading in _readings(spec, in_place):
         outcome = _outcome(trial, reading, noise)
         if isinstance(outcome, bool):
-            return replace(reading, wide=outcome)
-        if outcome is not None:
+            return Reading(reading.sharing, reading.scores, outcome)
+        if outcome is None:
+            ran = True
+        else:
             failures.append(outcome)
-    if failures:
+    if failures and not ran:
         raise BundleError(f"{where}: {failures[-1].what}", hint) from failures[-1]
     raise BundleError(
         f"{where} gives other logits for a text in several passes than in one: its cache is not kept as its inputs say",

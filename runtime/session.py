@@ -18,7 +18,7 @@ from .graph_spec import GraphSpec, Port, Role, Sharing
 from .introspect import introspect
 from .kv import InPlaceArena, KVArena
 from .kv_growing import GrowingArena
-from .probe import settle
+from .probe import Reading, settle
 from .refusals import refuse_operators
 from .residency import drop_file_pages
 
@@ -77,15 +77,9 @@ class GraphSession:
         self._first = None if facts.first is None else _load(facts.first, config)
         self.config: Final = config
         spec = introspect(_ports(self._session.get_inputs()), _ports(self._session.get_outputs()), str(graph), facts)
-        if facts.operators is not None and Role.LOGIT_ROWS not in spec.inputs:
-            spec = settle(
-                spec,
-                self._try,
-                str(graph),
-                in_place="GroupQueryAttention" in facts.operators,
-                disturbs=any(name in facts.operators for name in _SHARE_A_SCALE),
-            )
-        self.spec: Final[GraphSpec] = spec
+        self.reading: Final = facts.reading or self._settled(spec, facts, str(graph))
+        """What running the graph showed of its ports; None where they tell all."""
+        self.spec: Final = spec if self.reading is None else self.reading.applied(spec)
 
     def arena(self, limit: int) -> KVArena:
         """An empty arena of this graph's shape for a context of `limit` tokens."""
@@ -94,6 +88,17 @@ class GraphSession:
     def bind(self, arena: KVArena) -> BoundSession:
         """The session ready to run passes over `arena`."""
         return BoundSession(self._session, self.spec, arena, self._first)
+
+    def _settled(self, spec: GraphSpec, facts: Facts, where: str) -> Reading | None:
+        if facts.operators is None or Role.LOGIT_ROWS in spec.inputs:
+            return None
+        return settle(
+            spec,
+            self._try,
+            where,
+            in_place="GroupQueryAttention" in facts.operators,
+            disturbs=any(name in facts.operators for name in _SHARE_A_SCALE),
+        )
 
     def _try(self, spec: GraphSpec, limit: int) -> BoundSession:
         """The session as it would be if `spec` was right."""
