@@ -1,4 +1,4 @@
-"""Models that other tools exported, opened as they are: the text is that of transformers, with and without guesses."""
+"""Models that other tools exported, as they are and upgraded: their text is that of record, with and without guesses."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from data import data_path
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import Engine, GenerateOptions, Speculation
 from edgerun.edge.cli import main
+from edgerun.export import FP32, ExportRecipe, export_model
+from edgerun.runtime.graph_spec import GraphSpec
 from edgerun.runtime.reply import Reply
 from foreign import Exporter, ForeignExports
 from foreign_exports import EXPORTERS, GREEDY_TOKENS, PROMPT
@@ -42,15 +44,31 @@ def test_tokens_are_those_of_record(
 ) -> None:
     """transformers' tokens for float32; for int4, those that onnxruntime-genai decodes from the same file."""
     model = foreign_exports.of(exporter, family)
-    expected = model.tokens("int4" if form == "int4" else "greedy")
+    check_tokens(model.form(form), model.tokens("int4" if form == "int4" else "greedy"))
+
+
+@pytest.mark.parametrize(("exporter", "family", "form"), FORMS)
+def test_tokens_stay_when_it_is_upgraded(
+    foreign_exports: ForeignExports, tmp_path: Path, exporter: Exporter, family: str, form: str
+) -> None:
+    model = foreign_exports.of(exporter, family)
+    quantized = form == "int4"
+    recipe = ExportRecipe(None if quantized else FP32)
+    bundle = export_model(model.form(form), tmp_path / "upgraded", recipe).bundle
+    assert check_tokens(bundle, model.tokens("int4" if quantized else "greedy")).trees
+
+
+def check_tokens(folder: Path, expected: list[int]) -> GraphSpec:
+    """Decode with and without guesses; returns what the model is."""
     assert len(expected) == GREEDY_TOKENS
-    with edgerun.load(model.form(form), threads=1, cache=False) as llm:
+    with edgerun.load(folder, threads=1, cache=False) as llm:
         llm._workshop._cost = FixedCost(NEARLY_FREE)
         prompt = llm.tokenizer.encode(PROMPT, add_special_tokens=True)
         for speculation in SPECULATIONS:
             tokens, reply = tokens_of(llm, prompt, speculation)
             assert tokens == expected, speculation
             assert (reply.stats.drafted > 0) == (speculation is not Speculation.OFF)
+        return llm.spec
 
 
 @pytest.mark.parametrize(("exporter", "form"), [(Exporter.OPTIMUM, "with_past"), (Exporter.GENAI, "fp32")])

@@ -94,6 +94,9 @@ def test_the_graph_takes_what_genai_gives(tmp_path: Path, settings: dict[str, in
     assert {port.name for port in [*graph.input, *graph.initializer]} <= used
     inputs = json.loads((bundle / "genai_config.json").read_text())["model"]["decoder"]["inputs"]
     assert set(inputs) == {"input_ids", "attention_mask", *positions, "past_key_names", "past_value_names"}
+    with edgerun.load(bundle, cache=False) as llm:
+        assert llm.spec.verifies
+        assert not llm.spec.trees
 
 
 def test_what_genai_is_told(tmp_path: Path) -> None:
