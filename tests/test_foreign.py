@@ -1,4 +1,4 @@
-"""Models that other tools exported, as they are and upgraded: their text is that of record, with and without guesses."""
+"""Models that other tools exported, as they are and upgraded: the tokens are those of record, guessed at or not."""
 
 from __future__ import annotations
 
