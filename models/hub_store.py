@@ -8,8 +8,9 @@
 
 A model folder holds plain files. The hub library's own cache would not do: there a model is a folder of links into a
 folder of blobs, and those perhaps again links into a store for all models. ONNX Runtime 1.24.1 refuses weights behind
-such links, other releases up to 1.31 do so unless graph and weights end up in one folder, and the onnx package refuses
-links of either kind, hard ones too. The assets folder beside it is the one the library gives to other programs.
+such links, later releases take them only if graph and weights end up in one folder, and the onnx package refuses links
+of either kind, hard ones too (docs/decisions/0012-models-from-the-hub.md). The assets folder beside it is the one the
+library gives to other programs.
 """
 
 from __future__ import annotations
