@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from tokenizers import Tokenizer
+
 from ..models.bundle import GRAPH_NAME
 from ..models.json_file import is_finite, is_whole
 from . import contract
@@ -23,7 +25,8 @@ def genai_config(folder: Path, config: DecoderConfig, context: int, inputs: Sequ
     """The contents of the file; what ends a text and how text is drawn are as the checkpoint's own files have it.
 
     Args:
-        folder: with config.json and, where the checkpoint has one, generation_config.json.
+        folder: with config.json, tokenizer.json and, where the checkpoint has them, generation_config.json and
+            tokenizer_config.json.
         config: the model's numbers.
         context: positions the graph serves.
         inputs: the graph's.
@@ -34,7 +37,7 @@ def genai_config(folder: Path, config: DecoderConfig, context: int, inputs: Sequ
     return {
         "model": {
             "type": config.family if config.family in _TYPES else "decoder",
-            **_special_tokens(tokens),
+            **_special_tokens(tokens, _end_of_turn(folder)),
             "vocab_size": config.vocab_size,
             "context_length": context,
             "decoder": {
@@ -67,9 +70,11 @@ def genai_config(folder: Path, config: DecoderConfig, context: int, inputs: Sequ
     }
 
 
-def _special_tokens(tokens: Mapping[str, Any]) -> dict[str, int | list[int]]:
+def _special_tokens(tokens: Mapping[str, Any], turn: int | None) -> dict[str, int | list[int]]:
     """Ids by the names GenAI wants. It takes a missing one for 0, so each that is not known is one that ends a text."""
     ends = _ids(tokens.get("eos_token_id"))
+    if turn is not None and turn not in ends:
+        ends.append(turn)
     named: dict[str, int | list[int]] = {}
     if ends:
         named["eos_token_id"] = ends[0] if len(ends) == 1 else ends
@@ -77,6 +82,16 @@ def _special_tokens(tokens: Mapping[str, Any]) -> dict[str, int | list[int]]:
         if ids := _ids(tokens.get(name)) or ends:
             named[name] = ids[0]
     return named
+
+
+def _end_of_turn(folder: Path) -> int | None:
+    """The tokenizer's own end of text; where the configuration has another, this one ends a chat model's turn."""
+    named = _said(folder / "tokenizer_config.json").get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    if not isinstance(text, str):
+        return None
+    found: int | None = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(text)
+    return found
 
 
 def _ids(listed: Any) -> list[int]:

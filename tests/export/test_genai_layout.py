@@ -101,13 +101,17 @@ def test_the_graph_takes_what_genai_gives(tmp_path: Path, settings: dict[str, in
 
 def test_what_genai_is_told(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", bos_token_id=3)
-    settings = {"eos_token_id": [0, 2], "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": None}
+    settings = {"eos_token_id": [2, 1], "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": None}
     write_json(source / "generation_config.json", settings)
     recipe = ExportRecipe(INT4, context=200, layout=GraphLayout.GENAI)
     report = export_checkpoint(source, tmp_path / "bundle", recipe)
     config = json.loads((report.bundle / "genai_config.json").read_text())
     model, search = config["model"], config["search"]
-    assert [model[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [3, [0, 2], 0]
+    assert [model[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [
+        3,
+        [2, 1, 0],
+        0,
+    ]  # 0 is the tokenizer's own
     assert (model["type"], model["vocab_size"], model["context_length"]) == ("qwen2", 300, 200)
     decoder = model["decoder"]
     sizes = ("head_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
@@ -128,7 +132,8 @@ def test_what_genai_is_told(tmp_path: Path) -> None:
 
 def test_without_ids_nothing_is_made_up(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", eos_token_id=None, pad_token_id=None, bos_token_id=None)
-    write_json(source / "generation_config.json", {})
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        write_json(source / name, {})
     bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4, layout=GraphLayout.GENAI)).bundle
     model = json.loads((bundle / "genai_config.json").read_text())["model"]
     assert not [name for name in model if name.endswith("_token_id")]
