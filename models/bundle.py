@@ -202,6 +202,11 @@ def _find_graph(path: Path, variant: str | None, kind: DeviceKind) -> tuple[Path
         raise BundleError(f"{path} does not exist", _HINT) from error
     if stat.S_ISDIR(mode):
         files = _files_below(path)
+        if "pipeline" in _decoder_of_genai(path):
+            raise BundleError(
+                f"{path} is a model cut into stages for an NPU ({GENAI_CONFIG} has a decoder.pipeline)",
+                "choose a variant of the model for the CPU",
+            )
         named = {folder: name for folder in _folders_of_genai(files) if (name := _named_by_genai(path / folder))}
         chosen = choose_graph(files, variant, kind=kind, named=named, where=str(path))
         graph = path / chosen.graph
@@ -230,10 +235,17 @@ def _folders_of_genai(files: Sequence[str]) -> list[str]:
 
 def _named_by_genai(folder: Path) -> str | None:
     """The file name of the decoder's graph, as ONNX Runtime GenAI's configuration in a folder gives it."""
-    said: Any = read_json_object(folder / GENAI_CONFIG, BundleError, "restore it or leave it out")
-    for part in ("model", "decoder", "filename"):
+    name = _decoder_of_genai(folder).get("filename")
+    return name if isinstance(name, str) else None
+
+
+def _decoder_of_genai(folder: Path) -> dict[str, Any]:
+    """The decoder's section of ONNX Runtime GenAI's configuration in a folder; empty without one."""
+    path = folder / GENAI_CONFIG
+    said: Any = read_json_object(path, BundleError, "restore it or leave it out") if path.is_file() else {}
+    for part in ("model", "decoder"):
         said = said.get(part) if isinstance(said, dict) else None
-    return said if isinstance(said, str) else None
+    return said if isinstance(said, dict) else {}
 
 
 def _configured(graph: Path, root: Path) -> Path:

@@ -148,6 +148,8 @@ def _form(past: Port, present: Port, where: str, sizes: Mapping[int, int]) -> Te
     if shape[batch] != 1:
         raise BundleError(f"{where} works on {shape[batch]} texts at once ({past.name} is {_shown(past)})", _HINT)
     axis = left[0] if left else _ROWS_AXIS[rank]
+    if any(size == 0 for at, size in enumerate(shape) if at != axis):
+        raise BundleError(f"{where} has an empty cache: {past.name} is {_shown(past)}", _HINT)
     return TensorForm(dtype, tuple(size if isinstance(size, int) else 0 for size in shape), axis)
 
 

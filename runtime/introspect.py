@@ -17,6 +17,8 @@ from .facts import Facts
 from .graph_spec import CacheTensor, GraphSpec, Port, Role, Scores, Sharing, element_type
 from .refusals import refuse_ports
 
+LEAST_ROWS: Final = 8
+"""Of a cache whose size the graph fixes; with fewer it could not even be tried out (`probe`)."""
 _HINT: Final = "export the model with edge-run export, or choose another variant of it"
 _NAMES: Final[Mapping[str, Role]] = {
     **dict.fromkeys(("input_ids", "token_ids", "tokens"), Role.TOKENS),
@@ -170,8 +172,9 @@ def _check_inputs(roles: Mapping[Role, Port], where: str) -> None:
             if isinstance(batch, int) and batch != 1:
                 raise BundleError(f"{where} works on {batch} texts at once ({port.name})", _HINT)
             if isinstance(length, int):
+                tokens = "1 token" if length == 1 else f"{length} tokens"
                 raise BundleError(
-                    f"{where} takes exactly {length} tokens a pass ({port.name}): it is one part of a model for an NPU",
+                    f"{where} takes exactly {tokens} a pass ({port.name}), as models for an NPU do",
                     "choose a variant of the model for the CPU",
                 )
 
@@ -229,7 +232,10 @@ def _capacity(cache: Sequence[CacheTensor], inputs: Sequence[Port], outputs: Seq
             f"{where} takes a cache of exactly {found[fixed][0]} rows ({fixed}) and gives another size back",
             "choose a variant of the model for the CPU",
         )
-    return min(rows for rows, _ in found.values() if rows is not None)
+    capacity = min(rows for rows, _ in found.values() if rows is not None)
+    if capacity < LEAST_ROWS:
+        raise BundleError(f"{where} has a cache of {capacity} rows ({fixed}), which no text fits", _HINT)
+    return capacity
 
 
 def _scores(roles: Mapping[Role, Port], logits: Port) -> Scores:

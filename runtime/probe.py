@@ -150,5 +150,6 @@ def _last(bound: BoundSession, tokens: np.typing.ArrayLike) -> Floats:
 
 def _apart(first: Floats, second: Floats) -> float:
     """The largest difference, in standard deviations; NaN where something is no number."""
-    spread = float(second.std())
-    return float(np.abs(first - second).max()) / spread if spread else float("nan")
+    with np.errstate(all="ignore"):  # damaged weights give any number
+        spread = float(second.std(dtype=np.float64))
+        return float(np.abs(first - second).max()) / spread if spread else float("nan")

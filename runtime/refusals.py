@@ -63,6 +63,22 @@ _KINDS: Final = (
         "choose a model whose layers are all attention",
     ),
     _kind(
+        r"beam_idx",
+        "keeps its cache inside (it takes {}), where it cannot be rewound",
+        "choose an export whose cache is inputs and outputs (past_key_values.N.key)",
+    ),
+    _kind(
+        r".*[._](key|value|k|v)_scales?",
+        "keeps a scale for every cached row ({})",
+        "choose a variant of the model whose cache is not quantized row by row",
+    ),
+    _kind(
+        r"hidden_states",
+        "goes on from another model's hidden states (it takes {}): it is a drafting head",
+        "give the model it belongs to",
+    ),
+    _kind(r"token_type_ids", "is an encoder (it takes {}), not a language model", "choose a decoder"),
+    _kind(
         r"max_length|num_beams|num_return_sequences",
         "holds a whole generation loop (it takes {})",
         "choose the plain decoder, exported with its cache as inputs and outputs",

@@ -76,7 +76,11 @@ class GraphSession:
         self._session = _load(graph, config)
         self._first = None if facts.first is None else _load(facts.first, config)
         self.config: Final = config
-        spec = introspect(_ports(self._session.get_inputs()), _ports(self._session.get_outputs()), str(graph), facts)
+        try:
+            ports = _ports(self._session.get_inputs()), _ports(self._session.get_outputs())
+        except UnicodeDecodeError as error:
+            raise BundleError(f"{graph} is damaged: a name in it is not text", "copy the model again") from error
+        spec = introspect(*ports, str(graph), facts)
         self.reading: Final = facts.reading or self._settled(spec, facts, str(graph))
         """What running the graph showed of its ports; None where they tell all."""
         self.spec: Final = spec if self.reading is None else self.reading.applied(spec)
