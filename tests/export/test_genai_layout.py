@@ -107,11 +107,8 @@ def test_what_genai_is_told(tmp_path: Path) -> None:
     report = export_checkpoint(source, tmp_path / "bundle", recipe)
     config = json.loads((report.bundle / "genai_config.json").read_text())
     model, search = config["model"], config["search"]
-    assert [model[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [
-        3,
-        [2, 1, 0],
-        0,
-    ]  # 0 is the tokenizer's own
+    # 0 is what the tokenizer itself ends a text with.
+    assert [model[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [3, [2, 1, 0], 0]
     assert (model["type"], model["vocab_size"], model["context_length"]) == ("qwen2", 300, 200)
     decoder = model["decoder"]
     sizes = ("head_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
