@@ -70,12 +70,17 @@ def list_repository(id_: HubId) -> Listing:
         except HfHubHTTPError:  # some kinds of it are ValueErrors too
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise HubError(
-                f"{endpoint()} does not answer as the hub does", "check HF_ENDPOINT and what is between it and here"
-            ) from error
-    if len(commit) != 40 or not set(commit) <= set("0123456789abcdef"):
-        raise HubError(f"{endpoint()} names no commit of {id_.repo}", "check HF_ENDPOINT")
-    return listing_of(id_.repo, commit, files)
+            raise _no_hub() from error
+    listing = listing_of(id_.repo, commit, files)
+    if len(commit) != 40 or not set(commit) <= set("0123456789abcdef") or (files and not listing.files):
+        raise _no_hub()
+    return listing
+
+
+def _no_hub() -> HubError:
+    return HubError(
+        f"{endpoint()} does not answer as the hub does", "check HF_ENDPOINT and what is between it and here"
+    )
 
 
 def _repo_file(sibling: Any) -> RepoFile:

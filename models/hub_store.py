@@ -40,7 +40,9 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 CHECKPOINT: Final = "."
 """What stands for a whole checkpoint where one file would be named."""
 _FORMAT: Final = 1
+_LOCK_NAME: Final = "lock"
 _LONGEST_DOWNLOAD_S: Final = 24 * 3600.0
+_REMOVAL_WAIT_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Store:
     def locked(self) -> Iterator[None]:
         """Keep other processes from downloading the same repository."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder / "lock", _LONGEST_DOWNLOAD_S):
+        with locked(self.folder / _LOCK_NAME, _LONGEST_DOWNLOAD_S):
             yield
 
     def commit_of(self, revision: str | None) -> str | None:
@@ -257,20 +259,26 @@ class Store:
         Nothing outside the repository's folder is touched; a link in it is removed, not what it leads to.
 
         Raises:
-            HubError: the disk refused.
+            HubError: the disk refused, or another process is downloading.
         """
         before = self._size()
         try:
+            if self.folder.is_symlink():
+                self.folder.unlink()
+                return 0
+            with locked(self.folder / _LOCK_NAME, _REMOVAL_WAIT_S):
+                for path in [entry for entry in self.folder.iterdir() if models is None and entry.name != _LOCK_NAME]:
+                    _remove(path)
+                for model in models or ():
+                    if self.folder.resolve() in model.folder.resolve().parents:
+                        _remove(model.folder)
             if models is None:
                 _remove(self.folder)
-                return before
-            for model in models:
-                if self.folder.resolve() in model.folder.resolve().parents:
-                    _remove(model.folder)
+        except TimeoutError as error:
+            raise HubError(f"{self.repo} is being downloaded by another process", "wait until it is done") from error
         except OSError as error:
-            raise HubError(
-                f"{error.filename or self.folder} cannot be removed: {error.strerror or error}", "check its permissions"
-            ) from error
+            what = f"{error.filename or self.folder} cannot be removed: {error.strerror or error}"
+            raise HubError(what, "check its permissions") from error
         return before - self._size()
 
     def _size(self) -> int:
@@ -315,10 +323,10 @@ def read_downloaded(folder: Path) -> Downloaded | None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    elif path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def in_bytes(count: int) -> str:

@@ -10,10 +10,11 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 LARGE_FROM = 4096
@@ -69,6 +70,8 @@ class Faults:
     no_ranges: bool = False
     html: bool = False
     """What answers is no hub at all."""
+    change: Callable[[dict[str, Any]], None] = lambda _: None
+    """Done to a listing before it is sent."""
     go_on: threading.Event = field(default_factory=threading.Event)
 
 
@@ -173,7 +176,15 @@ class _Handler(BaseHTTPRequestHandler):
                     "lfs": {"sha256": sha256(data), "size": len(data), "pointerSize": 134},
                 }
             siblings.append(entry)
-        info = {"id": name, "modelId": name, "sha": commit, "private": False, "tags": [], "siblings": siblings}
+        info: dict[str, Any] = {
+            "id": name,
+            "modelId": name,
+            "sha": commit,
+            "private": False,
+            "tags": [],
+            "siblings": siblings,
+        }
+        self.server_hub.faults.change(info)
         self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, head)
 
     def _resolve(self, name: str, revision: str, path: str, token: str | None, head: bool) -> None:

@@ -8,8 +8,9 @@ import re
 import shutil
 import threading
 from collections import namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -385,6 +386,33 @@ def test_something_else_than_the_hub_answers(hub: HubServer) -> None:
         find_model("org/js")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda info: info.update(siblings=[{"rfilename": "model.onnx"}]),
+        lambda info: info.update(siblings=[{"size": 3}]),
+        lambda info: info.update(siblings=3),
+        lambda info: info.update(sha=None),
+        lambda info: info.update(sha="../../x"),
+        lambda info: info.pop("id"),
+    ],
+)
+def test_listings_that_say_too_little(hub: HubServer, change: Callable[[dict[str, Any]], None]) -> None:
+    hub.repo("org/js", TRANSFORMERS_JS)
+    hub.faults.change = change
+    with pytest.raises(HubError, match=f"^{hub.url} does not answer as the hub does; check HF_ENDPOINT"):
+        find_model("org/js")
+
+
+@pytest.mark.parametrize("address", ["nowhere", "http://[bad", "ftp://127.0.0.1", "http://host.invalid", "http://:x"])
+def test_addresses_that_lead_nowhere(hub: HubServer, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    with pytest.raises(HubError) as caught:
+        find_model("org/js")
+    assert address in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_hub_out_of_reach(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repo("org/js", TRANSFORMERS_JS)
     path = find_model("org/js")
@@ -460,6 +488,17 @@ def test_two_at_once_download_once(hub: HubServer) -> None:
     assert len(found) == 3
     assert len(set(found)) == 1
     assert hub.bodies().count("onnx/model_q4.onnx_data") == 1
+
+
+def test_what_is_being_downloaded_is_not_removed(hub: HubServer) -> None:
+    hub.repo("org/js", TRANSFORMERS_JS)
+    found = fetch_model(HubId("org/js"))
+    with (
+        Store("org/js").locked(),
+        pytest.raises(HubError, match="^org/js is being downloaded by another process; wait"),
+    ):
+        Store("org/js").remove()
+    assert found.folder.is_dir()
 
 
 def test_removing_touches_nothing_else(hub: HubServer, tmp_path: Path) -> None:
