@@ -31,8 +31,11 @@ FAMILIES = {
     "qwen3": {},
     "gemma2": {"sliding_window": 6},
     "phi3": {},
+    "smollm3": {},
+    "olmo2": {},
 }
-"""Settings by case; heads of 8 channels are rotated in front of the attention, which takes positions."""
+"""Settings by case; heads of 8 channels are rotated in front of the attention, which takes positions.
+GenAI has no name of its own for olmo2."""
 CASES = [(case, form) for case in FAMILIES for form in (FP32, INT4)]
 
 
