@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .gguf import is_gguf
+from .optimum_path import export_by_optimum, goes_by_optimum
 from .pipeline import ExportReport, Progress, export_checkpoint, silent
 from .recipe import ExportRecipe
 from .upgrade import holds_graph, upgrade_model
@@ -22,7 +23,10 @@ def export_model(
     progress: Progress = silent,
     command: str = "",
 ) -> ExportReport:
-    """Make a bundle of whatever `source` is; see `upgrade_model` for an ONNX language model, and `export_checkpoint`
-    for a checkpoint folder or a GGUF file."""
-    export = upgrade_model if holds_graph(source) else export_checkpoint
-    return export(source, destination, recipe, progress, command)
+    """Make a bundle of whatever `source` is; see `upgrade_model` for an ONNX language model, `export_checkpoint` for a
+    checkpoint folder or a GGUF file, and `export_by_optimum` for a checkpoint of another family."""
+    if holds_graph(source):
+        return upgrade_model(source, destination, recipe, progress, command)
+    if goes_by_optimum(source):
+        return export_by_optimum(source, destination, recipe, progress, command)
+    return export_checkpoint(source, destination, recipe, progress, command)
