@@ -29,72 +29,23 @@ Rules:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from ...edge.errors import BundleError
 from ...models.external_data import check_external_data
+from .node import Node, constant_of, ordered
 from .tensors import Array, Tensor, read_tensor
 from .write import TensorWriter
 
+__all__ = ["MICROSOFT", "EditableGraph", "Node"]
+
 MICROSOFT: Final = "com.microsoft"
-_CONSTANT_TYPES: Final = {
-    "value_int": "int64",
-    "value_ints": "int64",
-    "value_float": "float32",
-    "value_floats": "float32",
-}
-
-
-class Node:
-    """One operator call. Read its fields; change its inputs through the graph."""
-
-    __slots__ = ("attributes", "captured", "domain", "inputs", "name", "op", "outputs")
-
-    def __init__(self, proto: NodeProto) -> None:
-        self.op = proto.op_type
-        self.domain = "" if proto.domain == "ai.onnx" else proto.domain
-        self.name = proto.name
-        self.inputs: tuple[str, ...] = tuple(proto.input)
-        self.outputs: tuple[str, ...] = tuple(proto.output)
-        self.attributes = {attribute.name: attribute for attribute in proto.attribute}
-        self.captured: tuple[str, ...] = tuple(sorted(_captured(proto)))
-
-    def __repr__(self) -> str:
-        return f"{self.op}({', '.join(self.inputs)}) -> {', '.join(self.outputs)}"
-
-    def input(self, index: int) -> str:
-        """Name of an input; "" where it is absent."""
-        return self.inputs[index] if index < len(self.inputs) else ""
-
-    def output(self, index: int) -> str:
-        """Name of an output; "" where it is absent."""
-        return self.outputs[index] if index < len(self.outputs) else ""
-
-    def attribute(self, name: str, default: Any = None) -> Any:
-        """Value of an attribute: int, float, str, list, TensorProto or GraphProto."""
-        proto = self.attributes.get(name)
-        if proto is None:
-            return default
-        value = helper.get_attribute_value(proto)
-        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-    def proto(self) -> NodeProto:
-        """The node as ONNX has it."""
-        return NodeProto(
-            op_type=self.op,
-            domain=self.domain,
-            name=self.name,
-            input=self.inputs,
-            output=self.outputs,
-            attribute=self.attributes.values(),
-        )
 
 
 class EditableGraph:
@@ -108,7 +59,6 @@ class EditableGraph:
         """
         self.folder = folder
         self.opsets = {"" if each.domain == "ai.onnx" else each.domain: each.version for each in model.opset_import}
-        self.producer_name = model.producer_name
         graph = model.graph
         if graph.sparse_initializer:
             raise BundleError("the model keeps sparse constants", "such a model cannot be upgraded")
@@ -212,22 +162,7 @@ class EditableGraph:
         Raises:
             BundleError: the graph has a cycle.
         """
-        waiting = {
-            node: {self._producers[name] for name in _read(node) if name in self._producers} for node in self._nodes
-        }
-        ready = [node for node, needed in waiting.items() if not needed]
-        ordered: list[Node] = []
-        for node in ready:  # grows
-            ordered.append(node)
-            for output in node.outputs:
-                for reader in self._consumers.get(output, ()):
-                    if node in waiting[reader]:
-                        waiting[reader].remove(node)
-                        if not waiting[reader]:
-                            ready.append(reader)
-        if len(ordered) != len(self._nodes):
-            raise BundleError("the model's graph has a cycle", "it is damaged: copy it again")
-        return ordered
+        return ordered(self._nodes, self._producers, self._consumers)
 
     # Changing
 
@@ -322,10 +257,10 @@ class EditableGraph:
         names = list(inputs)
         while names and not names[-1]:
             names.pop()
-        for name in _read(node):
+        for name in node.reads():
             self._consumers[name].pop(node, None)
         node.inputs = tuple(names)
-        for name in _read(node):
+        for name in node.reads():
             self._consumers[name][node] = None
 
     def set_input(self, node: Node, index: int, name: str) -> None:
@@ -368,7 +303,7 @@ class EditableGraph:
 
     def remove(self, node: Node) -> None:
         """Remove a node; what reads its outputs must be given something else."""
-        for name in _read(node):
+        for name in node.reads():
             self._consumers[name].pop(node, None)
         for name in node.outputs:
             if self._producers.get(name) is node:
@@ -382,7 +317,7 @@ class EditableGraph:
             node = checked.pop()
             if node in self._nodes and not any(name and self.is_read(name) for name in node.outputs):
                 self.remove(node)
-                checked += [self._producers[name] for name in _read(node) if name in self._producers]
+                checked += [self._producers[name] for name in node.reads() if name in self._producers]
         for name in [name for name in self.tensors if not self.is_read(name)]:
             del self.tensors[name]
 
@@ -415,19 +350,18 @@ class EditableGraph:
 
     def model(self, weights: TensorWriter) -> ModelProto:
         """The graph as a model, its nodes in order; `weights` takes the tensors (see `write`)."""
-        used = {node.domain for node in self._nodes} | {""}
+        stored = [weights.store(name, tensor) for name, tensor in self.tensors.items()]
         graph = GraphProto(
             name="decoder",
-            node=[node.proto() for node in self.in_order()],
-            initializer=[weights.store(name, tensor) for name, tensor in self.tensors.items()],
+            node=[*(each.cast for each in stored if each.cast), *(node.proto() for node in self.in_order())],
+            initializer=[each.tensor for each in stored],
             input=self.inputs.values(),
             output=self.outputs.values(),
             value_info=self._types.values(),
         )
-        known = {**dict.fromkeys(used, 1), **self.opsets}
         return ModelProto(
             graph=graph,
-            opset_import=[helper.make_opsetid(domain, version) for domain, version in known.items()],
+            opset_import=[helper.make_opsetid(domain, version) for domain, version in self.opsets.items()],
             functions=self._functions,
             ir_version=max(self._ir_version, 8),
             producer_name="edge-run",
@@ -435,7 +369,7 @@ class EditableGraph:
 
     def _take_in(self, proto: NodeProto) -> None:
         if proto.op_type == "Constant" and proto.domain in ("", "ai.onnx"):
-            self.tensors[proto.output[0]] = _constant(proto, self.folder)
+            self.tensors[proto.output[0]] = constant_of(proto, self.folder)
         else:
             self._attach(Node(proto))
 
@@ -447,7 +381,7 @@ class EditableGraph:
         for name in node.outputs:
             if name:
                 self._producers[name] = node
-        for name in _read(node):
+        for name in node.reads():
             self._consumers[name][node] = None
 
     def _described(self, name: str) -> ValueInfoProto | None:
@@ -461,37 +395,3 @@ class EditableGraph:
 
     def _is_captured(self, name: str) -> bool:
         return any(name in reader.captured for reader in self._consumers.get(name, ()))
-
-
-def _read(node: Node) -> Iterator[str]:
-    """Names of the values a node reads."""
-    yield from (name for name in node.inputs if name)
-    yield from node.captured
-
-
-def _captured(proto: NodeProto) -> set[str]:
-    """Names that the branches of a node read from the graph around them."""
-    return set().union(*(_free(graph) for attribute in proto.attribute for graph in _graphs(attribute)))
-
-
-def _graphs(attribute: AttributeProto) -> list[GraphProto]:
-    return [attribute.g] if attribute.type == AttributeProto.GRAPH else list(attribute.graphs)
-
-
-def _free(graph: GraphProto) -> set[str]:
-    made = {each.name for each in (*graph.input, *graph.initializer)}
-    made.update(name for node in graph.node for name in node.output)
-    read = {name for node in graph.node for name in (*node.input, *_captured(node)) if name}
-    return (read | {each.name for each in graph.output}) - made
-
-
-def _constant(proto: NodeProto, folder: Path) -> Tensor:
-    """The tensor that a Constant node is."""
-    for attribute in proto.attribute:
-        if attribute.name == "value":
-            return read_tensor(attribute.t, folder)
-        if attribute.name in _CONSTANT_TYPES:
-            return Tensor.of(np.array(helper.get_attribute_value(attribute), _CONSTANT_TYPES[attribute.name]))
-    raise BundleError(
-        f"the model's constant {proto.output[0]} is of a kind that cannot be edited", "such a model cannot be upgraded"
-    )

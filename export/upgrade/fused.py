@@ -178,9 +178,10 @@ def _key_positions(graph: EditableGraph) -> str:
     """Positions of all T rows: cached ones stand at their slots, new ones where position_ids says. int64 [T]."""
     if graph.producer("keys.positions") is not None:
         return "keys.positions"
-    shape = graph.add("Shape", [POSITIONS], name="rows.count", start=1).output(0)
     first = graph.add_tensor("rows.first", np.array([0], np.int64))
-    rows = graph.add("Squeeze", [shape, first], name="rows.scalar").output(0)
+    shape = graph.add("Shape", [POSITIONS], name="rows.shape").output(0)
+    last = graph.add_tensor("rows.axis", np.array(1, np.int64))
+    rows = graph.add("Gather", [shape, last], name="rows.count", axis=0).output(0)
     total = graph.add("Cast", [TOTAL], name="total.wide", to=TensorProto.INT64).output(0)
     past = graph.add("Sub", [total, rows], name="past.count").output(0)
     zero, one = (

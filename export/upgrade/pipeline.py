@@ -37,6 +37,8 @@ from .widen import is_half, widen
 from .write import InPlace, ToFile
 
 _FUSED: Final = "GroupQueryAttention"
+_OLDEST_OPSET: Final = 13
+"""First one in which Squeeze and its like take axes as an input."""
 _OF_FEW_BITS: Final = frozenset({"MatMulNBits", "MatMulBnb4", "QMoE", "DynamicQuantizeMatMul", "MatMulInteger"})
 
 
@@ -226,7 +228,11 @@ def _context_for(foreign: ForeignModel, recipe: ExportRecipe) -> int:
 
 
 def _require_foreign(graph: EditableGraph) -> None:
-    """Refuse a graph that follows the contract already."""
+    """Refuse a graph that follows the contract already, or is of operators too old to go with it."""
+    if graph.opsets.get("", _OLDEST_OPSET) < _OLDEST_OPSET:
+        raise BundleError(
+            f"the model is of opset {graph.opsets['']}, before {_OLDEST_OPSET}", "export it again with a later opset"
+        )
     if all(info.name in graph.inputs for info in contract.pass_inputs()):
         raise BundleError("the model follows edge-run's graph contract already", "run it as it is")
 

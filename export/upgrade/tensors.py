@@ -98,6 +98,8 @@ class Computed:
     make: Callable[[], Iterable[Array]]
     """Yields contiguous arrays of any type, whose bytes joined are the tensor; called once a write-out, in the order in
     which the tensors were added to the graph."""
+    widens: Tensor | None = None
+    """The tensor of another type whose values these are in float32, where they are that."""
 
     def pieces(self) -> Iterator[Array]:
         """What `make` yields."""
@@ -160,10 +162,6 @@ class Tensor:
                 values = (values.astype(np.int8) ^ 8) - 8
             return values.reshape(self.shape)
         return data.view(helper.tensor_dtype_to_np_dtype(self.element_type)).reshape(self.shape)
-
-    def rows(self, start: int, stop: int) -> Array:
-        """Rows `start` to `stop` of the first axis; of a mapped tensor only these are read from the disk."""
-        return self.array()[start:stop]
 
 
 def read_tensor(proto: TensorProto, folder: Path) -> Tensor:

@@ -11,7 +11,7 @@ from onnx import TensorProto, numpy_helper
 
 from ...edge.errors import BundleError
 from .editable import EditableGraph, Node
-from .tensors import Array, Source, Tensor
+from .tensors import Array, Computed, Source, Tensor
 
 _HALVES: Final = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _AT_ONCE: Final = 1 << 22
@@ -79,4 +79,4 @@ def widened(tensor: Tensor) -> Tensor:
         for start in range(0, flat.size, _AT_ONCE):
             yield flat[start : start + _AT_ONCE].astype(np.float32)
 
-    return Tensor.computed(np.float32, tensor.shape, pieces)
+    return Tensor(TensorProto.FLOAT, tensor.shape, Computed(4 * tensor.size, pieces, widens=tensor))

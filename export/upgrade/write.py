@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
-from onnx import TensorProto
+from onnx import NodeProto, TensorProto, helper
 
 from ..weightfile import WeightFile
-from .tensors import FileRange, Source, Tensor
+from .tensors import Computed, FileRange, Source, Tensor
 
 _INLINE_BELOW: Final = 1024
 """Tensors smaller than this stay in the .onnx file itself, where shape inference can see them."""
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as the new model refers to it."""
+
+    tensor: TensorProto
+    cast: NodeProto | None = None
+    """What makes the tensor's value of it where it was stored in another type."""
+
+
 class TensorWriter(Protocol):
     """Puts tensors somewhere and says where."""
 
-    def store(self, name: str, tensor: Tensor) -> TensorProto:
-        """The tensor as the new model refers to it."""
+    def store(self, name: str, tensor: Tensor) -> Stored:
+        """Put a tensor that is to be known by `name`."""
         ...
 
 
@@ -32,31 +42,35 @@ class ToFile:
         self._stored = stored
         self._places: dict[Source, int] = {}
 
-    def store(self, name: str, tensor: Tensor) -> TensorProto:
+    def store(self, name: str, tensor: Tensor) -> Stored:
         """Write the tensor, unless it is small.
 
         Raises:
             OSError: the disk refused a write, or the source cannot be read.
         """
         if tensor.nbytes < _INLINE_BELOW:
-            return _inline(name, tensor)
+            return Stored(_inline(name, tensor))
         if tensor.source not in self._places:
             self._places[tensor.source] = self._data.start(tensor.nbytes)
             for piece in tensor.source.pieces():
                 self._data.append(piece)
                 self._stored(piece.nbytes)
-        return _external(name, tensor, self._data.name, self._places[tensor.source])
+        return Stored(_external(name, tensor, self._data.name, self._places[tensor.source]))
 
 
 class InPlace:
     """Leaves tensors in the files of the source model, which are then named by their paths within its folder; whatever
     is not there goes into the model itself."""
 
-    def store(self, name: str, tensor: Tensor) -> TensorProto:
+    def store(self, name: str, tensor: Tensor) -> Stored:
         """Refer to the tensor's place, or take its bytes."""
-        if isinstance(tensor.source, FileRange) and tensor.nbytes >= _INLINE_BELOW:
-            return _external(name, tensor, tensor.source.location, tensor.source.offset)
-        return _inline(name, tensor)
+        source = tensor.source
+        if isinstance(source, FileRange) and tensor.nbytes >= _INLINE_BELOW:
+            return Stored(_external(name, tensor, source.location, source.offset))
+        if isinstance(source, Computed) and source.widens is not None and tensor.nbytes >= _INLINE_BELOW:
+            kept = self.store(f"{name}.stored", replace(source.widens, shape=tensor.shape)).tensor
+            return Stored(kept, helper.make_node("Cast", [kept.name], [name], to=tensor.element_type))
+        return Stored(_inline(name, tensor))
 
 
 def _inline(name: str, tensor: Tensor) -> TensorProto:
