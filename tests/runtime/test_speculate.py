@@ -16,8 +16,8 @@ from edgerun.runtime.draft.predictor import Guess
 from edgerun.runtime.draft.recycle import RecyclePredictor
 from edgerun.runtime.draft.suffix import SuffixPredictor
 from edgerun.runtime.draft.tree import Source, Tree
-from edgerun.runtime.sampling import Sampler, SamplingParams
 from edgerun.runtime.rest import Rest
+from edgerun.runtime.sampling import Sampler, SamplingParams
 from edgerun.runtime.speculate import Draft, PassTimes, Round, Speculator
 from edgerun.runtime.step_cost import StepCost
 from edgerun.runtime.verify import Verdict, match
