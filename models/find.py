@@ -9,6 +9,7 @@ from typing import Final
 from ..edge.errors import BundleError
 from .device_kind import DeviceKind
 from .hub_id import looks_like_hub_id, parse_hub_id
+from .hub_store import Store
 
 BUNDLED_MODEL: Final = "shell-helper"
 _HINT: Final = "give an .onnx file or a model folder"
@@ -44,6 +45,8 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
             from .hub import fetch_model  # noqa: PLC0415  the usual model lies on disk
 
             return fetch_model(parse_hub_id(str(name)), kind).path
+        if isinstance(name, str) and looks_like_hub_id(name) and not path.exists():
+            raise BundleError(f"{name} does not exist", f"{_HINT}; for a model on the hub: edge-run pull {name}")
         return path
     folder = bundled_folder()
     if not folder.is_dir():
@@ -52,5 +55,11 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
 
 
 def is_on_hub(name: str | os.PathLike[str]) -> bool:
-    """Whether a name means a model of the hub: it reads like one, and is no path on disk."""
-    return isinstance(name, str) and looks_like_hub_id(name) and not os.path.lexists(name)
+    """Whether a name means a model of the hub: it reads like one, and is no path on disk nor likely meant as one.
+
+    In a folder that exists it is taken for a mistyped path, which is nobody else's business, unless a model of that
+    name was downloaded (`edge-run pull` takes names of the hub alone).
+    """
+    if not isinstance(name, str) or not looks_like_hub_id(name) or os.path.lexists(name):
+        return False
+    return not os.path.isdir(os.path.dirname(name)) or bool(Store(parse_hub_id(name).repo).all_downloaded())

@@ -18,6 +18,7 @@ import edgerun
 from edgerun.edge.cli import main
 from hub_fixture import own_hub
 from hub_server import HubServer, files_of, sha256
+from layouts import LAYOUTS, write_layout
 
 ROOT = Path(edgerun.__file__).parent
 IN_ANOTHER_PROCESS = "import sys; from edgerun.edge.cli import main; sys.exit(main())"
@@ -44,17 +45,29 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 
 
 def test_a_model_on_the_hub_answers(hub: HubServer, tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["-p", "ab", "-n", "12"]
+    asked = ["-p", "ab", "-n", "12", "--spec", "off"]
     expected = run([str(tiny_bundle), *asked], capsys)
     assert expected[0] == 0
     for name in ("org/tiny", "org/js", "org/js:fp32", "org/tiny@main"):
         assert run([name, *asked], capsys) == expected
-    assert run(["org/tiny", *asked, "--draft", "org/tiny"], capsys) == expected
+    assert run(["org/tiny", *asked[:4], "--draft", "org/tiny"], capsys) == expected
     assert run(["org/tiny", *asked, "--offline"], capsys) == expected
     code, out, err = run(["inspect", "org/js", "--json"], capsys)
     assert (code, err) == (0, "")
     assert json.loads(out)["layers"] == 2
     assert "onnx/model_q4f16.onnx" not in hub.bodies()
+
+
+@pytest.mark.parametrize("layout", ["community-external-many", "optimum-two-decoders"])
+def test_what_others_export_answers_from_the_hub_as_from_a_folder(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    folder = write_layout(tmp_path / layout, LAYOUTS[layout])
+    hub.repo("org/foreign", files_of(folder))
+    asked = ["-p", "ab", "-n", "12", "--raw", "--spec", "off"]
+    expected = run([str(folder), *asked], capsys)
+    assert expected[0] == 0
+    assert run(["org/foreign", *asked], capsys) == expected
 
 
 def test_pull_says_where_a_model_lies(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +85,17 @@ def test_pull_says_where_a_model_lies(hub: HubServer, capsys: pytest.CaptureFixt
         f"in {facts['path']}",
         "run it: edge-run org/js:fp32@main",
     ]
+
+
+def test_what_was_pulled_is_found_where_a_folder_has_its_first_name(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    assert run(["org/tiny", "-p", "a"], capsys)[0] == 2
+    assert hub.seen == []
+    assert run(["pull", "org/tiny"], capsys)[0] == 0
+    assert run(["org/tiny", "-p", "ab", "-n", "2", "--spec", "off"], capsys)[0] == 0
 
 
 def test_pull_names_what_it_left_behind(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +198,7 @@ def test_an_export_takes_its_checkpoint_from_the_hub(
     assert (code, err) == (0, "")
     made_by = json.loads((tmp_path / "out" / "edge.json").read_text())["command"]
     assert made_by == "edge-run export org/ckpt out --weights fp32"
-    asked = ["-p", "ab", "-n", "12"]
+    asked = ["-p", "ab", "-n", "12", "--spec", "off"]
     assert run([str(tmp_path / "out"), *asked], capsys) == run([str(tiny_bundle), *asked], capsys)
 
 

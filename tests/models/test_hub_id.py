@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun import InputError
-from edgerun.models.find import is_on_hub
+from edgerun import BundleError, InputError
+from edgerun.models.find import find_model, is_on_hub
 from edgerun.models.hub_id import HubId, looks_like_hub_id, parse_hub_id
 
 
@@ -82,7 +82,16 @@ def test_what_is_on_disk_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not is_on_hub(Path("org/name"))
     os.makedirs("org/name")
     assert not is_on_hub("org/name")
-    assert is_on_hub("org/name:q4")
+
+
+def test_a_mistyped_path_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    os.makedirs("exports")
+    assert not is_on_hub("exports/my-model")
+    message = "^exports/my-model does not exist; .* for a model on the hub: edge-run pull exports/my-model$"
+    with pytest.raises(BundleError, match=message):
+        find_model("exports/my-model")
 
 
 @given(st.text(alphabet="ab/:@.-_~\\ C\0", max_size=20))
