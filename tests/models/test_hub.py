@@ -258,7 +258,9 @@ def test_a_download_goes_on_where_it_stopped(hub: HubServer, no_ranges: bool) ->
     assert next(iter(stores())).unfinished_bytes() == 7000
     found = fetch_model(HubId("org/js"))
     assert (found.folder / "model_q4.onnx_data").read_bytes() == weights(2)
-    assert [seen.range for seen in hub.seen if "/cdn/" in seen.path and seen.path.endswith("_data")] == ["bytes=7000-"]
+    ranges = [seen.range for seen in hub.seen if "/cdn/" in seen.path and seen.path.endswith("_data")]
+    assert ranges[0] == "bytes=7000-"
+    assert no_ranges or len(ranges) == 1
     assert repo.refs["main"] == found.commit
     assert next(iter(stores())).unfinished_bytes() == 0
 
