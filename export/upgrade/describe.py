@@ -10,6 +10,7 @@ from typing import Final
 from ...models.manifest import Architecture, WeightFormat
 from .editable import EditableGraph, Node
 from .fused import AttentionForm
+from .ports import TOKENS
 from .rows import find_head
 from .tensors import Source, Tensor
 
@@ -60,12 +61,14 @@ def units_of(graph: EditableGraph, logits: str) -> list[Unit]:
         matrix = _matrix(graph, node)
         if matrix is None:
             continue
-        if node is head or node.op.startswith("Gather"):
-            name = "head" if node is head else "embedding" if node.input(1) == "input_ids" else "positions"
-            units.append(_unit(graph, node, name, matrix))
+        if node is head:
+            units.append(_unit(graph, node, "head", matrix))
+        elif node.op.startswith("Gather"):
+            if node.input(1) == TOKENS:
+                units.append(_unit(graph, node, "embedding", matrix))
         elif _leads_to_attention(graph, node):
             units.append(_unit(graph, node, f"layers.{depth}.qkv", matrix))
-        else:
+        elif depth:
             layers[depth - 1].append(node)
     for layer, nodes in layers.items():
         for index, node in enumerate(nodes):

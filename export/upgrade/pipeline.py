@@ -26,6 +26,7 @@ from .describe import Unit, architecture_of, bits_per_weight, formats_of, units_
 from .editable import EditableGraph
 from .foreign import ForeignModel, find_foreign
 from .fused import AttentionForm, state_cache_shape, wire_attention
+from .limits import longest_text
 from .linears import quantize_linears
 from .parity import Reference, measure, reference_of, require_same
 from .plain import fuse_operators
@@ -98,7 +99,7 @@ class _Upgrade:
         self._foreign = foreign
         self._recipe = recipe
         self._progress = progress
-        self._context = _context_for(foreign, recipe)
+        self._context = 0
 
     def write(self, folder: Path, command: str) -> Parity:
         """Write every file of the bundle."""
@@ -133,6 +134,7 @@ class _Upgrade:
         _require_foreign(graph)
         take_cached_branch(graph)
         ports = settle_ports(graph, self._foreign.input_names)
+        self._context = _context_for(self._foreign, graph, self._recipe)
         if not graph.nodes_of(_FUSED):
             if is_half(graph):
                 self._widen(graph)
@@ -215,11 +217,12 @@ class _Upgrade:
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def _context_for(foreign: ForeignModel, recipe: ExportRecipe) -> int:
-    longest = foreign.longest_context
+def _context_for(foreign: ForeignModel, graph: EditableGraph, recipe: ExportRecipe) -> int:
+    """Positions to serve: no more than the model's settings say, and its tables have."""
+    limits = [limit for limit in (foreign.longest_context, longest_text(graph)) if limit is not None]
     if recipe.context is None:
-        return min(longest or DEFAULT_CONTEXT_LIMIT, DEFAULT_CONTEXT_LIMIT)
-    limit = longest or LONGEST_CONTEXT
+        return min([DEFAULT_CONTEXT_LIMIT, *limits])
+    limit = min(limits, default=LONGEST_CONTEXT)
     if recipe.context > limit:
         raise InputError(
             f"a context of {recipe.context} positions is more than this model was exported for", f"give at most {limit}"

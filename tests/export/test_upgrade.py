@@ -1,0 +1,287 @@
+"""Foreign ONNX models upgraded to the graph contract: same text as before, trees, and refusals that leave nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import edgerun
+from drafters import NEARLY_FREE, FixedCost
+from edgerun import GenerateOptions, Speculation
+from edgerun.edge.cli import main
+from edgerun.edge.errors import BundleError, EdgeError, InputError
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, upgrade_model
+from edgerun.export.session import GraphSession
+from edgerun.models.manifest import GraphLayout, Manifest, WeightFormat
+from edgerun.runtime.reply import Reply
+from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Rows
+from layout_oracle import closest_call, greedy_tokens
+from layouts import COMMUNITY, GENAI, LAYOUTS, LIMITED, OPTIMUM, write_layout
+from unfit_layouts import UNFIT, write_unfit
+
+TOKENS = 48
+CLEAR = 0.02
+"""Distance between the two highest scores that half precision does not bridge."""
+SPOKEN = {
+    "optimum": OPTIMUM,
+    "float16": LAYOUTS["optimum-float16"],
+    "merged": replace(OPTIMUM, decoders=Decoders.MERGED),
+    "genai": GENAI,
+    "genai-window-cache": LAYOUTS["genai-window-cache"],
+    "genai-fixed-capacity": LAYOUTS["genai-fixed-capacity"],
+    "renamed-genai": LAYOUTS["renamed-genai"],
+    "community-float16": replace(COMMUNITY, cache_type=CacheType.FLOAT16, half_logits=True),
+    "community-last-row": replace(COMMUNITY, rows=Rows.LAST),
+}
+"""Layouts whose upgrades are decoded with; the others are checked by the upgrade itself."""
+AS_IT_IS = {
+    **dict.fromkeys(("stacked", "stacked-genai", "joined"), "the model's cache is not keys and values with the new"),
+    "keys-transposed": "the model's attention is not recognised: the output present.0.key is no cache of an attention",
+    **dict.fromkeys(
+        ("optimum-two-traced-at-one", "optimum-merged-traced-at-one"),
+        "the model's attention in layer 0 is not recognised: its mask is neither causal nor a sliding window",
+    ),
+    **dict.fromkeys(
+        ("optimum-mask-cells", "optimum-mask-cells-no-positions"),
+        "the model's attention in layer 0 is not recognised: its mask is neither causal nor a sliding window",
+    ),
+    "genai-int8-cache": "the model keeps its cache in whole numbers (quantized)",
+}
+"""Layouts that run but cannot be upgraded, and why."""
+CHECKED = (
+    *("optimum-opset-14", "optimum-open-heads", "optimum-no-positions", "optimum-no-mask", "optimum-int32"),
+    *("optimum-three-positions", "optimum-last-row-flat", "optimum-chosen-rows", "optimum-two-decoders"),
+    *("optimum-external-many", "optimum-bare", "numbered", "renamed", "renamed-genai-positions"),
+    *("genai-float16", "genai-positions", "genai-window", "genai-lengths", "genai-fixed-capacity-numbered"),
+    *("community-chosen-rows", "community-unfused", "window-cache-fixed"),
+)
+"""Layouts whose upgrades need only pass the check that every upgrade makes."""
+
+
+def upgrade(folder: Path) -> Path:
+    return upgrade_model(folder, folder.parent / "upgraded", ExportRecipe(FP32)).bundle
+
+
+def clear_prompt(layout: Layout) -> list[int]:
+    """Random tokens after which every choice is clear."""
+    for seed in range(200):
+        prompt: list[int] = np.random.default_rng(seed).integers(5, VOCABULARY, 12).tolist()
+        if closest_call(layout, prompt, TOKENS) > CLEAR:
+            return prompt
+    raise AssertionError("no prompt is clear enough")
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_upgraded_models_say_the_same_in_trees(name: str, tmp_path: Path) -> None:
+    layout = SPOKEN[name]
+    prompt = clear_prompt(layout)
+    with edgerun.load(upgrade(write_layout(tmp_path / "m", layout)), threads=1, cache=False) as llm:
+        assert llm.spec.trees
+        llm._workshop._cost = FixedCost(NEARLY_FREE)
+        for speculation in (Speculation.OFF, Speculation.AUTO):
+            text = llm.new_text()
+            options = GenerateOptions(max_tokens=TOKENS, temperature=0, speculation=speculation)
+            reply = Reply.of(llm.run(text, prompt, options))
+            assert text.tokens[len(prompt) :] == greedy_tokens(layout, prompt, TOKENS)
+            assert (reply.stats.drafted > 0) == (speculation is not Speculation.OFF)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_other_layouts_pass_the_check(name: str, tmp_path: Path) -> None:
+    folder = upgrade(write_layout(tmp_path / "m", {**LAYOUTS, **LIMITED}[name]))
+    manifest = Manifest.from_json((folder / "edge.json").read_bytes())
+    architecture = manifest.architecture
+    assert architecture.context == CONTEXT
+    assert (architecture.layers, architecture.heads, architecture.kv_heads, architecture.head_dim) == (2, 4, 2, 16)
+    assert (architecture.vocab_size, architecture.hidden_size) == (VOCABULARY, 64)
+    assert set(manifest.weights) == {
+        *("embedding", "head"),
+        *(f"layers.{layer}.{part}" for layer in (0, 1) for part in ("qkv", "o", "gate_up", "down")),
+    }
+
+
+@pytest.mark.parametrize("name", AS_IT_IS)
+def test_what_only_runs_as_it_is_says_so(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BundleError) as caught:
+        upgrade(write_layout(tmp_path / "m", LAYOUTS[name]))
+    assert caught.value.what.startswith(AS_IT_IS[name])
+    assert "as it is" in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["genai-window"], replace(OPTIMUM, window=24)], ids=["fused", "unfused"])
+def test_a_window_goes_by_position_in_a_tree(layout: Layout, tmp_path: Path) -> None:
+    """A child behind twenty siblings sees as far back as it does in a text of its own."""
+    folder = upgrade(write_layout(tmp_path / "m", layout))
+    past, siblings = 60, 20
+    form = Manifest.from_json((folder / "edge.json").read_bytes()).architecture
+    session = GraphSession(folder, form, CONTEXT)
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, past + siblings + 1)
+    session.forward(tokens[:past], np.array([0]))
+    chain = session.forward(np.array([tokens[past], tokens[-1]]), np.array([1]))
+    session.length = past
+    seen = np.eye(siblings + 1, dtype=np.bool_)
+    seen[-1, 0] = True
+    bias = np.where(np.hstack([np.ones((siblings + 1, past), np.bool_), seen]), np.float32(0), np.float32(-1e9))
+    positions = np.array([past] * siblings + [past + 1])
+    tree = session.run(tokens[past:], positions, bias, np.array([siblings]))
+    np.testing.assert_allclose(tree, chain, atol=1e-4)
+
+
+def test_float_weights_are_rounded_unless_asked_otherwise(tmp_path: Path) -> None:
+    source = write_layout(tmp_path / "m", OPTIMUM)
+    formats = {}
+    for name, recipe in {
+        "unasked": ExportRecipe(None),
+        "int8": ExportRecipe(INT8, head=FP32),
+        "fp32": ExportRecipe(FP32),
+    }.items():
+        report = upgrade_model(source, tmp_path / name, recipe)
+        formats[name] = Manifest.from_json((report.bundle / "edge.json").read_bytes()).weights
+        assert report.parity.max_abs_diff < 1e-3
+    assert formats["unasked"]["layers.0.qkv"] == formats["unasked"]["head"] == INT4
+    assert formats["int8"]["layers.1.down"] == INT8
+    assert formats["int8"]["head"] == formats["fp32"]["layers.0.o"] == WeightFormat(32)
+
+
+def test_few_bits_stay_and_an_upgrade_of_them_is_lossless(tmp_path: Path) -> None:
+    """An int4 bundle in GenAI's layout, as its own exporter writes it: the codes are not rounded again."""
+    source = genai_int4(tmp_path)
+    before = (source / "model.onnx.data").stat().st_size
+    report = upgrade_model(source, tmp_path / "out", ExportRecipe(INT8))
+    assert report.notes == ("weights that have few bits already stay as they are",)
+    assert abs(report.file_bytes["model.onnx.data"] - before) < 20_000
+    weights = Manifest.from_json((report.bundle / "edge.json").read_bytes()).weights
+    assert set(weights.values()) == {INT4}
+    assert report.parity.top1_agreement > 0.8
+
+
+def genai_int4(folder: Path) -> Path:
+    """The tiny llama in GenAI's layout with 4-bit weights."""
+    from edgerun.export import export_checkpoint
+    from tiny import write_checkpoint
+
+    checkpoint = write_checkpoint(folder / "checkpoint")
+    exported = export_checkpoint(checkpoint, folder / "genai", ExportRecipe(INT4, layout=GraphLayout.GENAI)).bundle
+    (exported / "edge.json").unlink()
+    return exported
+
+
+def test_what_ends_a_text_is_taken_from_genai_config(tmp_path: Path) -> None:
+    source = write_layout(tmp_path / "m", GENAI)
+    assert not (source / "generation_config.json").exists()
+    settings = json.loads((upgrade(source) / "generation_config.json").read_text(encoding="utf-8"))
+    assert settings["eos_token_id"] == 0
+    assert settings["do_sample"] is False
+
+
+def test_the_command_line_upgrades(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_layout(tmp_path / "m", LAYOUTS["community-float16"])
+    assert main(["export", str(tmp_path / "m"), str(tmp_path / "out"), "--weights", "fp32", "--context", "128"]) == 0
+    printed = capsys.readouterr().out
+    assert "half precision became float32, in which a CPU computes" in printed
+    manifest = Manifest.from_json((tmp_path / "out" / "edge.json").read_bytes())
+    assert manifest.architecture.context == 128
+    assert manifest.command == "edge-run export m out --weights fp32 --context 128"
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert "token trees            yes" in capsys.readouterr().out
+
+
+def cut_graph(folder: Path) -> None:
+    data = (folder / "model.onnx").read_bytes()
+    (folder / "model.onnx").write_bytes(data[: len(data) // 2])
+
+
+def name_own_operator(folder: Path) -> None:
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    model.graph.node[-1].domain = "com.amd"
+    onnx.save(model, folder / "model.onnx")
+
+
+def leave_no_cache(folder: Path) -> None:
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    inputs = [port for port in model.graph.input if not port.name.startswith("past_key_values")]
+    inputs += [helper.make_tensor_value_info("unused", TensorProto.INT64, [1])]
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
+    onnx.save(model, folder / "model.onnx")
+
+
+def forget_data(folder: Path) -> None:
+    for path in folder.glob("model.onnx?*"):
+        path.unlink()
+
+
+def shorten_data(folder: Path) -> None:
+    for path in folder.glob("model.onnx?*"):
+        path.write_bytes(path.read_bytes()[:1000])
+
+
+def age(folder: Path) -> None:
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    model.opset_import[0].version = 11
+    onnx.save(model, folder / "model.onnx")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut graph": (cut_graph, "m/model.onnx is not an ONNX model"),
+    "own operator": (name_own_operator, "the model uses operators of com.amd"),
+    "no cache": (leave_no_cache, "the model has no key-value cache among its inputs and outputs"),
+    "no data": (forget_data, "m/model.onnx keeps weights in"),
+    "short data": (shorten_data, "is damaged: it has bytes beyond the end of"),
+    "old opset": (age, "the model is of opset 11, before 13; export it again with a later opset"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json lies beside"),
+    "bad settings": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "no graph": (lambda folder: (folder / "model.onnx").unlink(), "m holds no .onnx file"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_one_line_and_nothing_stays_behind(name: str, tmp_path: Path) -> None:
+    harm, message = DAMAGE[name]
+    folder = write_layout(tmp_path / "m", LAYOUTS["optimum-external"])
+    harm(folder)
+    with pytest.raises(EdgeError) as caught:
+        upgrade_model(folder, tmp_path / "out", ExportRecipe(FP32))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_graphs_that_are_no_decoders_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    folder = write_unfit(tmp_path / "m", UNFIT[name])
+    with pytest.raises(EdgeError) as caught:
+        upgrade_model(folder, tmp_path / "out", ExportRecipe(FP32))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_ours_and_other_layouts_are_not_upgraded(tiny_bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="follows edge-run's graph contract already; run it as it is"):
+        upgrade_model(tiny_bundle, tmp_path / "out", ExportRecipe(None))
+    source = write_layout(tmp_path / "m", OPTIMUM)
+    with pytest.raises(InputError, match="an ONNX model is upgraded to edge-run's own layout only"):
+        upgrade_model(source, tmp_path / "out", ExportRecipe(None, layout=GraphLayout.GENAI))
+    with pytest.raises(InputError, match="overlaps"):
+        upgrade_model(source, source, ExportRecipe(None))
+    with pytest.raises(InputError, match="is more than this model was exported for; give at most 1024"):
+        upgrade_model(source, tmp_path / "out", ExportRecipe(None, context=4096))
+
+
+def test_a_bundle_stays_when_the_next_upgrade_fails(tmp_path: Path) -> None:
+    source = write_layout(tmp_path / "m", OPTIMUM)
+    bundle = upgrade(source)
+    shutil.copy(bundle / "edge.json", tmp_path / "before.json")
+    cut_graph(source)
+    with pytest.raises(BundleError):
+        upgrade(source)
+    assert (bundle / "edge.json").read_bytes() == (tmp_path / "before.json").read_bytes()
