@@ -1,0 +1,207 @@
+"""Attention and rotation in plain operators are found by what they compute, and else refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_decoder import VOCABULARY, Masking, Plain, Turning, plain_decoder
+
+from edgerun import BundleError, EdgeError
+from edgerun.export.upgrade.attention import Attention, find_attention
+from edgerun.export.upgrade.editable import EditableGraph
+from edgerun.export.upgrade.fused import wire_attention
+from edgerun.export.upgrade.parity import reference_of, require_same
+from edgerun.export.upgrade.plain import fuse_operators
+from edgerun.export.upgrade.ports import settle_ports
+from edgerun.export.upgrade.probe import Probe
+from edgerun.export.upgrade.rotary import Rotation, find_rotation
+from edgerun.export.upgrade.rows import select_rows
+from edgerun.export.upgrade.write import InPlace
+
+CONTEXT = 96
+NOWHERE = Path()
+CANNOT = "such a graph cannot be upgraded; edge-run may run it as it is"
+
+
+def graph_of(plain: Plain) -> EditableGraph:
+    return EditableGraph(plain_decoder(plain), NOWHERE)
+
+
+def found(plain: Plain) -> tuple[Attention, Rotation | None]:
+    probe = Probe(graph_of(plain))
+    (attention,) = find_attention(probe, CONTEXT)
+    return attention, find_rotation(probe, attention, CONTEXT, [])
+
+
+def upgraded(plain: Plain) -> EditableGraph:
+    return check_upgrade(plain_decoder(plain))
+
+
+def check_upgrade(model: onnx.ModelProto) -> EditableGraph:
+    """The upgraded graph, after it was compared with its source over prompt, steps and a token tree."""
+    source, graph = EditableGraph(model, NOWHERE), EditableGraph(model, NOWHERE)
+    fuse_operators(graph, CONTEXT)
+    ports = settle_ports(graph)
+    form = wire_attention(graph, ports, CONTEXT, None)
+    select_rows(graph, ports.logits)
+    graph.forget_types()
+    reference = reference_of(source, settle_ports(source), form, VOCABULARY)
+    assert require_same(NOWHERE, form, graph.model(InPlace()), reference) < 1e-3
+    return graph
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    heads=st.sampled_from([(4, 2), (4, 4), (3, 1), (6, 2)]),
+    head_dim=st.sampled_from([8, 16, 24]),
+    scale=st.floats(0.01, 2.0),
+    both=st.booleans(),
+    softcap=st.sampled_from([0.0, 5.0, 50.0]),
+    window=st.sampled_from([0, 2, 7, 40, 95, 96, 200]),
+    masking=st.sampled_from([Masking.ADDED, Masking.CHOSEN]),
+)
+def test_the_numbers_of_an_attention_are_found(
+    heads: tuple[int, int],
+    head_dim: int,
+    scale: float,
+    both: bool,
+    softcap: float,
+    window: int,
+    masking: Masking,
+) -> None:
+    plain = Plain(
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=head_dim,
+        scale=scale,
+        scale_on_both=both,
+        softcap=softcap,
+        window=window,
+        masking=masking,
+        turning=Turning.NONE,
+    )
+    attention, rotation = found(plain)
+    assert (attention.heads, attention.kv_heads, attention.head_dim) == (*heads, head_dim)
+    assert attention.scale == pytest.approx(scale, rel=1e-4)
+    assert attention.softcap == pytest.approx(softcap, rel=1e-4)
+    assert attention.window == (window if 0 < window < CONTEXT else -1)
+    assert rotation is None
+
+
+def test_the_usual_scale_is_exact() -> None:
+    attention, _ = found(Plain(head_dim=24, scale=24**-0.5, turning=Turning.NONE))
+    assert attention.scale == 24**-0.5
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    turning=st.sampled_from([Turning.HALVES, Turning.NEIGHBOURS]),
+    turned=st.sampled_from([4, 10, 16, 24]),
+    factor=st.sampled_from([1.0, 1.3]),
+    rows_first=st.booleans(),
+)
+def test_the_rotation_is_found(turning: Turning, turned: int, factor: float, rows_first: bool) -> None:
+    plain = Plain(head_dim=24, turning=turning, turned=turned, factor=factor, rows_first=rows_first)
+    _, rotation = found(plain)
+    assert rotation is not None
+    table = rotation.table
+    assert (table.pairs, table.interleaved) == (turned // 2, turning is Turning.NEIGHBOURS)
+    angles = np.arange(CONTEXT)[:, None] * 100.0 ** -(np.arange(turned // 2) / (turned // 2))
+    np.testing.assert_allclose(table.cosines, factor * np.cos(angles), atol=1e-5)
+    np.testing.assert_allclose(table.sines, factor * np.sin(angles), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [Plain(turning=Turning.BY_LENGTH), Plain(key_factor=2.0)],
+    ids=["that depends on the length", "of another strength for keys"],
+)
+def test_a_rotation_that_is_none_of_position_alone_is_left_alone(plain: Plain) -> None:
+    assert found(plain)[1] is None
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        Plain(),
+        Plain(turning=Turning.NONE),
+        Plain(turning=Turning.NEIGHBOURS, head_dim=16, turned=16),
+        Plain(head_dim=32, turned=16),
+        Plain(head_dim=24, turned=12, rows_first=True),
+        Plain(key_factor=2.0),
+        Plain(layers=2, window=6, masking=Masking.CHOSEN),
+        Plain(softcap=5.0, scale=0.9, scale_on_both=True),
+        Plain(heads=3, kv_heads=1),
+    ],
+    ids=["halves", "none", "neighbours", "some", "outside", "unlike", "window", "softcap", "one-key-head"],
+)
+def test_fused_attention_says_what_it_said_in_plain_operators(plain: Plain) -> None:
+    graph = upgraded(plain)
+    assert len(graph.nodes_of("GroupQueryAttention")) == plain.layers
+    assert not graph.nodes_of("Softmax", "Tile", "Expand")
+
+
+def test_a_rotation_inside_needs_whole_blocks_of_channels() -> None:
+    inside, outside = upgraded(Plain(head_dim=32, turned=16)), upgraded(Plain(head_dim=24, turned=12))
+    assert [node.attribute("do_rotary") for node in inside.nodes_of("GroupQueryAttention")] == [1]
+    assert not inside.nodes_of("RotaryEmbedding")
+    assert [node.attribute("do_rotary") for node in outside.nodes_of("GroupQueryAttention")] == [0]
+    assert len(outside.nodes_of("RotaryEmbedding")) == 2
+
+
+@pytest.mark.parametrize(
+    ("plain", "what"),
+    [
+        (Plain(masking=Masking.SLOPED), "it adds to the scores something other than a mask"),
+        (Plain(masking=Masking.OPEN), "its mask is neither causal nor a sliding window"),
+        (Plain(masking=Masking.BLOCKS), "its mask is neither causal nor a sliding window"),
+    ],
+    ids=["alibi", "open", "blocks"],
+)
+def test_other_masks_are_refused(plain: Plain, what: str) -> None:
+    with pytest.raises(BundleError) as refused:
+        upgraded(plain)
+    assert str(refused.value) == f"the model's attention in layer 0 is not recognised: {what}; {CANNOT}"
+    assert "\n" not in str(refused.value)
+
+
+def test_an_output_that_is_no_cache_is_refused() -> None:
+    graph = graph_of(Plain())
+    (norm,) = graph.nodes_of("Softmax")
+    weights = norm.output(0)
+    graph.outputs[weights] = graph.outputs["logits"]
+    with pytest.raises(BundleError) as refused:
+        find_attention(Probe(graph), CONTEXT)
+    assert str(refused.value) == (
+        f"the model's attention is not recognised: the output {weights} is no cache of an attention; {CANNOT}"
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_damage_to_one_node_is_refused_in_one_line_or_changes_nothing(data: st.DataObject) -> None:
+    """Any one node replaced by another: the upgrade says so, or what it makes agrees with its source."""
+    plain = Plain(window=7)
+    model = plain_decoder(plain)
+    nodes = model.graph.node
+    node = nodes[data.draw(st.integers(0, len(nodes) - 1), label="node")]
+    other = data.draw(st.sampled_from(["Add", "Sub", "Mul", "Identity", "Neg", "Exp", "Softmax", "MatMul"]), label="op")
+    node.op_type = other
+    del node.attribute[:]
+    if other in ("Identity", "Neg", "Exp", "Softmax"):
+        del node.input[1:]
+    elif len(node.input) != 2:
+        del node.input[2:]
+        node.input.extend([node.input[0]] * (2 - len(node.input)))
+    try:
+        check_upgrade(model)
+    except EdgeError as error:
+        said = str(error)
+    else:
+        said = "the same"
+    assert said.count("\n") == 0
