@@ -117,10 +117,9 @@ def test_what_only_runs_as_it_is_says_so(name: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["genai-window"], replace(OPTIMUM, window=24)], ids=["fused", "unfused"])
-def test_a_window_goes_by_position_in_a_tree(layout: Layout, tmp_path: Path) -> None:
+def test_a_window_goes_by_position_in_a_tree(tmp_path: Path) -> None:
     """A child behind twenty siblings sees as far back as it does in a text of its own."""
-    folder = upgrade(write_layout(tmp_path / "m", layout))
+    folder = upgrade(write_layout(tmp_path / "m", LAYOUTS["genai-window"]))
     past, siblings = 60, 20
     form = Manifest.from_json((folder / "edge.json").read_bytes()).architecture
     session = GraphSession(folder, form, CONTEXT)
