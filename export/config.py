@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..edge.errors import CheckpointError
 from ..models.json_file import shown
-from .family import Family, Power, find_family
+from .family import Experts, Family, Power, find_family
 from .rope import LongRope, Rope
 from .rope_settings import max_positions, read_rotations
 from .settings import count, number, optional_number, read_json
@@ -18,6 +18,8 @@ from .windows import rotated_layers
 
 MOST_LAYERS: Final = 10_000
 """Of a model; ten times as many as any has."""
+MOST_EXPERTS: Final = 10_000
+"""Of a layer, likewise."""
 
 
 class Activation(Enum):
@@ -41,6 +43,20 @@ class LayerAttention:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A feed-forward that chooses experts for each token."""
+
+    count: int
+    chosen: int
+    width: int
+    """Channels between an expert's projections."""
+    normalized: bool
+    """Whether the chosen ones' shares are made to sum to 1."""
+    layers: tuple[bool, ...]
+    """Whether each layer has experts."""
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only transformer of the common plan (see `family`)."""
 
@@ -57,6 +73,7 @@ class DecoderConfig:
     """Channels of a head that turn with the position, from the first on."""
     attention: tuple[LayerAttention, ...]
     """Layer by layer."""
+    experts: ExpertsConfig | None
     max_positions: int
     usual_positions: int
     """How far the model's usual rotation reaches; to serve longer texts it has another, for all positions."""
@@ -128,6 +145,7 @@ def read_config(folder: Path) -> DecoderConfig:
             LayerAttention((rotations.rope if window is None else rotations.local) if turn else None, window)
             for window, turn in zip(windows, turns, strict=True)
         ),
+        experts=_read_experts(config, family.experts, layers) if family.experts else None,
         max_positions=max_positions(config),
         usual_positions=scaling.original_positions if isinstance(scaling, LongRope) else max_positions(config),
         norm_epsilon=number(config, "rms_norm_eps", default=1e-6),
@@ -169,6 +187,22 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "use_bidirectional_attention is not supported", "supported are decoders, which see earlier tokens only"
         )
+
+
+def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> ExpertsConfig:
+    counted = next((name for name in settings.count if config.get(name) is not None), settings.count[0])
+    many = count(config, counted, most=MOST_EXPERTS)
+    period = count(config, settings.period, default=1)
+    without = config.get(settings.without) or []
+    if not isinstance(without, list):
+        raise CheckpointError(f"config.json: {settings.without} must be a list, found {shown(without)}")
+    return ExpertsConfig(
+        count=many,
+        chosen=count(config, settings.chosen, most=many),
+        width=count(config, settings.width),
+        normalized=settings.normalized.read(config),
+        layers=tuple((layer + 1) % period == 0 and layer not in without for layer in range(layers)),
+    )
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> Activation:

@@ -84,6 +84,23 @@ NORMS_AROUND: Final = Norms(
 )
 
 
+@dataclass(frozen=True)
+class Experts:
+    """The settings of a feed-forward that is, in most layers, a choice among experts for each token."""
+
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
+    """How many there are; the first of these settings that is there says it."""
+    chosen: str = "num_experts_per_tok"
+    width: str = "moe_intermediate_size"
+    """Channels between an expert's projections."""
+    normalized: Choice = ConfigFlag("norm_topk_prob")
+    """Whether the chosen experts' shares are made to sum to 1."""
+    period: str = "decoder_sparse_step"
+    """Every so many layers have experts."""
+    without: str = "mlp_only_layers"
+    """Numbers of layers that have none all the same."""
+
+
 class HeadNorm(Enum):
     """How queries and keys are RMS-normalized before the rotation (`q_norm`, `k_norm`)."""
 
@@ -108,6 +125,8 @@ class Family:
     """Modules that hold the query, key and value projections: one each, or one for all."""
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     """Modules that hold the gate and up projections: one each, or one for both."""
+    experts: Experts | None = None
+    """None where the feed-forward is the same for every token."""
     norms: Norms = NORMS_BEFORE
     norms_add_one: bool = False
     """Whether norms scale by 1 + weight."""

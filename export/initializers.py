@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from ..models.manifest import WeightFormat
 from .layout import Unit
 from .prefetch import in_order
-from .quantize import blocks_of
-from .source import Float32Array, ModelSource, RowRange, UInt8Array
+from .quantize import OFFSETS, blocks_of, quantize_rows
+from .source import Float32Array, ModelSource, RowRange
 from .weightfile import WeightFile
 
 _WORKERS: Final = 2
@@ -78,23 +78,86 @@ class Initializers:
             Names of the codes, uint8 [N, blocks, block * bits / 8], and of the scales, float32 [N, blocks], or
             [N, blocks, 1] as GatherBlockQuantized wants them when the matrix is `gathered` from.
         """
+        codes, (scales, _) = self._codes(unit, form)
+        return codes, self._scales(unit, "scales", scales, gathered)
+
+    def quantized_with_offsets(self, unit: Unit, form: WeightFormat) -> tuple[str, str, str, str]:
+        """Add a unit's matrix in blocks that have offsets.
+
+        Returns:
+            Names of codes and scales as of `quantized`, and of the codes and scales of the matrix of offsets
+            [N, blocks], stored in `OFFSETS`.
+        """
+        codes, (scales, offsets) = self._codes(unit, form)
+        rounded, offset_scales = quantize_rows(offsets, OFFSETS)
+        self._begin(f"{unit.name}.offset_codes", rounded.dtype, rounded.shape, unit)
+        self._data.append(rounded)
+        return (
+            codes,
+            self._scales(unit, "scales", scales),
+            f"{unit.name}.offset_codes",
+            self._scales(unit, "offset_scales", offset_scales),
+        )
+
+    def _codes(self, unit: Unit, form: WeightFormat) -> tuple[str, tuple[Float32Array, Float32Array]]:
+        """Add a unit's codes; returns their name, and its scales and offsets (zeros where it has none) [N, blocks]."""
         rows, columns = unit.shape
-        blocks = blocks_of(columns, form)
-        codes, scales = f"{unit.name}.codes", f"{unit.name}.scales"
-
-        def quantize(part: RowRange) -> tuple[UInt8Array, Float32Array]:
-            return self._checkpoint.coded(part, form)
-
-        self._begin(codes, np.dtype(np.uint8), (rows, blocks, form.block * form.bits // 8), unit)
-        all_scales: list[Float32Array] = []
+        name = f"{unit.name}.codes"
+        self._begin(name, np.dtype(np.uint8), (rows, blocks_of(columns, form), form.block * form.bits // 8), unit)
+        scales: list[Float32Array] = []
+        offsets: list[Float32Array] = []
         parts = chain.from_iterable(self._checkpoint.row_ranges(source) for source in unit.weights)
-        for packed, piece_scales in in_order(quantize, parts):
+        for piece in in_order(lambda part: self._checkpoint.coded(part, form), parts):
+            self._data.append(piece.packed)
+            scales.append(piece.scales)
+            offsets.append(np.zeros_like(piece.scales) if piece.offsets is None else piece.offsets)
+            self._stored(len(piece.packed) * columns)
+        return name, (np.concatenate(scales), np.concatenate(offsets))
+
+    def _scales(self, unit: Unit, kind: str, scales: Float32Array, gathered: bool = False) -> str:
+        name = f"{unit.name}.{kind}"
+        self._begin(name, scales.dtype, (*scales.shape, 1) if gathered else scales.shape, unit)
+        self._data.append(scales)
+        return name
+
+    def experts(self, unit: Unit, form: WeightFormat) -> tuple[str, str]:
+        """Add a unit's experts, stacked.
+
+        Returns:
+            Names of the codes, uint8 [experts, N, K * bits / 8], and of the scales, float32 [experts, N, K / block]; in
+            32 bits that of the weights, float32 [experts, N, K], and nothing.
+        """
+        rows, columns = unit.shape
+        stacked = (unit.experts, rows // unit.experts)
+        if form.bits == 32:
+            name = f"{unit.name}.weight"
+            self._begin(name, np.dtype(np.float32), (*stacked, columns), unit)
+            for part in self._parts_of_experts(unit):
+                weights = _alternating([self._checkpoint.read_rows(each) for each in part])
+                self._data.append(weights)
+                self._stored(weights.size)
+            return name, ""
+        codes, scales = f"{unit.name}.codes", f"{unit.name}.scales"
+        self._begin(codes, np.dtype(np.uint8), (*stacked, columns * form.bits // 8), unit)
+        all_scales = []
+        coded = in_order(
+            lambda part: [self._checkpoint.coded(each, form) for each in part], self._parts_of_experts(unit)
+        )
+        for pieces in coded:
+            packed = _alternating([piece.packed for piece in pieces])
             self._data.append(packed)
-            all_scales.append(piece_scales)
+            all_scales.append(_alternating([piece.scales for piece in pieces]))
             self._stored(len(packed) * columns)
-        self._begin(scales, np.dtype(np.float32), (rows, blocks, 1) if gathered else (rows, blocks), unit)
+        self._begin(scales, np.dtype(np.float32), (*stacked, columns // form.block), unit)
         self._data.append(np.concatenate(all_scales))
         return codes, scales
+
+    def _parts_of_experts(self, unit: Unit) -> Iterator[tuple[RowRange, ...]]:
+        """Ranges of rows that follow each other in the stack; those of one tuple alternate."""
+        together = 2 if unit.interleaved else 1
+        for start in range(0, len(unit.weights), together):
+            modules = unit.weights[start : start + together]
+            yield from zip(*(self._checkpoint.row_ranges(name) for name in modules), strict=True)
 
     def reshaped(self, name: str, alias: str, shape: Sequence[int]) -> str:
         """Add a tensor of another shape over the bytes of the initializer `name`."""
@@ -116,3 +179,8 @@ class Initializers:
         for key, value in (("location", self._data.name), ("offset", offset), ("length", length)):
             proto.external_data.add(key=key, value=str(value))
         self.protos.append(proto)
+
+
+def _alternating(pieces: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """The first row of each, then the second of each, and so on."""
+    return np.stack(pieces, axis=1).reshape(-1, *pieces[0].shape[1:])

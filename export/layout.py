@@ -28,6 +28,15 @@ class Unit:
     columns: int
     """Inputs (K)."""
     biased: bool = False
+    exact: bool = False
+    """Whether it stays in float32 whatever the recipe says."""
+    experts: int = 0
+    """How many experts of a layer it stacks, each of as many modules; 0 for a linear that all tokens share."""
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the rows of an expert's two modules alternate."""
+        return self.experts > 0 and len(self.modules) == 2 * self.experts
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,6 +75,8 @@ class Layer:
     output: Unit
     gate_up: Unit
     down: Unit
+    router: Unit | None
+    """Chooses among experts, which gate_up and down then stack; None where the layer has none."""
     before_attention: Norm | None
     query_norm: Norm | None
     key_norm: Norm | None
@@ -75,8 +86,9 @@ class Layer:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """All four, in the order of the graph."""
-        return self.qkv, self.output, self.gate_up, self.down
+        """All of them, in the order of the graph."""
+        router = () if self.router is None else (self.router,)
+        return self.qkv, self.output, *router, self.gate_up, self.down
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -88,8 +100,8 @@ class Layer:
 def layer_layout(config: DecoderConfig, index: int) -> Layer:
     """Units and norms of layer `index`."""
     unit, module, traits = f"layers.{index}", f"model.layers.{index}", config.traits
-    attention, mlp = f"{module}.self_attn", f"{module}.mlp"
-    hidden, wide = config.hidden_size, config.intermediate_size
+    attention, hidden = f"{module}.self_attn", config.hidden_size
+    router, gate_up, down = _feed_forward(config, index)
 
     def norm(name: str | None) -> Norm | None:
         return None if name is None else Norm(f"{module}.{name}.weight", hidden)
@@ -103,16 +115,38 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
             config.qkv_bias,
         ),
         output=Unit(f"{unit}.o", (f"{attention}.o_proj",), (hidden,), config.query_width, config.output_bias),
-        gate_up=_fused(
-            f"{unit}.gate_up", tuple(f"{mlp}.{name}" for name in traits.gate_up), (wide, wide), hidden, config.mlp_bias
-        ),
-        down=Unit(f"{unit}.down", (f"{mlp}.down_proj",), (hidden,), wide, config.mlp_bias),
+        gate_up=gate_up,
+        down=down,
+        router=router,
         before_attention=norm(traits.norms.before_attention),
         query_norm=_head_norm(config, f"{attention}.q_norm.weight", config.query_width),
         key_norm=_head_norm(config, f"{attention}.k_norm.weight", config.kv_width),
         after_attention=norm(traits.norms.after_attention),
         before_mlp=norm(traits.norms.before_mlp),
         after_mlp=norm(traits.norms.after_mlp),
+    )
+
+
+def _feed_forward(config: DecoderConfig, index: int) -> tuple[Unit | None, Unit, Unit]:
+    """Router, if there is one, gate and up, and down of layer `index`."""
+    unit, mlp, hidden, experts = f"layers.{index}", f"model.layers.{index}.mlp", config.hidden_size, config.experts
+    if experts is None or not experts.layers[index]:
+        wide, biased = config.intermediate_size, config.mlp_bias
+        modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
+        return (
+            None,
+            _fused(f"{unit}.gate_up", modules, (wide, wide), hidden, biased),
+            Unit(f"{unit}.down", (f"{mlp}.down_proj",), (hidden,), wide, biased),
+        )
+    many, wide = experts.count, experts.width
+    each = [f"{mlp}.experts.{expert}" for expert in range(many)]
+    both = tuple(f"{expert}.{name}" for expert in each for name in config.traits.gate_up)
+    downs = tuple(f"{expert}.down_proj" for expert in each)
+    return (
+        # A rounded router chooses other experts; it is a thousandth of them in size.
+        Unit(f"{unit}.router", (f"{mlp}.gate",), (many,), hidden, exact=True),
+        Unit(f"{unit}.gate_up", both, (wide,) * len(both), hidden, experts=many),
+        Unit(f"{unit}.down", downs, (hidden,) * many, wide, experts=many),
     )
 
 

@@ -12,9 +12,11 @@ from ..models.manifest import WeightFormat
 from .config import DecoderConfig
 from .initializers import Initializers
 from .layout import Norm, Unit
+from .quantize import OFFSETS, blocks_of
 
 MICROSOFT: Final = "com.microsoft"
-_INT8_ACTIVATIONS: Final = 4
+INT8_ACTIVATIONS: Final = 4
+"""The accuracy level that rounds a product's inputs to 8 bits."""
 
 
 class Nodes:
@@ -96,25 +98,39 @@ class Nodes:
         """A unit of the layers, bias included."""
         form = self.plan[unit.name]
         bias = self.weights.vector(f"{unit.name}.bias", unit.biases) if unit.biased else ""
+        if form.offsets:
+            return self._linear_with_offsets(unit, form, value, bias)
         if form.bits != 32:
             codes, scales = self.weights.quantized(unit, form)
             inputs = [value, codes, scales, "", "", bias] if bias else [value, codes, scales]
-            return self.matmul_nbits(unit, form, inputs, unit.name)
+            return self.matmul_nbits(unit.shape, form, inputs, unit.name)
         product = self.add("MatMul", [value, self.weights.plain_transposed(unit)], f"{unit.name}.product")
         return self.add("Add", [product, bias], unit.name) if bias else product
 
-    def matmul_nbits(self, unit: Unit, form: WeightFormat, inputs: list[str], output: str) -> str:
-        """The product with a quantized matrix."""
+    def _linear_with_offsets(self, unit: Unit, form: WeightFormat, value: str, bias: str) -> str:
+        """The product with the codes, and that of the inputs' sums over blocks with the offsets (see `quantize`)."""
+        codes, scales, offset_codes, offset_scales = self.weights.quantized_with_offsets(unit, form)
+        inputs = [value, codes, scales, "", "", bias] if bias else [value, codes, scales]
+        product = self.matmul_nbits(unit.shape, form, inputs, f"{unit.name}.product")
+        blocks = self.integers(f"blocks.{form.block}", 0, 0, -1, form.block)
+        apart = self.add("Reshape", [value, blocks], f"{unit.name}.blocks")
+        sums = self.add("ReduceSum", [apart, self.integers("last.axis", -1)], f"{unit.name}.sums", keepdims=0)
+        shape = (unit.shape[0], blocks_of(unit.columns, form))
+        offsets = self.matmul_nbits(shape, OFFSETS, [sums, offset_codes, offset_scales], f"{unit.name}.offsets")
+        return self.add("Add", [product, offsets], unit.name)
+
+    def matmul_nbits(self, shape: tuple[int, int], form: WeightFormat, inputs: list[str], output: str) -> str:
+        """The product with a quantized matrix of that many outputs (N) and inputs (K)."""
         return self.add(
             "MatMulNBits",
             inputs,
             output,
             domain=MICROSOFT,
-            N=unit.shape[0],
-            K=unit.shape[1],
+            N=shape[0],
+            K=shape[1],
             bits=form.bits,
             block_size=form.block,
-            accuracy_level=_INT8_ACTIVATIONS,
+            accuracy_level=INT8_ACTIVATIONS,
         )
 
     def _norm_weight(self, norm: Norm, output: str) -> str:

@@ -24,13 +24,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import ModelProto
 from threadpoolctl import threadpool_limits
 
 from ..edge.errors import ExportError
 from ..models.bundle import GRAPH_NAME
 from ..models.manifest import WeightFormat
 from .config import DecoderConfig
+from .float_activations import with_float_activations
 from .reference import TokenArray, reference_logits
 from .reference_positions import Float64Array
 from .rounded import RoundedWeights
@@ -44,7 +44,6 @@ MIN_CORRELATION: Final = 0.9
 TOKENS: Final = 32
 STEPS: Final = 2
 """How many of the tokens are decoded one by one; 8-bit weights are slow at level 1, so not many."""
-_FLOAT_ACTIVATIONS: Final = 1
 
 
 @dataclass(frozen=True)
@@ -115,15 +114,6 @@ def _logits_through_the_cache(session: GraphSession, tokens: TokenArray) -> npt.
     prefill = session.forward(tokens[:start], backwards)[::-1]
     steps = [session.forward(tokens[row : row + 1], np.array([0])) for row in range(start, len(tokens))]
     return np.concatenate([prefill, *steps])
-
-
-def with_float_activations(graph: ModelProto) -> ModelProto:
-    """The same graph with every MatMulNBits at full activation precision."""
-    for node in graph.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
-                attribute.i = _FLOAT_ACTIVATIONS
-    return graph
 
 
 def mean_kl(reference: Float64Array, graph: Float64Array) -> float:

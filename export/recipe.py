@@ -9,7 +9,7 @@ from typing import Final
 from ..edge.errors import InputError
 from ..models.manifest import SHORTEST_CONTEXT, GraphLayout, WeightFormat
 from .config import DecoderConfig
-from .layout import units_of
+from .layout import Unit, units_of
 
 FP32: Final = WeightFormat(32)
 INT8: Final = WeightFormat(8, 32)
@@ -17,6 +17,7 @@ INT4: Final = WeightFormat(4, 32)
 
 BLOCKS: Final = (32, 64, 128)
 QUANTIZED_BITS: Final = (4, 8)
+_OUTER: Final = ("embedding", "head")
 DEFAULT_CONTEXT_LIMIT: Final = 32768
 """Longest context exported unasked: the rotary table costs 4 * head_dim bytes a position."""
 LONGEST_CONTEXT: Final = 1 << 20
@@ -46,6 +47,8 @@ class ExportRecipe:
 
     def __post_init__(self) -> None:
         for form in filter(None, (self.body, self.head_format)):
+            if form.offsets:
+                raise InputError("weights with offsets cannot be asked for", "they are kept where a GGUF file has them")
             plain = form.bits == FP32.bits and form.block == 0
             if not plain and (form.bits not in QUANTIZED_BITS or form.block not in BLOCKS):
                 raise InputError(
@@ -84,9 +87,24 @@ class ExportRecipe:
         Args:
             config: the model's numbers.
             own_format: the format nearest to how a checkpoint's matrix is stored, by its name.
+
+        Raises:
+            InputError: the blocks do not divide the rows of experts.
         """
         plan = {}
         for unit in units_of(config):
-            asked = self.head_format if unit.name in ("embedding", "head") else self.body
-            plan[unit.name] = asked or max(map(own_format, unit.weights), key=lambda form: form.bits)
+            asked = self.head_format if unit.name in _OUTER else self.body
+            form = FP32 if unit.exact else asked or _widest(unit, own_format)
+            if unit.experts and form.block and unit.columns % form.block:
+                raise InputError(
+                    f"{unit.name} has experts of {unit.columns} columns, which are no whole blocks of {form.block}",
+                    "choose smaller blocks, or fp32",
+                )
+            plan[unit.name] = form
         return plan
+
+
+def _widest(unit: Unit, own_format: Callable[[str], WeightFormat]) -> WeightFormat:
+    form = max(map(own_format, unit.weights), key=lambda form: (form.bits, form.offsets))
+    # The embedding's operator has no offsets, and the head may be the embedding.
+    return INT8 if form.offsets and unit.name in _OUTER else form

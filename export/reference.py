@@ -79,6 +79,8 @@ def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64A
         return _attention(weights, config, layer, value, context)
 
     def feed_forward(value: Float64Array) -> Float64Array:
+        if _has_experts(config, layer):
+            return _experts(weights, config, f"{name}.mlp", value)
         return _feed_forward(weights, config, f"{name}.mlp", value)
 
     if kind == "olmo2":
@@ -111,7 +113,7 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
     if kind == "olmo2":
         query, key = normed_heads(query, key)
     query, key, value = (each.reshape(rows, -1, dim) for each in (query, key, value))
-    if kind in ("qwen3", "gemma3_text"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
         query, key = normed_heads(query, key)
     if rotates(config, layer):
         turn = rotation(config, layer, np.arange(rows), context)
@@ -144,6 +146,28 @@ def _feed_forward(weights: WeightSource, config: Settings, name: str, normed: Fl
     else:
         gate, up = (_linear(weights, f"{name}.{each}_proj", normed, biased) for each in ("gate", "up"))
     return _linear(weights, f"{name}.down_proj", _activated(config, gate) * up, biased)
+
+
+def _has_experts(config: Settings, layer: int) -> bool:
+    if config["model_type"] != "qwen3_moe" or layer in (config.get("mlp_only_layers") or []):
+        return False
+    return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
+
+
+def _experts(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
+    """Each token through the experts it likes best, in shares of its liking."""
+    scores = _linear(weights, f"{name}.gate", normed, biased=False)
+    odds = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    shares = odds / odds.sum(axis=-1, keepdims=True)
+    chosen = np.argsort(-shares, axis=-1)[:, : config["num_experts_per_tok"]]
+    result = np.zeros_like(normed)
+    for expert in np.unique(chosen):
+        tokens = np.flatnonzero((chosen == expert).any(axis=-1))
+        share = shares[tokens, expert]
+        if config.get("norm_topk_prob"):
+            share = share / np.take_along_axis(shares[tokens], chosen[tokens], axis=-1).sum(axis=-1)
+        result[tokens] += share[:, None] * _feed_forward(weights, config, f"{name}.experts.{expert}", normed[tokens])
+    return result
 
 
 def _activated(config: Settings, gate: Float64Array) -> Float64Array:

@@ -73,7 +73,7 @@ class Vocabulary:
             (matrix,) = self._table if tied else (nodes.weights.plain(unit),)
             return nodes.add("Gemm", [rows, matrix], output, transB=1)
         codes, scales = self._tied_table(unit, form) if tied else nodes.weights.quantized(unit, form)
-        return nodes.matmul_nbits(unit, form, [rows, codes, scales], output)
+        return nodes.matmul_nbits(unit.shape, form, [rows, codes, scales], output)
 
     def _tied_table(self, unit: Unit, form: WeightFormat) -> tuple[str, str]:
         """The embedding's codes and scales as MatMulNBits wants them: the same bytes, in the file and in memory."""

@@ -33,6 +33,17 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 2},
     "qwen3": {"attention_bias": False, "head_dim": 32, "use_sliding_window": False},
+    "qwen3_moe": {
+        "num_hidden_layers": 3,
+        "attention_bias": False,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "head_dim": 32,
+    },
     "mistral": {"sliding_window": 12},
     "phi3": {
         "sliding_window": None,
@@ -83,6 +94,7 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
 ARCHITECTURES: Final = {
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 """Class names that are not the capitalized model type."""
@@ -155,12 +167,19 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
             for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
                 linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged or kind == "qwen2")
         linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim, flagged)
-        if kind in ("qwen3", "gemma3_text", "olmo2"):
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2"):
             norm(f"{name}.self_attn.q_norm", heads * head_dim if kind == "olmo2" else head_dim)
             norm(f"{name}.self_attn.k_norm", kv_heads * head_dim if kind == "olmo2" else head_dim)
-        for projection, rows, columns in (("gate", wide, hidden), ("up", wide, hidden), ("down", hidden, wide)):
-            if kind != "phi3" or projection == "down":
-                linear(f"{name}.mlp.{projection}_proj", rows, columns, bool(config.get("mlp_bias")))
+        modules = [(f"{name}.mlp", wide)]
+        sparse = kind == "qwen3_moe" and (layer + 1) % config["decoder_sparse_step"] == 0
+        if sparse and layer not in config["mlp_only_layers"]:
+            linear(f"{name}.mlp.gate", config["num_experts"], hidden)
+            inner = config["moe_intermediate_size"]
+            modules = [(f"{name}.mlp.experts.{expert}", inner) for expert in range(config["num_experts"])]
+        for module, inner in modules:
+            for projection, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+                if kind != "phi3" or projection == "down":
+                    linear(f"{module}.{projection}_proj", rows, columns, bool(config.get("mlp_bias")))
     norm("model.norm", hidden)
     if not config["tie_word_embeddings"]:
         matrix("lm_head.weight", config["vocab_size"], hidden, 0.4)

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
 from ...edge.errors import ExportError
-from ..parity import Parity, mean_kl, with_float_activations
+from ..float_activations import with_float_activations
+from ..parity import Parity, mean_kl
 from ..session import CacheForm, FreeSession, GraphSession
 from .editable import EditableGraph
 from .ports import MASK, POSITIONS, TOKENS, Ports

@@ -59,7 +59,8 @@ def test_graph_computes_what_the_checkpoint_means(tmp_path, family: str, form: W
     if form == FP32:
         assert difference.max() < 1e-4
     else:
-        assert difference.max() < 5 * ACTIVATION_NOISE * expected.std()
+        # Where two experts are nearly as good, a little noise chooses the other one.
+        assert difference.max() < (20 if family == "qwen3_moe" else 5) * ACTIVATION_NOISE * expected.std()
         assert np.sqrt(np.mean(difference**2)) < ACTIVATION_NOISE * expected.std()
     manifest = open_bundle(bundle).manifest
     assert manifest.parity["max_abs_diff"] < 1e-4

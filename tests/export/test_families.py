@@ -10,8 +10,8 @@ import onnx
 import pytest
 
 from drafters import eager
-from edgerun.edge.errors import CheckpointError
-from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
+from edgerun.edge.errors import CheckpointError, InputError
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.checkpoint import Checkpoint
 from edgerun.export.config import Activation, DecoderConfig, read_config
 from edgerun.export.reference import reference_logits
@@ -62,6 +62,8 @@ def test_decoding_follows_the_reference_past_the_window(tmp_path, family: str) -
 
 MATTERS = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}, {"sliding_window": 10}),
+    ("qwen3_moe", {}, {"num_experts_per_tok": 3}),
+    ("qwen3_moe", {}, {"norm_topk_prob": False}),
     ("mistral", {}, {"sliding_window": None}),
     ("mistral", {}, {"sliding_window": 11}),
     ("phi3", {}, {"partial_rotary_factor": 1.0}),
@@ -122,6 +124,10 @@ def test_every_tensor_matters(tmp_path, family: str, ending: str, count: int) ->
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": False}),
+        ("qwen3_moe", {"num_hidden_layers": 1, "mlp_only_layers": [], "num_experts_per_tok": 5}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2], "attention_bias": True}),
         ("gemma2", {"head_dim": 24}),
         ("gemma3_text", {"head_dim": 8, "num_key_value_heads": 4}),
         ("gemma3_text", {"num_hidden_layers": 1}),
@@ -141,6 +147,32 @@ def test_every_tensor_matters(tmp_path, family: str, ending: str, count: int) ->
 def test_odd_shapes(tmp_path, family: str, overrides: dict[str, Any], form) -> None:
     bundle = write_bundle(tmp_path, family, weights=form, **overrides)
     assert open_bundle(bundle).manifest.parity["max_abs_diff"] < 1e-4
+
+
+@pytest.mark.parametrize("form", [INT8, INT4], ids=str)
+def test_experts_are_run_by_one_operator_and_the_router_stays_exact(tmp_path, form) -> None:
+    bundle = write_bundle(tmp_path, "qwen3_moe", weights=form)
+    graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
+    operators = [node.op_type for node in graph.node]
+    assert (operators.count("QMoE"), operators.count("MatMul")) == (2, 2)
+    weights = open_bundle(bundle).manifest.weights
+    assert weights["layers.0.router"] == FP32
+    assert weights["layers.0.gate_up"] == weights["layers.0.down"] == form
+    assert "layers.1.router" not in weights
+    expected = reference_logits(
+        Checkpoint(tmp_path / "checkpoint"), read_json(tmp_path / "checkpoint" / "config.json"), TOKENS, 256
+    )
+    assert np.corrcoef(logits_of(bundle).ravel(), expected.ravel())[0, 1] > (0.99 if form == INT8 else 0.8)
+
+
+def test_blocks_that_do_not_divide_experts_are_refused(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
+    message = (
+        r"layers\.0\.down has experts of 32 columns, which are no whole blocks of 64; choose smaller blocks, or fp32"
+    )
+    with pytest.raises(InputError, match=message):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 64)))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def nested(folder: Path, rename: dict[str, str], **text_settings: Any) -> Path:

@@ -70,6 +70,11 @@ CASES = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "qwen3 with experts": ("qwen3_moe", {}),
+    "qwen3 with experts in every second layer, shares as they are": (
+        "qwen3_moe",
+        {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [], "tie_word_embeddings": False},
+    ),
     "mistral": ("mistral", {}),
     "mistral without a window": ("mistral", {"sliding_window": None, "tie_word_embeddings": False, "head_dim": 32}),
     "phi3": ("phi3", {}),
@@ -101,8 +106,10 @@ CASES = {
 
 
 def load(source: Path) -> Any:
-    """The model in float64; the eager implementation is the only one that has all of attention's soft caps."""
+    """The model in float64; the eager implementations are the ones that have soft caps, and experts in float64."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    if hasattr(model, "set_experts_implementation"):  # from transformers 5 on
+        model.set_experts_implementation("eager")
     return model.double()
 
 
