@@ -22,7 +22,7 @@ from ..models.manifest import WeightFormat
 from .prefetch import in_order
 from .quantize import quantize_rows
 from .settings import read_json
-from .source import Float32Array, RowRange, UInt8Array
+from .source import Coded, Float32Array, RowRange
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -113,13 +113,13 @@ class Checkpoint:
         """
         return in_order(self.read_rows, self.row_ranges(name))
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
-        """Some rows of a matrix rounded to the nearest codes: packed codes and scales (see `quantize`).
+    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+        """Some rows of a matrix rounded to the nearest codes.
 
         Raises:
             CheckpointError: they hold a NaN or an infinity, or cannot be read.
         """
-        return quantize_rows(self.read_rows(rows), form)
+        return Coded(*quantize_rows(self.read_rows(rows), form))
 
     def own_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- a checkpoint folder holds floats
         """Float32, in which any of a checkpoint's tensors is exact."""

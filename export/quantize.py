@@ -8,6 +8,10 @@ A weight matrix [N, K] is cut along K into blocks. A block's scale puts its weig
 
 All codes are used and no zero points are stored. This is ONNX Runtime's signed full-range form (`MatMulNBits`,
 `GatherBlockQuantized`). A tail block shorter than the rest is padded with zeros.
+
+Blocks that come with a minimum of their own have an offset beside the scale, w ~ (code - half) * scale + offset. Zero
+points, which are whole codes, cannot say that; but what the offsets add to a product is another product, of the sums of
+the inputs block by block with the matrix of the offsets, [N, blocks]. That one is kept in `OFFSETS`.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from ..models.manifest import WeightFormat
 
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
+
+OFFSETS: Final = WeightFormat(8, 32)
+"""How the matrix of a unit's offsets is stored in its turn."""
 
 _NEGLIGIBLE: Final = np.float32(1e-30)
 """A block whose largest weight is smaller is stored as zeros: the reciprocal of its scale would overflow."""
@@ -58,11 +65,20 @@ def quantize_rows(weights: Float32Array, form: WeightFormat) -> tuple[UInt8Array
     return pack_codes(codes.astype(np.uint8), form.bits), scales
 
 
-def dequantize_rows(packed: UInt8Array, scales: Float32Array, columns: int, form: WeightFormat) -> Float32Array:
+def dequantize_rows(
+    packed: UInt8Array, scales: Float32Array, columns: int, form: WeightFormat, offsets: Float32Array | None = None
+) -> Float32Array:
     """The weights that packed codes stand for, float32 [N, columns]; the inverse of `quantize_rows` up to rounding."""
     codes = unpack_codes(packed, form.bits).astype(np.float32)
     weights: Float32Array = (codes - np.float32(1 << (form.bits - 1))) * scales[:, :, None]
+    if offsets is not None:
+        weights += offsets[:, :, None]
     return weights.reshape(len(packed), -1)[:, :columns]
+
+
+def rounded_offsets(offsets: Float32Array) -> Float32Array:
+    """Offsets [N, blocks] as they are once stored."""
+    return dequantize_rows(*quantize_rows(offsets, OFFSETS), offsets.shape[1], OFFSETS)
 
 
 def pack_codes(codes: UInt8Array, bits: int) -> UInt8Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,17 @@ class RowRange:
     name: str
     start: int
     stop: int
+
+
+class Coded(NamedTuple):
+    """Rows of a matrix in few bits (see `quantize`)."""
+
+    packed: UInt8Array
+    """Codes, uint8 [rows, blocks, block * bits / 8]."""
+    scales: Float32Array
+    """[rows, blocks]."""
+    offsets: Float32Array | None = None
+    """[rows, blocks], where the format has them."""
 
 
 class ModelSource(Protocol):
@@ -61,8 +72,8 @@ class ModelSource(Protocol):
         """A matrix from top to bottom, about a million weights at a time."""
         ...
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
-        """Some rows of a matrix as packed codes and scales (see `quantize`).
+    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+        """Some rows of a matrix in few bits.
 
         Those of the file itself where it has them in that form, else the rows' weights rounded.
         """

@@ -8,13 +8,10 @@ Only the .onnx file and a tokenizer are required; the rest is introspected or ha
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 from ..edge.errors import BundleError
@@ -22,9 +19,10 @@ from .atomic import write_atomically
 from .cache import cache_folder
 from .device_kind import DeviceKind
 from .external_data import check_external_data, external_files
+from .graph_files import find_graph
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, SHORTEST_CONTEXT, FileDigest, Manifest
-from .variants import GENAI_CONFIG, choose_graph
+from .variants import GENAI_CONFIG
 
 GRAPH_NAME: Final = "model.onnx"
 WEIGHTS_NAME: Final = "model.onnx.data"
@@ -37,14 +35,11 @@ COMPANIONS: Final = (
 )
 """Files that are carried from a checkpoint to its bundle as they are."""
 
-_HINT: Final = "give an .onnx file or a model folder"
 _HASH_ALWAYS_BELOW: Final = 8 << 20
 _SAMPLE: Final = 1 << 20
 """Bytes from either end of a file that stand for it where nothing recorded its digest."""
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
-_DEEPEST: Final = 4
-"""Folders below a model folder in which graphs are looked for."""
 
 
 @dataclass(frozen=True)
@@ -141,22 +136,19 @@ class Bundle:
             verify_file(self.folder / name, digest)
 
 
-def open_bundle(
-    path: Path, variant: str | None = None, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Path | None = None
-) -> Bundle:
+def open_bundle(path: Path, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Path | None = None) -> Bundle:
     """Open a model folder, or the folder around an .onnx file, and check it against its manifest.
 
     Args:
         path: of the folder or the file.
-        variant: which of several graphs in the folder; None for what suits the device best.
-        kind: what the model is to run on.
+        kind: what the model is to run on; decides between several graphs in the folder.
         tokenizer: where to take the tokenizer from, a tokenizer.json or a folder with one; None for beside the graph.
 
     Raises:
         BundleError: there is no such file, no graph in the folder, or the files are not those that were exported.
     """
     try:
-        graph, first, folder = _find_graph(path, variant, kind)
+        graph, first, folder = find_graph(path, None, kind)
         if tokenizer is not None and not tokenizer.exists():
             raise BundleError(f"{tokenizer} does not exist", "give a tokenizer.json, or a folder with one")
         manifest_path = graph.parent / MANIFEST_NAME
@@ -190,70 +182,6 @@ def digest_file(path: Path) -> FileDigest:
             sha.update(piece)
             size += len(piece)
     return FileDigest(size, sha.hexdigest())
-
-
-def _find_graph(path: Path, variant: str | None, kind: DeviceKind) -> tuple[Path, Path | None, Path]:
-    """The graph meant by a path, the graph of first passes if that is another one, and the configuration's folder."""
-    try:
-        mode = path.stat().st_mode
-    except PermissionError:
-        raise
-    except (OSError, ValueError) as error:  # such as a name that is too long, or holds a zero byte
-        raise BundleError(f"{path} does not exist", _HINT) from error
-    if stat.S_ISDIR(mode):
-        files = _files_below(path)
-        if "pipeline" in _decoder_of_genai(path):
-            raise BundleError(
-                f"{path} is a model cut into stages for an NPU ({GENAI_CONFIG} has a decoder.pipeline)",
-                "choose a variant of the model for the CPU",
-            )
-        named = {folder: name for folder in _folders_of_genai(files) if (name := _named_by_genai(path / folder))}
-        chosen = choose_graph(files, variant, kind=kind, named=named, where=str(path))
-        graph = path / chosen.graph
-        return graph, None if chosen.prefill is None else path / chosen.prefill, _configured(graph, path)
-    if not stat.S_ISREG(mode) or path.suffix != ".onnx":
-        raise BundleError(f"{path} is not an .onnx file", _HINT)
-    first = path.with_name(path.name.replace("decoder_with_past_model", "decoder_model"))
-    return path, first if first != path and first.is_file() else None, _configured(path, path.parent.parent)
-
-
-def _files_below(folder: Path) -> list[str]:
-    """POSIX paths of the files in a folder and the folders in it."""
-    found = []
-    for root, folders, names in os.walk(folder):
-        below = Path(root).relative_to(folder)
-        if len(below.parts) >= _DEEPEST:
-            folders.clear()
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [(below / name).as_posix() for name in names]
-    return found
-
-
-def _folders_of_genai(files: Sequence[str]) -> list[str]:
-    return [PurePosixPath(file).parent.as_posix() for file in files if PurePosixPath(file).name == GENAI_CONFIG]
-
-
-def _named_by_genai(folder: Path) -> str | None:
-    """The file name of the decoder's graph, as ONNX Runtime GenAI's configuration in a folder gives it."""
-    name = _decoder_of_genai(folder).get("filename")
-    return name if isinstance(name, str) else None
-
-
-def _decoder_of_genai(folder: Path) -> dict[str, Any]:
-    """The decoder's section of ONNX Runtime GenAI's configuration in a folder; empty without one."""
-    path = folder / GENAI_CONFIG
-    said: Any = read_json_object(path, BundleError, "restore it or leave it out") if path.is_file() else {}
-    for part in ("model", "decoder"):
-        said = said.get(part) if isinstance(said, dict) else None
-    return said if isinstance(said, dict) else {}
-
-
-def _configured(graph: Path, root: Path) -> Path:
-    """The folder of a graph's configuration: its own, or where it is in a folder of graphs, the one around that."""
-    own = graph.parent
-    around = [folder for folder in (own, *own.parents) if folder == own or folder.is_relative_to(root)]
-    names = ("config.json", GENAI_CONFIG)
-    return next((folder for folder in around if any((folder / name).is_file() for name in names)), own)
 
 
 def _sampled(path: Path) -> bytes:

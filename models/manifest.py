@@ -55,9 +55,11 @@ class WeightFormat:
 
     bits: int
     block: int = 0
+    offsets: bool = False
+    """Whether each block has an offset beside its scale, as formats with minima need."""
 
     def __str__(self) -> str:
-        return "fp32" if self.bits == 32 else f"int{self.bits}/{self.block}"
+        return "fp32" if self.bits == 32 else f"int{self.bits}/{self.block}" + "+offsets" * self.offsets
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,9 @@ class Manifest:
             del data["draft"]
         else:
             data["draft"] = {name: value for name, value in data["draft"].items() if value}
+        for form in data["weights"].values():
+            if not form["offsets"]:
+                del form["offsets"]
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -241,7 +246,11 @@ def _layout(data: _Fields) -> GraphLayout:
 
 def _weight_format(data: _Fields) -> WeightFormat:
     data.require("bits")
-    return WeightFormat(data.whole("bits", 1), data.whole("block", 0) if "block" in data else 0)
+    return WeightFormat(
+        bits=data.whole("bits", 1),
+        block=data.whole("block", 0) if "block" in data else 0,
+        offsets=data.flag("offsets") if "offsets" in data else False,
+    )
 
 
 def _file_digest(data: _Fields) -> FileDigest:

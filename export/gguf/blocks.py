@@ -2,7 +2,9 @@
 
 Q4_0, Q5_0 and Q8_0 store blocks of 32 weights as `w = d * q` with one float16 d and a signed q of 4, 5 or 8 bits. That
 is the form of `quantize`, w = (code - half) * scale: the codes are moved, the scale is widened to float32, and nothing
-is rounded. All other types are decoded by the `gguf` package and, where codes are asked for, rounded anew.
+is rounded. Q4_1 and Q4_K have a minimum beside the scale, w = d * q + m, which becomes the offset m + half * d: codes
+and scales are exact, and offsets are kept in 8 bits. All other types are decoded by the `gguf` package and, where codes
+are asked for, rounded anew.
 """
 
 from __future__ import annotations
@@ -15,14 +17,28 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
-from ..source import Float32Array, UInt8Array
+from ..quantize import pack_codes
+from ..source import Coded, Float32Array, UInt8Array
 
-SignedBlocks = tuple[npt.NDArray[np.int16], Float32Array]
-"""Signed codes [blocks, 32] and their scales [blocks]."""
+
+@dataclass(frozen=True)
+class SplitBlocks:
+    """Blocks taken apart: w = code * scale + offset."""
+
+    codes: npt.NDArray[np.int16]
+    """Signed, [blocks, 32]."""
+    scales: Float32Array
+    """[blocks]."""
+    offsets: Float32Array | None = None
+    """[blocks]."""
+
 
 _FP32: Final = WeightFormat(32)
 _INT8: Final = WeightFormat(8, 32)
 _INT4: Final = WeightFormat(4, 32)
+_INT4_OFFSETS: Final = WeightFormat(4, 32, offsets=True)
+_SCALED: Final = 32
+"""Weights that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +54,9 @@ class TensorType:
     """Of a block."""
     nearest: WeightFormat
     """The operators' format that comes nearest."""
-    signed: Callable[[UInt8Array], SignedBlocks] | None = None
-    """Splits raw blocks [blocks, bytes] into codes and scales, exactly; None where the type has no such form."""
-    signed_bits: int = 0
+    split: Callable[[UInt8Array], SplitBlocks] | None = None
+    """Takes raw blocks [blocks, bytes] apart, exactly; None where the operators have no such form."""
+    split_bits: int = 0
     """Bits such a code needs."""
 
     def row_bytes(self, columns: int) -> int:
@@ -55,22 +71,22 @@ class TensorType:
         with np.errstate(all="ignore"):  # damaged scales are found in the result
             return np.asarray(dequantize(raw, GGMLQuantizationType(self.number)), np.float32)
 
-    def codes(self, raw: UInt8Array, form: WeightFormat) -> tuple[UInt8Array, Float32Array] | None:
-        """The codes of raw rows as `form` has them, [rows, blocks, 32], and scales [rows, blocks].
-
-        None where they cannot be carried over exactly.
-        """
-        if self.signed is None or form.block != self.weights or form.bits < self.signed_bits:
+    def codes(self, raw: UInt8Array, form: WeightFormat) -> Coded | None:
+        """Raw rows as `form` has them; None where their codes cannot be carried over."""
+        if self.split is None or form.block != _SCALED or form.bits < self.split_bits:
             return None
-        signed, scales = self.signed(raw.reshape(-1, self.bytes))
-        codes = (signed + (1 << (form.bits - 1))).astype(np.uint8)
-        return codes.reshape(len(raw), -1, self.weights), scales.reshape(len(raw), -1)
+        split = self.split(raw.reshape(-1, self.bytes))
+        if split.offsets is not None and not form.offsets:
+            return None
+        codes = (split.codes + (1 << (form.bits - 1))).astype(np.uint8).reshape(len(raw), -1, _SCALED)
+        offsets = None if split.offsets is None else split.offsets.reshape(len(raw), -1)
+        return Coded(pack_codes(codes, form.bits), split.scales.reshape(len(raw), -1), offsets)
 
 
-def _scales(blocks: UInt8Array) -> Float32Array:
-    """The float16 at the start of each block."""
-    scales: Float32Array = blocks[:, :2].copy().view("<f2")[:, 0].astype(np.float32)
-    return scales
+def _halves(blocks: UInt8Array, place: int = 0) -> Float32Array:
+    """The float16 at a place of each block."""
+    halves: Float32Array = blocks[:, place : place + 2].copy().view("<f2")[:, 0].astype(np.float32)
+    return halves
 
 
 def _nibbles(packed: UInt8Array) -> npt.NDArray[np.int16]:
@@ -78,17 +94,33 @@ def _nibbles(packed: UInt8Array) -> npt.NDArray[np.int16]:
     return np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.int16)
 
 
-def _signed_q4_0(blocks: UInt8Array) -> SignedBlocks:
-    return _nibbles(blocks[:, 2:]) - 8, _scales(blocks)
+def _split_q4_0(blocks: UInt8Array) -> SplitBlocks:
+    return SplitBlocks(_nibbles(blocks[:, 2:]) - 8, _halves(blocks))
 
 
-def _signed_q5_0(blocks: UInt8Array) -> SignedBlocks:
+def _split_q4_1(blocks: UInt8Array) -> SplitBlocks:
+    scales = _halves(blocks)
+    return SplitBlocks(_nibbles(blocks[:, 4:]) - 8, scales, _halves(blocks, 2) + 8 * scales)
+
+
+def _split_q5_0(blocks: UInt8Array) -> SplitBlocks:
     fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little").astype(np.int16)
-    return (_nibbles(blocks[:, 6:]) | fifth << 4) - 16, _scales(blocks)
+    return SplitBlocks((_nibbles(blocks[:, 6:]) | fifth << 4) - 16, _halves(blocks))
 
 
-def _signed_q8_0(blocks: UInt8Array) -> SignedBlocks:
-    return blocks[:, 2:].view(np.int8).astype(np.int16), _scales(blocks)
+def _split_q8_0(blocks: UInt8Array) -> SplitBlocks:
+    return SplitBlocks(blocks[:, 2:].view(np.int8).astype(np.int16), _halves(blocks))
+
+
+def _split_q4_k(blocks: UInt8Array) -> SplitBlocks:
+    """Eight blocks of 32 to a block of 256, their scales and minima in 6 bits each, spread over twelve bytes."""
+    low, high, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    steps = np.concatenate([low & 63, (mixed & 15) | (low >> 2 & 48)], axis=1)
+    minima = np.concatenate([high & 63, (mixed >> 4) | (high >> 2 & 48)], axis=1)
+    scales = _halves(blocks)[:, None] * steps.astype(np.float32)
+    offsets = 8 * scales - _halves(blocks, 2)[:, None] * minima.astype(np.float32)
+    codes = np.stack([blocks[:, 16:].reshape(-1, 4, 32) & 15, blocks[:, 16:].reshape(-1, 4, 32) >> 4], axis=2)
+    return SplitBlocks(codes.reshape(-1, 32).astype(np.int16) - 8, scales.reshape(-1), offsets.reshape(-1))
 
 
 TYPES: Final = {
@@ -97,12 +129,12 @@ TYPES: Final = {
         TensorType("F32", 0, 1, 4, _FP32),
         TensorType("F16", 1, 1, 2, _FP32),
         TensorType("BF16", 30, 1, 2, _FP32),
-        TensorType("Q4_0", 2, 32, 18, _INT4, _signed_q4_0, 4),
-        TensorType("Q4_1", 3, 32, 20, _INT4),
-        TensorType("Q5_0", 6, 32, 22, _INT8, _signed_q5_0, 5),
+        TensorType("Q4_0", 2, 32, 18, _INT4, _split_q4_0, 4),
+        TensorType("Q4_1", 3, 32, 20, _INT4_OFFSETS, _split_q4_1, 4),
+        TensorType("Q5_0", 6, 32, 22, _INT8, _split_q5_0, 5),
         TensorType("Q5_1", 7, 32, 24, _INT8),
-        TensorType("Q8_0", 8, 32, 34, _INT8, _signed_q8_0, 8),
-        TensorType("Q4_K", 12, 256, 144, _INT4),
+        TensorType("Q8_0", 8, 32, 34, _INT8, _split_q8_0, 8),
+        TensorType("Q4_K", 12, 256, 144, _INT4_OFFSETS, _split_q4_k, 4),
         TensorType("Q5_K", 13, 256, 176, _INT8),
         TensorType("Q6_K", 14, 256, 210, _INT8),
     )

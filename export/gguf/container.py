@@ -81,6 +81,8 @@ def read_container(path: Path) -> Container:
     try:
         with path.open("rb") as file:
             return _Header(path, file).read()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist", "give a .gguf file or the folder of a checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", AGAIN) from error
     except _DamagedError as error:

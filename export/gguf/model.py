@@ -16,8 +16,7 @@ import numpy as np
 from ...edge.errors import CheckpointError, InputError
 from ...models.manifest import WeightFormat
 from ..prefetch import in_order
-from ..quantize import pack_codes
-from ..source import Float32Array, ModelSource, RowRange, UInt8Array
+from ..source import Coded, Float32Array, ModelSource, RowRange, UInt8Array
 from .blocks import TYPES, TensorType, type_name
 from .container import AGAIN, Container, StoredTensor, read_container
 from .metadata import Metadata
@@ -139,18 +138,19 @@ class GgufModel:
         """See `ModelSource.pieces`."""
         return in_order(self.read_rows, self.row_ranges(name))
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
-        """The file's own codes where they are of that form, else the weights rounded; see `ModelSource.coded`."""
+    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+        """The file's own codes where `form` has them, else the weights rounded; see `ModelSource.coded`."""
         raw = self._raw_rows(rows)
         kind = self._type_of(rows.name)
         own = kind.codes(raw, form)
         if own is None:
             weights = kind.decode(raw)
             self._require_finite(rows.name, weights)
-            return requantize_rows(weights, form)
-        codes, scales = own
-        self._require_finite(rows.name, scales)
-        return pack_codes(codes, form.bits), scales
+            return Coded(*requantize_rows(weights, form))
+        self._require_finite(rows.name, own.scales)
+        if own.offsets is not None:
+            self._require_finite(rows.name, own.offsets)
+        return own
 
     def own_format(self, name: str) -> WeightFormat:
         """See `ModelSource.own_format`."""

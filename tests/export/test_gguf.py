@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 
 from data import data_path
 from edgerun.edge.cli import main
-from edgerun.edge.errors import CheckpointError
+from edgerun.edge.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.checkpoint import Checkpoint
 from edgerun.export.config import read_config
 from edgerun.export.gguf import opened_gguf
-from edgerun.export.quantize import dequantize_rows, quantize_rows
+from edgerun.export.quantize import dequantize_rows, quantize_rows, rounded_offsets
+from edgerun.export.rope import Llama3
 from edgerun.export.session import GraphSession
 from edgerun.export.source import RowRange
 from edgerun.models.bundle import open_bundle
@@ -28,8 +29,9 @@ from tiny import write_checkpoint, write_json, write_weights
 OWN = ExportRecipe(body=None)
 FAMILIES = ["llama", "qwen2", "qwen3"]
 EXACT = {"Q4_0": INT4, "Q5_0": INT8, "Q8_0": INT8}
-ROUNDED = {"Q4_1": INT4, "Q5_1": INT8}
-K_QUANTS = {"Q4_K": INT4, "Q5_K": INT8, "Q6_K": INT8}
+OFFSETS = WeightFormat(4, 32, offsets=True)
+OTHER = {"Q4_1": OFFSETS, "Q5_1": INT8}
+K_QUANTS = {"Q4_K": OFFSETS, "Q5_K": INT8, "Q6_K": INT8}
 WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 """Rows of K-quants are cut into blocks of 256."""
 
@@ -96,11 +98,12 @@ def test_codes_are_carried_over_and_nothing_is_rounded(tmp_path, kind: str) -> N
             rows = RowRange(f"{name}.weight", 5, len(whole) - 3)  # across heads
             np.testing.assert_array_equal(model.read_rows(rows), expected[5:-3])
             for wider in {form, INT8}:
-                codes, scales = model.coded(rows, wider)
+                codes, scales, offsets = model.coded(rows, wider)
+                assert offsets is None
                 np.testing.assert_array_equal(dequantize_rows(codes, scales, 64, wider), expected[5:-3])
 
 
-@pytest.mark.parametrize("kind", [*EXACT, *ROUNDED, *K_QUANTS])
+@pytest.mark.parametrize("kind", [*EXACT, *OTHER, *K_QUANTS])
 def test_every_type_computes_what_its_weights_mean(tmp_path, kind: str) -> None:
     """In float32, byte for byte as a checkpoint with the decoded weights; in the nearest form, as near as that gets."""
     source = write_checkpoint(tmp_path / "checkpoint", **WHOLE_BLOCKS)
@@ -120,11 +123,41 @@ def test_every_type_computes_what_its_weights_mean(tmp_path, kind: str) -> None:
     expected = export_checkpoint(source, tmp_path / "expected", ExportRecipe(FP32)).bundle
     assert digests(export_checkpoint(file, tmp_path / "plain", ExportRecipe(FP32)).bundle) == digests(expected)
     report = export_checkpoint(file, tmp_path / "bundle", OWN)
-    form = {**EXACT, **ROUNDED, **K_QUANTS}[kind]
-    assert set(open_bundle(report.bundle).manifest.weights.values()) == {form}
-    assert report.parity.max_abs_diff < 1e-3
-    # What is left is 8-bit activations, and for other than exact types the second rounding.
-    assert report.parity.mean_kl < (0.05 if form == INT8 or kind in EXACT else 0.3)
+    form = {**EXACT, **OTHER, **K_QUANTS}[kind]
+    weights = open_bundle(report.bundle).manifest.weights
+    assert {form for unit, form in weights.items() if unit.startswith("layers")} == {form}
+    assert weights["embedding"] == weights["head"] == (INT8 if form == OFFSETS else form)
+    # What is left is 8-bit activations, and a second rounding to 8 bits of offsets or of weights.
+    assert report.parity.mean_kl < 0.05
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
+def test_minima_become_offsets(tmp_path, kind: str) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen2", **WHOLE_BLOCKS)
+    number = GGMLQuantizationType[kind]
+    whole = Checkpoint(source).read("model.layers.0.mlp.up_proj.weight")
+    raw = random_blocks(kind, 256, 256, 0.1) if kind in K_QUANTS else gguf.quants.quantize(whole, number)
+    name = "blk.0.ffn_up.weight"
+    rows = RowRange("model.layers.0.mlp.up_proj.weight", 3, 250)
+    with opened_gguf(write_gguf(tmp_path / "model.gguf", source, {name: kind}, raw={name: raw})) as model:
+        exact, (codes, scales, offsets) = model.read_rows(rows), model.coded(rows, OFFSETS)
+    ours = dequantize_rows(codes, scales, 256, OFFSETS, offsets)
+    np.testing.assert_allclose(ours, exact, atol=1e-6 * np.abs(exact).max())
+    stored = dequantize_rows(codes, scales, 256, OFFSETS, rounded_offsets(offsets))
+    assert np.square(stored - exact).sum() < 1e-4 * np.square(exact).sum()
+
+
+def test_types_with_and_without_minima_share_a_unit(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen2", num_hidden_layers=1)
+    kinds = {"blk.0.attn_q.weight": "Q4_0", "blk.0.attn_k.weight": "Q4_1", "blk.0.attn_v.weight": "Q4_0"}
+    report = export_checkpoint(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", OWN)
+    assert open_bundle(report.bundle).manifest.weights["layers.0.qkv"] == OFFSETS
+    assert report.parity.mean_kl < 0.02
+
+
+def test_offsets_cannot_be_asked_for() -> None:
+    with pytest.raises(InputError, match="weights with offsets cannot be asked for"):
+        ExportRecipe(OFFSETS)
 
 
 def test_a_second_rounding_to_four_bits_is_better_than_rounding_to_the_extreme(tmp_path) -> None:
@@ -135,7 +168,7 @@ def test_a_second_rounding_to_four_bits_is_better_than_rounding_to_the_extreme(t
     with opened_gguf(file) as model:
         exact = model.read_rows(rows)
         for form in (INT4, WeightFormat(4, 128)):
-            ours = dequantize_rows(*model.coded(rows, form), 256, form) - exact
+            ours = dequantize_rows(*model.coded(rows, form)[:2], 256, form) - exact
             plain = dequantize_rows(*quantize_rows(exact, form), 256, form) - exact
             assert np.square(ours).sum() < 0.95 * np.square(plain).sum()
             assert np.square(ours).sum() < 0.02 * np.square(exact).sum()
@@ -190,6 +223,7 @@ def test_a_split_model_exports_as_a_whole_one(tmp_path, kind: str) -> None:
         export_checkpoint(first, tmp_path / "bundle", OWN)
 
 
+NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -244,11 +278,12 @@ def test_llama3_divisors_become_the_setting_they_were_made_from(tmp_path, number
     file = write_gguf(tmp_path / "model.gguf", source, tensors={"rope_freqs.weight": divisors})
     with opened_gguf(file) as model:
         found = json.loads((model.folder / "config.json").read_text())["rope_scaling"]
-        read = read_config(model.folder).rope.table(64, 256)
-    expected = read_config(source).rope.table(64, 256)
+        rotation = json.loads((model.folder / "config.json").read_text())["rope_scaling"]
+        read = Llama3(*(rotation[name] for name in NUMBERS)).rotation(500000.0, 64, 256)
+    expected = Llama3(*(scaling[name] for name in NUMBERS)).rotation(500000.0, 64, 256)
     if numbers["original_max_position_embeddings"] == 8192:
         assert found == scaling
-    np.testing.assert_allclose(read, expected, atol=1e-5)
+    np.testing.assert_allclose(read.frequencies, expected.frequencies, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -336,3 +371,11 @@ def test_a_checkpoint_may_keep_its_own_floats(tmp_path) -> None:
     write_json(source / "generation_config.json", {})
     bundle = export_checkpoint(source, tmp_path / "bundle", OWN).bundle
     assert set(open_bundle(bundle).manifest.weights.values()) == {FP32}
+
+
+def test_running_a_file_says_to_export_it(tmp_path, capsys) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert main([str(tmp_path / "model.gguf"), "-p", "hello"]) == 2
+    assert "is not an .onnx file; edge-run export model.gguf OUT makes a model folder of it" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "other.gguf"), str(tmp_path / "bundle")]) == 2
+    assert "other.gguf does not exist; give a .gguf file" in capsys.readouterr().err
