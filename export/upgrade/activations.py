@@ -7,7 +7,7 @@ one value. What comes out for a range of numbers tells the function, in whatever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -64,14 +64,13 @@ def fuse_activations(graph: EditableGraph) -> None:
 
 def _replace(graph: EditableGraph, probe: Probe, core: Node) -> None:
     for end in _onwards(graph, core):
-        source = _source(graph, probe, end)
-        operator = None if source is None else _meaning(probe, source, end)
-        if source is not None and operator is not None:
-            fused = graph.add(
-                operator.op, [source], name=f"{end}.{operator.op}", domain=MICROSOFT, **operator.attributes
-            )
-            graph.replace_uses(end, fused.output(0))
-            return
+        for source in _sources(graph, probe, end):
+            operator = _meaning(probe, source, end)
+            if operator is not None:
+                name = f"{end}.{operator.op}"
+                fused = graph.add(operator.op, [source], name=name, domain=MICROSOFT, **operator.attributes)
+                graph.hand_over(end, fused.output(0))
+                return
 
 
 def _onwards(graph: EditableGraph, core: Node) -> list[str]:
@@ -85,22 +84,21 @@ def _onwards(graph: EditableGraph, core: Node) -> list[str]:
     return ends[:0:-1]
 
 
-def _source(graph: EditableGraph, probe: Probe, end: str) -> str | None:
-    """The one value that all of `end` comes from, element by element; None if there is none near."""
+def _sources(graph: EditableGraph, probe: Probe, end: str) -> Iterator[str]:
+    """Values that all of `end` comes from, element by element, the nearest first."""
     frontier = {end}
     for _ in range(_LONGEST):
         made = {name: node for name in frontier if (node := graph.producer(name)) is not None}
         if not made:
-            return None
+            return
         latest = max(made, key=lambda name: probe.order.get(made[name], 0))
         node = made[latest]
         if len(frontier) == 1 and latest != end and _is_whole(graph, probe, end, latest):
-            return latest
+            yield latest
         if node.op not in _ELEMENTWISE:
-            return None
+            return
         frontier.remove(latest)
         frontier.update(name for name in node.inputs if name in probe.tokens_of)
-    return None
 
 
 def _is_whole(graph: EditableGraph, probe: Probe, end: str, source: str) -> bool:

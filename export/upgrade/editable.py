@@ -277,6 +277,12 @@ class EditableGraph:
                 self._require_uncaptured(node, old)
                 self.set_inputs(node, [new if name == old else name for name in node.inputs])
 
+    def hand_over(self, old: str, new: str) -> None:
+        """Let whatever reads `old` read `new`, a graph output included; what makes `old` may then be removed."""
+        self.replace_uses(old, new)
+        if old in self.outputs:
+            self.set_output(self.outputs[old], new)
+
     def rename(self, old: str, new: str) -> None:
         """Call a value (input, constant or a node's output) something else, everywhere.
 

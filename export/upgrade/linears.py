@@ -71,7 +71,7 @@ def _replace(graph: EditableGraph, node: Node, matrix: Matrix, stored: RoundedMa
         block_size=form.block,
         accuracy_level=_INT8_ACTIVATIONS,
     )
-    _take_over(graph, node.output(0), linear.output(0))
+    graph.hand_over(node.output(0), linear.output(0))
 
 
 def _quantize_embedding(graph: EditableGraph, form: WeightFormat, head: Matrix | None) -> RoundedMatrix | None:
@@ -103,7 +103,7 @@ def _quantize_embedding(graph: EditableGraph, form: WeightFormat, head: Matrix |
             for name, number in (("start", 0), ("stop", columns), ("axis", 2))
         ]
         value = graph.add("Slice", [value, *bounds], name="embedding.cut").output(0)
-    _take_over(graph, node.output(0), value)
+    graph.hand_over(node.output(0), value)
     return stored if head is not None and table.equals(head) else None
 
 
@@ -119,10 +119,3 @@ def _embedding(graph: EditableGraph) -> Node | None:
             if node.op in ("Cast", "Reshape"):
                 waiting.append(node.output(0))
     return None
-
-
-def _take_over(graph: EditableGraph, old: str, new: str) -> None:
-    """Let all that read one value, graph outputs included, read another."""
-    graph.replace_uses(old, new)
-    if old in graph.outputs:
-        graph.set_output(graph.outputs[old], new)

@@ -44,7 +44,7 @@ def fuse_norms(graph: EditableGraph) -> int:
                 epsilon=norm.epsilon,
                 stash_type=1,
             )
-            graph.replace_uses(norm.normed, node.output(0))
+            graph.hand_over(norm.normed, node.output(0))
     graph.sweep()
     return len(norms)
 
@@ -62,7 +62,7 @@ def fuse_residuals(graph: EditableGraph) -> None:
             domain=MICROSOFT,
             epsilon=norm.attribute("epsilon"),
         )
-        graph.replace_uses(norm.output(0), fused.output(0))
+        graph.hand_over(norm.output(0), fused.output(0))
         graph.replace_uses(add.output(0), fused.output(3), but=[fused])
     graph.sweep()
 

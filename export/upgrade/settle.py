@@ -78,8 +78,7 @@ def _keep_batch(graph: EditableGraph, probe: Probe, gemm: Node) -> None:
     if gemm.input(2):
         value = graph.add("Add", [value, gemm.input(2)], name=f"{value}.biased").output(0)
     for node in parted:
-        graph.replace_uses(node.output(0), value)
-        graph.remove(node)
+        graph.hand_over(node.output(0), value)
 
 
 def _is_product(gemm: Node) -> bool:

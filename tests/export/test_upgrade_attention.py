@@ -9,7 +9,6 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_decoder import VOCABULARY, Masking, Plain, Turning, plain_decoder
 
 from edgerun import BundleError, EdgeError
 from edgerun.export.upgrade.attention import Attention, find_attention
@@ -22,6 +21,7 @@ from edgerun.export.upgrade.probe import Probe
 from edgerun.export.upgrade.rotary import Rotation, find_rotation
 from edgerun.export.upgrade.rows import select_rows
 from edgerun.export.upgrade.write import InPlace
+from plain_decoder import VOCABULARY, Masking, Plain, Turning, plain_decoder
 
 CONTEXT = 96
 NOWHERE = Path()

@@ -1,0 +1,160 @@
+"""Float matrices of an upgraded graph in few bits: what is computed is what the codes say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from edgerun.export import FP32
+from edgerun.export.quantize import dequantize_rows, quantize_rows
+from edgerun.export.upgrade.editable import EditableGraph
+from edgerun.export.upgrade.linears import quantize_linears
+from edgerun.export.upgrade.matrices import Matrix, rounded
+from edgerun.export.upgrade.siblings import join_siblings, take_in_biases
+from edgerun.export.upgrade.tensors import Array, Tensor
+from edgerun.export.upgrade.write import InPlace
+from edgerun.models.manifest import WeightFormat
+from layout_nodes import Nodes
+
+Floats = npt.NDArray[np.float32]
+VOCABULARY, WIDTH, INNER = 70, 48, 40
+FORMS = [WeightFormat(4, 32), WeightFormat(8, 32), WeightFormat(4, 64)]
+
+
+def weights(name: str, rows: int, columns: int) -> Floats:
+    """A matrix [rows, columns] that goes with a name."""
+    return np.random.default_rng(sum(name.encode())).standard_normal((rows, columns)).astype(np.float32)
+
+
+BIAS = np.linspace(-1, 1, INNER).astype(np.float32)
+
+
+def decoder(head: str) -> onnx.ModelProto:
+    """Two linears on the embedding, a Gemm behind their product, and a head; `head` says how that is stored."""
+    nodes = Nodes(18)
+    table = nodes.constant(weights("table", VOCABULARY, WIDTH), np.float32, "table")
+    value = nodes.op("Gather", table, "input_ids")
+    up = nodes.linear(value, "up", weights("up", INNER, WIDTH))
+    gate = nodes.op("Add", nodes.linear(value, "gate", weights("gate", INNER, WIDTH)), nodes.constant(BIAS, np.float32))
+    flat = nodes.op("Reshape", nodes.op("Mul", nodes.op("Tanh", gate), up), nodes.constant([-1, INNER]))
+    down = nodes.constant(weights("down", WIDTH, INNER), np.float32, "down")
+    bias = nodes.constant(np.full(WIDTH, 0.25), np.float32)
+    fed = nodes.op("Reshape", nodes.op("Gemm", flat, down, bias, transB=1), nodes.constant([1, -1, WIDTH]))
+    last = nodes.op("Add", value, fed)
+    if head == "shared":
+        nodes.op("MatMul", last, nodes.op("Transpose", table, perm=[1, 0]), outputs=["logits"])
+    else:
+        matrix = weights("table" if head == "copied" else "head", VOCABULARY, WIDTH)
+        nodes.op("MatMul", last, nodes.constant(matrix.T, np.float32, "head"), outputs=["logits"])
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "new", VOCABULARY])
+    constants = [onnx.numpy_helper.from_array(array, name) for name, array in nodes.constants.items()]
+    graph = helper.make_graph(nodes.nodes, "linears", [ids], [logits], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def expected(head: str, ids: npt.NDArray[np.int64], form: WeightFormat, head_form: WeightFormat) -> Floats:
+    """The same in NumPy with the weights that the codes stand for."""
+
+    def read(name: str, rows: int, columns: int, form: WeightFormat) -> Floats:
+        matrix = weights(name, rows, columns)
+        return matrix if form.bits == 32 else dequantize_rows(*quantize_rows(matrix, form), columns, form)
+
+    table = read("table", VOCABULARY, WIDTH, head_form)
+    value = table[ids]
+    gate = value @ read("gate", INNER, WIDTH, form).T + BIAS
+    inner = np.tanh(gate) * (value @ read("up", INNER, WIDTH, form).T)
+    last = value + inner @ read("down", WIDTH, INNER, form).T + np.float32(0.25)
+    logits: Floats = last @ (read("head", VOCABULARY, WIDTH, head_form) if head == "its own" else table).T
+    return logits
+
+
+def logits_of(graph: EditableGraph, ids: npt.NDArray[np.int64]) -> Floats:
+    for node in graph.nodes_of("MatMulNBits"):
+        graph.set_attribute(node, "accuracy_level", 1)  # float activations, to see the weights alone
+    session = ort.InferenceSession(graph.model(InPlace()).SerializeToString(), providers=["CPUExecutionProvider"])
+    out: Floats = session.run(None, {"input_ids": ids[None]})[0][0]
+    return out
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("head", ["shared", "copied", "its own"])
+def test_linears_compute_with_the_weights_that_their_codes_stand_for(head: str, form: WeightFormat) -> None:
+    graph = EditableGraph(decoder(head), Path())
+    quantize_linears(graph, "logits", form, WeightFormat(8, 32))
+    assert not graph.nodes_of("MatMul", "Gemm", "Transpose")
+    take_in_biases(graph)
+    assert join_siblings(graph) == 1
+    ids = np.arange(VOCABULARY)
+    np.testing.assert_allclose(logits_of(graph, ids), expected(head, ids, form, WeightFormat(8, 32)), atol=2e-3)
+
+
+@pytest.mark.parametrize("head", ["shared", "copied", "its own"])
+def test_a_head_that_is_the_embedding_has_its_bytes(head: str) -> None:
+    graph = EditableGraph(decoder(head), Path())
+    quantize_linears(graph, "logits", FORMS[0], FORMS[0])
+    (gather,) = graph.nodes_of("GatherBlockQuantized")
+    (last,) = (node for node in graph.nodes_of("MatMulNBits") if node.attribute("N") == VOCABULARY)
+    pairs = zip((gather.input(0), gather.input(2)), last.inputs[1:3], strict=True)
+    shared = [graph.tensors[first].source is graph.tensors[second].source for first, second in pairs]
+    assert shared == [head != "its own"] * 2
+
+
+def test_what_is_to_stay_float_stays() -> None:
+    graph = EditableGraph(decoder("its own"), Path())
+    quantize_linears(graph, "logits", FP32, FORMS[1])
+    assert len(graph.nodes_of("MatMulNBits")) == len(graph.nodes_of("GatherBlockQuantized")) == 1
+    ids = np.array([3, 9])
+    np.testing.assert_allclose(logits_of(graph, ids), expected("its own", ids, FP32, FORMS[1]), atol=2e-3)
+    graph = EditableGraph(decoder("its own"), Path())
+    quantize_linears(graph, "logits", FORMS[0], FP32)
+    assert [node.attribute("N") for node in graph.nodes_of("MatMulNBits")].count(VOCABULARY) == 0
+    np.testing.assert_allclose(logits_of(graph, ids), expected("its own", ids, FORMS[0], FP32), atol=2e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 90),
+    columns=st.integers(1, 90),
+    form=st.sampled_from(FORMS),
+    turned=st.booleans(),
+    codes_first=st.booleans(),
+    dtype=st.sampled_from([np.float32, np.float16]),
+)
+def test_a_matrix_is_rounded_row_by_row_whichever_way_it_lies(
+    rows: int, columns: int, form: WeightFormat, turned: bool, codes_first: bool, dtype: npt.DTypeLike
+) -> None:
+    matrix = weights("any", rows, columns).astype(dtype)
+    stored = rounded(Matrix(Tensor.of(matrix.T if turned else matrix), turned), form)
+    codes, scales = quantize_rows(matrix.astype(np.float32), form)
+    for tensor, array in ((stored.codes, codes), (stored.scales, scales))[:: 1 if codes_first else -1]:
+        np.testing.assert_array_equal(tensor.array(), array)
+
+
+def test_a_large_matrix_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing asks for more of a matrix at once than a few megabytes."""
+    asked: list[int] = []
+    read = Matrix.rows
+
+    def rows(self: Matrix, start: int, stop: int) -> Floats:
+        part = read(self, start, stop)
+        asked.append(part.size)
+        return part
+
+    monkeypatch.setattr(Matrix, "rows", rows)
+    size = 3000
+    matrix = Matrix(Tensor.of(np.zeros((size, size), np.float32)), turned=True)
+    parts: Iterator[Array] = rounded(matrix, FORMS[0]).codes.source.pieces()
+    assert sum(part.nbytes for part in parts) == size * 94 * 16
+    assert sum(asked) == size * size
+    assert max(asked) <= 1 << 22
+    assert len(asked) == 3

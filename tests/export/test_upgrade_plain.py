@@ -1,0 +1,249 @@
+"""Norms, activations, casts, shapes and packed heads: the fused graph has the operator, and computes what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from edgerun.export.upgrade.activations import fuse_activations
+from edgerun.export.upgrade.casts import drop_idle_casts
+from edgerun.export.upgrade.editable import MICROSOFT, EditableGraph
+from edgerun.export.upgrade.norms import fuse_norms, fuse_residuals
+from edgerun.export.upgrade.packing import pack_heads
+from edgerun.export.upgrade.settle import settle
+from edgerun.export.upgrade.write import InPlace
+from layout_nodes import Nodes
+
+WIDTH = 16
+ROWS = 5
+Build = Callable[[Nodes, str], str]
+"""Adds nodes that make one value [1, M, ...] of another [1, M, 16]; returns its name."""
+
+
+def model_of(build: Build) -> onnx.ModelProto:
+    """Rows of a table by token, and what is made of them."""
+    nodes = Nodes(18)
+    table = nodes.constant(np.random.default_rng(0).standard_normal((30, WIDTH)), np.float32, "table")
+    out = build(nodes, nodes.op("Gather", table, "input_ids"))
+    nodes.op("Identity", out, outputs=["logits"])
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"])
+    constants = [onnx.numpy_helper.from_array(array, name) for name, array in nodes.constants.items()]
+    graph = helper.make_graph(nodes.nodes, "plain", [ids], [onnx.ValueInfoProto(name="logits")], constants)
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid(MICROSOFT, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+
+def run(model: onnx.ModelProto) -> npt.NDArray[np.float32]:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    out: npt.NDArray[np.float32] = session.run(None, {"input_ids": np.arange(ROWS)[None]})[0]
+    return out
+
+
+def changed(build: Build, *passes: Callable[[EditableGraph], object]) -> EditableGraph:
+    """The graph after passes, which computes what it did before."""
+    model = model_of(build)
+    graph = EditableGraph(model, Path())
+    for each in passes:
+        each(graph)
+    graph.forget_types()
+    np.testing.assert_allclose(run(graph.model(InPlace())), run(model), rtol=1e-4, atol=1e-5)
+    return graph
+
+
+def ops(graph: EditableGraph) -> list[str]:
+    return sorted(node.op for node in graph.nodes if node.op not in ("Gather", "Identity"))
+
+
+WEIGHT = np.linspace(0.5, 2, WIDTH)
+
+
+def inverse_root(nodes: Nodes, value: str, square: str) -> str:
+    mean = nodes.op("ReduceMean", square, nodes.constant([-1]), keepdims=1)
+    return nodes.op("Sqrt", nodes.op("Add", mean, nodes.constant(1e-3, np.float32)))
+
+
+def by_reciprocal(nodes: Nodes, value: str) -> str:
+    root = inverse_root(nodes, value, nodes.op("Mul", value, value))
+    scaled = nodes.op("Mul", nodes.op("Reciprocal", root), value)
+    return nodes.op("Mul", scaled, nodes.constant(WEIGHT, np.float32))
+
+
+def by_quotient(nodes: Nodes, value: str) -> str:
+    root = inverse_root(nodes, value, nodes.op("Pow", value, nodes.constant(2, np.float32)))
+    return nodes.op("Mul", nodes.constant(WEIGHT, np.float32), nodes.op("Div", value, root))
+
+
+def with_casts(nodes: Nodes, value: str) -> str:
+    wide = nodes.op("Cast", value, to=TensorProto.FLOAT)
+    root = inverse_root(nodes, wide, nodes.op("Pow", wide, nodes.constant(2, np.float32)))
+    scaled = nodes.op("Mul", wide, nodes.op("Div", nodes.constant(1, np.float32), root))
+    return nodes.op("Mul", nodes.constant(WEIGHT, np.float32), nodes.op("Cast", scaled, to=TensorProto.FLOAT))
+
+
+@pytest.mark.parametrize("build", [by_reciprocal, by_quotient, with_casts])
+def test_an_rms_norm_becomes_one_node(build: Build) -> None:
+    graph = changed(build, drop_idle_casts, fuse_norms)
+    (norm,) = graph.nodes_of("SimplifiedLayerNormalization")
+    assert ops(graph) == [norm.op]
+    assert norm.attribute("epsilon") == pytest.approx(1e-3)
+
+
+def test_a_norm_takes_over_the_residual_and_hands_the_sum_on() -> None:
+    def build(nodes: Nodes, value: str) -> str:
+        total = nodes.op("Add", value, nodes.op("Tanh", value))
+        return nodes.op("Sub", by_reciprocal(nodes, total), total)
+
+    graph = changed(build, fuse_norms, fuse_residuals)
+    assert ops(graph) == ["SkipSimplifiedLayerNormalization", "Sub", "Tanh"]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda nodes, value: nodes.op("Div", value, inverse_root(nodes, value, nodes.op("Abs", value))),
+        lambda nodes, value: nodes.op(
+            "Div", nodes.op("Neg", value), inverse_root(nodes, value, nodes.op("Mul", value, value))
+        ),
+        lambda nodes, value: nodes.op(
+            "Mul",
+            value,
+            nodes.op("Div", nodes.constant(2, np.float32), inverse_root(nodes, value, nodes.op("Mul", value, value))),
+        ),
+    ],
+    ids=["mean of magnitudes", "another numerator", "twice the reciprocal"],
+)
+def test_what_resembles_a_norm_stays(build: Build) -> None:
+    assert not changed(build, fuse_norms).nodes_of("SimplifiedLayerNormalization")
+
+
+def number(nodes: Nodes, value: float) -> str:
+    return nodes.constant(value, np.float32)
+
+
+def silu(nodes: Nodes, x: str) -> str:
+    return nodes.op("Mul", x, nodes.op("Sigmoid", x))
+
+
+def silu_by_tanh(nodes: Nodes, x: str) -> str:
+    half = nodes.op("Mul", x, number(nodes, 0.5))
+    return nodes.op("Add", half, nodes.op("Mul", half, nodes.op("Tanh", half)))
+
+
+def gelu(nodes: Nodes, x: str) -> str:
+    erf = nodes.op("Erf", nodes.op("Div", x, number(nodes, 2**0.5)))
+    return nodes.op("Mul", nodes.op("Mul", x, nodes.op("Add", erf, number(nodes, 1))), number(nodes, 0.5))
+
+
+def gelu_by_tanh(nodes: Nodes, x: str) -> str:
+    cube = nodes.op("Mul", x, nodes.op("Mul", x, x))
+    inner = nodes.op("Add", x, nodes.op("Mul", number(nodes, 0.044715), cube))
+    tanh = nodes.op("Tanh", nodes.op("Mul", number(nodes, (2 / np.pi) ** 0.5), inner))
+    return nodes.op("Mul", number(nodes, 0.5), nodes.op("Mul", x, nodes.op("Add", number(nodes, 1), tanh)))
+
+
+@pytest.mark.parametrize(
+    ("build", "op"),
+    [(silu, "QuickGelu"), (silu_by_tanh, "QuickGelu"), (gelu, "Gelu"), (gelu_by_tanh, "FastGelu")],
+)
+def test_an_activation_becomes_one_node_however_it_is_written(build: Build, op: str) -> None:
+    def gated(nodes: Nodes, value: str) -> str:
+        up = nodes.op("MatMul", value, nodes.constant(np.eye(WIDTH)[::-1], np.float32, "up"))
+        return nodes.op("Mul", build(nodes, value), up)
+
+    assert ops(changed(gated, fuse_activations)) == sorted(["MatMul", "Mul", op])
+
+
+@settings(max_examples=25, deadline=None)
+@given(core=st.sampled_from(["Sigmoid", "Tanh", "Erf"]), inner=st.floats(0.2, 3), outer=st.floats(-2, 2))
+def test_other_functions_stay_what_they_are(core: str, inner: float, outer: float) -> None:
+    def build(nodes: Nodes, x: str) -> str:
+        return nodes.op(
+            "Mul", nodes.op("Add", x, number(nodes, outer)), nodes.op(core, nodes.op("Mul", x, number(nodes, inner)))
+        )
+
+    changed(build, fuse_activations)
+
+
+def test_shapes_and_bounds_that_never_change_become_constants() -> None:
+    def build(nodes: Nodes, value: str) -> str:
+        batch, new = nodes.extent(value, 0), nodes.extent(value, 1)
+        shape = nodes.op("Concat", batch, new, nodes.constant([4]), nodes.constant([-1]), axis=0)
+        heads = nodes.op("Reshape", value, shape)
+        half = nodes.op("Div", nodes.extent(heads, 2), nodes.constant([2]))
+        return nodes.op("Slice", heads, nodes.constant([0]), half, nodes.constant([2]))
+
+    graph = changed(build, settle)
+    assert ops(graph) == ["Reshape", "Slice"]
+    (reshape,) = graph.nodes_of("Reshape")
+    assert graph.integers(reshape.input(1)) == [1, -1, 4, 4]
+
+
+def test_a_gemm_on_flattened_rows_becomes_a_product_that_keeps_the_batch() -> None:
+    def build(nodes: Nodes, value: str) -> str:
+        flat = nodes.op("Reshape", value, nodes.constant([-1, WIDTH]))
+        matrix = nodes.constant(np.random.default_rng(1).standard_normal((WIDTH, 6)), np.float32, "matrix")
+        product = nodes.op("Gemm", flat, matrix, nodes.constant(np.arange(6), np.float32, "bias"))
+        shape = nodes.op("Concat", nodes.extent(value, 0), nodes.extent(value, 1), nodes.constant([6]), axis=0)
+        return nodes.op("Reshape", product, shape)
+
+    assert ops(changed(build, settle)) == ["Add", "MatMul"]
+
+
+def attention_over(cut: Callable[[Nodes, str], list[str]]) -> EditableGraph:
+    nodes = Nodes(18)
+    table = nodes.constant(np.zeros((30, 64)), np.float32, "table")
+    parts = cut(nodes, nodes.op("Gather", table, "input_ids"))
+    nodes.op("GroupQueryAttention", *parts, outputs=["logits"], domain=MICROSOFT, num_heads=2, kv_num_heads=1)
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, "new"])
+    constants = [onnx.numpy_helper.from_array(array, name) for name, array in nodes.constants.items()]
+    graph = helper.make_graph(nodes.nodes, "plain", [ids], [onnx.ValueInfoProto(name="logits")], constants)
+    return EditableGraph(helper.make_model(graph), Path())
+
+
+def split(nodes: Nodes, value: str, widths: tuple[int, ...] = (32, 16, 16)) -> list[str]:
+    names = ["query", "key", "value"]
+    nodes.op("Split", value, nodes.constant(widths), outputs=names, axis=2)
+    return names
+
+
+def slices(
+    nodes: Nodes, value: str, bounds: tuple[tuple[int, int], ...] = ((0, 32), (32, 48), (48, 1 << 62))
+) -> list[str]:
+    return [
+        nodes.op("Slice", value, *(nodes.constant([each]) for each in (start, stop, 2, 1))) for start, stop in bounds
+    ]
+
+
+@pytest.mark.parametrize("cut", [split, slices])
+def test_heads_that_stand_side_by_side_are_read_packed(cut: Callable[[Nodes, str], list[str]]) -> None:
+    graph = attention_over(cut)
+    pack_heads(graph)
+    (attention,) = graph.nodes_of("GroupQueryAttention")
+    assert graph.producer_of(attention.input(0), "Gather")
+    assert attention.inputs == (attention.input(0),)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda nodes, value: split(nodes, value)[::-1],
+        lambda nodes, value: slices(nodes, value, ((0, 32), (48, 64), (32, 48))),
+        lambda nodes, value: slices(nodes, value, ((0, 32), (32, 48), (47, 63))),
+        lambda nodes, value: slices(nodes, value, ((16, 48), (48, 64), (0, 16))),
+    ],
+    ids=["reversed", "exchanged", "overlapping", "from the middle"],
+)
+def test_heads_in_another_order_are_not(cut: Callable[[Nodes, str], list[str]]) -> None:
+    graph = attention_over(cut)
+    pack_heads(graph)
+    (attention,) = graph.nodes_of("GroupQueryAttention")
+    assert len(attention.inputs) == 3
