@@ -94,8 +94,9 @@ class Writer:
         ports: list[tuple[str, int, list[int | str]]] = [("input_ids", self.whole, [batch, "sequence_length"])]
         if layout.mask in (Mask.WHOLE_TEXT, Mask.NOT_CAUSAL):
             ports.append(("attention_mask", self.whole, [batch, total]))
-        elif layout.mask is Mask.CELLS:
-            ports.append(("attention_mask", TensorProto.FLOAT, [batch, 1, "sequence_length", total]))
+        elif layout.mask in (Mask.CELLS, Mask.SEEN, Mask.HIDDEN):
+            kind = TensorProto.FLOAT if layout.mask is Mask.CELLS else TensorProto.BOOL
+            ports.append(("attention_mask", kind, [batch, 1, "sequence_length", total]))
         elif layout.mask is Mask.LENGTHS:
             ports += [("past_seq_len", TensorProto.INT32, [1, 1]), ("total_seq_len", TensorProto.INT32, [1])]
         if layout.positions is not Positions.LENGTH:
@@ -267,6 +268,10 @@ class Writer:
         if layout.mask is Mask.CELLS:
             return layout.port("attention_mask")
         zero = nodes.constant([0])
+        lowest = float(np.finfo(np.float32).min)
+        if layout.mask in (Mask.SEEN, Mask.HIDDEN):
+            added = (0, lowest) if layout.mask is Mask.SEEN else (lowest, 0)
+            return nodes.op("Where", layout.port("attention_mask"), *(nodes.constant(x, np.float32) for x in added))
         seen: str | None = None
         if layout.mask is not Mask.SHAPE and not self.fused:
             mask = nodes.op("Cast", layout.port("attention_mask"), to=TensorProto.BOOL)

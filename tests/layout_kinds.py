@@ -45,6 +45,8 @@ class Mask(Enum):
     WHOLE_TEXT = "attention_mask [batch, total] of integers, causality added inside"
     NOT_CAUSAL = "attention_mask [batch, total], no causality among new rows: right for one new row only"
     CELLS = "attention_mask float32 [batch, 1, new, total] that is added to the scores"
+    SEEN = "attention_mask bool [batch, 1, new, total]: what is seen"
+    HIDDEN = "attention_mask bool [batch, 1, new, total]: what is not, as no one can tell from outside"
     LENGTHS = "past_seq_len int32 [1, 1] and total_seq_len int32 [1]"
     SHAPE = "nothing: lengths are those of the ports"
 

@@ -55,6 +55,13 @@ COMMUNITY: Final = Layout(
 )
 """transformers.js: newer onnx-community repositories (Qwen3, Llama 3.2, SmolLM3), settings above the graph's folder."""
 
+_GRAPHS: Final[Mapping[Decoders, tuple[str, ...]]] = {
+    Decoders.ONE: ("model.onnx",),
+    Decoders.MERGED: ("decoder_model_merged.onnx",),
+    Decoders.TWO: ("decoder_model.onnx", "decoder_with_past_model.onnx"),
+}
+"""Files by what they serve: the prompt, if that has a graph of its own, and what follows."""
+
 LAYOUTS: Final[Mapping[str, Layout]] = {
     # Optimum 1.14 and later, `optimum-cli export onnx --task text-generation-with-past`.
     "optimum": OPTIMUM,
@@ -85,6 +92,8 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     # Hand-written exports for fixed pipelines (Qualcomm AI Hub, Rockchip, executorch-like): the mask is a bias.
     "optimum-mask-cells": replace(OPTIMUM, mask=Mask.CELLS),
     "optimum-mask-cells-no-positions": replace(OPTIMUM, mask=Mask.CELLS, positions=Positions.LENGTH),
+    # transformers 4.53 and later with dynamo: a truth value for each pair of rows.
+    "optimum-mask-cells-seen": replace(OPTIMUM, mask=Mask.SEEN, opset=18),
     # Large weights.
     "optimum-external": replace(OPTIMUM, weights=Weights.ONE_FILE),
     "optimum-external-many": replace(OPTIMUM, weights=Weights.MANY_FILES),
@@ -173,13 +182,10 @@ def write_layout(folder: Path, layout: Layout, *, seed: int = 0) -> Path:
     place = folder / layout.subfolder
     place.mkdir(parents=True, exist_ok=True)
     writer = Writer(layout, weights_of(layout, seed))
-    if layout.decoders is Decoders.ONE:
-        _save(writer.model(), place / "model.onnx", layout)
-    elif layout.decoders is Decoders.MERGED:
-        _save(writer.model(merged=True), place / "decoder_model_merged.onnx", layout)
-    else:
-        _save(writer.model(cached=False), place / "decoder_model.onnx", layout)
-        _save(writer.model(), place / "decoder_with_past_model.onnx", layout)
+    *first, last = (place / name for name in _GRAPHS[layout.decoders])
+    for path in first:
+        _save(writer.model(cached=False), path, layout)
+    _save(writer.model(merged=layout.decoders is Decoders.MERGED), last, layout)
     if layout.settings is Settings.HUGGING_FACE:
         write_json(folder / "config.json", tiny_config("llama", **layout.overrides))
         write_json(folder / "generation_config.json", {"eos_token_id": 0, "do_sample": False})
@@ -222,7 +228,7 @@ def genai_config(layout: Layout) -> dict[str, Any]:
     outputs |= {key: pattern(name) for key, name in zip(caches[2], caches[3], strict=True)}
     decoder: dict[str, Any] = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
-        "filename": "model.onnx",
+        "filename": _GRAPHS[layout.decoders][-1],
         "head_size": HEAD_DIM,
         "hidden_size": HEADS * HEAD_DIM,
         "inputs": inputs,

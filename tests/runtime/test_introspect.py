@@ -35,8 +35,11 @@ REFUSALS = {
         "{graph} has no key/value cache among its inputs: it reads the whole text for every token, or keeps its cache "
         f"where it cannot be rewound; export it with a cache (Optimum's task text-generation-with-past), or {ANOTHER}"
     ),
-    "openvino-stateful": f"{{graph}} asks for inputs edge-run does not know: beam_idx; {OURS}",
-    "encoder": f"{{graph}} asks for inputs edge-run does not know: token_type_ids; {OURS}",
+    "openvino-stateful": (
+        "{graph} keeps its cache inside (it takes beam_idx), where it cannot be rewound; "
+        "choose an export whose cache is inputs and outputs (past_key_values.N.key)"
+    ),
+    "encoder": "{graph} is an encoder (it takes token_type_ids), not a language model; choose a decoder",
     "lfm2": f"{{graph}} keeps convolution or recurrent state (past_conv.0), which cannot be rewound; {ATTENTION_ONLY}",
     "genai-recurrent": (
         f"{{graph}} keeps convolution or recurrent state (past.0.conv), which cannot be rewound; {ATTENTION_ONLY}"
@@ -57,24 +60,23 @@ REFUSALS = {
     "pixels-in": f"{{graph}} is part of a model of images or sound (it takes pixel_values); {TEXT_ONLY}",
     "genai-vision": f"{{graph}} {CUT_UP}",
     "audio-in": f"{{graph}} is part of a model of images or sound (it takes audio_features); {TEXT_ONLY}",
-    "hidden-states-in": f"{{graph}} asks for inputs edge-run does not know: hidden_states; {OURS}",
+    "hidden-states-in": (
+        "{graph} goes on from another model's hidden states (it takes hidden_states): it is a drafting head; "
+        "give the model it belongs to"
+    ),
     "custom-operator": (
         f"{{graph}} needs a library of operators that edge-run does not have (com.ryzenai.SSMLP); {FOR_CPU}"
     ),
     "compiled-qnn": f"{{graph}} was compiled for one kind of device (it has EPContext operators); {FOR_CPU}",
     "compiled-openvino": f"{{graph}} was compiled for one kind of device (it has EPContext operators); {FOR_CPU}",
-    "fixed-window-1": (
-        f"{{graph}} takes exactly 1 tokens a pass (input_ids): it is one part of a model for an NPU; {FOR_CPU}"
-    ),
-    "fixed-window-64": (
-        f"{{graph}} takes exactly 64 tokens a pass (input_ids): it is one part of a model for an NPU; {FOR_CPU}"
-    ),
+    "fixed-window-1": f"{{graph}} takes exactly 1 token a pass (input_ids), as models for an NPU do; {FOR_CPU}",
+    "fixed-window-64": f"{{graph}} takes exactly 64 tokens a pass (input_ids), as models for an NPU do; {FOR_CPU}",
     "genai-pipeline": (
-        f"{{folder}} is a model whose embedding is a graph of its own (embeddings.onnx says so); {ONE_GRAPH}"
+        f"{{folder}} is a model cut into stages for an NPU (genai_config.json has a decoder.pipeline); {FOR_CPU}"
     ),
     "scales-per-token": (
-        "{graph} asks for inputs edge-run does not know: past_key_values.0.key_scale, past_key_values.0.value_scale, "
-        f"past_key_values.1.key_scale, past_key_values.1.value_scale; {OURS}"
+        "{graph} keeps a scale for every cached row (past_key_values.0.key_scale); "
+        "choose a variant of the model whose cache is not quantized row by row"
     ),
     "batch-of-four": f"{{graph}} works on 4 texts at once (input_ids); {OURS}",
     "image-classifier": f"{{graph}} is part of a model of images or sound (it takes pixel_values); {TEXT_ONLY}",
@@ -247,7 +249,7 @@ def test_the_usual_ports_are_read() -> None:
         (
             changed(INS, "attention_mask", shape=(1, 4096)),
             OUTS,
-            f"F takes exactly 4096 tokens a pass (attention_mask): it is one part of a model for an NPU; {FOR_CPU}",
+            f"F takes exactly 4096 tokens a pass (attention_mask), as models for an NPU do; {FOR_CPU}",
         ),
         (
             INS,
@@ -305,6 +307,7 @@ def test_a_cache_that_evicts_limits_the_context(name: str, tmp_path: Path) -> No
     layout = LIMITED[name]
     assert layout.window_rows is not None
     with edgerun.load(write_layout(tmp_path, layout), cache=False) as engine:
+        assert engine.context == layout.window_rows
         reply = engine.generate("the", raw=True, max_tokens=layout.window_rows)
         assert reply.stats.prompt_tokens + reply.stats.completion_tokens <= layout.window_rows
         with pytest.raises(ContextError, match=f"the model's context is {layout.window_rows}; shorten it"):

@@ -32,7 +32,7 @@ from layouts import LAYOUTS, write_layout
 TOKENS = 62
 CLEAR = 0.02
 """Distance between the two highest scores that half precision does not bridge."""
-TREES = {"optimum-mask-cells"}
+TREES = {"optimum-mask-cells", "optimum-mask-cells-seen"}
 IN_PLACE = {name for name in LAYOUTS if name.startswith(("genai", "community", "renamed-genai"))} - {
     "renamed-genai-positions",
     "community-unfused",

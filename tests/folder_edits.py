@@ -1,0 +1,111 @@
+"""Edits of the files around a decoder's graph, as bad downloads and bad luck make them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+from google.protobuf.message import DecodeError
+from hypothesis import strategies as st
+
+from tiny import write_json
+
+_JSON: Final = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3000) | st.floats() | st.sampled_from(("", "x", "%d", "input_ids")),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(("a", "decoder", "model")), inner),
+    max_leaves=3,
+)
+
+
+@dataclass(frozen=True)
+class FileEdit:
+    """A change of a folder."""
+
+    name: str
+    apply: Callable[[Path], None]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _set_json(folder: Path, file: str, keys: Sequence[str], value: Any) -> None:
+    """Put a value into a file, if it and the object around the value are there."""
+    try:
+        data = json.loads((folder / file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    at: Any = data
+    for key in keys[:-1]:
+        at = at.get(key) if isinstance(at, dict) else None
+    if isinstance(at, dict):
+        at[keys[-1]] = value
+        write_json(folder / file, data)
+
+
+_SETTINGS: Final = (
+    *(("config.json", (key,)) for key in ("vocab_size", "num_key_value_heads", "num_attention_heads", "head_dim")),
+    *(("config.json", (key,)) for key in ("hidden_size", "max_position_embeddings", "eos_token_id", "text_config")),
+    *(("genai_config.json", keys) for keys in (("model",), ("model", "decoder"), ("model", "context_length"))),
+    *(("genai_config.json", ("model", "decoder", key)) for key in ("inputs", "outputs", "filename", "head_size")),
+    *(("genai_config.json", ("model", "decoder", "inputs", key)) for key in ("input_ids", "past_key_names", "x")),
+    *(("genai_config.json", ("model", "decoder", "outputs", key)) for key in ("logits", "present_value_names")),
+    *(("tokenizer_config.json", (key,)) for key in ("eos_token", "chat_template")),
+    ("generation_config.json", ("eos_token_id",)),
+)
+_FILES: Final = (
+    *("model.onnx", "model.onnx_data", "model.onnx.data", "model.onnx_data_1", "config.json", "genai_config.json"),
+    *("tokenizer.json", "tokenizer_config.json"),
+)
+
+
+def _cut(folder: Path, file: str, part: float) -> None:
+    for path in folder.rglob(file):
+        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
+
+
+def _take_away(folder: Path, file: str) -> None:
+    for path in folder.rglob(file):
+        path.unlink()
+
+
+def _point_elsewhere(folder: Path, location: str) -> None:
+    """Name another file for all external weights of a graph that is whole."""
+    for path in folder.rglob("model.onnx"):
+        model = onnx.ModelProto()
+        with suppress(DecodeError):
+            model.ParseFromString(path.read_bytes())
+            for tensor in model.graph.initializer:
+                for entry in tensor.external_data:
+                    if entry.key == "location":
+                        entry.value = location
+            path.write_bytes(model.SerializeToString())
+
+
+def file_edits() -> st.SearchStrategy[FileEdit]:
+    """Any change of the files around a graph."""
+    part = st.floats(0, 0.999)
+    return st.one_of(
+        st.builds(
+            lambda setting, value: FileEdit(
+                f"setting({setting}, {value!r})", lambda folder: _set_json(folder, setting[0], setting[1], value)
+            ),
+            *(st.sampled_from(_SETTINGS), _JSON),
+        ),
+        st.builds(
+            lambda file, p: FileEdit(f"cut({file}, {p})", lambda folder: _cut(folder, file, p)),
+            *(st.sampled_from(_FILES), part),
+        ),
+        st.builds(
+            lambda file: FileEdit(f"take_away({file})", lambda folder: _take_away(folder, file)),
+            st.sampled_from(_FILES),
+        ),
+        st.builds(
+            lambda where: FileEdit(f"point_elsewhere({where!r})", lambda folder: _point_elsewhere(folder, where)),
+            st.sampled_from(("../../etc/passwd", "/etc/passwd", "missing", "", "config.json", ".", "a\0b", "ä")),
+        ),
+    )
