@@ -8,6 +8,7 @@ from typing import Final
 
 from ..edge.errors import BundleError
 from .device_kind import DeviceKind
+from .graph_files import find_graph
 from .hub_id import looks_like_hub_id, parse_hub_id
 from .hub_store import Store
 
@@ -23,8 +24,8 @@ def bundled_folder() -> Path:
 def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKind.CPU) -> Path:
     """The path of a model: the one named, or the bundled one for None.
 
-    What exists on disk wins; a text `org/name[:variant][@revision]` that does not is a model of the Hugging Face Hub,
-    which is downloaded if it was not before. A `Path` is always a path.
+    What exists on disk wins, also with a variant behind it (`folder:q4`); a text `org/name[:variant][@revision]` that
+    does not is a model of the Hugging Face Hub, which is downloaded if it was not before. A `Path` is always a path.
 
     Args:
         name: a path, a name on the hub, or None.
@@ -41,6 +42,8 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
             path = Path(name).expanduser()
         except RuntimeError as error:
             raise BundleError(f"{name} does not exist: {error}", _HINT) from error
+        if (variant := _variant_of_folder(name)) is not None:
+            return find_graph(*variant, kind)[0]
         if is_on_hub(name):
             from .hub import fetch_model  # noqa: PLC0415  the usual model lies on disk
 
@@ -52,6 +55,13 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
     if not folder.is_dir():
         raise BundleError("this installation carries no model", "name one: edge-run MODEL")
     return folder
+
+
+def _variant_of_folder(name: str | os.PathLike[str]) -> tuple[Path, str] | None:
+    """The folder and the variant in `folder:variant`; None for another name."""
+    folder, colon, variant = os.fspath(name).rpartition(":")
+    path = Path(folder).expanduser() if colon and folder and variant else None
+    return (path, variant) if path is not None and path.is_dir() and not os.path.lexists(name) else None
 
 
 def is_on_hub(name: str | os.PathLike[str]) -> bool:

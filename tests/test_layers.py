@@ -17,7 +17,7 @@ MAY_IMPORT = {
 }
 """`errors` stands for edge.errors, the one module of `edge` that everyone may use."""
 ONLY_IN = {
-    "onnxruntime": {"runtime/session.py", "runtime/device.py", "export/session.py"},
+    "onnxruntime": {"runtime/session.py", "runtime/bound.py", "runtime/device.py", "export/session.py"},
     "onnx": {"export/"},
     "huggingface_hub": {"models/hub_client.py"},
     "torch": {"models/training/"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import pytest
 from hypothesis import given
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from edgerun import BundleError
 from edgerun.models.device_kind import DeviceKind
+from edgerun.models.find import find_model
 from edgerun.models.variants import GraphFiles, choose_graph
 
 FORMS = ("", "_fp16", "_quantized", "_int8", "_uint8", "_q4", "_q4f16", "_bnb4")
@@ -147,3 +148,14 @@ def test_any_files_give_a_graph_among_them_or_one_line(files: list[str], variant
     with suppress(BundleError):
         chosen = choose_graph(files, variant, kind=kind)
         assert {chosen.graph, chosen.prefill or chosen.graph} <= {str(PurePosixPath(file)) for file in files}
+
+
+def test_a_variant_of_a_local_folder_is_named_behind_a_colon(tmp_path: Path) -> None:
+    for precision in ("fp32", "int4"):
+        (tmp_path / "model" / precision).mkdir(parents=True)
+        (tmp_path / "model" / precision / "model.onnx").touch()
+    assert find_model(f"{tmp_path}/model:int4") == tmp_path / "model" / "int4" / "model.onnx"
+    with pytest.raises(BundleError, match=r"has no variant q8; name one of fp32, int4$"):
+        find_model(f"{tmp_path}/model:q8")
+    (tmp_path / "model:int4").mkdir()
+    assert find_model(f"{tmp_path}/model:int4") == tmp_path / "model:int4"
