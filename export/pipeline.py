@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from ..edge.errors import DestinationError, InputError
-from ..models.atomic import folder_written_atomically
-from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file, holds_only_bundle_files
+from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest, WeightFormat
 from ..models.variants import GENAI_CONFIG
 from .checkpoint import Checkpoint
 from .companions import require_companions
 from .config import DecoderConfig, read_config
+from .destination import bundle_written_whole, require_apart
 from .genai_layout import write_genai_layout
 from .gguf import is_gguf, opened_gguf
 from .graph import build_graph
@@ -86,7 +84,7 @@ def export_checkpoint(
             was before.
     """
     started = time.perf_counter()
-    _require_apart(source, destination)
+    require_apart(source, destination)
     with _opened(source) as (config, checkpoint):
         context = recipe.context_for(config)
         for name, shape in expected_tensors(config):
@@ -120,35 +118,10 @@ def _write_folder(
     command: str,
 ) -> tuple[Parity, float, dict[str, int]]:
     """Write the bundle, all at once; returns parity, bits per weight and sizes by file."""
-    try:
-        with folder_written_atomically(destination, holds_only_bundle_files) as staging:
-            parity, bits = _write_bundle(staging, checkpoint, config, plan, context, layout, progress, command)
-            sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
-    except FileExistsError as error:
-        raise InputError(
-            f"{destination} exists and is not a bundle, or not only one", "choose another folder, or move it away"
-        ) from error
-    except OSError as error:
-        raise DestinationError(
-            f"{destination} cannot be written: {error.strerror or error}", "free space there, or choose another folder"
-        ) from error
+    with bundle_written_whole(destination) as staging:
+        parity, bits = _write_bundle(staging, checkpoint, config, plan, context, layout, progress, command)
+        sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
     return parity, bits, sizes
-
-
-def _require_apart(source: Path, destination: Path) -> None:
-    """Refuse a destination that is the checkpoint, lies in it or holds it."""
-    here, there = Path(os.path.realpath(source)), Path(os.path.realpath(destination))
-    if any(_is_same(folder, here) for folder in (there, *there.parents)) or any(
-        _is_same(folder, there) for folder in here.parents
-    ):
-        raise InputError(f"{destination} overlaps the checkpoint {source}", "choose a folder apart from it")
-
-
-def _is_same(first: Path, second: Path) -> bool:
-    try:  # not by name, since some file systems do not tell capitals from small letters
-        return first.samefile(second)
-    except OSError:
-        return False
 
 
 def _write_bundle(

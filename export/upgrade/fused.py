@@ -3,7 +3,7 @@
 What the operator reads is docs/graph-contract.md's, so whatever made masks, lengths and positions before is swept away.
 A layer that sees only the last W rows keeps doing so by *position*: the operator's own window counts slots, and in a
 token tree a row's slot is further on than its position. So the window is part of the bias, made once for all layers of
-that window, and the operator's is left `_SLACK` wider, where it only spares it the work of rows that are hidden anyway.
+that window, and the operator's own is taken away.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ BIAS: Final = "attention_bias"
 LAST_SLOT: Final = "seqlens_k"
 TOTAL: Final = "total_sequence_length"
 
-_SLACK: Final = 256
-"""More nodes than a token tree has."""
 _HIDDEN: Final = np.array(-1e9, np.float32)
 
 
@@ -62,7 +60,7 @@ def wire_attention(graph: EditableGraph, ports: Ports, context: int, head_dim: i
     for node, window in zip(layers, windows, strict=True):
         if window not in biases:
             biases[window] = _windowed(graph, window, kind)
-        _wire(graph, node, window, biases[window])
+        _wire(graph, node, biases[window])
     for node in graph.nodes_of("RotaryEmbedding"):
         graph.set_input(node, 1 if node.domain else 3, POSITIONS)
     _name_caches(graph, ports.caches, form, kind)
@@ -192,13 +190,13 @@ def _key_positions(graph: EditableGraph) -> str:
     return graph.add("Concat", [cached, new], name="keys.positions", axis=0).output(0)
 
 
-def _wire(graph: EditableGraph, node: Node, window: int, bias: str) -> None:
+def _wire(graph: EditableGraph, node: Node, bias: str) -> None:
     inputs = [*node.inputs, *[""] * (11 - len(node.inputs))]
     inputs[5], inputs[6], inputs[10] = LAST_SLOT, TOTAL, bias
     inputs[9] = POSITIONS if node.attribute("do_rotary", 0) else ""
     graph.set_inputs(node, inputs)
-    graph.set_attribute(node, "local_window_size", window + _SLACK if window else None)
-    graph.set_attribute(node, "sliding_window_cache", None)
+    for name in ("local_window_size", "sliding_window_cache"):
+        graph.set_attribute(node, name, None)
 
 
 def _name_caches(graph: EditableGraph, caches: tuple[CachePort, ...], form: AttentionForm, kind: int) -> None:
