@@ -62,6 +62,7 @@ SPLITTINGS: Final[Mapping[str, Splitting]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "command-r"), _BY_DIGIT),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), _BY_GPT2),
     "tekken": Splitting((_TEKKEN,), whole_words=True, adds_bos=True),
+    "deepseek-coder": Splitting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
     "default": Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 """Ways of splitting by tokenizer.ggml.pre."""

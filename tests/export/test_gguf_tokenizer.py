@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -56,10 +57,14 @@ def golden(name: str) -> list[tuple[str, list[int]]]:
     return [(text, [int(token) for token in line.split()]) for text, line in zip(texts, ids, strict=False)]
 
 
+@functools.cache
+def real(name: str, pre: str) -> Tokenizer:
+    return rebuilt(data_path(f"tokenizers/{name}"), pre)
+
+
 @pytest.mark.parametrize(("name", "pre"), KINDS)
 def test_real_tokenizers_come_back_whole(name: str, pre: str) -> None:
-    folder = data_path(f"tokenizers/{name}")
-    ours, original = rebuilt(folder, pre), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours, original = real(name, pre), Tokenizer.from_file(str(data_path(f"tokenizers/{name}/tokenizer.json")))
     texts = [*TEXTS, *(text for text, _ in golden("qwen2") + golden("phi-3"))]
     for text in texts:
         ids = original.encode(text).ids
@@ -70,7 +75,7 @@ def test_real_tokenizers_come_back_whole(name: str, pre: str) -> None:
 
 @pytest.mark.parametrize(("name", "pre", "pairs"), [("qwen2.5", "qwen2", "qwen2"), ("phi-3-mini", "", "phi-3")])
 def test_golden_pairs(name: str, pre: str, pairs: str) -> None:
-    ours = rebuilt(data_path(f"tokenizers/{name}"), pre)
+    ours = real(name, pre)
     for text, ids in golden(pairs):
         assert ours.encode(text, add_special_tokens=False).ids == ids, text
 
