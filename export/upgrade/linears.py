@@ -8,7 +8,7 @@ import numpy as np
 
 from ...models.manifest import WeightFormat
 from .editable import MICROSOFT, EditableGraph, Node
-from .matrices import Matrix, RoundedMatrix, matrix_of, rounded
+from .matrices import Matrix, RoundedMatrix, matrix_of, rounded, table_of
 from .ports import TOKENS
 from .rows import find_head
 
@@ -77,9 +77,9 @@ def _replace(graph: EditableGraph, node: Node, matrix: Matrix, stored: RoundedMa
 def _quantize_embedding(graph: EditableGraph, form: WeightFormat, head: Matrix | None) -> RoundedMatrix | None:
     """Replace the look-up of the tokens' rows; returns the codes if the head is the same matrix."""
     node = _embedding(graph)
-    if node is None:
+    table = None if node is None else table_of(graph, node)
+    if node is None or table is None:
         return None
-    table = Matrix(graph.tensors[node.input(0)], turned=False)
     stored = rounded(table, form)
     rows, columns = table.shape
     blocks = stored.scales.shape[1]
@@ -113,9 +113,8 @@ def _embedding(graph: EditableGraph) -> Node | None:
     while waiting:
         value = waiting.pop()
         for node in graph.consumers(value):
-            table = graph.tensors.get(node.input(0))
-            if node.op == "Gather" and node.input(1) == value and table is not None and len(table.shape) == 2:
-                return node if node.attribute("axis", 0) == 0 else None
+            if node.op == "Gather" and node.input(1) == value and table_of(graph, node) is not None:
+                return node
             if node.op in ("Cast", "Reshape"):
                 waiting.append(node.output(0))
     return None

@@ -63,12 +63,22 @@ def matrix_of(graph: EditableGraph, node: Node) -> Matrix | None:
     """The constant matrix that a MatMul or Gemm multiplies its input with; None if it is not of that kind."""
     if node.op not in ("MatMul", "Gemm") or node.domain or node.attribute("transA", 0):
         return None
-    name = node.input(1)
+    found = _read(graph, node.input(1))
+    return None if found is None else Matrix(found.tensor, bool(node.attribute("transB", 0)) == found.turned)
+
+
+def table_of(graph: EditableGraph, node: Node) -> Matrix | None:
+    """The constant matrix whose rows a Gather looks up; None if it is not of that kind."""
+    return _read(graph, node.input(0)) if node.op == "Gather" and node.attribute("axis", 0) == 0 else None
+
+
+def _read(graph: EditableGraph, name: str) -> Matrix | None:
+    """A constant of floats with two axes, or one turned over."""
     transposed = graph.producer_of(name, "Transpose")
     tensor = graph.tensors.get(name if transposed is None else transposed.input(0))
     if tensor is None or len(tensor.shape) != 2 or tensor.element_type not in _FLOATS:
         return None
-    return Matrix(tensor, bool(node.attribute("transB", 0)) == (transposed is not None))
+    return Matrix(tensor, turned=transposed is not None)
 
 
 @dataclass(frozen=True, eq=False)
