@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 import edgerun
 from drafters import adversaries, eager, listening_to
-from edgerun import Engine, GenerateOptions, InputError
+from edgerun import BundleError, Engine, GenerateOptions, InputError
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.decode import DecodeLimits, Step, decode
@@ -28,6 +29,7 @@ from edgerun.runtime.speculation import Speculation
 from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Mask, Rows, Settings
 from layout_oracle import Decoder, closest_call, greedy_tokens, weights_of
 from layouts import LAYOUTS, write_layout
+from tiny import tiny_config, write_json
 
 TOKENS = 62
 CLEAR = 0.02
@@ -245,6 +247,36 @@ def test_a_conversation_of_another_layout_is_refused(folder_of, tmp_path: Path) 
         engine.session(resume=tmp_path / "chat.kv")
 
 
+TAMPERED: dict[str, Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]] = {
+    "text": lambda rows: {"rows.0": np.array(["a"])},
+    "struct": lambda rows: {"rows.0": np.zeros(3, [("a", np.float32)])},
+    "scalar": lambda rows: {"rows.0": np.array(3.0)},
+    "flat": lambda rows: {"rows.1": np.zeros(3, np.float32)},
+    "not a number": lambda rows: {"rows.0": rows["rows.0"] * np.float32("nan")},
+    "other type": lambda rows: {"rows.0": rows["rows.0"].astype(np.float64)},
+    "exchanged": lambda rows: {"rows.0": rows["rows.1"], "rows.1": rows["rows.0"]},
+    "too many": lambda rows: {"rows.2": rows["rows.1"]},
+    "fewer rows": lambda rows: {"rows.0": rows["rows.0"][..., :3]},
+    "fewer tokens": lambda rows: {"tokens": rows["tokens"][:3]},
+}
+
+
+@pytest.mark.parametrize("change", TAMPERED)
+def test_a_tampered_conversation_is_refused(change: str, folder_of, tmp_path: Path) -> None:
+    """Of a layout whose keys and values differ in shape."""
+    name = "keys-transposed"
+    with engine_of(folder_of(name), LAYOUTS[name]) as engine:
+        with engine.session() as chat:
+            chat.send("the", max_tokens=4)
+            chat.save(tmp_path / "chat")
+        with np.load(tmp_path / "chat") as stored:
+            arrays = dict(stored)
+        np.savez(tmp_path / "tampered.npz", **(arrays | TAMPERED[change](arrays)))
+        with pytest.raises(InputError, match="is damaged") as caught:
+            engine.session(resume=tmp_path / "tampered.npz")
+        assert "\n" not in str(caught.value)
+
+
 def test_without_settings_the_context_has_to_be_given(folder_of) -> None:
     folder = folder_of("optimum-bare")
     with pytest.raises(InputError) as caught:
@@ -254,6 +286,26 @@ def test_without_settings_the_context_has_to_be_given(folder_of) -> None:
     )
     with edgerun.load(folder, context=50, cache=False) as engine:
         assert engine.context == 50
+
+
+def test_settings_of_genai_end_texts_and_limit_them(tmp_path: Path) -> None:
+    """ONNX Runtime GenAI folds what other folders say in three files into one."""
+    folder = write_layout(tmp_path, LAYOUTS["genai"])
+    settings = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
+    settings["model"] |= {"eos_token_id": [0, 7], "context_length": 99}
+    write_json(folder / "genai_config.json", settings)
+    write_json(folder / "tokenizer_config.json", {})
+    with edgerun.load(folder, cache=False) as engine:
+        assert engine.tokenizer.eos == {0, 7}
+        assert engine.context == 99
+        assert engine.template is None
+    settings["model"] |= {"eos_token_id": "x"}
+    write_json(folder / "genai_config.json", settings)
+    with pytest.raises(BundleError) as caught:
+        edgerun.load(folder, cache=False)
+    assert str(caught.value) == (
+        f"{folder / 'genai_config.json'}: eos_token_id is 'x'; it must be an id, or a list of ids, below 300"
+    )
 
 
 def test_a_graph_of_fixed_capacity_limits_the_context(folder_of) -> None:
@@ -275,7 +327,6 @@ def test_a_graph_below_its_settings_finds_them(file: str, folder_of) -> None:
 
 def test_the_oracle_is_the_reference_decoder() -> None:
     from edgerun.export.reference import reference_logits
-    from tiny import tiny_config
 
     layout = LAYOUTS["optimum"]
 
