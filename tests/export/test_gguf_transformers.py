@@ -1,0 +1,59 @@
+"""GGUF files mean to `transformers`, which has a reader of its own, what they mean here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_files import write_gguf
+
+from data import data_path
+from edgerun.export import FP32, ExportRecipe, export_checkpoint
+from edgerun.export.config import read_config
+from edgerun.export.gguf import opened_gguf
+from edgerun.export.session import GraphSession
+from tiny import write_checkpoint
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOKENS = np.random.default_rng(3).integers(0, 300, 24)
+
+
+def logits_of_transformers(file: Path) -> np.ndarray:
+    """Configuration and weights as `transformers` reads them, without the package that places them on devices."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = transformers.AutoConfig.for_model(**load_gguf_checkpoint(str(file))["config"])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict({name: value.float() for name, value in tensors.items()}, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_logits_are_those_of_transformers(tmp_path, family: str, kind: str) -> None:
+    # transformers does not read how wide a head is, and takes qwen3's for 128.
+    overrides = {"head_dim": 128} if family == "qwen3" else {}
+    source = write_checkpoint(tmp_path / "checkpoint", family, tie_word_embeddings=False, **overrides)
+    file = write_gguf(tmp_path / "model.gguf", source, kind)
+    bundle = export_checkpoint(file, tmp_path / "bundle", ExportRecipe(FP32)).bundle
+    logits = GraphSession(bundle, read_config(bundle), 64).forward(TOKENS, np.arange(len(TOKENS)))
+    assert np.abs(logits - logits_of_transformers(file)).max() < 1e-3
+
+
+@pytest.mark.parametrize("name", ["weights/stories260K-hf", "weights/shell-helper/target"])
+def test_tokenizers_encode_as_those_of_transformers(tmp_path, name: str) -> None:
+    file = write_gguf(tmp_path / "model.gguf", data_path(name), "F16")
+    theirs = transformers.AutoTokenizer.from_pretrained(data_path(name))
+    with opened_gguf(file) as model:
+        ours = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model.folder / "tokenizer.json"))
+    for text in ("Once upon a time", "  two  spaces\n", "naïve 🙂", "tar -xzf file.tar.gz"):
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"]
