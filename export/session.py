@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
+from google.protobuf.message import EncodeError
 from onnx import ModelProto
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
@@ -153,6 +154,20 @@ class FreeSession:
             return list(self._session.run(list(outputs), dict(feeds)))
         except _ORT_ERRORS as error:
             raise ExportError(f"the model cannot be run: {str(error).splitlines()[0]}") from error
+
+
+def _as_bytes(model: ModelProto) -> bytes:
+    """The model as one message.
+
+    Raises:
+        ExportError: it holds more than a message can, 2 GB.
+    """
+    try:
+        return bytes(model.SerializeToString())
+    except (EncodeError, ValueError) as error:
+        raise ExportError(
+            "the model holds 2 GB or more of weights that cannot be read in place", "save it with its weights in a file beside the graph (external data)"
+        ) from error
 
 
 def _opened(model: str | ModelProto, folder: Path) -> ort.InferenceSession:

@@ -12,9 +12,12 @@ from typing import Any, Final
 
 from ...edge.errors import BundleError
 from ...models.bundle import COMPANIONS
+from ...models.device_kind import DeviceKind
+from ...models.find import find_model
+from ...models.graph_files import find_graph
 from ...models.json_file import is_whole, read_json_object
 from ...models.manifest import SHORTEST_CONTEXT
-from ...models.variants import GENAI_CONFIG, choose_graph
+from ...models.variants import GENAI_CONFIG
 
 _TOKENIZER: Final = "tokenizer.json"
 _GENERATION: Final = "generation_config.json"
@@ -28,12 +31,15 @@ class ForeignModel:
     """A graph and the folder that describes it, which may be the one above."""
 
     graph: Path
+    configured: Path
+    """Folder of config.json or genai_config.json."""
     folder: Path
+    """Folder of the tokenizer."""
 
     def file(self, name: str) -> Path | None:
         """A file that comes with the model, beside the graph or beside its settings; None if there is none."""
-        places = (self.graph.parent / name, self.folder / name)
-        return next((path for path in places if path.is_file()), None)
+        places = (self.graph.parent, self.configured, self.folder)
+        return next((folder / name for folder in places if (folder / name).is_file()), None)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -129,25 +135,30 @@ class ForeignModel:
 def find_foreign(source: Path) -> ForeignModel:
     """The graph that `source` is or holds, and the folder that describes it.
 
+    Args:
+        source: an .onnx file, a folder, or a folder with a variant behind it (`folder:q4`).
+
     Raises:
         BundleError: there is no graph, several that suit equally well, or no tokenizer with it.
     """
-    if source.is_dir():
-        files = [str(path.relative_to(source).as_posix()) for path in source.rglob("*") if path.is_file()]
-        graph = source / choose_graph(files, where=str(source)).graph
-    elif source.is_file():
-        graph = source
-    else:
-        raise BundleError(f"{source} does not exist", "give an .onnx file or a folder with one")
-    folders = [graph.parent, graph.parent.parent] if graph.parent != source else [source, source.parent]
+    try:
+        graph, _, configured = find_graph(find_model(source), None, DeviceKind.CPU)
+    except OSError as error:
+        raise BundleError(f"{source} cannot be read: {error.strerror or error}", "check its permissions") from error
+    folders = (configured, graph.parent, graph.parent.parent)
     folder = next((each for each in folders if (each / _TOKENIZER).is_file()), None)
     if folder is None:
         raise BundleError(f"no {_TOKENIZER} lies beside {graph}", "put the model's tokenizer and config.json beside it")
-    return ForeignModel(graph, folder)
+    return ForeignModel(graph, configured, folder)
 
 
 def holds_graph(source: Path) -> bool:
-    """Whether a path is an .onnx file, or a folder with one and without a checkpoint's weights."""
+    """Whether a path is an .onnx file, or a folder with one and without a checkpoint's weights.
+
+    Raises:
+        BundleError: it is a folder with a variant behind it that the folder does not have.
+    """
+    source = find_model(source)
     if not source.is_dir():
         return source.suffix == ".onnx"
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):

@@ -34,6 +34,7 @@ from .ports import Ports, settle_ports
 from .rows import select_rows
 from .shared import share_reshaped
 from .siblings import join_siblings, round_activations, take_in_biases
+from .stacked import part_caches
 from .widen import is_half, widen
 from .write import InPlace, ToFile
 
@@ -72,7 +73,7 @@ def upgrade_model(
     if recipe.layout is not GraphLayout.EDGE:
         raise InputError("an ONNX model is upgraded to edge-run's own layout only", "leave --layout out")
     foreign = find_foreign(source)
-    require_apart(source if source.is_dir() else foreign.folder, destination)
+    require_apart(source if source.is_dir() else foreign.graph, destination)
     progress("reading", 0.0)
     work = _Upgrade(foreign, recipe, progress)
     with bundle_written_whole(destination) as staging:
@@ -133,6 +134,7 @@ class _Upgrade:
         graph = EditableGraph.open(self._foreign.graph)
         _require_foreign(graph)
         take_cached_branch(graph)
+        part_caches(graph)
         ports = settle_ports(graph, self._foreign.input_names)
         self._context = _context_for(self._foreign, graph, self._recipe)
         if not graph.nodes_of(_FUSED):
@@ -149,6 +151,7 @@ class _Upgrade:
         self._progress("reading", 0.5)
         untouched = EditableGraph.open(self._foreign.graph)
         take_cached_branch(untouched)
+        part_caches(untouched)
         reference = reference_of(untouched, settle_ports(untouched, self._foreign.input_names), form, width)
         self._progress("reading", 1.0)
         return _Rewired(graph, form, reference)

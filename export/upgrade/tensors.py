@@ -46,18 +46,23 @@ class FileRange:
         return self.folder / self.location
 
     def pieces(self) -> Iterator[Array]:
-        """The bytes, uint8, a few MiB at a time."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            left = self.length
-            while left:
-                piece = file.read(min(left, _PIECE))
-                if not piece:
-                    raise BundleError(
-                        f"{self.path} became shorter while it was read", "leave the model alone meanwhile"
-                    )
-                left -= len(piece)
-                yield np.frombuffer(piece, np.uint8)
+        """The bytes, uint8, a few MiB at a time.
+
+        Raises:
+            BundleError: the file cannot be read, or became shorter.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                left = self.length
+                while left:
+                    piece = file.read(min(left, _PIECE))
+                    if not piece:
+                        raise BundleError(f"{self.path} became shorter while it was read", "leave it alone meanwhile")
+                    left -= len(piece)
+                    yield np.frombuffer(piece, np.uint8)
+        except OSError as error:
+            raise BundleError(f"{self.path} cannot be read: {error.strerror or error}", "check the disk") from error
 
     def read(self) -> Array:
         """The bytes, uint8 [length], mapped and not copied; read-only."""

@@ -22,7 +22,7 @@ from edgerun.export import FP32, INT4, INT8, ExportRecipe, upgrade_model
 from edgerun.export.session import GraphSession
 from edgerun.models.manifest import GraphLayout, Manifest, WeightFormat
 from edgerun.runtime.reply import Reply
-from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Rows
+from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Rows, Weights
 from layout_oracle import closest_call, greedy_tokens
 from layouts import COMMUNITY, GENAI, LAYOUTS, LIMITED, OPTIMUM, write_layout
 from unfit_layouts import UNFIT, write_unfit
@@ -274,6 +274,17 @@ def test_ours_and_other_layouts_are_not_upgraded(tiny_bundle: Path, tmp_path: Pa
         upgrade_model(source, source, ExportRecipe(None))
     with pytest.raises(InputError, match="is more than this model was exported for; give at most 1024"):
         upgrade_model(source, tmp_path / "out", ExportRecipe(None, context=4096))
+
+
+def test_a_variant_is_upgraded_beside_its_graph(tmp_path: Path) -> None:
+    """`folder:q4` of onnx-community's folders, and a graph's own file, into a folder next to it."""
+    folder = write_layout(tmp_path / "m", replace(COMMUNITY, weights=Weights.INSIDE))
+    shutil.copy(folder / "onnx" / "model.onnx", folder / "onnx" / "model_q4.onnx")
+    for source in (Path(f"{folder}:q4"), folder / "onnx" / "model.onnx"):
+        bundle = upgrade_model(source, folder / "onnx" / "out", ExportRecipe(FP32)).bundle
+        assert json.loads((bundle / "config.json").read_text(encoding="utf-8"))["model_type"] == "llama"
+    with pytest.raises(BundleError, match="has no variant q8"):
+        upgrade_model(Path(f"{folder}:q8"), tmp_path / "out", ExportRecipe(FP32))
 
 
 def test_a_bundle_stays_when_the_next_upgrade_fails(tmp_path: Path) -> None:
