@@ -166,7 +166,8 @@ def _as_bytes(model: ModelProto) -> bytes:
         return bytes(model.SerializeToString())
     except (EncodeError, ValueError) as error:
         raise ExportError(
-            "the model holds 2 GB or more of weights that cannot be read in place", "save it with its weights in a file beside the graph (external data)"
+            "the model holds 2 GB or more in its graph",
+            "save it with its weights in a file beside it",
         ) from error
 
 
