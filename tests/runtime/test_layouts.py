@@ -205,6 +205,31 @@ def test_a_tree_scores_its_paths(name: str, graph_of) -> None:
     np.testing.assert_allclose(following, scored([*prompt, *(nodes[i] for i in paths[5]), 70]), atol=1e-4)
 
 
+def test_what_is_kept_of_a_graph_is_of_its_reading(tmp_path: Path) -> None:
+    """Settings that change what the ports are taken for are not helped by what was found out before."""
+    layout = LAYOUTS["renamed-genai"]
+    folder = write_layout(tmp_path, layout)
+    prompt = prompt_of(layout, 40, salt=1)
+    for _ in range(2):  # what is kept from the first time serves the second
+        with edgerun.load(folder, threads=1) as engine:
+            assert tokens_of(steps_of(engine.new_text().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
+    settings = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
+    names = settings["model"]["decoder"]["inputs"]
+    names["past_key_names"], names["past_value_names"] = names["past_value_names"], names["past_key_names"]
+    write_json(folder / "genai_config.json", settings)
+    with pytest.raises(BundleError, match="gives other logits for a text in several passes than in one"):
+        edgerun.load(folder, threads=1)
+
+
+@pytest.mark.parametrize("name", ["optimum", "optimum-external-many", "optimum-merged", "optimum-float16", "genai"])
+def test_weights_packed_for_the_machine_say_the_same(name: str, folder_of) -> None:
+    layout = LAYOUTS[name]
+    prompt = prompt_of(layout, 40, salt=1)
+    for _ in range(2):
+        with edgerun.load(folder_of(name), threads=1) as engine:
+            assert tokens_of(steps_of(engine.new_text().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
+
+
 def engine_of(folder: Path, layout: Layout) -> Engine:
     context = CONTEXT if layout.settings is Settings.NONE else None
     return edgerun.load(folder, threads=1, context=context, cache=False)
