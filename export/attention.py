@@ -60,6 +60,7 @@ class Attention:
                 *(contract.past_key(index), contract.past_value(index)),
                 *("seqlens_k", "total_sequence_length"),
                 *(*rotary, bias),
+                *([] if layer.sinks is None else [nodes.weights.vector(f"{name}.sinks", [layer.sinks])]),
             ],
             [attended, contract.present_key(index), contract.present_value(index)],
             attended,

@@ -22,12 +22,17 @@ from ..models.manifest import WeightFormat
 from .prefetch import in_order
 from .quantize import quantize_rows
 from .settings import read_json
-from .source import Coded, Float32Array, RowRange
+from .source import Coded, Float32Array, RowRange, UInt8Array
+from .stacked_experts import FloatStack, Mxfp4Stack
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
 _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
+"""Of the types that a tensor of weights may have."""
+_KNOWN_BYTES: Final = {**_ITEM_BYTES, "U8": 1}
+_BLOCKS: Final = "_blocks"
+"""Ends the name of codes in MXFP4."""
 _HEADER_LIMIT: Final = 100 << 20
 _MOST_DIMENSIONS: Final = 64
 _PIECE_WEIGHTS: Final = 1 << 20
@@ -63,20 +68,21 @@ class Checkpoint:
         Raises:
             CheckpointError: it is not.
         """
-        tensor = self._find(name)
-        if tensor.shape != shape:
+        if self.shape(name) != shape:
             raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}",
+                f"{name} has shape {list(self.shape(name))}, config.json asks for {list(shape)}",
                 "config.json and weights are not of the same model",
             )
-        if tensor.dtype not in _ITEM_BYTES:
+        dtype = "BF16" if self._has(f"{name}{_BLOCKS}") else self._find(name).dtype
+        if dtype not in _ITEM_BYTES:
             raise CheckpointError(
-                f"{name} is of type {tensor.dtype}", "supported are F32, F16 and BF16: export the float checkpoint"
+                f"{name} is of type {dtype}", "supported are F32, F16 and BF16: export the float checkpoint"
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's dimensions."""
-        return self._find(name).shape
+        """A tensor's dimensions; a matrix's for experts that are stacked."""
+        stack = self._stack(name)
+        return self._find(name).shape if stack is None else stack.shape
 
     def read(self, name: str) -> Float32Array:
         """A whole tensor as float32.
@@ -93,6 +99,8 @@ class Checkpoint:
         Raises:
             CheckpointError: they hold a NaN or an infinity, or cannot be read.
         """
+        if (stack := self._stack(rows.name)) is not None:
+            return _finite(rows.name, stack.read_rows(rows.start, rows.stop))
         tensor = self._find(rows.name)
         columns = tensor.shape[1]
         count = (rows.stop - rows.start) * columns
@@ -100,8 +108,9 @@ class Checkpoint:
 
     def row_ranges(self, name: str) -> Iterator[RowRange]:
         """Ranges that cover a matrix from top to bottom, each of about a million weights."""
-        rows, columns = self._find(name).shape
-        step = max(1, _PIECE_WEIGHTS // columns)
+        rows, columns = self.shape(name)
+        stack = self._stack(name)
+        step = stack.rows if isinstance(stack, FloatStack) else max(1, _PIECE_WEIGHTS // columns)
         for start in range(0, rows, step):
             yield RowRange(name, start, min(start + step, rows))
 
@@ -125,32 +134,70 @@ class Checkpoint:
         """Float32, in which any of a checkpoint's tensors is exact."""
         return WeightFormat(32)
 
-    def _find(self, name: str) -> _Tensor:
+    def _stack(self, name: str) -> FloatStack | Mxfp4Stack | None:
+        """All experts of a layer, if that is what the name stands for."""
+        if self._has(f"{name}{_BLOCKS}"):
+            return self._mxfp4(name)
+        tensor = self._find(name)
+        if len(tensor.shape) != 3 or tensor.dtype not in _ITEM_BYTES:
+            return None
+        many, columns, rows = tensor.shape
+        return FloatStack(many, rows, columns, lambda start, count: self._read_items(name, tensor, start, count))
+
+    def _mxfp4(self, name: str) -> Mxfp4Stack:
+        blocks, scales = self._find(f"{name}{_BLOCKS}"), self._find(f"{name}_scales")
+        fits = len(blocks.shape) == 4 and blocks.shape[3] == 16 and scales.shape == blocks.shape[:3]
+        if not fits or (blocks.dtype, scales.dtype) != ("U8", "U8"):
+            raise CheckpointError(f"{name} is not in the MXFP4 form of gpt-oss", _AGAIN)
+        many, rows, each, _ = blocks.shape
+        return Mxfp4Stack(
+            many,
+            rows,
+            32 * each,
+            lambda start, count: self._read_bytes(name, blocks, start, count),
+            lambda start, count: self._read_bytes(name, scales, start, count),
+        )
+
+    def _has(self, name: str) -> bool:
+        return self._own_name(name) in self._tensors
+
+    def _own_name(self, name: str) -> str:
         wrapper, own = self._prefixes
-        tensor = self._tensors.get(own + name.removeprefix(wrapper) if name.startswith(wrapper) else name)
+        return own + name.removeprefix(wrapper) if name.startswith(wrapper) else name
+
+    def _find(self, name: str) -> _Tensor:
+        tensor = self._tensors.get(self._own_name(name))
         if tensor is None:
             raise CheckpointError(f"{self.folder} holds no tensor {name}", "the checkpoint is incomplete: " + _AGAIN)
         return tensor
 
     def _read_items(self, name: str, tensor: _Tensor, start: int, count: int) -> Float32Array:
         size = _ITEM_BYTES[tensor.dtype]
-        try:
-            with tensor.file.open("rb", buffering=0) as file:
-                file.seek(tensor.offset + start * size)
-                raw = np.fromfile(file, dtype=np.uint8, count=count * size)
-        except OSError as error:
-            raise CheckpointError(f"{tensor.file} cannot be read: {error}", _AGAIN) from error
-        if raw.size != count * size:
-            raise CheckpointError(f"{tensor.file} ended inside {name}", _AGAIN)
+        raw = self._read_bytes(name, tensor, start * size, count * size)
         if tensor.dtype == "F32":
             values = raw.view(np.float32)
         elif tensor.dtype == "F16":
             values = raw.view(np.float16).astype(np.float32)
         else:  # bfloat16 is the upper half of a float32
             values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        if not np.isfinite(values).all():
-            raise CheckpointError(f"{name} holds NaN or infinite weights", _AGAIN)
-        return values
+        return _finite(name, values)
+
+    def _read_bytes(self, name: str, tensor: _Tensor, start: int, count: int) -> UInt8Array:
+        try:
+            with tensor.file.open("rb", buffering=0) as file:
+                file.seek(tensor.offset + start)
+                raw = np.fromfile(file, dtype=np.uint8, count=count)
+        except OSError as error:
+            raise CheckpointError(f"{tensor.file} cannot be read: {error}", _AGAIN) from error
+        if raw.size != count:
+            raise CheckpointError(f"{tensor.file} ended inside {name}", _AGAIN)
+        return raw
+
+
+def _finite(name: str, values: Float32Array) -> Float32Array:
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{name} holds NaN or infinite weights", _AGAIN)
+    return values
 
 
 def _prefixes(names: Collection[str]) -> tuple[str, str]:
@@ -230,7 +277,7 @@ def _read_entry(path: Path, entry: object, start_of_data: int) -> tuple[_Tensor,
     if len(shape) > _MOST_DIMENSIONS or len(offsets) != 2:
         raise ValueError(f"has {len(shape)} dimensions and {len(offsets)} offsets")
     start, stop = offsets
-    item = _ITEM_BYTES.get(dtype)
+    item = _KNOWN_BYTES.get(dtype)
     if start > stop or (item is not None and stop - start != item * math.prod(shape)):
         raise ValueError(f"has bytes {shown(start)} to {shown(stop)} for shape {shown(shape)}")
     return _Tensor(path, dtype, tuple(shape), start_of_data + start), start_of_data + stop

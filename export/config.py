@@ -52,6 +52,12 @@ class ExpertsConfig:
     """Channels between an expert's projections."""
     normalized: bool
     """Whether the chosen ones' shares are made to sum to 1."""
+    steepness: float
+    """The a in gate * sigmoid(a * gate)."""
+    bound: float | None
+    """Of gate from above, and of up on both sides."""
+    up_offset: float
+    """What is added to up."""
     layers: tuple[bool, ...]
     """Whether each layer has experts."""
 
@@ -114,7 +120,7 @@ def read_config(folder: Path) -> DecoderConfig:
         raise CheckpointError(f"{folder / 'config.json'} names no model_type", "download the checkpoint again")
     family = find_family(model_type)
     config = {**family.defaults, **_text_settings(config, family)}
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, family)
     heads = count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", default=heads)
     hidden = count(config, "hidden_size")
@@ -174,15 +180,16 @@ def _text_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, An
     return {**{name: config[name] for name in ("tie_word_embeddings",) if name in config}, **nested}
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         method = method if isinstance(method, str) else "unknown"
-        raise CheckpointError(
-            f"the checkpoint is already quantized ({method})",
-            "export the original float checkpoint: float32, float16 and bfloat16 are supported",
-        )
+        if method != family.stored_as:
+            raise CheckpointError(
+                f"the checkpoint is already quantized ({method})",
+                "export the original float checkpoint: float32, float16 and bfloat16 are supported",
+            )
     if config.get("use_bidirectional_attention"):
         raise CheckpointError(
             "use_bidirectional_attention is not supported", "supported are decoders, which see earlier tokens only"
@@ -201,6 +208,9 @@ def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> 
         chosen=count(config, settings.chosen, most=many),
         width=count(config, settings.width),
         normalized=settings.normalized.read(config),
+        steepness=number(config, settings.steepness) if settings.steepness else 1.0,
+        bound=number(config, settings.bound) if settings.bound else None,
+        up_offset=settings.up_offset,
         layers=tuple((layer + 1) % period == 0 and layer not in without for layer in range(layers)),
     )
 

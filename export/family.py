@@ -95,6 +95,19 @@ class Experts:
     """Channels between an expert's projections."""
     normalized: Choice = ConfigFlag("norm_topk_prob")
     """Whether the chosen experts' shares are made to sum to 1."""
+    router: str = "gate"
+    """Module that chooses."""
+    router_bias: bool = False
+    biased: bool = False
+    """Whether the experts' projections add biases."""
+    stacked: bool = False
+    """Whether one tensor holds all experts of a layer, rows of gate and up in turns (`stacked_experts`)."""
+    steepness: str | None = None
+    """The setting that holds a in gate * sigmoid(a * gate); None stands for 1."""
+    bound: str | None = None
+    """The setting that bounds gate from above, and up on both sides."""
+    up_offset: float = 0.0
+    """What is added to up."""
     period: str = "decoder_sparse_step"
     """Every so many layers have experts."""
     without: str = "mlp_only_layers"
@@ -127,6 +140,10 @@ class Family:
     """Modules that hold the gate and up projections: one each, or one for both."""
     experts: Experts | None = None
     """None where the feed-forward is the same for every token."""
+    stored_as: str | None = None
+    """The `quant_method` of quantized checkpoints that can be read all the same."""
+    sinks: bool = False
+    """Whether each head's attention has a part that goes to no token (`sinks`)."""
     norms: Norms = NORMS_BEFORE
     norms_add_one: bool = False
     """Whether norms scale by 1 + weight."""

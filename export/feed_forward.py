@@ -14,9 +14,8 @@ _INTERLEAVED: Final = 1
 
 def append_feed_forward(nodes: Nodes, index: int, layer: Layer, normed: str) -> str:
     """Append layer `index`'s; [1, M, hidden]."""
-    experts = nodes.config.experts
-    if layer.router is not None and experts is not None:
-        return _append_experts(nodes, f"layers.{index}", layer, layer.router, experts, normed)
+    if layer.router is not None and nodes.config.experts is not None:
+        return _append_experts(nodes, f"layers.{index}", layer, layer.router, nodes.config.experts, normed)
     name, width = f"layers.{index}", nodes.config.intermediate_size
     both = nodes.linear(layer.gate_up, normed)
     gate, up = nodes.split(both, [f"{name}.gate", f"{name}.up"], nodes.integers("mlp.widths", width, width))
@@ -36,23 +35,24 @@ def _append_experts(nodes: Nodes, name: str, layer: Layer, router: Unit, experts
     """One operator that runs each token's experts only: QMoE at accuracy level 4, or MoE in float32."""
     scores = nodes.linear(router, normed)
     flat = nodes.add("Reshape", [scores, nodes.integers("router.flat", -1, experts.count)], f"{name}.scores")
-    first, second = (nodes.weights.experts(unit, nodes.plan[unit.name]) for unit in (layer.gate_up, layer.down))
+    first, second = _stack(nodes, layer.gate_up), _stack(nodes, layer.down)
     form = nodes.plan[layer.gate_up.name]
     attributes: dict[str, Any] = {
         "k": experts.chosen,
         "activation_type": "swiglu",  # gate * sigmoid(alpha * gate) * (up + beta)
-        "activation_alpha": 1.0,
-        "activation_beta": 0.0,
+        "activation_alpha": experts.steepness,
+        "activation_beta": experts.up_offset,
         "swiglu_fusion": _INTERLEAVED,
         "normalize_routing_weights": 1,
+        **({} if experts.bound is None else {"swiglu_limit": experts.bound}),
     }
     if form.bits == 32:
-        inputs = [normed, flat, first[0], "", second[0]]
+        inputs = _trimmed([normed, flat, first[0], first[2], second[0], second[2]])
         output = nodes.add("MoE", inputs, f"{name}.experts", domain=MICROSOFT, **attributes)
     else:
         output = nodes.add(
             "QMoE",
-            [normed, flat, *first, "", *second],
+            _trimmed([normed, flat, *first, *second]),
             f"{name}.experts",
             domain=MICROSOFT,
             **attributes,
@@ -62,6 +62,17 @@ def _append_experts(nodes: Nodes, name: str, layer: Layer, router: Unit, experts
             weights_prepacked=0,
         )
     return output if experts.normalized else _in_shares(nodes, name, experts, scores, output)
+
+
+def _stack(nodes: Nodes, unit: Unit) -> tuple[str, str, str]:
+    """A unit's experts: weights or codes, scales or nothing, biases or nothing."""
+    codes, scales = nodes.weights.experts(unit, nodes.plan[unit.name])
+    return codes, scales, nodes.weights.vector(f"{unit.name}.bias", unit.biases) if unit.biased else ""
+
+
+def _trimmed(inputs: list[str]) -> list[str]:
+    """Without what is absent at the end."""
+    return inputs if inputs[-1] else _trimmed(inputs[:-1])
 
 
 def _in_shares(nodes: Nodes, name: str, experts: ExpertsConfig, scores: str, output: str) -> str:

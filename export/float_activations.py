@@ -10,6 +10,7 @@ _FLOAT: Final = 1
 """The accuracy level at which operators leave activations alone."""
 _CODES_OF_EXPERTS: Final = ((2, 3), (5, 6))
 """Which inputs of QMoE are codes and scales."""
+_BIASES_OF_EXPERTS: Final = (4, 7)
 _QUANTIZED: Final = ("expert_weight_bits", "block_size", "accuracy_level", "weights_prepacked")
 """Attributes that MoE has not."""
 
@@ -49,8 +50,8 @@ def _in_float(node: NodeProto) -> list[NodeProto]:
             ),
         ]
         weights.append(name)
-    replaced = helper.make_node(
-        "MoE", [*node.input[:2], weights[0], "", weights[1]], list(node.output), name=node.name, domain=node.domain
-    )
+    first, second = (node.input[index] if index < len(node.input) else "" for index in _BIASES_OF_EXPERTS)
+    inputs = [*node.input[:2], weights[0], first, weights[1], second]
+    replaced = helper.make_node("MoE", inputs, list(node.output), name=node.name, domain=node.domain)
     replaced.attribute.extend(attribute for attribute in node.attribute if attribute.name not in _QUANTIZED)
     return [*before, replaced]

@@ -32,6 +32,8 @@ class Unit:
     """Whether it stays in float32 whatever the recipe says."""
     experts: int = 0
     """How many experts of a layer it stacks, each of as many modules; 0 for a linear that all tokens share."""
+    stacked: bool = False
+    """Whether the experts are stacked in the checkpoint already, in a tensor that is named like a module."""
 
     @property
     def interleaved(self) -> bool:
@@ -51,12 +53,13 @@ class Unit:
     @property
     def weights(self) -> list[str]:
         """Checkpoint names of the matrices, top to bottom."""
-        return [f"{module}.weight" for module in self.modules]
+        return list(self.modules) if self.stacked else [f"{module}.weight" for module in self.modules]
 
     @property
     def biases(self) -> list[str]:
         """Checkpoint names of the biases, in the same order; none where the unit has no bias."""
-        return [f"{module}.bias" for module in self.modules] if self.biased else []
+        ending = "_bias" if self.stacked else ".bias"
+        return [f"{module}{ending}" for module in self.modules] if self.biased else []
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class Layer:
     down: Unit
     router: Unit | None
     """Chooses among experts, which gate_up and down then stack; None where the layer has none."""
+    sinks: str | None
+    """Scores of each head that go to no token."""
     before_attention: Norm | None
     query_norm: Norm | None
     key_norm: Norm | None
@@ -118,6 +123,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
         gate_up=gate_up,
         down=down,
         router=router,
+        sinks=f"{attention}.sinks" if traits.sinks else None,
         before_attention=norm(traits.norms.before_attention),
         query_norm=_head_norm(config, f"{attention}.q_norm.weight", config.query_width),
         key_norm=_head_norm(config, f"{attention}.k_norm.weight", config.kv_width),
@@ -130,7 +136,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
 def _feed_forward(config: DecoderConfig, index: int) -> tuple[Unit | None, Unit, Unit]:
     """Router, if there is one, gate and up, and down of layer `index`."""
     unit, mlp, hidden, experts = f"layers.{index}", f"model.layers.{index}.mlp", config.hidden_size, config.experts
-    if experts is None or not experts.layers[index]:
+    if experts is None or config.traits.experts is None or not experts.layers[index]:
         wide, biased = config.intermediate_size, config.mlp_bias
         modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
         return (
@@ -138,16 +144,27 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[Unit | None, Unit,
             _fused(f"{unit}.gate_up", modules, (wide, wide), hidden, biased),
             Unit(f"{unit}.down", (f"{mlp}.down_proj",), (hidden,), wide, biased),
         )
-    many, wide = experts.count, experts.width
+    many, wide, traits = experts.count, experts.width, config.traits.experts
+    # A rounded router chooses other experts; it is a thousandth of them in size.
+    router = Unit(f"{unit}.router", (f"{mlp}.{traits.router}",), (many,), hidden, traits.router_bias, exact=True)
     each = [f"{mlp}.experts.{expert}" for expert in range(many)]
-    both = tuple(f"{expert}.{name}" for expert in each for name in config.traits.gate_up)
-    downs = tuple(f"{expert}.down_proj" for expert in each)
-    return (
-        # A rounded router chooses other experts; it is a thousandth of them in size.
-        Unit(f"{unit}.router", (f"{mlp}.gate",), (many,), hidden, exact=True),
-        Unit(f"{unit}.gate_up", both, (wide,) * len(both), hidden, experts=many),
-        Unit(f"{unit}.down", downs, (hidden,) * many, wide, experts=many),
+    both = [f"{expert}.{name}" for expert in each for name in config.traits.gate_up]
+    downs = [f"{expert}.down_proj" for expert in each]
+    if traits.stacked:
+        both, downs = [f"{mlp}.experts.gate_up_proj"], [f"{mlp}.experts.down_proj"]
+    gate_up, down = (
+        Unit(
+            f"{unit}.{name}",
+            tuple(modules),
+            (many * rows // len(modules),) * len(modules),
+            columns,
+            traits.biased,
+            experts=many,
+            stacked=traits.stacked,
+        )
+        for name, modules, rows, columns in (("gate_up", both, 2 * wide, hidden), ("down", downs, hidden, wide))
     )
+    return router, gate_up, down
 
 
 def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> Unit:
@@ -198,6 +215,8 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
             yield from _tensors_of(unit)
         for norm in layer.norms:
             yield norm.weight, (norm.width,)
+        if layer.sinks is not None:
+            yield layer.sinks, (config.heads,)
     yield from _tensors_of(head_layout(config))
     yield FINAL_NORM, (config.hidden_size,)
 
@@ -206,4 +225,4 @@ def _tensors_of(unit: Unit) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, rows in zip(unit.weights, unit.rows, strict=True):
         yield name, (rows, unit.columns)
     for name, rows in zip(unit.biases, unit.rows, strict=unit.biased):
-        yield name, (rows,)
+        yield name, (unit.experts, rows // unit.experts) if unit.stacked else (rows,)

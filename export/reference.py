@@ -100,7 +100,7 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
     heads, dim = config["num_attention_heads"], head_dim(config)
     kv_heads = config.get("num_key_value_heads") or heads
     always = kind == "qwen2"  # biases there are part of the architecture, on q, k and v alone
-    biased = always or bool(config.get("attention_bias"))
+    biased = always or bool(config.get("attention_bias", kind == "gpt_oss"))
     if kind == "phi3":
         together = _linear(weights, f"{name}.qkv_proj", normed, biased=False)
         query, key, value = np.split(together, [heads * dim, (heads + kv_heads) * dim], axis=-1)
@@ -120,13 +120,16 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
         query, key = _rotate(query, *turn), _rotate(key, *turn)
     attended = np.empty_like(query)
     hidden = hidden_from(config, layer, rows)
+    sinks = weights.read(f"{name}.sinks") if kind == "gpt_oss" else None
     for head in range(heads):
         group = head // (heads // kv_heads)
         scores = query[:, head] @ key[:, group].T * _attention_scale(config)
         scores = _soft_capped(scores, _cap(config, "attn_logit_softcapping", {"gemma2": 50.0}))
         scores[hidden] = -np.inf
+        if sinks is not None:
+            scores = np.concatenate([scores, np.full((rows, 1), sinks[head])], axis=-1)
         odds = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        attended[:, head] = odds / odds.sum(axis=-1, keepdims=True) @ value[:, group]
+        attended[:, head] = (odds / odds.sum(axis=-1, keepdims=True))[:, :rows] @ value[:, group]
     return _linear(weights, f"{name}.o_proj", attended.reshape(rows, -1), biased and not always)
 
 
@@ -149,6 +152,8 @@ def _feed_forward(weights: WeightSource, config: Settings, name: str, normed: Fl
 
 
 def _has_experts(config: Settings, layer: int) -> bool:
+    if config["model_type"] == "gpt_oss":
+        return True
     if config["model_type"] != "qwen3_moe" or layer in (config.get("mlp_only_layers") or []):
         return False
     return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
@@ -156,7 +161,8 @@ def _has_experts(config: Settings, layer: int) -> bool:
 
 def _experts(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
     """Each token through the experts it likes best, in shares of its liking."""
-    scores = _linear(weights, f"{name}.gate", normed, biased=False)
+    oss = config["model_type"] == "gpt_oss"
+    scores = _linear(weights, f"{name}.{'router' if oss else 'gate'}", normed, biased=oss)
     odds = np.exp(scores - scores.max(axis=-1, keepdims=True))
     shares = odds / odds.sum(axis=-1, keepdims=True)
     chosen = np.argsort(-shares, axis=-1)[:, : config["num_experts_per_tok"]]
@@ -164,10 +170,27 @@ def _experts(weights: WeightSource, config: Settings, name: str, normed: Float64
     for expert in np.unique(chosen):
         tokens = np.flatnonzero((chosen == expert).any(axis=-1))
         share = shares[tokens, expert]
-        if config.get("norm_topk_prob"):
+        if oss or config.get("norm_topk_prob"):
             share = share / np.take_along_axis(shares[tokens], chosen[tokens], axis=-1).sum(axis=-1)
-        result[tokens] += share[:, None] * _feed_forward(weights, config, f"{name}.experts.{expert}", normed[tokens])
+        if oss:
+            made = _oss_expert(weights, config, f"{name}.experts", int(expert), normed[tokens])
+        else:
+            made = _feed_forward(weights, config, f"{name}.experts.{expert}", normed[tokens])
+        result[tokens] += share[:, None] * made
     return result
+
+
+def _oss_expert(weights: WeightSource, config: Settings, name: str, expert: int, normed: Float64Array) -> Float64Array:
+    """One of gpt-oss's experts, whose gate and up outputs alternate."""
+
+    def linear(which: str, rows: int, value: Float64Array) -> Float64Array:
+        weight = weights.read_rows(RowRange(f"{name}.{which}", expert * rows, (expert + 1) * rows))
+        return np.asarray(value @ weight.astype(np.float64).T + weights.read(f"{name}.{which}_bias")[expert])
+
+    limit, alpha = config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)
+    both = linear("gate_up_proj", 2 * config["intermediate_size"], normed)
+    gate, up = np.minimum(both[:, ::2], limit), np.clip(both[:, 1::2], -limit, limit)
+    return linear("down_proj", config["hidden_size"], gate / (1 + np.exp(-alpha * gate)) * (up + 1))
 
 
 def _activated(config: Settings, gate: Float64Array) -> Float64Array:
@@ -175,7 +198,8 @@ def _activated(config: Settings, gate: Float64Array) -> Float64Array:
     name = config.get("hidden_activation" if gemma else "hidden_act") or ("gelu_pytorch_tanh" if gemma else "silu")
     if name == "gelu_pytorch_tanh":
         return np.asarray(gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))))
-    return np.asarray(gate / (1 + np.exp(-gate)))
+    with np.errstate(over="ignore"):  # far below zero the quotient is zero, as it should be
+        return np.asarray(gate / (1 + np.exp(-gate)))
 
 
 def _linear(weights: WeightSource, name: str, value: Float64Array, biased: bool) -> Float64Array:
@@ -186,7 +210,7 @@ def _linear(weights: WeightSource, name: str, value: Float64Array, biased: bool)
 
 
 def _norm(weights: WeightSource, config: Settings, name: str, value: Float64Array) -> Float64Array:
-    usual = 1e-5 if config["model_type"] in ("phi3", "olmo2") else 1e-6
+    usual = 1e-5 if config["model_type"] in ("phi3", "olmo2", "gpt_oss") else 1e-6
     epsilon = float(config.get("rms_norm_eps") or usual)
     scaled: Float64Array = value / np.sqrt(np.mean(value**2, axis=-1, keepdims=True) + epsilon)
     weight = weights.read(f"{name}.weight").astype(np.float64)

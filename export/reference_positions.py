@@ -26,8 +26,8 @@ def slides(config: Settings, layer: int) -> bool:
         return False
     if config.get("layer_types"):
         return bool(config["layer_types"][layer] == "sliding_attention")
-    if kind in ("gemma2", "gemma3_text"):
-        period = 2 if kind == "gemma2" else config.get("sliding_window_pattern", 6)
+    if kind in ("gemma2", "gemma3_text", "gpt_oss"):
+        period = config.get("sliding_window_pattern", 6) if kind == "gemma3_text" else 2
         return bool((layer + 1) % period)
     return _slides_from(config, layer)
 
@@ -46,7 +46,8 @@ def hidden_from(config: Settings, layer: int, rows: int) -> npt.NDArray[np.bool_
     age = np.arange(rows)[:, None] - np.arange(rows)
     if not slides(config, layer):
         return np.asarray(age < 0)
-    return np.asarray((age < 0) | (age >= config.get("sliding_window", 4096)))
+    usual = 128 if config["model_type"] == "gpt_oss" else 4096
+    return np.asarray((age < 0) | (age >= config.get("sliding_window", usual)))
 
 
 def rotates(config: Settings, layer: int) -> bool:
@@ -59,7 +60,7 @@ def rotates(config: Settings, layer: int) -> bool:
 
 def head_dim(config: Settings) -> int:
     """Channels per head."""
-    usual = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}.get(config["model_type"])
+    usual = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}.get(config["model_type"])
     return int(config.get("head_dim") or usual or config["hidden_size"] // config["num_attention_heads"])
 
 
@@ -96,7 +97,14 @@ def rotation(
 def _rotary_settings(config: Settings, layer: int) -> tuple[Settings, float]:
     """A layer's scaling and theta."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    usual = {"smollm3": 2e6, "gemma3_text": 1e6}.get(config["model_type"], 1e4)
+    if config["model_type"] == "gpt_oss" and not settings:
+        settings = {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        }
+    usual = {"smollm3": 2e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5}.get(config["model_type"], 1e4)
     theta = config.get("rope_theta") or usual
     if config["model_type"] == "gemma3_text":
         local = slides(config, layer)

@@ -44,6 +44,24 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "mlp_only_layers": [1],
         "head_dim": 32,
     },
+    "gpt_oss": {
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+        "head_dim": 32,
+        "intermediate_size": 32,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
     "mistral": {"sliding_window": 12},
     "phi3": {
         "sliding_window": None,
@@ -95,6 +113,7 @@ ARCHITECTURES: Final = {
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 """Class names that are not the capitalized model type."""
@@ -170,6 +189,16 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
         if kind in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2"):
             norm(f"{name}.self_attn.q_norm", heads * head_dim if kind == "olmo2" else head_dim)
             norm(f"{name}.self_attn.k_norm", kv_heads * head_dim if kind == "olmo2" else head_dim)
+        if kind == "gpt_oss":
+            many = config["num_local_experts"]
+            tensors[f"{name}.self_attn.sinks"] = random.standard_normal(heads).astype(np.float32)
+            linear(f"{name}.mlp.router", many, hidden, biased=True)
+            for projection, rows, columns in (("gate_up", 2 * wide, hidden), ("down", hidden, wide)):
+                module = f"{name}.mlp.experts.{projection}_proj"
+                matrix(module, many * columns, rows, 1.5 / math.sqrt(columns))
+                tensors[module] = tensors[module].reshape(many, columns, rows)
+                tensors[f"{module}_bias"] = random.standard_normal((many, rows)).astype(np.float32)
+            continue
         modules = [(f"{name}.mlp", wide)]
         sparse = kind == "qwen3_moe" and (layer + 1) % config["decoder_sparse_step"] == 0
         if sparse and layer not in config["mlp_only_layers"]:

@@ -337,6 +337,13 @@ FAMILY_BAD = [
     ("qwen3_moe", {"num_experts_per_tok": 6}, r"num_experts_per_tok must be .*, at most 5, found 6"),
     ("qwen3_moe", {"mlp_only_layers": 1}, r"mlp_only_layers must be a list, found 1"),
     ("qwen3_moe", {"moe_intermediate_size": None}, r"moe_intermediate_size must be .*, found None"),
+    ("gpt_oss", {"swiglu_limit": 0}, r"swiglu_limit must be a positive number, found 0"),
+    ("gpt_oss", {"num_local_experts": None}, r"num_local_experts must be a positive whole number, found None"),
+    (
+        "gpt_oss",
+        {"quantization_config": {"quant_method": "gptq"}},
+        r"already quantized \(gptq\); export the original float checkpoint",
+    ),
     ("mistral", {"sliding_window": 0}, r"sliding_window must be a positive whole number, found 0"),
     ("gemma2", {"sliding_window_pattern": 0}, r"sliding_window_pattern must be a positive whole number, found 0"),
     ("gemma2", {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar must be a positive number, found 0"),

@@ -64,6 +64,10 @@ MATTERS = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}, {"sliding_window": 10}),
     ("qwen3_moe", {}, {"num_experts_per_tok": 3}),
     ("qwen3_moe", {}, {"norm_topk_prob": False}),
+    ("gpt_oss", {}, {"num_experts_per_tok": 3}),
+    ("gpt_oss", {}, {"swiglu_limit": 1.0}),
+    ("gpt_oss", {}, {"swiglu_alpha": 1.6}),
+    ("gpt_oss", {}, {"sliding_window": 11}),
     ("mistral", {}, {"sliding_window": None}),
     ("mistral", {}, {"sliding_window": 11}),
     ("phi3", {}, {"partial_rotary_factor": 1.0}),
@@ -104,6 +108,9 @@ def test_settings_matter(tmp_path, family: str, before: dict[str, Any], after: d
         ("olmo2", "layernorm.weight", 4),
         ("olmo2", "_norm.weight", 4),
         ("phi3", "_proj.weight", 8),
+        ("gpt_oss", "sinks", 3),
+        ("gpt_oss", ".bias", 15),
+        ("gpt_oss", "_proj_bias", 6),
     ],
 )
 def test_every_tensor_matters(tmp_path, family: str, ending: str, count: int) -> None:
@@ -114,7 +121,7 @@ def test_every_tensor_matters(tmp_path, family: str, ending: str, count: int) ->
     before = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
     for name in touched:
         changed = weights[name].copy()
-        changed.flat[0] += 0.5
+        changed.flat[::7] += 0.5
         write_weights(source, {**weights, name: changed})
         after = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
         assert np.abs(after - before).max() > 1e-4, name
@@ -128,6 +135,8 @@ def test_every_tensor_matters(tmp_path, family: str, ending: str, count: int) ->
         ("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": False}),
         ("qwen3_moe", {"num_hidden_layers": 1, "mlp_only_layers": [], "num_experts_per_tok": 5}),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2], "attention_bias": True}),
+        ("gpt_oss", {"attention_bias": False, "num_local_experts": 2}),
+        ("gpt_oss", {"num_hidden_layers": 1, "layer_types": None, "head_dim": 8, "num_experts_per_tok": 5}),
         ("gemma2", {"head_dim": 24}),
         ("gemma3_text", {"head_dim": 8, "num_key_value_heads": 4}),
         ("gemma3_text", {"num_hidden_layers": 1}),
@@ -172,6 +181,96 @@ def test_blocks_that_do_not_divide_experts_are_refused(tmp_path) -> None:
     )
     with pytest.raises(InputError, match=message):
         export_checkpoint(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 64)))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def mxfp4_weights() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tiny gpt-oss with experts in MXFP4, and in the floats that these are."""
+    packed, plain = tiny_weights(tiny_config("gpt_oss")), {}
+    random = np.random.default_rng(1)
+    for name in [name for name in packed if name.endswith("_proj") and "experts" in name]:
+        many, columns, rows = packed.pop(name).shape
+        codes = random.integers(0, 16, (many, rows, columns // 32, 32)).astype(np.uint8)
+        scales = random.integers(122, 127, (many, rows, columns // 32)).astype(np.uint8)
+        packed[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        packed[f"{name}_scales"] = scales
+        weights = FP4[codes] * np.float32(2) ** (scales.astype(np.float32) - 127)[..., None]
+        plain[name] = np.ascontiguousarray(weights.reshape(many, rows, columns).transpose(0, 2, 1))
+    return packed, {**{name: value for name, value in packed.items() if value.dtype != np.uint8}, **plain}
+
+
+def write_mxfp4(folder: Path, weights: dict[str, Any]) -> Path:
+    write_checkpoint(folder, "gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    write_weights(folder, weights)
+    return folder
+
+
+@pytest.mark.parametrize("form", [FP32, INT8, INT4], ids=str)
+def test_experts_in_mxfp4_are_the_floats_they_stand_for(tmp_path, form) -> None:
+    packed, plain = mxfp4_weights()
+    bundles = [
+        export_checkpoint(write_mxfp4(tmp_path / name, weights), tmp_path / f"{name}-bundle", ExportRecipe(form)).bundle
+        for name, weights in (("packed", packed), ("plain", plain))
+    ]
+    for name in ("model.onnx", "model.onnx.data"):
+        assert digest_file(bundles[0] / name) == digest_file(bundles[1] / name)
+
+
+def test_mxfp4_is_read_as_transformers_reads_it(tmp_path) -> None:
+    torch = pytest.importorskip("torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    packed, _ = mxfp4_weights()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    expected = mxfp4.convert_moe_packed_tensors(
+        torch.tensor(packed[f"{name}_blocks"]), torch.tensor(packed[f"{name}_scales"]), dtype=torch.float32
+    )
+    read = np.concatenate(list(Checkpoint(write_mxfp4(tmp_path, packed)).pieces(name)))
+    np.testing.assert_array_equal(read, expected.numpy().transpose(0, 2, 1).reshape(read.shape))
+
+
+STACK = "model.layers.1.mlp.experts.down_proj"
+DAMAGED = [
+    (
+        lambda weights: weights.pop(f"{STACK}_scales"),
+        r"holds no tensor .*down_proj_scales; the checkpoint is incomplete",
+    ),
+    (lambda weights: weights.pop(f"{STACK}_blocks"), r"holds no tensor .*down_proj; the checkpoint is incomplete"),
+    (
+        lambda weights: weights.update({f"{STACK}_scales": weights[f"{STACK}_scales"][:, :1]}),
+        r"down_proj is not in the MXFP4 form of gpt-oss; download",
+    ),
+    (
+        lambda weights: weights.update({f"{STACK}_blocks": weights[f"{STACK}_blocks"].astype(np.float32)}),
+        r"down_proj is not in the MXFP4 form of gpt-oss; download",
+    ),
+    (
+        lambda weights: weights.update(
+            {f"{STACK}_{part}": weights[f"{STACK}_{part}"][:4] for part in ("blocks", "scales")}
+        ),
+        r"down_proj has shape \[256, 32\], config\.json asks for \[320, 32\]",
+    ),
+    (
+        lambda weights: weights.update({f"{STACK}_scales": weights[f"{STACK}_scales"] | 255}),
+        r"down_proj holds NaN or infinite weights",
+    ),
+    (
+        lambda weights: weights.update({f"{STACK}_bias": weights[f"{STACK}_bias"][:4]}),
+        r"down_proj_bias has shape \[4, 64\], config\.json asks for \[5, 64\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), DAMAGED, ids=[message for _, message in DAMAGED])
+def test_damaged_experts_are_refused_in_one_line(tmp_path, spoil, message: str) -> None:
+    weights, _ = mxfp4_weights()
+    spoil(weights)
+    source = write_mxfp4(tmp_path / "checkpoint", weights)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
+    assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 

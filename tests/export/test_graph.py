@@ -37,6 +37,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "part of the heads, rotated outside": ("phi3", {"partial_rotary_factor": 0.75}),
     "layers without positions": ("smollm3", {}),
     "norms after": ("olmo2", {}),
+    "experts, sinks and windows": ("gpt_oss", {"sliding_window": 4}),
 }
 
 

@@ -75,6 +75,8 @@ CASES = {
         "qwen3_moe",
         {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [], "tie_word_embeddings": False},
     ),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss, separate head, no biases": ("gpt_oss", {"tie_word_embeddings": False, "attention_bias": False}),
     "mistral": ("mistral", {}),
     "mistral without a window": ("mistral", {"sliding_window": None, "tie_word_embeddings": False, "head_dim": 32}),
     "phi3": ("phi3", {}),

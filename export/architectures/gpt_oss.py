@@ -1,0 +1,42 @@
+"""gpt-oss: experts in MXFP4, attention sinks, biases everywhere, a window in every second layer."""
+
+from typing import Final
+
+from ..family import Always, ConfigFlag, Experts, Family
+from ..windows import AllButEvery
+
+FAMILY: Final = Family(
+    qkv_bias=ConfigFlag("attention_bias"),
+    output_bias=ConfigFlag("attention_bias"),
+    experts=Experts(
+        count=("num_local_experts",),
+        width="intermediate_size",
+        normalized=Always(True),
+        router="router",
+        router_bias=True,
+        biased=True,
+        stacked=True,
+        steepness="swiglu_alpha",
+        bound="swiglu_limit",
+        up_offset=1.0,
+    ),
+    stored_as="mxfp4",
+    sinks=True,
+    windows=AllButEvery("sliding_window_pattern"),
+    defaults={
+        "attention_bias": True,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+)
