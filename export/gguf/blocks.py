@@ -75,7 +75,8 @@ class TensorType:
         """Raw rows as `form` has them; None where their codes cannot be carried over."""
         if self.split is None or form.block != _SCALED or form.bits < self.split_bits:
             return None
-        split = self.split(raw.reshape(-1, self.bytes))
+        with np.errstate(all="ignore"):  # as above
+            split = self.split(raw.reshape(-1, self.bytes))
         if split.offsets is not None and not form.offsets:
             return None
         codes = (split.codes + (1 << (form.bits - 1))).astype(np.uint8).reshape(len(raw), -1, _SCALED)

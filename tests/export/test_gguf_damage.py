@@ -157,11 +157,17 @@ def test_weights_that_are_no_numbers(tmp_path, checkpoint: Path, value: float) -
     embedding[3, 5] = value
     raw = {"token_embd.weight": embedding}
     refused(write_gguf(tmp_path / "a.gguf", checkpoint, raw=raw), "token_embd.weight holds NaN or infinite weights")
-    blocks = gguf.quants.quantize(np.ones((300, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
-    blocks[7, :2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
-    file = write_gguf(tmp_path / "b.gguf", checkpoint, {"token_embd.weight": "Q8_0"}, raw={"token_embd.weight": blocks})
+
+
+@pytest.mark.parametrize("place", [0, 2], ids=["scale", "minimum"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_scales_that_are_no_numbers(tmp_path, checkpoint: Path, value: float, place: int) -> None:
+    name, kind = "blk.0.ffn_up.weight", "Q4_1" if place else "Q8_0"
+    blocks = gguf.quants.quantize(np.ones((96, 64), np.float32), gguf.GGMLQuantizationType[kind])
+    blocks[7, place : place + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    file = write_gguf(tmp_path / "model.gguf", checkpoint, {name: kind}, raw={name: blocks})
     for recipe in (ExportRecipe(None), ExportRecipe()):
-        with pytest.raises(CheckpointError, match="token_embd.weight holds NaN or infinite weights"):
+        with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinite weights"):
             export_checkpoint(file, tmp_path / "bundle", recipe)
     assert not (tmp_path / "bundle").exists()
 
