@@ -26,6 +26,7 @@ from ..parity import Parity, mean_kl
 from ..session import CacheForm, FreeSession, GraphSession
 from .editable import EditableGraph
 from .ports import MASK, POSITIONS, TOKENS, Ports
+from .probe import Moment, mask_value
 from .write import InPlace
 
 TOLERANCE: Final = 1e-3
@@ -208,7 +209,7 @@ class _Source:
         if name == TOKENS:
             return tokens[None]
         if name == MASK:
-            return np.ones((1, total))
+            return mask_value(self._inputs[name][0], len(shape), Moment(len(tokens), past))
         if name == POSITIONS:
             positions = np.arange(past, total)
             return np.broadcast_to(positions, (3, 1, len(tokens)) if len(shape) == 3 else (1, len(tokens)))

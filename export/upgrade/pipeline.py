@@ -41,6 +41,10 @@ from .write import InPlace, ToFile
 _FUSED: Final = "GroupQueryAttention"
 _OLDEST_OPSET: Final = 13
 """First one in which Squeeze and its like take axes as an input."""
+_SURPRISES: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a graph can run into that is not as onnx.proto and the operators have it: wrong types of attributes, names
+that are no text, counts that do not match. All of it means the same to a user."""
+_SHOWN: Final = 200
 _OF_FEW_BITS: Final = frozenset({"MatMulNBits", "MatMulBnb4", "QMoE", "DynamicQuantizeMatMul", "MatMulInteger"})
 
 
@@ -77,7 +81,14 @@ def upgrade_model(
     progress("reading", 0.0)
     work = _Upgrade(foreign, recipe, progress)
     with bundle_written_whole(destination) as staging:
-        parity = work.write(staging, command)
+        try:
+            parity = work.write(staging, command)
+        except _SURPRISES as error:
+            raise BundleError(
+                f"the graph in {foreign.graph} is damaged or of a kind that is not known "
+                f"({type(error).__name__}: {str(error)[:_SHOWN]})",
+                "run it as it is",
+            ) from error
         sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
     return ExportReport(destination, sizes, work.bits, time.perf_counter() - started, parity, tuple(work.notes))
 

@@ -32,6 +32,9 @@ _FIRST: Final = (7, 13)
 _SECOND: Final = (11, 19)
 """Rows and past of the two runs that extents are learned from; no sum or number equals another."""
 
+_HIDDEN: Final = -1e4
+"""Added to the score of what must not be seen; half precision holds it."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -165,7 +168,7 @@ class _InputKind:
         if self.role == "tokens":
             return np.zeros((1, moment.rows), self.dtype)
         if self.role == "mask":
-            return np.ones((1, moment.total), self.dtype)
+            return mask_value(self.dtype, len(self.shape), moment)
         if self.role == "positions":
             positions = np.arange(moment.past, moment.total).astype(self.dtype)
             return np.broadcast_to(positions, (*([1] if len(self.shape) < 3 else [3, 1]), moment.rows))
@@ -182,6 +185,19 @@ class _InputKind:
         if opened:
             shape[opened[-1]] = moment.past
         return tuple(shape)
+
+
+def mask_value(dtype: np.dtype[np.generic], rank: int, moment: Moment) -> Array:
+    """What an attention mask says of a text without padding.
+
+    Ones [1, total]; or [1, 1, rows, total]: what is added to the score of a row and a position, or whether it counts.
+    """
+    if rank != 4:
+        return np.ones((1, moment.total), dtype)
+    slots = np.arange(moment.total)
+    seen = slots <= slots[moment.past :, None]
+    cells = np.where(seen, 0, _HIDDEN) if dtype.kind == "f" else seen
+    return cells.astype(dtype)[None, None]
 
 
 class _Piece:
