@@ -42,8 +42,8 @@ _FUSED: Final = "GroupQueryAttention"
 _OLDEST_OPSET: Final = 13
 """First one in which Squeeze and its like take axes as an input."""
 _SURPRISES: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading a graph can run into that is not as onnx.proto and the operators have it: wrong types of attributes, names
-that are no text, counts that do not match. All of it means the same to a user."""
+"""What reading a graph can run into that is not as onnx.proto and the operators have it: wrong types of attributes,
+names that are no text, counts that do not match. All of it means the same to a user."""
 _SHOWN: Final = 200
 _OF_FEW_BITS: Final = frozenset({"MatMulNBits", "MatMulBnb4", "QMoE", "DynamicQuantizeMatMul", "MatMulInteger"})
 
