@@ -17,6 +17,8 @@ from edgerun.models.bundle import open_bundle
 from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.decode import DecodeLimits, Step, decode
 from edgerun.runtime.device import choose_device
+from edgerun.runtime.draft.model import DraftModel
+from edgerun.runtime.draft.model_predictor import ModelPredictor
 from edgerun.runtime.draft.recycle import RecyclePredictor
 from edgerun.runtime.draft.suffix import SuffixPredictor
 from edgerun.runtime.facts import facts_of
@@ -26,6 +28,7 @@ from edgerun.runtime.sampling import Sampler, SamplingParams
 from edgerun.runtime.session import GraphSession, SessionConfig
 from edgerun.runtime.speculate import Speculator
 from edgerun.runtime.speculation import Speculation
+from edgerun.runtime.step_cost import StepCost
 from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Mask, Rows, Settings
 from layout_oracle import Decoder, closest_call, greedy_tokens, weights_of
 from layouts import LAYOUTS, write_layout
@@ -44,6 +47,7 @@ ENGINES = [
     *("optimum-mask-cells", "optimum-merged", "stacked-genai", "joined", "renamed-genai"),
     *("genai", "genai-window-cache", "genai-int8-cache", "genai-fixed-capacity", "community"),
 ]
+DRAFTS = ["optimum", "optimum-last-row", "optimum-two-traced-at-one", "genai-float16", "genai-fixed-capacity"]
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +183,24 @@ def test_rows_put_aside_come_back(name: str, graph_of) -> None:
     after.arena.restore(rows)
     assert after.arena.length == len(prompt) + 20
     assert tokens_of(steps_of(after, [*prompt, *expected[:21]]))[: TOKENS - 21] == expected[21:]
+
+
+@pytest.mark.parametrize("drafting", DRAFTS)
+@pytest.mark.parametrize("name", ["optimum", "optimum-mask-cells", "genai"])
+def test_a_draft_model_of_any_layout_guesses(name: str, drafting: str, graph_of) -> None:
+    """The same weights in another layout: guesses come true, until the draft's own context ends."""
+    layout, graph = LAYOUTS[name], graph_of(name)
+    draft = DraftModel(bind(graph_of(drafting)), StepCost({0: {1: 1e-6, 2: 1e-6}}), VOCABULARY)
+    prompt = prompt_of(layout, 90, salt=5)
+    speculator = eager(ModelPredictor(draft), trees=graph.spec.trees)
+    steps = steps_of(bind(graph), prompt, speculator)
+    assert tokens_of(steps) == greedy_tokens(layout, prompt, TOKENS)
+    capacity = LAYOUTS[drafting].capacity
+    if capacity is None:
+        assert len(steps) < TOKENS / 2
+    else:
+        assert len(prompt) + TOKENS > capacity
+        assert len(steps) < TOKENS
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
