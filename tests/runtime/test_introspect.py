@@ -274,6 +274,37 @@ def test_ports_that_do_not_fit_are_refused(ins: dict[str, Port], outs: dict[str,
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        ("past_key_values.{}.key", "past_key_values.{}.value"),
+        ("past_key_values_{}_key", "past_key_values_{}_value"),
+        ("past_key_{}", "past_value_{}"),
+        ("past_keys_{}", "past_values_{}"),
+        ("past_{}_key", "past_{}_value"),
+        ("key_cache_{}", "value_cache_{}"),
+        ("k_cache.{}", "v_cache.{}"),
+        ("cache_{}_k", "cache_{}_v"),
+        ("kv_cache.{}.key", "kv_cache.{}.value"),
+        ("input_past_key_values.{}.key", "input_past_key_values.{}.value"),
+    ],
+)
+def test_caches_are_known_by_many_names(keys: str, values: str) -> None:
+    """Layers are counted, not sorted as text: the tenth comes after the second."""
+    ins = without(INS, "past_key_values.0.key", "past_key_values.0.value")
+    outs = without(OUTS, "present.0.key", "present.0.value")
+    for layer in (10, 2, 0):
+        for kind, name in (("key", keys), ("value", values)):
+            ins = added(ins, port(name.format(layer), PAST))
+            outs = added(outs, port(f"present.{layer}.{kind}", PRESENT))
+    spec = spec_of(ins, outs)
+    assert spec.layers == 3
+    assert [(tensor.past, tensor.present) for tensor in spec.cache] == [
+        *((keys.format(layer), f"present.{layer}.key") for layer in (0, 2, 10)),
+        *((values.format(layer), f"present.{layer}.value") for layer in (0, 2, 10)),
+    ]
+
+
 def test_settings_fill_in_what_ports_leave_open() -> None:
     ins, outs = dict(INS), changed(OUTS, "logits", shape=(*TEXT, "vocab_size"))
     for name in ("past_key_values.0.key", "past_key_values.0.value"):
