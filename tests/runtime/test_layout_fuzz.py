@@ -54,7 +54,7 @@ MORE_BASES = ("community", "genai-int8-cache", "genai-fixed-capacity", "optimum-
 TOKENS = 10
 CLEAR = 0.03
 """Distance between the two highest scores that half precision does not bridge."""
-fuzzing = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+fuzzing = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @cache
