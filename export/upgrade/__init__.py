@@ -10,7 +10,8 @@ The order of things (`pipeline`):
 3. `fused.wire_attention`: lengths, positions and bias of every GroupQueryAttention come from the contract's inputs,
    caches get the contract's names and shapes; what made masks and positions from the old inputs is swept away.
 4. `rows.select_rows`: only the rows asked for go through the last layer's MLP and the head.
-5. What changes numbers or only layout of weights: float16 to float32 (`widen`), matrices to MatMulNBits (`linears`), linears that read the same value joined (`siblings`).
+5. What changes numbers or only layout of weights: float16 to float32 (`widen`), matrices to MatMulNBits (`linears`),
+   linears that read the same value joined (`siblings`).
 
 The graph after step 4 computes what the source computes; `parity` checks that before anything is rounded.
 """

@@ -26,6 +26,7 @@ from .describe import Unit, architecture_of, bits_per_weight, formats_of, units_
 from .editable import EditableGraph
 from .foreign import ForeignModel, find_foreign
 from .fused import AttentionForm, state_cache_shape, wire_attention
+from .integers import carry_over_integers
 from .limits import longest_text
 from .linears import quantize_linears
 from .parity import Reference, measure, reference_of, require_same
@@ -146,6 +147,7 @@ class _Upgrade:
         _require_foreign(graph)
         take_cached_branch(graph)
         part_caches(graph)
+        carry_over_integers(graph)
         ports = settle_ports(graph, self._foreign.input_names)
         self._context = _context_for(self._foreign, graph, self._recipe)
         if not graph.nodes_of(_FUSED):
@@ -163,6 +165,7 @@ class _Upgrade:
         untouched = EditableGraph.open(self._foreign.graph)
         take_cached_branch(untouched)
         part_caches(untouched)
+        carry_over_integers(untouched)
         reference = reference_of(untouched, settle_ports(untouched, self._foreign.input_names), form, width)
         self._progress("reading", 1.0)
         return _Rewired(graph, form, reference)

@@ -23,7 +23,7 @@ from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from ...edge.errors import BundleError, ExportError
 from ..session import evaluate
 from .editable import EditableGraph, Node
-from .tensors import Array, Tensor
+from .tensors import Array
 
 Extent = int | Literal["rows", "past", "total"]
 """An extent of a value: a number, or what it follows."""
@@ -273,7 +273,7 @@ class _Piece:
         matrix = matrix_read(self._graph, node)
         if matrix is None or node.output(0) not in self._probe.tokens_of:
             return [each for each in (*node.inputs, *node.captured) if each]
-        return [node.input(1) if node.op == "Gather" else node.input(0)]
+        return [matrix.source]
 
     def _stands_in(self, node: Node) -> bool:
         """Put something small in the place of a node whose value follows from extents alone: a shape, and a value whose
@@ -292,7 +292,7 @@ class _Piece:
         extents = self._probe.extents(node.output(0))
         if extents is None:
             return False
-        zeros = np.zeros([self._moment.extent(each) for each in extents], matrix.array().dtype)
+        zeros = np.zeros([self._moment.extent(each) for each in extents], matrix.dtype)
         self._tensors.append(numpy_helper.from_array(zeros, node.output(0)))
         return True
 
@@ -302,14 +302,11 @@ class _Piece:
         if matrix is None or node.output(0) not in self._probe.tokens_of:
             return [node.proto()]
         stem, out = f"emptied.{node.output(0)}", node.output(0)
-        source = node.input(1) if node.op == "Gather" else node.input(0)
-        turned = self._graph.producer_of(node.input(1), "Transpose") is not None or bool(node.attribute("transB", 0))
-        width = matrix.shape[1] if node.op == "Gather" else matrix.shape[0 if turned else 1]
-        self._tensors.append(numpy_helper.from_array(np.zeros((1, width), matrix.array().dtype), f"{stem}.row"))
+        self._tensors.append(numpy_helper.from_array(np.zeros((1, matrix.width), matrix.dtype), f"{stem}.row"))
         if node.op == "Gather":
             self._tensors.append(numpy_helper.from_array(np.zeros((), np.int64), f"{stem}.zero"))
             return [
-                helper.make_node("Cast", [source], [f"{stem}.ids"], to=TensorProto.INT64),
+                helper.make_node("Cast", [matrix.source], [f"{stem}.ids"], to=TensorProto.INT64),
                 helper.make_node("Mul", [f"{stem}.ids", f"{stem}.zero"], [f"{stem}.first"]),
                 helper.make_node("Gather", [f"{stem}.row", f"{stem}.first"], [out]),
             ]
@@ -317,18 +314,39 @@ class _Piece:
             self._tensors.append(numpy_helper.from_array(np.array([value], np.int64), f"{stem}.{name}"))
         return [
             helper.make_node(
-                "Slice", [source, *(f"{stem}.{each}" for each in ("start", "stop", "axis"))], [f"{stem}.x"]
+                "Slice", [matrix.source, *(f"{stem}.{each}" for each in ("start", "stop", "axis"))], [f"{stem}.x"]
             ),
             helper.make_node("MatMul", [f"{stem}.x", f"{stem}.row"], [out]),
         ]
 
 
-def matrix_read(graph: EditableGraph, node: Node) -> Tensor | None:
-    """The constant matrix that a node multiplies with or looks up rows of; None if it does neither."""
+@dataclass(frozen=True)
+class MatrixRead:
+    """A constant matrix that a node multiplies its input with, or looks up rows of."""
+
+    source: str
+    """The node's other input."""
+    width: int
+    """Extent of the last axis of what comes out."""
+    dtype: np.dtype[np.generic]
+    """Of what comes out."""
+
+
+def matrix_read(graph: EditableGraph, node: Node) -> MatrixRead | None:
+    """The matrix a node reads; None if it reads none."""
+    if node.op == "MatMulNBits":
+        scales = graph.tensors.get(node.input(2))
+        if scales is None:
+            return None
+        return MatrixRead(node.input(0), node.attribute("N"), helper.tensor_dtype_to_np_dtype(scales.element_type))
     position = {"MatMul": 1, "Gemm": 1, "Gather": 0}.get(node.op)
     if position is None:
         return None
     name = node.input(position)
     transposed = graph.producer_of(name, "Transpose")
     tensor = graph.tensors.get(name if transposed is None else transposed.input(0))
-    return tensor if tensor is not None and len(tensor.shape) == 2 else None
+    if tensor is None or len(tensor.shape) != 2:
+        return None
+    turned = node.op == "Gather" or bool(node.attribute("transB", 0)) != (transposed is not None)
+    width = tensor.shape[1] if node.op == "Gather" else tensor.shape[0 if turned else 1]
+    return MatrixRead(node.input(1 - position), width, helper.tensor_dtype_to_np_dtype(tensor.element_type))
