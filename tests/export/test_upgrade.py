@@ -11,15 +11,18 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import edgerun
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import GenerateOptions, Speculation
 from edgerun.edge.cli import main
-from edgerun.edge.errors import BundleError, EdgeError, InputError
+from edgerun.edge.errors import BundleError, EdgeError, ExportError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, upgrade_model
 from edgerun.export.session import GraphSession
+from edgerun.export.upgrade.editable import EditableGraph
+from edgerun.export.upgrade.parity import reference_of, require_same
+from edgerun.export.upgrade.ports import settle_ports
 from edgerun.models.manifest import GraphLayout, Manifest, WeightFormat
 from edgerun.runtime.reply import Reply
 from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Rows, Weights
@@ -131,6 +134,26 @@ def test_a_window_goes_by_position_in_a_tree(tmp_path: Path) -> None:
     positions = np.array([past] * siblings + [past + 1])
     tree = session.run(tokens[past:], positions, bias, np.array([siblings]))
     np.testing.assert_allclose(tree, chain, atol=1e-4)
+
+
+def test_sinks_and_caps_stay(tmp_path: Path) -> None:
+    """What attention has beside the usual is the operator's and goes on being read; the check would see it missing."""
+    source = write_layout(tmp_path / "m", replace(GENAI, weights=Weights.INSIDE))
+    model = onnx.load(source / "model.onnx")
+    sinks = np.array([2.0, 0.5, 1.0, 3.0], np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(sinks, "sinks"))
+    for node in model.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            node.input.extend([""] * (11 - len(node.input)) + ["sinks"])
+            node.attribute.append(helper.make_attribute("softcap", 2.0))
+    onnx.save(model, source / "model.onnx")
+    upgraded = onnx.load(upgrade(source) / "model.onnx")
+    attention = [node for node in upgraded.graph.node if node.op_type == "GroupQueryAttention"]
+    assert len(attention) == 2
+    for node in attention:
+        assert list(node.input[5:7]) == ["seqlens_k", "total_sequence_length"]
+        assert list(node.input[9:]) == ["position_ids", "attention_bias", "sinks"]
+        assert {each.name: each.f for each in node.attribute}["softcap"] == 2.0
 
 
 def test_float_weights_are_rounded_unless_asked_otherwise(tmp_path: Path) -> None:
@@ -293,3 +316,45 @@ def test_a_bundle_stays_when_the_next_upgrade_fails(tmp_path: Path) -> None:
     with pytest.raises(BundleError):
         upgrade(source)
     assert (bundle / "edge.json").read_bytes() == (tmp_path / "before.json").read_bytes()
+
+
+def remove_positions(model: onnx.ModelProto) -> None:
+    """Positions counted from the cache's length, as the operator does without the input."""
+    for node in model.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            node.input[9] = ""
+
+
+def remove_bias(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            node.input[10] = ""
+
+
+def turn_rows(model: onnx.ModelProto) -> None:
+    """The rows asked for come out as 0, 1, 2 and so on."""
+    for node in model.graph.node:
+        if node.op_type == "Gather" and node.input[1] == "logit_rows":
+            node.input[1] = "first_rows"
+    model.graph.node.insert(0, helper.make_node("Size", ["logit_rows"], ["row_count"]))
+    model.graph.node.insert(1, helper.make_node("Range", ["from", "row_count", "step"], ["first_rows"]))
+    for name, value in (("from", 0), ("step", 1)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array(value), name))
+
+
+@pytest.mark.parametrize(
+    ("harm", "where"),
+    [(remove_positions, "over a token tree"), (remove_bias, "over a token tree"), (turn_rows, "in one pass")],
+)
+def test_the_check_notices(harm: Callable[[onnx.ModelProto], None], where: str, tmp_path: Path) -> None:
+    """Wrong wiring that a text read in one go, or step by step, may not show."""
+    source = write_layout(tmp_path / "m", GENAI)
+    folder = upgrade(source)
+    form = Manifest.from_json((folder / "edge.json").read_bytes()).architecture
+    graph = EditableGraph.open(source / "model.onnx")
+    reference = reference_of(graph, settle_ports(graph), form, VOCABULARY)
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    assert require_same(folder, form, model, reference) < 1e-3
+    harm(model)
+    with pytest.raises(ExportError, match=f"the upgraded graph differs from the source {where}"):
+        require_same(folder, form, model, reference)
