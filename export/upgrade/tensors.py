@@ -30,9 +30,9 @@ _FOUR_BITS: Final[Mapping[int, bool]] = {TensorProto.UINT4: False, TensorProto.I
 """Types of which two share a byte, and whether they are signed."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class FileRange:
-    """Bytes of a file."""
+    """Bytes of a file; two that lie at the same place are the same."""
 
     folder: Path
     location: str
@@ -121,7 +121,7 @@ Source = FileRange | InMemory | Computed
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A constant of the graph. Two tensors with the same `source` object share their bytes in the written file."""
+    """A constant of the graph. Two tensors with the same `source` share their bytes in the written file."""
 
     element_type: int
     """As in `TensorProto.DataType`."""

@@ -15,7 +15,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from edgerun.edge.errors import BundleError
 from edgerun.export.quantize import quantize_rows
-from edgerun.export.session import evaluate
+from edgerun.export.session import FreeSession, evaluate
 from edgerun.export.upgrade.editable import MICROSOFT, EditableGraph
 from edgerun.export.upgrade.masks import window_of_bias
 from edgerun.export.upgrade.shared import share_reshaped
@@ -122,6 +122,26 @@ def test_a_reshaped_constant_is_stored_once(tmp_path: Path) -> None:
     places = {tuple((entry.key, entry.value) for entry in each.external_data) for each in written.graph.initializer}
     assert len(places) == 1
     np.testing.assert_array_equal(run(graph, {"ids": ids})[0], table.reshape(40, 30)[ids] @ table)
+
+
+def test_constants_that_share_bytes_go_on_sharing_them(tmp_path: Path) -> None:
+    table = np.arange(1200, dtype=np.float32)
+    (tmp_path / "weights").write_bytes(table.tobytes())
+    model = model_of([helper.make_node("MatMul", ["a", "b"], ["out"])], {}, {}, ["out"])
+    for name, shape in (("a", (30, 40)), ("b", (40, 30))):
+        proto = TensorProto(name=name, dims=shape, data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+        proto.external_data.add(key="location", value="weights")
+        model.graph.initializer.append(proto)
+    graph = EditableGraph(model, tmp_path)
+    with WeightFile(tmp_path / "data") as data:
+        graph.model(ToFile(data, lambda _: None))
+        assert data.digest().bytes == table.nbytes
+    np.testing.assert_allclose(run_in_place(graph), table.reshape(30, 40) @ table.reshape(40, 30))
+
+
+def run_in_place(graph: EditableGraph) -> Array:
+    (out,) = FreeSession(graph.model(InPlace()), graph.folder).run(["out"], {})
+    return out
 
 
 def test_half_precision_is_widened_and_ties_stay(tmp_path: Path) -> None:
