@@ -2,7 +2,7 @@
 
 The order of things (`pipeline`):
 
-1. A merged decoder keeps its branch for a filled cache (`branches`); inputs that say the same as Optimum's get its names
+1. A merged decoder keeps its branch for a filled cache (`branches`); inputs that say what Optimum's do get its names
    (input_ids, attention_mask, position_ids), whatever they were called (`ports`).
 2. A graph in plain operators gets fused ones (`plain`), among them one GroupQueryAttention a layer with inputs 3 and 4
    and outputs 1 and 2 the graph's own caches, and 5, 6, 9 and 10 left to step 3. Graphs that are fused skip this.
