@@ -181,19 +181,15 @@ class EditableGraph:
         Args:
             op: the operator.
             inputs: names; "" for an absent one.
-            outputs: how many, or wished names ("" for an absent one); a graph output's name or any other taken one
-                gets a number.
+            outputs: how many, or wished names ("" for an absent one).
             domain: `MICROSOFT` or "".
-            name: the node's own name; by default that of its first output, which is then also named after it.
-            attributes: the operator's attributes by name; those that are None are left out.
+            name: the node's own name, and its outputs' if those are only counted.
+            attributes: the operator's attributes; those that are None are left out.
         """
         stem = name or op
-        wished = (
-            [stem if index == 0 else f"{stem}.{index}" for index in range(outputs)]
-            if isinstance(outputs, int)
-            else outputs
-        )
-        names = [self.fresh(each) if each else "" for each in wished]
+        if isinstance(outputs, int):
+            outputs = [f"{stem}.{index}" if index else stem for index in range(outputs)]
+        names = [self.fresh(each) if each else "" for each in outputs]
         given = {key: value for key, value in attributes.items() if value is not None}
         node = Node(helper.make_node(op, list(inputs), names, name=name or names[0], domain=domain, **given))
         self.opsets.setdefault(domain, 1)
