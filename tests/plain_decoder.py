@@ -23,7 +23,7 @@ class Masking(Enum):
     ADDED = "0 or minus infinity is added"
     CHOSEN = "Where puts a large negative number"
     SLOPED = "a penalty that grows with the distance is added (ALiBi)"
-    OPEN = "every row sees all"
+    OPEN = "every row sees all, which is right for one new row"
     BLOCKS = "a row sees its own block of 4 positions and what is before it there"
 
 

@@ -6,7 +6,7 @@ on either side, a cap, masks built in whatever way, groups of heads, casts) is n
 experiment (`probe`):
 
 - Scores that are all zero come out of the softmax as 1/n on the n keys that a row sees: that is the mask. It must be
-  causal, perhaps within a window.
+  causal, perhaps within a window; a graph that was traced with one new row may let new rows see each other.
 - Scores 0 and a between two keys come out with the log odds g(a): a line is a scale, a curve that levels off
   `cap * tanh(scale * a / cap)`.
 - Random queries, keys and values must then give what attention with these numbers gives.
@@ -30,6 +30,7 @@ _HINT: Final = "such a graph cannot be upgraded; edge-run may run it as it is"
 _AMPLITUDES: Final = 2.0 ** np.arange(-4, 22)
 _READABLE: Final = 60.0
 """Log odds beyond which the lesser probability is near float32's smallest number."""
+_RANDOM_MOMENT: Final = Moment(5, 6)
 _LIKENESS: Final = 1e-3
 """How far a piece of a graph may be from what it is taken for, relative to what comes out."""
 _LAYOUT: Final = frozenset({"Cast", "Expand", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"})
@@ -221,7 +222,7 @@ def _identify(probe: Probe, place: _Place, layer: int, context: int) -> Attentio
             softcap=softcap,
             window=window,
         )
-        _require_likeness(probe, attention)
+        _require_likeness(probe, attention, _seen(probe, place, layer, _RANDOM_MOMENT))
     except ExportError as error:
         raise _unknown(layer, error.what) from error
     return attention
@@ -238,8 +239,10 @@ def _window(probe: Probe, place: _Place, layer: int, context: int) -> int:
     for moment in (Moment(1, context - 1), *moments):
         slots = np.arange(moment.total)
         rows = slots[moment.past :, None]
-        expected = (slots <= rows) & (slots > rows - window)
-        if not np.array_equal(_seen(probe, place, layer, moment), expected):
+        near = slots > rows - window
+        seen = _seen(probe, place, layer, moment)
+        # A graph traced with one new row lets new rows see each other; what it was traced from does not.
+        if not any(np.array_equal(seen, expected) for expected in (near & (slots <= rows), near)):
             raise _unknown(layer, "its mask is neither causal nor a sliding window")
     return window if window < context else -1
 
@@ -284,9 +287,9 @@ def _scale(probe: Probe, place: _Place, layer: int, kv_heads: int, head_dim: int
     return (usual if abs(scale - usual) < 1e-5 * usual else scale), round(cap, 4)
 
 
-def _require_likeness(probe: Probe, attention: Attention) -> None:
-    """Compare random heads' outputs with what `attention` says of them."""
-    moment = Moment(5, 6)
+def _require_likeness(probe: Probe, attention: Attention, seen: Array) -> None:
+    """Compare random heads' outputs with what `attention` says of them; `seen` is what the rows see [rows, total]."""
+    moment = _RANDOM_MOMENT
     random = np.random.default_rng(attention.layer)
     shape = (moment.total, attention.head_dim)
     query = random.standard_normal((attention.heads, moment.rows, attention.head_dim)).astype(np.float32)
@@ -297,10 +300,7 @@ def _require_likeness(probe: Probe, attention: Attention) -> None:
     scores = attention.scale * query @ np.repeat(key, group, axis=0).swapaxes(1, 2)
     if attention.softcap:
         scores = attention.softcap * np.tanh(scores / attention.softcap)
-    slots = np.arange(moment.total)
-    rows = slots[moment.past :, None]
-    window = moment.total if attention.window < 0 else attention.window
-    weights = np.where((slots <= rows) & (slots > rows - window), np.exp(scores), 0)
+    weights = np.where(seen, np.exp(scores), 0)
     heads = weights / weights.sum(axis=-1, keepdims=True) @ np.repeat(value, group, axis=0)
     expected = heads.swapaxes(0, 1).reshape(1, moment.rows, -1)
     if not np.allclose(merged, expected, rtol=_LIKENESS, atol=_LIKENESS):

@@ -202,7 +202,7 @@ def _fits(probe: Probe, name: str, rotated: str, heads: _Heads, table: RotaryTab
     """Whether random heads are rotated as the table says, at its start, its end and in between, one row or many."""
     context = len(table.cosines)
     random = np.random.default_rng(1)
-    starts = {int(each) for each in np.geomspace(1, context, 24)}
+    starts = {int(each) for each in np.geomspace(1, context, 12)}
     moments = [Moment(min(17, context), 0), *(Moment(1, start - 1) for start in sorted(starts))]
     for moment in moments:
         given = random.standard_normal((heads.count, moment.rows, heads.width)).astype(np.float32)

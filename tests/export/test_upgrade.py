@@ -37,6 +37,8 @@ SPOKEN = {
     "optimum": OPTIMUM,
     "float16": LAYOUTS["optimum-float16"],
     "merged": replace(OPTIMUM, decoders=Decoders.MERGED),
+    "traced-at-one": LAYOUTS["optimum-merged-traced-at-one"],
+    "stacked": LAYOUTS["stacked"],
     "genai": GENAI,
     "genai-window-cache": LAYOUTS["genai-window-cache"],
     "genai-fixed-capacity": LAYOUTS["genai-fixed-capacity"],
@@ -46,17 +48,13 @@ SPOKEN = {
 }
 """Layouts whose upgrades are decoded with; the others are checked by the upgrade itself."""
 AS_IT_IS = {
-    **dict.fromkeys(
-        ("optimum-two-traced-at-one", "optimum-merged-traced-at-one"),
-        "the model's attention in layer 0 is not recognised: its mask is neither causal nor a sliding window",
-    ),
     "genai-int8-cache": "the model keeps its cache in whole numbers (quantized)",
 }
 """Layouts that run but cannot be upgraded, and why."""
 CHECKED = (
     *("optimum-opset-14", "optimum-open-heads", "optimum-no-positions", "optimum-no-mask", "optimum-int32"),
     *("optimum-three-positions", "optimum-last-row-flat", "optimum-chosen-rows", "optimum-two-decoders"),
-    *("stacked", "stacked-genai", "joined", "keys-transposed"),
+    *("stacked-genai", "joined", "keys-transposed", "optimum-two-traced-at-one"),
     *("optimum-mask-cells", "optimum-mask-cells-no-positions", "optimum-mask-cells-seen"),
     *("optimum-external-many", "optimum-bare", "numbered", "renamed", "renamed-genai-positions"),
     *("genai-float16", "genai-positions", "genai-window", "genai-lengths", "genai-fixed-capacity-numbered"),

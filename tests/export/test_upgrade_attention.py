@@ -137,8 +137,20 @@ def test_a_rotation_that_is_none_of_position_alone_is_left_alone(plain: Plain) -
         Plain(layers=2, window=6, masking=Masking.CHOSEN),
         Plain(softcap=5.0, scale=0.9, scale_on_both=True),
         Plain(heads=3, kv_heads=1),
+        Plain(masking=Masking.OPEN),
     ],
-    ids=["halves", "none", "neighbours", "some", "outside", "unlike", "window", "softcap", "one-key-head"],
+    ids=[
+        "halves",
+        "none",
+        "neighbours",
+        "some",
+        "outside",
+        "unlike",
+        "window",
+        "softcap",
+        "one-key-head",
+        "traced-at-one",
+    ],
 )
 def test_fused_attention_says_what_it_said_in_plain_operators(plain: Plain) -> None:
     graph = upgraded(plain)
@@ -158,10 +170,9 @@ def test_a_rotation_inside_needs_whole_blocks_of_channels() -> None:
     ("plain", "what"),
     [
         (Plain(masking=Masking.SLOPED), "it adds to the scores something other than a mask"),
-        (Plain(masking=Masking.OPEN), "its mask is neither causal nor a sliding window"),
         (Plain(masking=Masking.BLOCKS), "its mask is neither causal nor a sliding window"),
     ],
-    ids=["alibi", "open", "blocks"],
+    ids=["alibi", "blocks"],
 )
 def test_other_masks_are_refused(plain: Plain, what: str) -> None:
     with pytest.raises(BundleError) as refused:
