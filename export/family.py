@@ -19,6 +19,9 @@ from . import architectures
 from .settings import number
 from .windows import Never, Windows
 
+OPTIMUM: Final = 'pip install "edge-run[optimum]"'
+"""How to get the exporter of other families."""
+
 
 @dataclass(frozen=True)
 class ConfigFlag:
@@ -197,7 +200,3 @@ def find_family(model_type: str) -> Family:
     if not isinstance(family, Family):
         raise TypeError(f"architectures/{model_type}.py must define FAMILY: Family")
     return family
-
-
-OPTIMUM: Final = 'pip install "edge-run[optimum]"'
-"""How to get the other exporter."""
