@@ -31,6 +31,8 @@ ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
 )
 """What ONNX Runtime raises: its own exceptions, which have no common base, and what its binding makes of others."""
 _BLOCKED: Final = np.float32(np.finfo(np.float32).min)
+_FIRST_ROWS: Final = 512
+"""Of the first pass where later ones go row by row; it may give as many rows of logits."""
 _KEPT_LOGIT_ROWS: Final = 32
 """Rows of a logits buffer that outlives its pass; a prompt's, where the graph scores all of it, is let go."""
 
@@ -67,7 +69,8 @@ class BoundSession:
         self._logits = np.zeros((0, spec.vocab_size), _dtype(spec.logits))
         self._open_bias = np.zeros(0, np.float32)
         self._tree_bias = np.zeros(0, np.float32)
-        self._mask: npt.NDArray[Any] = self._tree_bias
+        self._bias: npt.NDArray[Any] = self._tree_bias
+        """What is bound: a binding does not keep its array alive."""
         mask = spec.inputs.get(Role.MASK)
         self._ones = np.ones((1, 0), np.int64 if mask is None else _dtype(mask))
         # Widths come and go from pass to pass; wrapping an array takes longer than binding it.
@@ -82,11 +85,11 @@ class BoundSession:
             self._bind_input(spec.inputs[role].name, value)
 
     def most_rows(self, wanted: int) -> int:
-        """How many of `wanted` rows of a text to run in the next pass: all where the first pass takes only whole texts.
+        """How many rows of a text to run in the next pass if `wanted` is what suits in general.
 
         Where new rows behind cached ones go one by one, a prompt is best read in the first pass, which may be wide.
         """
-        return wanted if self.spec.wide or self.arena.length else self.arena.limit
+        return wanted if self.spec.wide or self.arena.length else max(wanted, _FIRST_ROWS)
 
     def forward(
         self,
@@ -197,6 +200,8 @@ class BoundSession:
         arrays: dict[Role, npt.NDArray[Any]] = {Role.TOKENS: self._tokens[:, :width], Role.MASK: self._ones[:, :width]}
         if Role.POSITIONS in self.spec.inputs:
             arrays[Role.POSITIONS] = self._positions
+        if self.spec.takes_bias:
+            arrays[Role.BIAS] = self._bias
         for role, array in {**arrays, **self._scalars}.items():
             if role in self.spec.inputs and self.spec.inputs[role].name in names:
                 self._first_io.bind_ortvalue_input(self.spec.inputs[role].name, _value(array))
@@ -301,7 +306,8 @@ class BoundSession:
         if tree_mask is None and self.spec.causal:
             if cells > self._open_bias.size:
                 self._open_bias = np.zeros(cells + width * self.arena.capacity, np.float32)
-            self._bind_input(port.name, self._open_bias[:cells].reshape(1, 1, width, total))
+            self._bias = self._open_bias[:cells].reshape(1, 1, width, total)
+            self._bind_input(port.name, self._bias)
             return
         if tree_mask is None:
             tree_mask = np.tri(width, dtype=np.bool_)
@@ -311,8 +317,8 @@ class BoundSession:
         masked = tree_mask.shape[1]
         bias[..., : total - masked] = 0
         bias[0, 0, :, total - masked :] = np.where(tree_mask, np.float32(0), _BLOCKED)
-        self._mask = _as_mask(bias, port)  # a binding does not keep its array alive
-        self._bind_input(port.name, self._mask)
+        self._bias = _as_mask(bias, port)
+        self._bind_input(port.name, self._bias)
 
 
 def _as_mask(bias: Floats, port: Port) -> npt.NDArray[Any]:

@@ -16,7 +16,9 @@ from .graph_spec import CacheTensor, Port, element_type
 from .kv import TensorForm
 
 _WORD: Final = re.compile(r"[a-z]+|\d+")
-_SIDES: Final = frozenset({"past", "present", "new", "updated", "input", "output", "in", "out", "self", "attn"})
+_SIDES: Final = frozenset(
+    {"past", "present", "new", "updated", "input", "output", "in", "out", "self", "attn", "layer", "layers"}
+)
 _CACHE: Final = frozenset({"cache", "kv", "past", "present"})
 _BATCH_FIRST: Final = 0
 _ROWS_AXIS: Final[Mapping[int, int]] = {3: 1, 4: 2, 5: 3}

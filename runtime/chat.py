@@ -141,7 +141,7 @@ class Session:
         if (
             tokens.dtype != np.int64
             or tokens.ndim != 1
-            or not all(np.isfinite(array).all() for array in rows)
+            or not all(array.dtype.kind in "fiu" and np.isfinite(array).all() for array in rows)
             or not is_whole(plain, 0)
         ):
             raise InputError(f"{path} is damaged", hint)

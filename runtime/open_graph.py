@@ -35,7 +35,7 @@ def open_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> GraphSe
     facts = facts_of(bundle)
     known = _kept(bundle, config) if cache and facts.operators is not None else None
     session = GraphSession(graph, config, replace(facts, reading=known))
-    if cache and known is None and session.reading is not None:
+    if cache and session.reading is not None and session.reading != known:
         with suppress(OSError):
             keep_measurement(_file(bundle, config), session.reading.to_json(), bundle, config)
     return session

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..edge.errors import BundleError, InputError
 from ..models.bundle import Bundle
+from ..models.variants import GENAI_CONFIG
 from .sampling import SamplingParams
 from .speculate_drawn import Drawing
 from .speculation import Speculation
@@ -107,7 +108,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class ModelDefaults:
-    """How a model wants to be sampled: its generation_config.json."""
+    """How a model wants to be sampled: its generation_config.json, or what genai_config.json says of the search."""
 
     samples: bool = False
     temperature: float = 1.0
@@ -118,12 +119,15 @@ class ModelDefaults:
 
     @classmethod
     def of(cls, bundle: Bundle) -> ModelDefaults:
-        """Read generation_config.json; what it does not say keeps its default.
+        """Read what lies beside the graph; what it does not say keeps its default.
 
         Raises:
             BundleError: a value is not a number in range.
         """
-        config = bundle.json_file("generation_config.json")
+        name = "generation_config.json"
+        config = bundle.json_file(name)
+        if not config and isinstance(search := bundle.json_file(GENAI_CONFIG).get("search"), dict):
+            name, config = GENAI_CONFIG, search
         try:
             defaults = cls(
                 samples=bool(config.get("do_sample")),
@@ -137,7 +141,7 @@ class ModelDefaults:
                 defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p, defaults.repeat_penalty
             )
         except InputError as error:
-            raise BundleError(f"{bundle.folder / 'generation_config.json'}: {error.what}", error.hint) from error
+            raise BundleError(f"{bundle.folder / name}: {error.what}", error.hint) from error
         return defaults
 
 

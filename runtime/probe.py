@@ -8,6 +8,7 @@ refused: it would run, and write nonsense.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
@@ -33,6 +34,8 @@ _QUANTIZED_NOISE: Final = 0.75
 class Reading:
     """What running a graph showed of its ports."""
 
+    ports: str
+    """What stands for the spec that was tried: names may be changed beside the graph."""
     sharing: Sharing
     scores: Scores
     wide: bool
@@ -43,7 +46,7 @@ class Reading:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {"sharing": self.sharing.name, "scores": self.scores.name, "wide": self.wide}
+        return {"ports": self.ports, "sharing": self.sharing.name, "scores": self.scores.name, "wide": self.wide}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Reading:
@@ -53,7 +56,7 @@ class Reading:
             ValueError: the values are not such.
         """
         try:
-            return cls(Sharing[data["sharing"]], Scores[data["scores"]], bool(data["wide"]))
+            return cls(str(data["ports"]), Sharing[data["sharing"]], Scores[data["scores"]], bool(data["wide"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not what a graph's ports were found to be: {error}") from error
 
@@ -64,6 +67,11 @@ class Trial(Protocol):
     def __call__(self, spec: GraphSpec, limit: int) -> BoundSession:
         """`limit` is the most rows of its arena."""
         ...
+
+
+def ports_key(spec: GraphSpec) -> str:
+    """SHA-256 (hexadecimal) of what the ports tell."""
+    return hashlib.sha256(repr(spec).encode()).hexdigest()
 
 
 def settle(spec: GraphSpec, trial: Trial, where: str, *, in_place: bool, disturbs: bool) -> Reading:
@@ -80,13 +88,13 @@ def settle(spec: GraphSpec, trial: Trial, where: str, *, in_place: bool, disturb
         BundleError: under no reading of its ports does the graph give the same logits in one pass and in several.
     """
     noise = _QUANTIZED_NOISE if disturbs else _NOISE
-    hint = "choose another variant of the model"
+    hint = "upgrade it with edge-run export, or choose another variant of the model"
     failures: list[EdgeError] = []
     ran = False
     for reading in _readings(spec, in_place):
         outcome = _outcome(trial, reading, noise)
         if isinstance(outcome, bool):
-            return Reading(reading.sharing, reading.scores, outcome)
+            return Reading(ports_key(spec), reading.sharing, reading.scores, outcome)
         if outcome is None:
             ran = True
         else:

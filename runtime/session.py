@@ -18,7 +18,7 @@ from .graph_spec import GraphSpec, Port, Role, Sharing
 from .introspect import introspect
 from .kv import InPlaceArena, KVArena
 from .kv_growing import GrowingArena
-from .probe import Reading, settle
+from .probe import Reading, ports_key, settle
 from .refusals import refuse_operators
 from .residency import drop_file_pages
 
@@ -81,7 +81,9 @@ class GraphSession:
         except UnicodeDecodeError as error:
             raise BundleError(f"{graph} is damaged: a name in it is not text", "copy the model again") from error
         spec = introspect(*ports, str(graph), facts)
-        self.reading: Final = facts.reading or self._settled(spec, facts, str(graph))
+        kept = facts.reading
+        usable = kept is not None and kept.ports == ports_key(spec)
+        self.reading: Final = kept if usable else self._settled(spec, facts, str(graph))
         """What running the graph showed of its ports; None where they tell all."""
         self.spec: Final = spec if self.reading is None else self.reading.applied(spec)
 

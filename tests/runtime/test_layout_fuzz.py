@@ -158,7 +158,6 @@ def may_be_refused(layout: Layout) -> bool:
         # A graph that is only right for one row, and nothing to read a prompt with.
         or (layout.mask is Mask.NOT_CAUSAL and layout.decoders is Decoders.ONE)
         or layout.mask is Mask.HIDDEN
-        or (layout.mask in (Mask.CELLS, Mask.SEEN) and layout.decoders is Decoders.TWO)
         # Lengths that are those of the ports: a cache of fixed size would always be full.
         or (layout.mask is Mask.SHAPE and layout.capacity is not None)
     )
