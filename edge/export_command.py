@@ -85,7 +85,7 @@ def export(
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model
     """
     try:
-        from ..export import ExportRecipe, export_model, has_own_formats
+        from ..export import ExportRecipe, export_model, find_source, has_own_formats
     except ModuleNotFoundError as error:
         raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
 
@@ -95,6 +95,7 @@ def export(
         from ..models.hub import fetch_checkpoint
 
         name, source = asked, fetch_checkpoint(parse_hub_id(asked))
+    source = find_source(source)
     if weights is None and not has_own_formats(source):
         weights = WeightChoice.INT4
     if weights is None and head is None and block != _USUAL_BLOCK:

@@ -1,7 +1,7 @@
 """Checkpoint, GGUF file or foreign ONNX model in, ONNX bundle out: architectures, graph, quantization and parity."""
 
 from ..models.manifest import WeightFormat
-from .dispatch import export_model, has_own_formats
+from .dispatch import export_model, find_source, has_own_formats
 from .family import supported_families
 from .gguf import is_gguf
 from .parity import Parity
@@ -20,6 +20,7 @@ __all__ = [
     "WeightFormat",
     "export_checkpoint",
     "export_model",
+    "find_source",
     "has_own_formats",
     "is_gguf",
     "supported_families",

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Final
 
+from ..edge.errors import InputError
 from .gguf import is_gguf
 from .optimum_path import export_by_optimum, goes_by_optimum
 from .pipeline import ExportReport, Progress, export_checkpoint, silent
 from .recipe import ExportRecipe
 from .upgrade import holds_graph, upgrade_model
+
+_HINT: Final = (
+    "give a checkpoint folder, a .gguf file, an .onnx file or its folder, or org/name on the Hugging Face Hub"
+)
+_LATER_PART: Final = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+"""Of a split model the first part is the one to name."""
+
+
+def find_source(source: Path) -> Path:
+    """What is exported where a source is named: itself, or the GGUF file in a folder of nothing else.
+
+    Raises:
+        InputError: there is nothing, nothing that can be exported, or more than one GGUF file.
+    """
+    if not source.exists() and not holds_graph(source):
+        raise InputError(f"{source} does not exist", _HINT)
+    if source.is_file() and not (is_gguf(source) or holds_graph(source)):
+        raise InputError(f"{source} is no model", _HINT)
+    if not source.is_dir() or (source / "config.json").is_file() or holds_graph(source):
+        return source
+    files = [path for path in sorted(source.glob("*.gguf")) if _LATER_PART.search(path.name) is None]
+    if len(files) > 1:
+        raise InputError(
+            f"{source} holds several GGUF files: {', '.join(path.name for path in files)}", "give one of them"
+        )
+    return files[0] if files else source
 
 
 def has_own_formats(source: Path) -> bool:
