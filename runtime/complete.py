@@ -80,10 +80,15 @@ def complete(
             decode_passes += step.target_passes if first_token is not None else 0
             if first_token is None:
                 first_token = time.perf_counter()
-            completion += step.produced
             tally.add(step)
             text.tokens.extend(step.tokens)
-            shown = matcher.push(decoder.push(step.tokens))
+            produced, shown = step.produced, ""
+            for number, token in enumerate(step.tokens, 1):
+                shown += matcher.push(decoder.push((token,)))
+                if matcher.stopped:  # what the round emitted beyond is no part of the answer
+                    produced = number
+                    break
+            completion += produced
             if matcher.stopped:
                 finish = FinishReason.STOP
             elif step.finish is not None:
