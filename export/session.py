@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -109,28 +108,6 @@ class GraphSession:
         self._session.run_with_iobinding(binding)
         logits: npt.NDArray[np.float32] = binding.get_outputs()[0].numpy()
         return logits
-
-
-def growing_logits(
-    bundle: Path, config: CacheForm, tokens: npt.NDArray[np.int64], first: int
-) -> npt.NDArray[np.float32]:
-    """Logits [m, vocabulary] of a graph in GenAI's layout, over a cache that grows: `first` tokens, then one by one."""
-    session = ort.InferenceSession(str(bundle / GRAPH_NAME), providers=["CPUExecutionProvider"])
-    names = [port.name for port in session.get_inputs()]
-    caches = [name for name in names if name not in ("input_ids", "attention_mask", "position_ids")]
-    cache = dict.fromkeys(caches, np.zeros((1, config.kv_heads, 0, config.head_dim), np.float32))
-    rows = []
-    bounds = [0, *range(first, len(tokens) + 1)]
-    for start, stop in pairwise(bounds):
-        feeds = {
-            "input_ids": tokens[None, start:stop],
-            "attention_mask": np.ones((1, stop), np.int64),
-            "position_ids": np.arange(start, stop)[None],
-        }
-        logits, *present = session.run(None, {name: feeds[name] for name in names if name in feeds} | cache)
-        cache = dict(zip(caches, present, strict=True))
-        rows.append(logits[0])
-    return np.concatenate(rows)
 
 
 class FreeSession:

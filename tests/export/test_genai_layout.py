@@ -157,3 +157,12 @@ def test_the_command_writes_it_and_says_so(tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert main([str(tmp_path / "out"), "-p", "the other", "-n", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] == 5
+
+
+def test_rounded_activations_are_no_difference(tmp_path: Path) -> None:
+    """The check compares graphs, not how passes of different widths round their activations to 8 bits."""
+    source = write_checkpoint(tmp_path / "checkpoint", hidden_size=128, num_hidden_layers=4)
+    bundle = export_checkpoint(source, tmp_path / "out", ExportRecipe(INT4, layout=GraphLayout.GENAI)).bundle
+    nodes = onnx.load(bundle / "model.onnx", load_external_data=False).graph.node
+    levels = [each.i for node in nodes for each in node.attribute if each.name == "accuracy_level"]
+    assert set(levels) == {4}
