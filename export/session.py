@@ -86,7 +86,11 @@ class GraphSession:
         bias: npt.NDArray[np.float32],
         logit_rows: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.float32]:
-        """One call of the graph: tokens [m] at rotary positions [m], bias [m, length + m]; `length` stays."""
+        """One call of the graph: tokens [m] at rotary positions [m], bias [m, length + m]; `length` stays.
+
+        Raises:
+            ExportError: the graph does not run.
+        """
         total = bias.shape[1]
         feeds: dict[str, npt.NDArray[Any]] = {
             "input_ids": tokens[None],
@@ -105,7 +109,10 @@ class GraphSession:
             shared = ort.OrtValue.ortvalue_from_numpy(buffer)
             binding.bind_ortvalue_input(past, shared)
             binding.bind_ortvalue_output(present, shared)
-        self._session.run_with_iobinding(binding)
+        try:
+            self._session.run_with_iobinding(binding)
+        except _ORT_ERRORS as error:
+            raise ExportError(f"the graph cannot be run: {str(error).splitlines()[0]}") from error
         logits: npt.NDArray[np.float32] = binding.get_outputs()[0].numpy()
         return logits
 
@@ -155,7 +162,7 @@ def _opened(model: str | ModelProto, folder: Path) -> ort.InferenceSession:
         if not any(node.op_type == "MatMulNBits" for node in model.graph.node):
             # For a few passes float matrices are good enough where they lie in the file, without a copy of each.
             options.add_session_config_entry("session.disable_prepacking", "1")
-        model = model.SerializeToString()
+        model = _as_bytes(model)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -174,7 +181,7 @@ def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[n
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     try:
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(_as_bytes(model), options, providers=["CPUExecutionProvider"])
         return list(session.run(None, dict(feeds)))
     except _ORT_ERRORS as error:
         raise ExportError(f"a part of the model cannot be run: {str(error).splitlines()[0]}") from error

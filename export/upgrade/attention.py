@@ -239,7 +239,7 @@ def _window(probe: Probe, place: _Place, layer: int, context: int) -> int:
     for moment in (Moment(1, context - 1), *moments):
         slots = np.arange(moment.total)
         rows = slots[moment.past :, None]
-        near = slots > rows - window
+        near = slots > rows - (window if window < context else moment.total)
         seen = _seen(probe, place, layer, moment)
         # A graph traced with one new row lets new rows see each other; what it was traced from does not.
         if not any(np.array_equal(seen, expected) for expected in (near & (slots <= rows), near)):

@@ -10,7 +10,7 @@ from typing import Final
 from ...models.manifest import Architecture, WeightFormat
 from .editable import EditableGraph, Node
 from .fused import AttentionForm
-from .ports import TOKENS
+from .ports import TOKENS, look_up_by
 from .rows import find_head
 from .tensors import Source, Tensor
 
@@ -50,7 +50,7 @@ def units_of(graph: EditableGraph, logits: str) -> list[Unit]:
     Those of a layer are told apart by their place: what leads to an attention is its `qkv`; of those behind it the
     first is `o`, the last `down` and the rest `gate_up`.
     """
-    head = find_head(graph, logits)
+    head, embedding = find_head(graph, logits), look_up_by(graph, TOKENS)
     after: dict[str, int] = {}
     """How many attentions a value comes after."""
     layers: defaultdict[int, list[Node]] = defaultdict(list)
@@ -63,9 +63,10 @@ def units_of(graph: EditableGraph, logits: str) -> list[Unit]:
             continue
         if node is head:
             units.append(_unit(graph, node, "head", matrix))
+        elif node is embedding:
+            units.append(_unit(graph, node, "embedding", matrix))
         elif node.op.startswith("Gather"):
-            if node.input(1) == TOKENS:
-                units.append(_unit(graph, node, "embedding", matrix))
+            continue  # positions, or cosines and sines
         elif _leads_to_attention(graph, node):
             units.append(_unit(graph, node, f"layers.{depth}.qkv", matrix))
         elif depth:

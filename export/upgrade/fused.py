@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import TensorProto, ValueInfoProto, helper
 
 from ...edge.errors import BundleError
 from .. import contract
 from .editable import EditableGraph, Node
 from .masks import window_of_bias
-from .ports import MASK, POSITIONS, CachePort, Ports
+from .ports import MASK, POSITIONS, TOKENS, CachePort, Ports
 
 BIAS: Final = "attention_bias"
 LAST_SLOT: Final = "seqlens_k"
@@ -62,7 +62,9 @@ def wire_attention(graph: EditableGraph, ports: Ports, context: int, head_dim: i
             biases[window] = _windowed(graph, window, kind)
         _wire(graph, node, biases[window])
     for node in graph.nodes_of("RotaryEmbedding"):
-        graph.set_input(node, 1 if node.domain else 3, POSITIONS)
+        place = 1 if node.domain else 3
+        if node.input(place):  # else its cosines are those of the rows already
+            graph.set_input(node, place, POSITIONS)
     _name_caches(graph, ports.caches, form, kind)
     graph.sweep()
     _state_lengths(graph, form)
@@ -117,38 +119,37 @@ def _window(graph: EditableGraph, node: Node, context: int) -> int:
         raise BundleError("the model keeps its cache in whole numbers (quantized)", "run it as it is")
     windows = [node.attribute("local_window_size", -1)]
     if node.input(10):
-        windows.append(window_of_bias(graph, node.input(10)))
+        windows.append(window_of_bias(graph, node.input(10), context))
     limits = [window for window in windows if 0 < window < context]
     return min(limits, default=0)
 
 
 def _declare_inputs(graph: EditableGraph) -> None:
     for info in contract.pass_inputs():
-        if info.name in graph.inputs and info.name != POSITIONS:
+        if info.name in graph.inputs and info.name in (TOKENS, POSITIONS):
+            _settle_whole(graph, info)
+        elif info.name in graph.inputs:
             graph.inputs[info.name].CopyFrom(info)
-        elif info.name == POSITIONS and info.name in graph.inputs:
-            _settle_positions(graph)
         else:
             if graph.producer(info.name) is not None or info.name in graph.tensors:
                 graph.rename(info.name, graph.fresh(f"{info.name}.before"))
             graph.add_input(info)
 
 
-def _settle_positions(graph: EditableGraph) -> None:
-    """Give position_ids the contract's type and shape, and what read it before what it was used to."""
-    kind, shape = graph.element_type(POSITIONS), graph.shape(POSITIONS) or ()
-    value = POSITIONS
-    readers = graph.consumers(POSITIONS)
-    if kind != TensorProto.INT64:
-        value = graph.add("Cast", [value], name="positions.typed", to=kind).output(0)
-    if len(shape) == 3:
+def _settle_whole(graph: EditableGraph, info: ValueInfoProto) -> None:
+    """Give token or position ids the contract's type and shape, and what read them before what it was used to."""
+    value, readers = info.name, graph.consumers(info.name)
+    kind, shape = graph.element_type(value), graph.shape(value) or ()
+    if kind != info.type.tensor_type.elem_type:
+        value = graph.add("Cast", [value], name=f"{info.name}.typed", to=kind).output(0)
+    if len(shape) == 3:  # positions of time, height and width
         axes = graph.add_tensor("positions.axes", np.array([0], np.int64))
         lifted = graph.add("Unsqueeze", [value, axes], name="positions.lifted").output(0)
         copies = graph.add_tensor("positions.copies", np.array([shape[0] or 3, 1, 1], np.int64))
         value = graph.add("Expand", [lifted, copies], name="positions.copied").output(0)
     for node in readers:
-        graph.set_inputs(node, [value if name == POSITIONS else name for name in node.inputs])
-    graph.inputs[POSITIONS] = helper.make_tensor_value_info(POSITIONS, TensorProto.INT64, [1, "M"])
+        graph.set_inputs(node, [value if name == info.name else name for name in node.inputs])
+    graph.inputs[info.name].CopyFrom(info)
 
 
 def _bias_of(graph: EditableGraph, kind: int) -> str:

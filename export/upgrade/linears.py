@@ -9,7 +9,7 @@ import numpy as np
 from ...models.manifest import WeightFormat
 from .editable import MICROSOFT, EditableGraph, Node
 from .matrices import Matrix, RoundedMatrix, matrix_of, rounded, table_of
-from .ports import TOKENS
+from .ports import TOKENS, look_up_by
 from .rows import find_head
 
 _INT8_ACTIVATIONS: Final = 4
@@ -76,7 +76,7 @@ def _replace(graph: EditableGraph, node: Node, matrix: Matrix, stored: RoundedMa
 
 def _quantize_embedding(graph: EditableGraph, form: WeightFormat, head: Matrix | None) -> RoundedMatrix | None:
     """Replace the look-up of the tokens' rows; returns the codes if the head is the same matrix."""
-    node = _embedding(graph)
+    node = look_up_by(graph, TOKENS)
     table = None if node is None else table_of(graph, node)
     if node is None or table is None:
         return None
@@ -105,16 +105,3 @@ def _quantize_embedding(graph: EditableGraph, form: WeightFormat, head: Matrix |
         value = graph.add("Slice", [value, *bounds], name="embedding.cut").output(0)
     graph.hand_over(node.output(0), value)
     return stored if head is not None and table.equals(head) else None
-
-
-def _embedding(graph: EditableGraph) -> Node | None:
-    """The look-up of rows by token, in a table that nothing else looks rows up in."""
-    waiting = [TOKENS]
-    while waiting:
-        value = waiting.pop()
-        for node in graph.consumers(value):
-            if node.op == "Gather" and node.input(1) == value and table_of(graph, node) is not None:
-                return node
-            if node.op in ("Cast", "Reshape"):
-                waiting.append(node.output(0))
-    return None

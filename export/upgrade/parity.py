@@ -44,6 +44,8 @@ _NOTHING: Final = 1e-2
 """Difference of a logit that other kernels for other widths explain, in half precision too."""
 _PROMPT: Final = 16
 _STEPS: Final = 4
+POSITIONS_READ: Final = _PROMPT + _STEPS
+"""Positions that the check reads, whatever context is asked for."""
 _SIBLING: Final = _PROMPT
 """Place of the token in a tree's second branch."""
 
@@ -76,7 +78,7 @@ def reference_of(graph: EditableGraph, ports: Ports, form: CacheForm, vocabulary
         graph: the source after `settle_ports` and before any pass.
         ports: its inputs and outputs.
         form: its caches.
-        vocabulary: tokens that the embedding has.
+        vocabulary: tokens that embedding and head have.
 
     Raises:
         ExportError: ONNX Runtime does not run it.

@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from ...edge.errors import BundleError, InputError
 from ...models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
-from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, WeightFormat
+from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
 from .. import contract
 from ..companions import require_companions
 from ..destination import bundle_written_whole, require_apart
@@ -29,7 +29,7 @@ from .fused import AttentionForm, state_cache_shape, wire_attention
 from .integers import carry_over_integers
 from .limits import longest_text
 from .linears import quantize_linears
-from .parity import Reference, measure, reference_of, require_same
+from .parity import POSITIONS_READ, Reference, measure, reference_of, require_same
 from .plain import fuse_operators
 from .ports import Ports, settle_ports
 from .rows import select_rows
@@ -77,6 +77,8 @@ def upgrade_model(
     started = time.perf_counter()
     if recipe.layout is not GraphLayout.EDGE:
         raise InputError("an ONNX model is upgraded to edge-run's own layout only", "leave --layout out")
+    if recipe.method not in (None, Method.RTN):
+        raise InputError("the weights of an ONNX model are rounded to nearest", "leave --method out")
     foreign = find_foreign(source)
     require_apart(source if source.is_dir() else foreign.graph, destination)
     progress("reading", 0.0)
@@ -100,6 +102,8 @@ class _Rewired:
 
     graph: EditableGraph
     form: AttentionForm
+    vocabulary: int
+    """Tokens that both embedding and head have."""
     reference: Reference
 
 
@@ -118,8 +122,7 @@ class _Upgrade:
         """Write every file of the bundle."""
         rewired = self._rewire()
         graph, form, reference = rewired.graph, rewired.form, rewired.reference
-        vocabulary = architecture_of(units_of(graph, contract.LOGITS), form, "", self._context, None).vocab_size
-        require_tokenizer(self._foreign.folder, vocabulary)
+        require_tokenizer(self._foreign.folder, rewired.vocabulary)
         body, head = self._formats(graph)
         rounds = body != FP32 or head != FP32
         difference = None
@@ -136,7 +139,7 @@ class _Upgrade:
             written = _read_model(folder)
             difference = self._require_same(folder, form, written, reference)
         parity = measure(folder, form, reference, difference)
-        require_companions(folder, vocabulary)
+        require_companions(folder, rewired.vocabulary)
         self._write_manifest(folder, units, form, parity, command)
         self._progress("checking", 1.0)
         return parity
@@ -154,21 +157,22 @@ class _Upgrade:
             if is_half(graph):
                 self._widen(graph)
             self._state_caches(graph, ports)
-            fuse_operators(graph, self._context)
+            fuse_operators(graph, max(self._context, POSITIONS_READ))
             ports = settle_ports(graph)
         form = wire_attention(graph, ports, self._context, self._foreign.head_dim)
-        width = select_rows(graph, ports.logits)
+        select_rows(graph, ports.logits)
         graph.forget_types()
         graph.sweep()
         _drop_unread_inputs(graph)
+        vocabulary = architecture_of(units_of(graph, contract.LOGITS), form, "", self._context, None).vocab_size
         self._progress("reading", 0.5)
         untouched = EditableGraph.open(self._foreign.graph)
         take_cached_branch(untouched)
         part_caches(untouched)
         carry_over_integers(untouched)
-        reference = reference_of(untouched, settle_ports(untouched, self._foreign.input_names), form, width)
+        reference = reference_of(untouched, settle_ports(untouched, self._foreign.input_names), form, vocabulary)
         self._progress("reading", 1.0)
-        return _Rewired(graph, form, reference)
+        return _Rewired(graph, form, vocabulary, reference)
 
     def _state_caches(self, graph: EditableGraph, ports: Ports) -> None:
         """Let caches say how many heads and channels they have where they leave it open."""

@@ -22,6 +22,8 @@ _WHOLE: Final = (TensorProto.INT64, TensorProto.INT32)
 _FLOATING: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _RUN_AS_IT_IS: Final = "run it as it is"
 _LOOK_UPS: Final = ("Gather", "GatherBlockQuantized")
+_PASSING_ON: Final = ("Cast", "Clip", "Reshape", "Where")
+"""Operators that may stand between ids and the look-up."""
 _KNOWN_DOMAINS: Final = ("", "com.microsoft", "ai.onnx.ml", "com.microsoft.nchwc")
 
 
@@ -137,15 +139,21 @@ def _is_tokens(graph: EditableGraph, name: str) -> bool:
     """Whether an input is whole numbers by which rows of a matrix are looked up."""
     if graph.element_type(name) not in _WHOLE or re.search("position|mask|type", name):
         return False
-    waiting = [name]
+    return look_up_by(graph, name) is not None
+
+
+def look_up_by(graph: EditableGraph, ids: str) -> Node | None:
+    """The operator that looks up rows of a table by an input's numbers; None if there is none."""
+    waiting = [ids]
     while waiting:
         value = waiting.pop()
         for node in graph.consumers(value):
-            if node.op in _LOOK_UPS and node.input(1) == value and node.attribute("axis", 0) == 0:
-                return True
-            if node.op in ("Cast", "Reshape", "Identity", "Clip", "Where") and node.output(0) != value:
+            by_row = node.attribute("gather_axis" if node.op == "GatherBlockQuantized" else "axis", 0) == 0
+            if node.op in _LOOK_UPS and node.input(1) == value and by_row:
+                return node
+            if node.op in _PASSING_ON:
                 waiting.append(node.output(0))
-    return False
+    return None
 
 
 def _name(graph: EditableGraph, wanted: str, candidates: list[str]) -> None:

@@ -67,6 +67,7 @@ _ON_LAST_AXIS: Final = frozenset(
     )
 )
 _BY_A_MATRIX: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "MoE", "QMoE"))
+_OF_STORED: Final = ("Cast", "DequantizeLinear", "Reshape", "Transpose")
 _HEADS: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "Gemm"))
 _AFTER_THE_HEAD: Final = frozenset(("Add", "Cast", "Clip", "Div", "Mul", "Sub", "Tanh"))
 
@@ -87,8 +88,8 @@ def find_head(graph: EditableGraph, logits: str) -> Node:
         name = next((each for each in node.inputs if each and each not in graph.tensors), "")
 
 
-def select_rows(graph: EditableGraph, logits: str) -> int:
-    """Make the logits [R, V] of the rows asked for; returns V, the number of tokens the head tells apart.
+def select_rows(graph: EditableGraph, logits: str) -> None:
+    """Make the logits [R, V] of the rows asked for.
 
     Raises:
         BundleError: there is no head.
@@ -100,7 +101,7 @@ def select_rows(graph: EditableGraph, logits: str) -> int:
     crossing: dict[str, None] = {}
     for node in region:
         for name in node.inputs:
-            if name and name not in inside and name not in graph.tensors:
+            if name and name not in inside and not _is_constant(graph, name):
                 crossing[name] = None
     asked = {name: graph.add("Gather", [name, ROWS], name=f"asked.{name}", axis=1).output(0) for name in crossing}
     for node in region:
@@ -110,7 +111,6 @@ def select_rows(graph: EditableGraph, logits: str) -> int:
     if graph.element_type(logits) != TensorProto.FLOAT:
         logits = graph.add("Cast", [logits], name="logits.float", to=TensorProto.FLOAT).output(0)
     graph.set_output(helper.make_tensor_value_info(contract.LOGITS, TensorProto.FLOAT, ["R", width]), logits)
-    return width
 
 
 def _flatten(graph: EditableGraph, head: Node) -> None:
@@ -157,9 +157,15 @@ def _axis(graph: EditableGraph, node: Node) -> int | None:
 
 
 def _constant_inputs(graph: EditableGraph, node: Node) -> list[str]:
-    """The constants a node reads, through a transposition."""
-    names = [name for name in node.inputs if name]
-    return [name for name in names if name in graph.tensors or graph.producer_of(name, "Transpose")]
+    """The constants a node reads."""
+    return [name for name in node.inputs if name and _is_constant(graph, name)]
+
+
+def _is_constant(graph: EditableGraph, name: str) -> bool:
+    """Whether a value is a constant, perhaps stored in another layout or type."""
+    while (node := graph.producer_of(name, *_OF_STORED)) is not None:
+        name = node.input(0)
+    return name in graph.tensors
 
 
 def _drop_last_row_only(graph: EditableGraph, head: Node) -> None:

@@ -183,7 +183,7 @@ def read_tensor(proto: TensorProto, folder: Path) -> Tensor:
         try:
             size = (folder / location).stat().st_size
             offset = int(entries.get("offset") or 0)
-            length = int(entries["length"]) if entries.get("length") else size - offset
+            length = int(entries["length"]) if entries.get("length") else _bytes_of(proto.data_type, shape, proto.name)
         except ValueError as error:
             raise _damaged(proto.name, "an offset that is no number") from error
         if offset < 0 or length < 0 or offset + length > size:
