@@ -11,18 +11,21 @@ from .editable import EditableGraph
 from .probe import Moment, Probe
 
 _ROWS: Final = 3
-_PAST: Final = 1 << 15
-"""Cached rows of the experiment; a window that is wider does not show."""
 _HIDDEN_BELOW: Final = -1e4
 
 
-def window_of_bias(graph: EditableGraph, bias: str) -> int:
+def window_of_bias(graph: EditableGraph, bias: str, context: int) -> int:
     """Rows that a row sees by a bias, itself included; 0 for all.
+
+    Args:
+        graph: the decoder.
+        bias: the value, [1, heads or 1, rows, total].
+        context: cached rows of the experiment; a window that is wider does not show.
 
     Raises:
         BundleError: the bias says something else, such as a slope.
     """
-    moment = Moment(_ROWS, _PAST)
+    moment = Moment(_ROWS, context)
     try:
         value = np.asarray(Probe(graph).run([bias], moment)[bias], np.float64)
     except ExportError as error:
@@ -33,7 +36,7 @@ def window_of_bias(graph: EditableGraph, bias: str) -> int:
     seen = cells[0] > _HIDDEN_BELOW
     if np.any(cells[0][seen] != 0):
         raise _unknown()
-    slots, rows = np.arange(moment.total), np.arange(_PAST, moment.total)[:, None]
+    slots, rows = np.arange(moment.total), np.arange(context, moment.total)[:, None]
     before = seen & (slots <= rows)  # what comes after a row may be seen: the operator hides it
     window = int(before[0].sum())
     if np.array_equal(before, slots <= rows):

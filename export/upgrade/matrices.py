@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from ...models.manifest import WeightFormat
 from ..prefetch import in_order
 from ..quantize import UInt8Array, blocks_of, quantize_rows
 from .editable import EditableGraph, Node
-from .tensors import Array, Tensor
+from .tensors import Array, Computed, Tensor
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -78,6 +78,8 @@ def _read(graph: EditableGraph, name: str) -> Matrix | None:
     tensor = graph.tensors.get(name if transposed is None else transposed.input(0))
     if tensor is None or len(tensor.shape) != 2 or tensor.element_type not in _FLOATS:
         return None
+    if isinstance(tensor.source, Computed) and tensor.source.widens is not None:
+        tensor = replace(tensor.source.widens, shape=tensor.shape)  # not all of it at once in float32
     return Matrix(tensor, turned=transposed is not None)
 
 

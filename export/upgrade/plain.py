@@ -22,7 +22,7 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
         BundleError: something in the place of attention is not recognised.
     """
     drop_idle_casts(graph)
-    settle(graph)
+    settle(graph, context)
     fuse_activations(graph)
     fuse_norms(graph)
     fuse_residuals(graph)

@@ -17,18 +17,23 @@ from .probe import Extent, Moment, Probe
 from .tensors import Array
 
 _MOMENTS: Final = (Moment(5, 9), Moment(3, 17))
+_MANY_ROWS: Final = 1 << 10
 _ARRANGING: Final = frozenset({"Expand", "Pad", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Unsqueeze"})
 """Operators that arrange their first input as the others say."""
 
 
-def settle(graph: EditableGraph) -> None:
-    """Make shapes and bounds constants, and take away reshapes that change nothing or are undone again."""
+def settle(graph: EditableGraph, context: int) -> None:
+    """Make shapes and bounds constants, and take away reshapes that change nothing or are undone again.
+
+    What is the same at first may change in a long text (where a window begins), so a full `context` is looked at too.
+    """
     probe = Probe(graph)
     for node in graph.nodes_of("Reshape"):
         extents = probe.extents(node.output(0))
         if node.input(1) not in graph.tensors and extents is not None and (shape := _shape(extents)) is not None:
             graph.set_input(node, 1, graph.add_tensor("shape.settled", np.array(shape, np.int64)))
-    _settle_bounds(graph, probe)
+    rows = min(_MANY_ROWS, context - 1)
+    _settle_bounds(graph, probe, (*_MOMENTS, Moment(rows, context - rows)))
     for node in graph.nodes_of("Gemm"):
         _keep_batch(graph, probe, node)
     for node in graph.nodes_of("Reshape"):
@@ -42,7 +47,7 @@ def _shape(extents: Sequence[Extent]) -> list[int] | None:
     return [extent if isinstance(extent, int) else -1 for extent in extents] if len(opened) <= 1 else None
 
 
-def _settle_bounds(graph: EditableGraph, probe: Probe) -> None:
+def _settle_bounds(graph: EditableGraph, probe: Probe, moments: Sequence[Moment]) -> None:
     names = sorted(
         {
             name
@@ -53,16 +58,19 @@ def _settle_bounds(graph: EditableGraph, probe: Probe) -> None:
         }
     )
     try:
-        first, second = (probe.run(names, moment) for moment in _MOMENTS)
+        first, *others = (probe.run(names, moment) for moment in moments)
     except ExportError:
         return
-    settled: dict[str, Array] = {name: first[name] for name in names if np.array_equal(first[name], second[name])}
+    settled: dict[str, Array] = {
+        name: first[name] for name in names if all(np.array_equal(first[name], other[name]) for other in others)
+    }
     for name, value in settled.items():
         graph.replace_uses(name, graph.add_tensor("bound.settled", value))
 
 
 def _keep_batch(graph: EditableGraph, probe: Probe, gemm: Node) -> None:
-    """Let a Gemm between two reshapes, [1, M, K] to [M, K] and [M, N] to [1, M, N], be a MatMul without them."""
+    """Let a Gemm between two reshapes, [1, M, K] or [1, M, heads, K / heads] to [M, K] and [M, N] to [1, M, N], be a
+    MatMul that keeps the batch."""
     flattened = graph.producer_of(gemm.input(0), "Reshape")
     matrix = graph.tensors.get(gemm.input(1))
     parted = [node for node in graph.consumers(gemm.output(0)) if node.op != "Shape"]
@@ -70,11 +78,15 @@ def _keep_batch(graph: EditableGraph, probe: Probe, gemm: Node) -> None:
         return
     given, columns = probe.extents(flattened.input(0)), probe.extents(gemm.output(0))
     wanted = (1, "rows", *(columns or ())[1:])
-    if given != (1, "rows", matrix.shape[0]) or not parted:
+    if given is None or given[:2] != (1, "rows") or probe.extents(gemm.input(0)) != ("rows", matrix.shape[0]):
         return
-    if not all(node.op == "Reshape" and probe.extents(node.output(0)) == wanted for node in parted):
+    if not parted or not all(node.op == "Reshape" and probe.extents(node.output(0)) == wanted for node in parted):
         return
-    value = graph.add("MatMul", [flattened.input(0), gemm.input(1)], name=gemm.name or gemm.output(0)).output(0)
+    value = flattened.input(0)
+    if len(given) > 3:
+        joined = graph.add_tensor("heads.joined", np.array([1, -1, matrix.shape[0]], np.int64))
+        value = graph.add("Reshape", [value, joined], name=f"{value}.joined").output(0)
+    value = graph.add("MatMul", [value, gemm.input(1)], name=gemm.name or gemm.output(0)).output(0)
     if gemm.input(2):
         value = graph.add("Add", [value, gemm.input(2)], name=f"{value}.biased").output(0)
     for node in parted:

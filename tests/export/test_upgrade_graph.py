@@ -268,9 +268,10 @@ def test_what_a_bias_says_is_found_by_experiment(window: int, slope: float, tmp_
     graph = EditableGraph(model, tmp_path)
     if slope:
         with pytest.raises(BundleError, match="neither a mask nor a window"):
-            window_of_bias(graph, "bias")
+            window_of_bias(graph, "bias", 100)
     else:
-        assert window_of_bias(graph, "bias") == window
+        assert window_of_bias(graph, "bias", 100) == window
+        assert window_of_bias(graph, "bias", 30) == 0  # in so short a text it hides nothing
 
 
 def test_a_graph_is_read_without_its_weights(tiny_bundle: Path) -> None:

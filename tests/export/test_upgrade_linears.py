@@ -20,7 +20,8 @@ from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.linears import quantize_linears
 from edgerun.export.upgrade.matrices import Matrix, rounded
 from edgerun.export.upgrade.siblings import join_siblings, take_in_biases
-from edgerun.export.upgrade.tensors import Array, Tensor
+from edgerun.export.upgrade.tensors import Array, Computed, Tensor
+from edgerun.export.upgrade.widen import widen
 from edgerun.export.upgrade.write import InPlace
 from edgerun.models.manifest import WeightFormat
 from layout_nodes import Nodes
@@ -158,3 +159,28 @@ def test_a_large_matrix_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(asked) == size * size
     assert max(asked) <= 1 << 22
     assert len(asked) == 3
+
+
+def test_half_precision_is_rounded_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A widened matrix is never made whole in float32, let alone once for every piece."""
+    whole: list[int] = []
+    read = Computed.read
+
+    def noted(self: Computed) -> Array:
+        whole.append(self.length if self.widens else 0)
+        return read(self)
+
+    monkeypatch.setattr(Computed, "read", noted)
+    logits = []
+    for dtype in (np.float32, np.float16):
+        model = decoder("shared")
+        for constant in model.graph.initializer:
+            if constant.data_type == TensorProto.FLOAT:
+                values = onnx.numpy_helper.to_array(constant).astype(np.float16).astype(dtype)
+                constant.CopyFrom(onnx.numpy_helper.from_array(values, constant.name))
+        graph = EditableGraph(model, Path())
+        widen(graph)
+        quantize_linears(graph, "logits", FORMS[0], FORMS[0])
+        logits.append(logits_of(graph, np.arange(VOCABULARY)))
+    np.testing.assert_array_equal(*logits)
+    assert 0 < max(whole) <= 4 * WIDTH  # biases
