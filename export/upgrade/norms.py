@@ -15,6 +15,7 @@ import numpy as np
 
 from .editable import MICROSOFT, EditableGraph, Node
 
+_FUSED: Final = "SimplifiedLayerNormalization"
 _LARGEST_EPSILON: Final = 1e-2
 
 
@@ -30,14 +31,19 @@ class _Norm:
 
 
 def fuse_norms(graph: EditableGraph) -> int:
-    """Replace RMS norms; returns how many there were."""
+    """Replace RMS norms, the standard's own operator (opset 23) too; returns how many were in plain operators."""
+    for node in graph.nodes_of("RMSNormalization"):
+        if node.attribute("axis", -1) == -1:
+            epsilon = node.attribute("epsilon", 1e-5)
+            fused = graph.add(_FUSED, node.inputs, name=node.name, axis=-1, epsilon=epsilon, stash_type=1)
+            graph.hand_over(node.output(0), fused.output(0))
     norms = [norm for node in graph.nodes_of("ReduceMean") if (norm := _norm(graph, node)) is not None]
     for norm in norms:
         width = _width(graph, norm)
         weight = norm.weight or (graph.add_tensor("norm.ones", np.ones(width, np.float32)) if width else "")
         if weight:
             node = graph.add(
-                "SimplifiedLayerNormalization",
+                _FUSED,
                 [norm.value, weight],
                 name=f"{norm.normed}.norm",
                 axis=-1,
@@ -51,7 +57,7 @@ def fuse_norms(graph: EditableGraph) -> int:
 
 def fuse_residuals(graph: EditableGraph) -> None:
     """Let norms of a sum of two values of the same extents do the addition."""
-    for norm in graph.nodes_of("SimplifiedLayerNormalization"):
+    for norm in graph.nodes_of(_FUSED):
         add = graph.producer_of(norm.input(0), "Add")
         if add is None or any(name in graph.tensors for name in add.inputs) or add.output(0) in graph.outputs:
             continue

@@ -8,6 +8,7 @@ from .editable import EditableGraph
 from .norms import fuse_norms, fuse_residuals
 from .packing import pack_heads
 from .settle import settle
+from .spell_out import spell_out_attention
 from .unfused import fuse_attention
 
 
@@ -20,8 +21,10 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
 
     Raises:
         BundleError: something in the place of attention is not recognised.
+        ExportError: a part of the graph cannot be run.
     """
     drop_idle_casts(graph)
+    spell_out_attention(graph)
     settle(graph, context)
     fuse_activations(graph)
     fuse_norms(graph)

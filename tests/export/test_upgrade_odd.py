@@ -19,7 +19,7 @@ from edgerun.export import FP32, INT4, ExportRecipe, upgrade_model
 from edgerun.export.session import GraphSession
 from edgerun.models.manifest import Manifest, WeightFormat
 from edgerun.runtime.reply import Reply
-from layout_kinds import VOCABULARY, Layout, Weights
+from layout_kinds import HEAD_DIM, VOCABULARY, Layout, Weights
 from layout_oracle import greedy_tokens
 from layouts import COMMUNITY, GENAI, OPTIMUM, write_layout
 
@@ -97,6 +97,43 @@ def tie_by_turning(model: ModelProto) -> None:
 def test_a_head_that_is_the_embedding_turned_over_stays_whole(layout: Layout, tmp_path: Path) -> None:
     source = changed(tmp_path / "m", layout, tie_by_turning)
     assert upgraded(source, FP32).architecture.tied_head
+    require_same_text(tmp_path / "upgraded", layout)
+
+
+def attend_in_one(grouped: bool, truths: bool) -> Change:
+    """Attention as one operator of opset 23, as PyTorch's exporter writes it."""
+
+    def change(model: ModelProto) -> None:
+        made = {name: node for node in model.graph.node for name in node.output}
+
+        def before(name: str, *places: int) -> str:
+            for place in places:
+                name = made[name].input[place]
+            return name
+
+        for node in list(model.graph.node):
+            if node.op_type == "MatMul" and made.get(node.input[0], node).op_type == "Softmax":
+                scores, bias = made[before(node.input[0], 0)].input
+                key, value = before(scores, 0, 1, 0), node.input[1]
+                if grouped:  # what stands before Reshape, Expand and Unsqueeze
+                    key, value = before(key, 0, 0, 0), before(value, 0, 0, 0)
+                if truths:
+                    seen = helper.make_node("Greater", [bias, "hardly"], [f"{bias}.{node.output[0]}"])
+                    model.graph.node.insert(list(model.graph.node).index(made[node.input[0]]), seen)
+                    bias = seen.output[0]
+                inputs = [before(scores, 0, 0), key, value, bias]
+                node.CopyFrom(helper.make_node("Attention", inputs, node.output, scale=HEAD_DIM**-0.5))
+        model.graph.initializer.append(numpy_helper.from_array(np.array(-1, np.float32), "hardly"))
+
+    return change
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("truths", [False, True])
+def test_attention_of_the_standard_becomes_ours(grouped: bool, truths: bool, tmp_path: Path) -> None:
+    layout = replace(OPTIMUM, opset=23)
+    source = changed(tmp_path / "m", layout, attend_in_one(grouped, truths))
+    assert upgraded(source, FP32).architecture.kv_heads == 2
     require_same_text(tmp_path / "upgraded", layout)
 
 

@@ -29,16 +29,16 @@ Build = Callable[[Nodes, str], str]
 """Adds nodes that make one value [1, M, ...] of another [1, M, 16]; returns its name."""
 
 
-def model_of(build: Build) -> onnx.ModelProto:
+def model_of(build: Build, opset: int) -> onnx.ModelProto:
     """Rows of a table by token, and what is made of them."""
-    nodes = Nodes(18)
+    nodes = Nodes(opset)
     table = nodes.constant(np.random.default_rng(0).standard_normal((30, WIDTH)), np.float32, "table")
     out = build(nodes, nodes.op("Gather", table, "input_ids"))
     nodes.op("Identity", out, outputs=["logits"])
     ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"])
     constants = [onnx.numpy_helper.from_array(array, name) for name, array in nodes.constants.items()]
     graph = helper.make_graph(nodes.nodes, "plain", [ids], [onnx.ValueInfoProto(name="logits")], constants)
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid(MICROSOFT, 1)]
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
 
@@ -48,9 +48,9 @@ def run(model: onnx.ModelProto) -> npt.NDArray[np.float32]:
     return out
 
 
-def changed(build: Build, *passes: Callable[[EditableGraph], object]) -> EditableGraph:
+def changed(build: Build, *passes: Callable[[EditableGraph], object], opset: int = 18) -> EditableGraph:
     """The graph after passes, which computes what it did before."""
-    model = model_of(build)
+    model = model_of(build, opset)
     graph = EditableGraph(model, Path())
     for each in passes:
         each(graph)
@@ -95,6 +95,14 @@ def test_an_rms_norm_becomes_one_node(build: Build) -> None:
     (norm,) = graph.nodes_of("SimplifiedLayerNormalization")
     assert ops(graph) == [norm.op]
     assert norm.attribute("epsilon") == pytest.approx(1e-3)
+
+
+def test_the_norm_of_the_standard_is_one_too() -> None:
+    def build(nodes: Nodes, value: str) -> str:
+        weight = nodes.constant(WEIGHT, np.float32)
+        return nodes.op("RMSNormalization", nodes.op("Add", value, nodes.op("Tanh", value)), weight, epsilon=1e-3)
+
+    assert ops(changed(build, fuse_norms, fuse_residuals, opset=23)) == ["SkipSimplifiedLayerNormalization", "Tanh"]
 
 
 def test_a_norm_takes_over_the_residual_and_hands_the_sum_on() -> None:
