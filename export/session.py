@@ -162,10 +162,10 @@ def _opened(model: str | ModelProto, folder: Path) -> ort.InferenceSession:
         if not any(node.op_type == "MatMulNBits" for node in model.graph.node):
             # For a few passes float matrices are good enough where they lie in the file, without a copy of each.
             options.add_session_config_entry("session.disable_prepacking", "1")
-        model = _as_bytes(model)
+    source = _as_bytes(model) if isinstance(model, ModelProto) else model
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except _ORT_ERRORS as error:
         raise ExportError(f"ONNX Runtime cannot load the model: {str(error).splitlines()[0]}") from error
 
