@@ -9,11 +9,14 @@ from typing import Final
 
 import numpy as np
 
+from ...edge.errors import BundleError
 from .attention import Attention, CachedRows, find_attention
 from .editable import MICROSOFT, EditableGraph
 from .probe import Probe
 from .rotary import RotaryTable, Rotation, find_rotation
 
+_CHANNELS: Final = 8
+"""GroupQueryAttention takes heads of multiples of this many channels."""
 _ROTATED_CHANNELS: Final = 16
 """GroupQueryAttention rotates multiples of this many channels; others are rotated in front of it."""
 
@@ -26,10 +29,16 @@ def fuse_attention(graph: EditableGraph, context: int) -> None:
         context: positions that the upgraded model will serve.
 
     Raises:
-        BundleError: something in the place of attention is not recognised.
+        BundleError: something in the place of attention is not recognised, or has heads of odd sizes.
     """
     probe = Probe(graph)
     layers = find_attention(probe, context)
+    for attention in layers:
+        if attention.head_dim % _CHANNELS:
+            raise BundleError(
+                f"the model's heads have {attention.head_dim} channels, and fused attention takes multiples of {_CHANNELS}",
+                "run it as it is",
+            )
     tables: list[RotaryTable] = []
     rotations: list[Rotation | None] = []
     for attention in layers:

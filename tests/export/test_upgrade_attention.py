@@ -181,6 +181,11 @@ def test_other_masks_are_refused(plain: Plain, what: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_heads_that_the_operator_does_not_take_are_refused() -> None:
+    with pytest.raises(BundleError, match="heads have 20 channels, and fused attention takes multiples of 8"):
+        upgraded(Plain(head_dim=20, turning=Turning.NONE))
+
+
 def test_an_output_that_is_no_cache_is_refused() -> None:
     graph = graph_of(Plain())
     (norm,) = graph.nodes_of("Softmax")
