@@ -69,6 +69,29 @@ def test_missing_files_are_named_and_present_ones_pass(tmp_path: Path) -> None:
     check_external_data(path)
 
 
+def test_files_that_are_too_short_are_named(tmp_path: Path) -> None:
+    proto = tensor("weights.bin")
+    del proto.external_data[:]
+    for key, value in {"location": "weights.bin", "offset": "6", "length": "4"}.items():
+        proto.external_data.add(key=key, value=value)
+    path, weights = tmp_path / "model.onnx", tmp_path / "weights.bin"
+    path.write_bytes(places(proto)["subgraph"].SerializeToString())
+    weights.write_bytes(b"123456789")
+    with pytest.raises(BundleError, match=r"weights\.bin is damaged: 9 bytes, 10 expected; copy the whole"):
+        check_external_data(path)
+    weights.write_bytes(b"1234567890")
+    check_external_data(path)
+
+
+@pytest.mark.parametrize("length", ["", "-1", "1e3", "9" * 5000])
+def test_lengths_that_are_none_are_left_to_the_runtime(tmp_path: Path, length: str) -> None:
+    proto = tensor("weights.bin")
+    proto.external_data.add(key="length", value=length)
+    (tmp_path / "model.onnx").write_bytes(places(proto)["initializer"].SerializeToString())
+    (tmp_path / "weights.bin").write_bytes(b"")
+    check_external_data(tmp_path / "model.onnx")
+
+
 @given(st.binary(max_size=200))
 @settings(deadline=None, max_examples=300)
 def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
