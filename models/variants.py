@@ -124,13 +124,13 @@ def choose_graph(
         raise _no_graph(paths, variant, where)
     labels = _labels(candidates)
     listed = f"name one of {', '.join(sorted(labels.values()))}"
-    meant = candidates if variant is None else _called(variant, labels)
+    meant = candidates if variant is None else _called(variant, labels) or _in_file(variant, paths)
     if not meant:
         raise BundleError(f"{where} has no variant {variant}", listed)
     ranks = {candidate: candidate.rank(kind) for candidate in meant}
     best = [candidate for candidate in meant if ranks[candidate] == min(ranks.values())]
     if len(best) > 1:
-        among = ", ".join(sorted(labels[candidate] for candidate in best))
+        among = ", ".join(sorted(labels.get(candidate, candidate.files.graph) for candidate in best))
         raise BundleError(f"{where} has several graphs that suit equally well", f"name one of {among}")
     _require_text_decoder(best[0], paths, names, where)
     return best[0].files
@@ -228,6 +228,18 @@ def _called(variant: str, labels: Mapping[_Candidate, str]) -> list[_Candidate]:
     return []
 
 
+def _in_file(variant: str, paths: Sequence[PurePosixPath]) -> list[_Candidate]:
+    """The graphs in files of a name, also of one that says nothing of a precision."""
+    wanted = variant.strip("/").lower().removesuffix(".onnx")
+    found = []
+    for path in paths:
+        if path.suffix == ".onnx" and wanted in (path.stem.lower(), str(path.with_suffix("")).lower()):
+            first = path.with_name(path.name.replace("decoder_with_past_model", "decoder_model"))
+            files = GraphFiles(str(path), str(first) if first != path and first in paths else None)
+            found.append(_candidate(files, _form(path.stem)))
+    return found
+
+
 def _require_text_decoder(
     chosen: _Candidate, paths: Sequence[PurePosixPath], named: Mapping[PurePosixPath, str], where: str
 ) -> None:
@@ -272,4 +284,4 @@ def _no_graph(paths: Sequence[PurePosixPath], variant: str | None, where: str) -
         return BundleError(
             what, "its weights are pickles, which can run code: look for a safetensors or ONNX form of it"
         )
-    return BundleError(what, "give a folder made by edge-run export, or an .onnx file")
+    return BundleError(what, "give an .onnx file or a model folder")

@@ -85,6 +85,15 @@ def test_a_configuration_names_its_graph() -> None:
     assert choose_graph(["genai_config.json", "x.onnx", "y.onnx"], named={"": "y.onnx"}) == GraphFiles("y.onnx")
 
 
+@pytest.mark.parametrize("variant", ["other", "other.onnx", "onnx/other"])
+def test_any_file_can_be_named(variant: str) -> None:
+    files = ["onnx/model.onnx", "onnx/model_q4.onnx", "onnx/other.onnx"]
+    assert choose_graph(files, variant) == GraphFiles("onnx/other.onnx")
+    assert choose_graph(files) == GraphFiles("onnx/model_q4.onnx")
+    old = ["decoder_model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx"]
+    assert choose_graph(old, "decoder_with_past_model") == GraphFiles(old[2], old[0])
+
+
 @pytest.mark.parametrize(
     ("files", "variant", "message"),
     [
@@ -95,7 +104,7 @@ def test_a_configuration_names_its_graph() -> None:
             "m has several graphs that suit equally well; name one of int4-awq, int4-rtn",
         ),
         (["a/x/model.onnx", "b/x/model.onnx"], "y", "m has no variant y; name one of a/x, b/x"),
-        (["README.md"], None, "m holds no .onnx file; give a folder made by edge-run export, or an .onnx file"),
+        (["README.md"], None, "m holds no .onnx file; give an .onnx file or a model folder"),
         (
             ["model.safetensors", "config.json"],
             None,
