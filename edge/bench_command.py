@@ -69,6 +69,10 @@ def bench(
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep weights packed for this machine on disk.")
     ] = True,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="tokenizer.json, or a folder with one.", show_default="the one beside the model"),
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write tables and plots to this .html, or plots to .png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
@@ -91,7 +95,7 @@ def bench(
     contenders = [Contender(str(each), each) for each in dict.fromkeys(map(Speculation.parse, spec or ["auto"]))]
     conversations, source = _conversations(model, prompts, replay, limit, plan)
     with load(model, draft=draft, learned=False, device=device, threads=threads, context=context,
-              cache=cache) as engine:  # fmt: skip
+              cache=cache, tokenizer=tokenizer) as engine:  # fmt: skip
         pair = find_draft(engine.bundle, draft)
         with _progress() as progress:
             found = measure(engine, conversations, contenders, plan, progress)

@@ -46,6 +46,10 @@ def tune(
         list[Path] | None,
         typer.Option(metavar="FILE", help="Count this text into the model's n-gram prior; may be repeated."),
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="tokenizer.json, or a folder with one.", show_default="the one beside the model"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
 ) -> None:
@@ -60,7 +64,7 @@ def tune(
     Example: edge-run tune my-model --context 8192 --text notes.md
     """
     texts = [_read_text(path) for path in text or ()]
-    with load(model, device=device, threads=threads, context=context) as engine:
+    with load(model, device=device, threads=threads, context=context, tokenizer=tokenizer) as engine:
         contexts = _contexts(engine, asked=context is not None)
         with _progress_bar() as progress:
             cost = calibrate(engine.new_text().bound, contexts=contexts, progress=progress)

@@ -42,6 +42,10 @@ def verify(
     context: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a conversation.", show_default="what the model allows")
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="tokenizer.json, or a folder with one.", show_default="the one beside the model"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
 ) -> int:
@@ -60,7 +64,7 @@ def verify(
 
     read = our_prompts(for_shell=model is None) if prompts is None else read_prompts(prompts)
     conversations = chosen(read, limit)
-    with load(model, draft=draft, device=device, threads=threads, context=context) as engine:
+    with load(model, draft=draft, device=device, threads=threads, context=context, tokenizer=tokenizer) as engine:
         asking = Asking(engine, Plan(max_tokens))
         asked = [asking.ask((), each.exchanges[0]).prompt for each in conversations]
         with _progress_bar() as progress:

@@ -10,19 +10,22 @@ from pathlib import Path
 from ..edge.errors import DestinationError, InputError
 from ..models.atomic import folder_written_atomically
 from ..models.bundle import holds_only_bundle_files
+from ..models.text_path import require_text_path
 
 
 def require_apart(source: Path, destination: Path) -> None:
-    """Refuse a destination that is the source, lies in it or holds it.
+    """Refuse a destination that is the source, lies in it or holds it, and paths that ONNX Runtime cannot open.
 
     Raises:
-        InputError: it does.
+        InputError: it does, or one of them is such.
     """
+    require_text_path(source)
+    require_text_path(destination)
     here, there = Path(os.path.realpath(source)), Path(os.path.realpath(destination))
     if any(_is_same(folder, here) for folder in (there, *there.parents)) or any(
         _is_same(folder, there) for folder in here.parents
     ):
-        raise InputError(f"{destination} overlaps the checkpoint {source}", "choose a folder apart from it")
+        raise InputError(f"{destination} overlaps the model {source}", "choose a folder apart from it")
 
 
 @contextmanager

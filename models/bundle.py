@@ -22,6 +22,7 @@ from .external_data import check_external_data, external_files
 from .graph_files import find_graph
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, SHORTEST_CONTEXT, FileDigest, Manifest
+from .text_path import require_text_path
 from .variants import GENAI_CONFIG
 
 GRAPH_NAME: Final = "model.onnx"
@@ -149,8 +150,9 @@ def open_bundle(path: Path, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Pat
     """
     try:
         graph, first, folder = find_graph(path, None, kind)
-        if tokenizer is not None and not tokenizer.exists():
-            raise BundleError(f"{tokenizer} does not exist", "give a tokenizer.json, or a folder with one")
+        require_text_path(graph)
+        if tokenizer is not None:
+            _require_tokenizer(tokenizer)
         manifest_path = graph.parent / MANIFEST_NAME
         manifest = None
         if manifest_path.is_file() and graph.name == GRAPH_NAME:
@@ -164,6 +166,19 @@ def open_bundle(path: Path, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Pat
         reason = error.strerror or str(error)
         raise BundleError(f"{error.filename or path} cannot be read: {reason}", "check its permissions") from error
     return bundle
+
+
+def _require_tokenizer(path: Path) -> None:
+    """Check that a path given for a tokenizer leads to one.
+
+    Raises:
+        BundleError: it does not.
+    """
+    hint = f"give a {_TOKENIZER_FILES[0]}, or a folder with one"
+    if not path.exists():
+        raise BundleError(f"{path} does not exist", hint)
+    if path.is_dir() and not (path / _TOKENIZER_FILES[0]).is_file():
+        raise BundleError(f"{path} holds no {_TOKENIZER_FILES[0]}", hint)
 
 
 def holds_only_bundle_files(folder: Path) -> bool:

@@ -30,6 +30,9 @@ ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
     *(RuntimeError, TypeError, ValueError),
 )
 """What ONNX Runtime raises: its own exceptions, which have no common base, and what its binding makes of others."""
+_NODE_FAILED: Final = re.compile(
+    r"(?:Error in execution: )?Non-zero status code returned while running (\S+ node)\. Name:'[^']*' Status Message: "
+)
 _BLOCKED: Final = np.float32(np.finfo(np.float32).min)
 _FIRST_ROWS: Final = 512
 """Of the first pass where later ones go row by row; it may give as many rows of logits."""
@@ -352,6 +355,6 @@ def _value(array: npt.NDArray[Any]) -> ort.OrtValue:
 
 
 def reason(error: Exception) -> str:
-    """ONNX Runtime's message without its code and its source positions."""
+    """ONNX Runtime's message without its code, its source positions and what it says of every failure."""
     text = str(error).split(" : ", 3)[-1].strip().split("\n", 1)[0]
-    return re.sub(r"/\S+\.(cc|h):\d+ ?", "", text)
+    return re.sub(r"/\S+\.(cc|h):\d+ ?", "", _NODE_FAILED.sub(r"\1: ", text))

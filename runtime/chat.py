@@ -37,6 +37,7 @@ class Session:
         Raises:
             TemplateError: the model has no chat template, or it takes no system message.
         """
+        engine.require_template()
         self._engine = engine
         self._text: CachedText | None = engine.new_text()
         self.system: Final = system

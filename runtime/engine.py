@@ -29,7 +29,7 @@ from .session import GraphSession, SessionConfig
 from .speculate import Speculator
 from .speculation import Speculation
 from .step_cost import StepCost
-from .text.template import Message, load_template
+from .text.template import ChatTemplate, Message, load_template
 from .text.tokenizer import TextTokenizer
 from .turns import AnswerStream, Turns
 from .workshop import Foresight, Recording, Workshop
@@ -196,11 +196,19 @@ class Engine:
         Raises:
             TemplateError: there is no chat template, or it failed.
         """
-        if self.template is None:
-            hint = "use --raw (raw=True) to continue plain text"
-            raise TemplateError(f"{self.bundle.folder} has no chat template", hint)
-        text = self.template.render(messages, **variables)
+        text = self.require_template().render(messages, **variables)
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def require_template(self) -> ChatTemplate:
+        """The model's chat template.
+
+        Raises:
+            TemplateError: it has none.
+        """
+        if self.template is None:
+            hint = "continue plain text: --raw -p TEXT (raw=True)"
+            raise TemplateError(f"{self.bundle.folder} has no chat template", hint)
+        return self.template
 
     def new_text(self) -> CachedText:
         """An empty arena of this model's, for one conversation.

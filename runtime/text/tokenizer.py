@@ -22,14 +22,12 @@ class TextTokenizer:
         """
         path = bundle.file("tokenizer.json")
         if path is None:
-            raise BundleError(
-                f"{bundle.folder} holds no tokenizer.json",
-                "put the model's tokenizer.json beside the graph, or give it with --tokenizer",
-            )
+            hint = "put the model's tokenizer.json beside the graph, or give it with --tokenizer"
+            raise BundleError(f"{bundle.folder} holds no tokenizer.json", hint)
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
-            raise BundleError(f"{path} cannot be read: {error}", "restore it or export the model again") from error
+            raise BundleError(f"{path} cannot be read: {error}", "give the tokenizer.json of this model") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Asking for the last tokens by id, since the whole vocabulary as a dictionary is slow and large.

@@ -301,7 +301,7 @@ def test_a_checkpoint_is_never_its_own_destination(tmp_path, capsys, where: str)
     (tmp_path / "link").symlink_to(source)
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     assert main(["export", str(source), str(tmp_path / where)]) == 2
-    assert "overlaps the checkpoint" in capsys.readouterr().err
+    assert "overlaps the model" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "link"]
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import shutil
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -491,10 +492,27 @@ def test_a_tokenizer_of_another_model_is_refused(tiny_bundle: Path, tmp_path: Pa
         edgerun.load(folder)
 
 
+def test_a_path_that_leads_to_no_tokenizer_is_named(tiny_bundle: Path, tmp_path: Path) -> None:
+    for path, said in (
+        (tmp_path / "absent", r"absent does not exist; give a tokenizer\.json, or a folder with one"),
+        (tmp_path, r"holds no tokenizer\.json; give a tokenizer\.json, or a folder with one"),
+        (tiny_bundle / "edge.json", r"edge\.json cannot be read: .*; give the tokenizer\.json of this model"),
+    ):
+        with pytest.raises(BundleError, match=said):
+            edgerun.load(tiny_bundle, tokenizer=path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are text elsewhere")
+def test_a_path_that_is_no_text_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = copy_of(tiny_bundle, tmp_path / "m\udcff")
+    with pytest.raises(BundleError, match=r"m.* is not UTF-8, which ONNX Runtime cannot open; rename it"):
+        edgerun.load(folder)
+
+
 def test_missing_files_are_named(tiny_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="does not exist; give an .onnx file or a model folder"):
         edgerun.load(tmp_path / "nothing")
-    with pytest.raises(BundleError, match=r"holds no \.onnx file; give a folder made by edge-run export"):
+    with pytest.raises(BundleError, match=r"holds no \.onnx file; give an .onnx file or a model folder"):
         edgerun.load(tmp_path)
     with pytest.raises(BundleError, match="it looks like a checkpoint: run edge-run export"):
         edgerun.load(tiny_bundle.parent / "checkpoint")
@@ -516,8 +534,10 @@ def test_a_model_without_a_template_continues_plain_text_only(tiny_bundle: Path,
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with edgerun.load(folder) as engine:
         assert engine.generate("a", raw=True, max_tokens=2).text
-        with pytest.raises(TemplateError, match="has no chat template; use --raw"):
+        with pytest.raises(TemplateError, match=r"has no chat template; continue plain text: --raw -p TEXT"):
             engine.generate("a")
+        with pytest.raises(TemplateError, match="has no chat template"):
+            engine.session()
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "tokenizer.json"])
