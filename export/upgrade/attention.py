@@ -14,7 +14,6 @@ experiment (`probe`):
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -85,7 +84,7 @@ def find_attention(probe: Probe, context: int) -> list[Attention]:
     graph = probe.graph
     cached = {each.present: each for each in _cached_rows(probe)}
     places = [place for node in graph.nodes_of("Softmax") if (place := _place(probe, node, cached)) is not None]
-    places.sort(key=lambda place: _number(place.key.past))
+    places.sort(key=lambda place: probe.order[place.softmax])
     used = {each.present for place in places for each in (place.key, place.value)}
     unused = sorted(set(graph.outputs) - used - {"logits"})
     if unused or not places:
@@ -309,9 +308,3 @@ def _require_likeness(probe: Probe, attention: Attention, seen: Array) -> None:
 
 def _unknown(layer: int, what: str) -> BundleError:
     return BundleError(f"the model's attention in layer {layer} is not recognised: {what}", _HINT)
-
-
-def _number(name: str) -> int:
-    """The layer number in the name of a cache input."""
-    numbers = re.findall(r"\d+", name)
-    return int(numbers[0]) if numbers else 0

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -39,13 +39,12 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto,
 
 from ...edge.errors import BundleError
 from ...models.external_data import check_external_data
+from ..nodes import MICROSOFT
 from .node import Node, constant_of, ordered
 from .tensors import Array, Tensor, read_tensor
 from .write import TensorWriter
 
 __all__ = ["MICROSOFT", "EditableGraph", "Node"]
-
-MICROSOFT: Final = "com.microsoft"
 
 
 class EditableGraph:

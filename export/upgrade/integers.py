@@ -18,10 +18,10 @@ from typing import Final
 import numpy as np
 from onnx import TensorProto
 
+from ..nodes import INT8_ACTIVATIONS
 from .editable import MICROSOFT, EditableGraph, Node
 from .tensors import Array, Tensor
 
-_INT8_ACTIVATIONS: Final = 4
 _USUAL_ZERO: Final = 128
 _BLOCKS: Final = (128, 32)
 _AT_ONCE: Final = 1 << 24
@@ -107,7 +107,7 @@ def _replace(graph: EditableGraph, stem: str, linear: _Linear) -> None:
         K=columns,
         bits=8,
         block_size=block,
-        accuracy_level=_INT8_ACTIVATIONS,
+        accuracy_level=INT8_ACTIVATIONS,
     )
     graph.hand_over(linear.result, node.output(0))
 

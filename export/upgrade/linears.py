@@ -7,12 +7,12 @@ from typing import Final
 import numpy as np
 
 from ...models.manifest import WeightFormat
+from ..nodes import INT8_ACTIVATIONS
 from .editable import MICROSOFT, EditableGraph, Node
 from .matrices import Matrix, RoundedMatrix, matrix_of, rounded, table_of
 from .ports import TOKENS, look_up_by
 from .rows import find_head
 
-_INT8_ACTIVATIONS: Final = 4
 _SMALLEST: Final = 1 << 10
 """Weights of a matrix that is worth storing in blocks; a smaller one (the routing of experts) stays as it is."""
 
@@ -69,7 +69,7 @@ def _replace(graph: EditableGraph, node: Node, matrix: Matrix, stored: RoundedMa
         K=columns,
         bits=form.bits,
         block_size=form.block,
-        accuracy_level=_INT8_ACTIVATIONS,
+        accuracy_level=INT8_ACTIVATIONS,
     )
     graph.hand_over(node.output(0), linear.output(0))
 

@@ -40,7 +40,7 @@ class Ports:
     """Inputs and outputs of a decoder, after `settle_ports`."""
 
     caches: tuple[CachePort, ...]
-    """Key and value of each layer, in layer order."""
+    """Of a fused graph, key and value of each layer, in layer order; else as the inputs stand."""
     logits: str
 
 
@@ -97,7 +97,7 @@ def _without_cache(graph: EditableGraph) -> BundleError:
 
 
 def _caches(graph: EditableGraph) -> tuple[CachePort, ...]:
-    """Cache inputs with their outputs, keys before values, layer after layer."""
+    """Cache inputs with their outputs (see `Ports`)."""
     fused = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
     if fused:
         return tuple(port for node in fused for port in _of_fused(graph, node))
@@ -110,7 +110,7 @@ def _caches(graph: EditableGraph) -> tuple[CachePort, ...]:
         ]
         if ends and graph.element_type(name) in _FLOATING:
             found.append(CachePort(name, ends[0]))
-    return tuple(sorted(found, key=lambda port: _layer_and_half(port.past)))
+    return tuple(found)
 
 
 def _of_fused(graph: EditableGraph, node: Node) -> tuple[CachePort, CachePort]:
@@ -127,12 +127,6 @@ def _of_fused(graph: EditableGraph, node: Node) -> tuple[CachePort, CachePort]:
         ):
             raise BundleError("two layers of the model share a cache", _RUN_AS_IT_IS)
     return ports[0], ports[1]
-
-
-def _layer_and_half(name: str) -> tuple[int, int, str]:
-    """Order of a cache input by its name: layer, then keys before values."""
-    numbers = re.findall(r"\d+", name)
-    return (int(numbers[-1]) if numbers else 0, 1 if re.search("value", name) else 0, name)
 
 
 def _is_tokens(graph: EditableGraph, name: str) -> bool:

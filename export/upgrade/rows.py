@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 from ...edge.errors import BundleError
 from .. import contract
 from .editable import EditableGraph, Node
+from .matrices import matrix_of
 
 ROWS: Final = "logit_rows"
 
@@ -185,10 +186,7 @@ def _drop_last_row_only(graph: EditableGraph, head: Node) -> None:
 def _width(graph: EditableGraph, head: Node) -> int:
     if head.op in ("MatMulNBits", "MatMulBnb4"):
         return int(head.attribute("N"))
-    weight = head.input(1)
-    transposed = graph.producer_of(weight, "Transpose")
-    tensor = graph.tensors.get(weight if transposed is None else transposed.input(0))
-    if tensor is None or len(tensor.shape) != 2:
+    matrix = matrix_of(graph, head)
+    if matrix is None:
         raise BundleError("the model's head is not a matrix", "run it as it is")
-    turned = bool(head.attribute("transB", 0)) != (transposed is not None)
-    return tensor.shape[0 if turned else 1]
+    return matrix.shape[0]

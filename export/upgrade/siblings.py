@@ -15,10 +15,10 @@ from typing import Final
 import numpy as np
 from onnx import TensorProto
 
+from ..nodes import INT8_ACTIVATIONS
 from .editable import MICROSOFT, EditableGraph, Node
 from .tensors import Array, Computed, Tensor
 
-_INT8_ACTIVATIONS: Final = 4
 _CODES, _SCALES, _ZERO_POINTS, _GROUPS, _BIAS = 1, 2, 3, 4, 5
 _WIDE: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
@@ -34,7 +34,7 @@ def round_activations(graph: EditableGraph) -> int:
         and not (node.input(_ZERO_POINTS) and graph.element_type(node.input(_ZERO_POINTS)) in _WIDE)
     ]
     for node in opened:
-        graph.set_attribute(node, "accuracy_level", _INT8_ACTIVATIONS)
+        graph.set_attribute(node, "accuracy_level", INT8_ACTIVATIONS)
     return len(opened)
 
 

@@ -36,7 +36,8 @@ def fuse_attention(graph: EditableGraph, context: int) -> None:
     for attention in layers:
         if attention.head_dim % _CHANNELS:
             raise BundleError(
-                f"the model's heads have {attention.head_dim} channels, and fused attention takes multiples of {_CHANNELS}",
+                f"the model's heads have {attention.head_dim} channels, "
+                f"and fused attention takes multiples of {_CHANNELS}",
                 "run it as it is",
             )
     tables: list[RotaryTable] = []
