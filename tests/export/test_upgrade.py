@@ -254,7 +254,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "own operator": (name_own_operator, "the model uses operators of com.amd"),
     "no cache": (leave_no_cache, "the model has no key-value cache among its inputs and outputs"),
     "no data": (forget_data, "m/model.onnx keeps weights in"),
-    "short data": (shorten_data, "is damaged: it has bytes beyond the end of"),
+    "short data": (shorten_data, "is damaged: 1000 bytes, "),
     "old opset": (age, "the model is of opset 11, before 13; export it again with a later opset"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json lies beside"),
     "bad settings": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
