@@ -46,8 +46,6 @@ _PROMPT: Final = 16
 _STEPS: Final = 4
 POSITIONS_READ: Final = _PROMPT + _STEPS
 """Positions that the check reads, whatever context is asked for."""
-_SIBLING: Final = _PROMPT
-"""Place of the token in a tree's second branch."""
 
 
 @dataclass(frozen=True)
