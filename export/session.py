@@ -112,7 +112,7 @@ class GraphSession:
         try:
             self._session.run_with_iobinding(binding)
         except _ORT_ERRORS as error:
-            raise ExportError(f"the graph cannot be run: {str(error).splitlines()[0]}") from error
+            raise ExportError(f"the graph cannot be run: {_first_line(error)}") from error
         logits: npt.NDArray[np.float32] = binding.get_outputs()[0].numpy()
         return logits
 
@@ -137,7 +137,12 @@ class FreeSession:
         try:
             return list(self._session.run(list(outputs), dict(feeds)))
         except _ORT_ERRORS as error:
-            raise ExportError(f"the model cannot be run: {str(error).splitlines()[0]}") from error
+            raise ExportError(f"the model cannot be run: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, or its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _as_bytes(model: ModelProto) -> bytes:
@@ -167,7 +172,7 @@ def _opened(model: str | ModelProto, folder: Path) -> ort.InferenceSession:
     try:
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except _ORT_ERRORS as error:
-        raise ExportError(f"ONNX Runtime cannot load the model: {str(error).splitlines()[0]}") from error
+        raise ExportError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
 
 
 def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
@@ -184,4 +189,4 @@ def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[n
         session = ort.InferenceSession(_as_bytes(model), options, providers=["CPUExecutionProvider"])
         return list(session.run(None, dict(feeds)))
     except _ORT_ERRORS as error:
-        raise ExportError(f"a part of the model cannot be run: {str(error).splitlines()[0]}") from error
+        raise ExportError(f"a part of the model cannot be run: {_first_line(error)}") from error
