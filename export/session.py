@@ -163,10 +163,9 @@ def _as_bytes(model: ModelProto) -> bytes:
 def _opened(model: str | ModelProto, folder: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    if isinstance(model, ModelProto):
-        if not any(node.op_type == "MatMulNBits" for node in model.graph.node):
-            # For a few passes float matrices are good enough where they lie in the file, without a copy of each.
-            options.add_session_config_entry("session.disable_prepacking", "1")
+    if isinstance(model, ModelProto) and not any(node.op_type == "MatMulNBits" for node in model.graph.node):
+        # For a few passes float matrices are good enough where they lie in the file, without a copy of each.
+        options.add_session_config_entry("session.disable_prepacking", "1")
     source = _as_bytes(model) if isinstance(model, ModelProto) else model
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
