@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from ..models.find import is_on_hub
 from ..models.hub_id import parse_hub_id
-from ..models.manifest import GraphLayout, WeightFormat
+from ..models.manifest import GraphLayout, Method, WeightFormat
 from .errors import InputError
 from .offline import Offline
 
@@ -35,10 +35,11 @@ class WeightChoice(str, Enum):
     FP32 = "fp32"
     INT8 = "int8"
     INT4 = "int4"
+    INT2 = "int2"
 
     def in_blocks_of(self, block: int) -> WeightFormat:
         """The format this names; fp32 has no blocks."""
-        bits = {WeightChoice.FP32: 32, WeightChoice.INT8: 8, WeightChoice.INT4: 4}[self]
+        bits = {WeightChoice.FP32: 32, WeightChoice.INT8: 8, WeightChoice.INT4: 4, WeightChoice.INT2: 2}[self]
         return WeightFormat(bits, 0 if self is WeightChoice.FP32 else block)
 
 
@@ -59,6 +60,12 @@ def export(
     head: Annotated[
         WeightChoice | None,
         typer.Option(help="How LM head and embedding are stored.", show_default="as the other weights"),
+    ] = None,
+    method: Annotated[
+        Method | None,
+        typer.Option(
+            help="How codes and scales of few bits are chosen.", show_default="k-quant for int4 and int2, rtn for int8"
+        ),
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Longest context to serve.", show_default="the model's, at most 32768")
@@ -99,11 +106,14 @@ def export(
     if weights is None and not has_own_formats(source):
         weights = WeightChoice.INT4
     if weights is None and head is None and block != _USUAL_BLOCK:
-        raise InputError(f"--block {block} says nothing without --weights or --head", "add --weights int4 or int8")
+        raise InputError(
+            f"--block {block} says nothing without --weights or --head", "add --weights int8, int4 or int2"
+        )
     recipe = ExportRecipe(
         body=None if weights is None else weights.in_blocks_of(block),
         head=None if head is None else head.in_blocks_of(block),
         context=context,
+        method=method,
         layout=layout,
     )
     with _progress_bar() as progress:
@@ -119,6 +129,8 @@ def _command(name: str, destination: Path, recipe: ExportRecipe) -> str:
             options += [option, "fp32" if form.bits == 32 else f"int{form.bits}"]
     blocks = {form.block for form in (recipe.body, recipe.head_format) if form is not None and form.block}
     options += [part for block in blocks for part in ("--block", str(block))]
+    if recipe.method is not None:
+        options += ["--method", recipe.method.value]
     if recipe.context is not None:
         options += ["--context", str(recipe.context)]
     if recipe.layout is not GraphLayout.EDGE:

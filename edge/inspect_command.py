@@ -76,6 +76,7 @@ def describe(engine: Engine) -> dict[str, Any]:
     if manifest is not None:
         facts |= {
             "weights": dict(Counter(str(form) for form in manifest.weights.values())),
+            "methods": dict(Counter(form.method.value for form in manifest.weights.values() if form.method)),
             "head_weights": str(manifest.weights["head"]),
             "bits_per_weight": round(manifest.bits_per_weight, 3),
             "parity": dict(manifest.parity),

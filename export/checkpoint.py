@@ -18,9 +18,9 @@ import numpy as np
 
 from ..edge.errors import CheckpointError
 from ..models.json_file import is_whole, parse_json_object, shown
-from ..models.manifest import WeightFormat
+from ..models.manifest import Method, WeightFormat
+from .methods import QUANTIZERS
 from .prefetch import in_order
-from .quantize import quantize_rows
 from .settings import read_json
 from .source import Coded, Float32Array, RowRange, UInt8Array
 from .stacked_experts import FloatStack, Mxfp4Stack
@@ -123,12 +123,12 @@ class Checkpoint:
         return in_order(self.read_rows, self.row_ranges(name))
 
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
-        """Some rows of a matrix rounded to the nearest codes.
+        """Some rows of a matrix in few bits, by the method that the format names.
 
         Raises:
             CheckpointError: they hold a NaN or an infinity, or cannot be read.
         """
-        return Coded(*quantize_rows(self.read_rows(rows), form))
+        return Coded(*QUANTIZERS[form.method or Method.RTN](self.read_rows(rows), form))
 
     def own_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- a checkpoint folder holds floats
         """Float32, in which any of a checkpoint's tensors is exact."""

@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ..edge.errors import CheckpointError, DestinationError
+from ..edge.errors import CheckpointError, DestinationError, InputError
 from ..models.json_file import read_json_object
+from ..models.manifest import Method
 from .destination import require_apart
 from .family import supported_families
 from .pipeline import ExportReport, Progress
@@ -47,10 +48,13 @@ def export_by_optimum(
 
     Raises:
         CheckpointError: Optimum cannot export the checkpoint.
+        InputError: a method of rounding is chosen.
         DestinationError: there is no room beside the destination.
         EdgeError: whatever `upgrade_model` raises.
     """
     started = time.perf_counter()
+    if recipe.method not in (None, Method.RTN):
+        raise InputError("a checkpoint that goes by Optimum is rounded to nearest", "leave --method out")
     require_apart(source, destination)
     place = next(folder for folder in destination.absolute().parents if folder.is_dir())
     try:

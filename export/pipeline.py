@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from ..edge.errors import InputError
 from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest, WeightFormat
 from ..models.variants import GENAI_CONFIG
@@ -23,7 +24,7 @@ from .graph import build_graph
 from .initializers import Initializers
 from .layout import expected_tensors, units_of
 from .parity import Parity, check_parity
-from .recipe import ExportRecipe
+from .recipe import ExportRecipe, with_methods
 from .source import ModelSource
 from .tokenizer import require_tokenizer
 from .weightfile import WeightFile
@@ -77,13 +78,15 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
-        InputError: the destination holds something that is not a bundle's or overlaps the source, or the context is
-            too long.
+        InputError: the destination holds something that is not a bundle's or overlaps the source, the context is
+            too long, or a method is chosen for a GGUF file.
         DestinationError: the disk refused a write.
         ExportError: the graph does not compute what the checkpoint means. As with every error, the destination is as it
             was before.
     """
     started = time.perf_counter()
+    if recipe.method is not None and is_gguf(source):
+        raise InputError("the weights of a GGUF file are not rounded by a method of choice", "leave --method out")
     require_apart(source, destination)
     with _opened(source) as (config, checkpoint):
         context = recipe.context_for(config)
@@ -92,6 +95,8 @@ def export_checkpoint(
         require_tokenizer(checkpoint.folder, config.vocab_size)
         require_companions(checkpoint.folder, config.vocab_size)
         plan = recipe.plan_for(config, checkpoint.own_format)
+        if not is_gguf(source):
+            plan = with_methods(plan, recipe.method)
         parity, bits, sizes = _write_folder(
             destination, checkpoint, config, plan, context, recipe.layout, progress, command
         )

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ..edge.errors import InputError
-from ..models.manifest import SHORTEST_CONTEXT, GraphLayout, WeightFormat
+from ..models.manifest import SHORTEST_CONTEXT, GraphLayout, Method, WeightFormat
 from .config import DecoderConfig
 from .layout import Unit, units_of
 
 FP32: Final = WeightFormat(32)
 INT8: Final = WeightFormat(8, 32)
 INT4: Final = WeightFormat(4, 32)
+INT2: Final = WeightFormat(2, 32)
 
 BLOCKS: Final = (32, 64, 128)
-QUANTIZED_BITS: Final = (4, 8)
+QUANTIZED_BITS: Final = (2, 4, 8)
+USUAL_METHODS: Final[Mapping[int, Method]] = {2: Method.K_QUANT, 4: Method.K_QUANT, 8: Method.RTN}
+"""By bits. Of 8 bits, rounding to nearest loses next to nothing, and takes least time."""
 _OUTER: Final = ("embedding", "head")
 DEFAULT_CONTEXT_LIMIT: Final = 32768
 """Longest context exported unasked: the rotary table costs 4 * head_dim bytes a position."""
@@ -42,6 +45,8 @@ class ExportRecipe:
     """Format of the LM head and of the embedding; None stands for the body's."""
     context: int | None = None
     """Positions the graph serves; None stands for the checkpoint's usual ones, at most `DEFAULT_CONTEXT_LIMIT`."""
+    method: Method | None = None
+    """How codes and scales are chosen; None stands for `USUAL_METHODS`."""
     layout: GraphLayout = GraphLayout.EDGE
     """Whose inputs and outputs the graph has."""
 
@@ -53,9 +58,10 @@ class ExportRecipe:
             if not plain and (form.bits not in QUANTIZED_BITS or form.block not in BLOCKS):
                 raise InputError(
                     f"weights of {form.bits} bits in blocks of {form.block} cannot be exported",
-                    f"supported are fp32, and {' and '.join(map(str, QUANTIZED_BITS))} bits in blocks of "
-                    + ", ".join(map(str, BLOCKS)),
+                    "supported are fp32, and 2, 4 and 8 bits in blocks of " + ", ".join(map(str, BLOCKS)),
                 )
+        if self.method is not None and {self.body, self.head_format} == {FP32}:
+            raise InputError("fp32 weights are not rounded, so there is no method to choose", "leave --method out")
         if self.context is not None and self.context < SHORTEST_CONTEXT:
             raise InputError(
                 f"a context of {self.context} positions cannot be exported", f"give at least {SHORTEST_CONTEXT}"
@@ -102,6 +108,15 @@ class ExportRecipe:
                 )
             plan[unit.name] = form
         return plan
+
+
+def with_methods(plan: Mapping[str, WeightFormat], asked: Method | None) -> dict[str, WeightFormat]:
+    """A plan that says for each unit of few bits how its codes are chosen, unless they are rounded to nearest."""
+    methods = {unit: asked or USUAL_METHODS.get(form.bits) for unit, form in plan.items()}
+    return {
+        unit: form if form.bits == FP32.bits or methods[unit] is Method.RTN else replace(form, method=methods[unit])
+        for unit, form in plan.items()
+    }
 
 
 def _widest(unit: Unit, own_format: Callable[[str], WeightFormat]) -> WeightFormat:

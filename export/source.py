@@ -75,7 +75,7 @@ class ModelSource(Protocol):
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
         """Some rows of a matrix in few bits.
 
-        Those of the file itself where it has them in that form, else the rows' weights rounded.
+        Those of the file itself where it has them in that form, else such as the form's method chooses.
         """
         ...
 

@@ -49,14 +49,28 @@ class Architecture:
     """Whether the LM head is the embedding."""
 
 
+class Method(str, Enum):
+    """How codes and scales of few bits are chosen."""
+
+    RTN = "rtn"
+    """Round to nearest: the scale is read off the largest weight of a block."""
+    K_QUANT = "k-quant"
+    """The scale is searched for by weighted least squares."""
+    HQQ = "hqq"
+    """The scale is found by half-quadratic minimization of a norm that forgives outliers."""
+
+
 @dataclass(frozen=True)
 class WeightFormat:
-    """How one linear's weights are stored: 32 bits plain, or 4 or 8 bits in blocks along the input dimension."""
+    """How one linear's weights are stored: 32 bits plain, or 2, 4 or 8 bits in blocks along the input dimension."""
 
     bits: int
     block: int = 0
     offsets: bool = False
     """Whether each block has an offset beside its scale, as formats with minima need."""
+    method: Method | None = field(default=None, compare=False)
+    """How codes and scales were chosen, which makes no other format; None stands for rounding to nearest, and for codes
+    that came with a model."""
 
     def __str__(self) -> str:
         return "fp32" if self.bits == 32 else f"int{self.bits}/{self.block}" + "+offsets" * self.offsets
@@ -111,8 +125,9 @@ class Manifest:
         else:
             data["draft"] = {name: value for name, value in data["draft"].items() if value}
         for form in data["weights"].values():
-            if not form["offsets"]:
-                del form["offsets"]
+            for name in ("offsets", "method"):
+                if not form[name]:
+                    del form[name]
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -146,7 +161,7 @@ class Manifest:
                 producer=data.text("producer") if "producer" in data else "",
                 command=data.text("command") if "command" in data else "",
                 draft=_draft_pairing(data.fields("draft")) if "draft" in data else None,
-                layout=_layout(data) if "layout" in data else GraphLayout.EDGE,
+                layout=data.choice("layout", GraphLayout) if "layout" in data else GraphLayout.EDGE,
                 format=version,
                 contract=contract,
             )
@@ -155,6 +170,7 @@ class Manifest:
 
 
 _Value = TypeVar("_Value")
+_Choice = TypeVar("_Choice", GraphLayout, Method)
 
 
 class _Fields:
@@ -196,6 +212,13 @@ class _Fields:
             raise self._wrong(name, "text")
         return value
 
+    def choice(self, name: str, kind: type[_Choice]) -> _Choice:
+        value = self.text(name)
+        known = [each.value for each in kind]
+        if value not in known:
+            raise self._wrong(name, f"one of {', '.join(known)}")
+        return kind(value)
+
     def fields(self, name: str) -> _Fields:
         value = self._data[name]
         if not isinstance(value, dict):
@@ -236,20 +259,13 @@ def _draft_pairing(data: _Fields) -> DraftPairing:
     return DraftPairing(path, d2t, data.flag("d2t_offsets") if "d2t_offsets" in data else False)
 
 
-def _layout(data: _Fields) -> GraphLayout:
-    name = data.text("layout")
-    known = [each.value for each in GraphLayout]
-    if name not in known:
-        raise ValueError(f"has layout {shown(name)}, which must be one of {', '.join(known)}")
-    return GraphLayout(name)
-
-
 def _weight_format(data: _Fields) -> WeightFormat:
     data.require("bits")
     return WeightFormat(
         bits=data.whole("bits", 1),
         block=data.whole("block", 0) if "block" in data else 0,
         offsets=data.flag("offsets") if "offsets" in data else False,
+        method=data.choice("method", Method) if "method" in data else None,
     )
 
 

@@ -20,6 +20,7 @@ from edgerun.edge.errors import DestinationError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint, supported_families
 from edgerun.export.checkpoint import Checkpoint
 from edgerun.export.config import read_config
+from edgerun.export.recipe import with_methods
 from edgerun.export.reference import reference_logits
 from edgerun.export.rounded import RoundedWeights
 from edgerun.export.session import GraphSession
@@ -46,7 +47,7 @@ def expected_logits(bundle: Path, recipe: ExportRecipe, tokens=TOKENS, context: 
     """The reference on the rounded weights of `bundle`'s checkpoint."""
     source = bundle.parent / "checkpoint"
     config, checkpoint = read_config(source), Checkpoint(source)
-    weights = RoundedWeights(checkpoint, config, recipe.plan_for(config))
+    weights = RoundedWeights(checkpoint, config, with_methods(recipe.plan_for(config), recipe.method))
     return reference_logits(weights, read_json(source / "config.json"), tokens, context)
 
 
@@ -217,6 +218,7 @@ def test_bundle_is_complete_and_verified(tmp_path) -> None:
         (WeightFormat(8, 32), True, 9.0),
         (WeightFormat(4, 32), False, 5.0),
         (WeightFormat(4, 64), True, 4.5),
+        (WeightFormat(2, 32), True, 3.0),
     ],
     ids=str,
 )
@@ -231,9 +233,11 @@ def test_default_context_is_the_checkpoints_own_within_reason(tmp_path) -> None:
     assert ExportRecipe(context=40000).context_for(config) == 40000
 
 
-@pytest.mark.parametrize("form", [WeightFormat(4, 16), WeightFormat(2, 32), WeightFormat(32, 32), WeightFormat(4)])
+@pytest.mark.parametrize(
+    "form", [WeightFormat(4, 16), WeightFormat(2, 16), WeightFormat(3, 32), WeightFormat(32, 32), WeightFormat(4)]
+)
 def test_impossible_formats_are_refused(form: WeightFormat) -> None:
-    with pytest.raises(InputError, match="supported are fp32, and 4 and 8 bits in blocks of 32, 64, 128"):
+    with pytest.raises(InputError, match="supported are fp32, and 2, 4 and 8 bits in blocks of 32, 64, 128"):
         ExportRecipe(form)
     with pytest.raises(InputError, match="supported are"):
         ExportRecipe(FP32, head=form)

@@ -185,7 +185,7 @@ def test_external_data_is_aligned_disjoint_and_shared(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_it_loads_and_runs_quietly_on_the_fast_path(tmp_path, bits: int, block: int) -> None:
     for tied in (True, False):
         form = WeightFormat(bits, block)

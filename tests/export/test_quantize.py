@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from onnx import TensorProto, helper, numpy_helper
 
 from edgerun.export import WeightFormat
 from edgerun.export.quantize import blocks_of, dequantize_rows, pack_codes, quantize_rows, unpack_codes
-
-FORMATS = [WeightFormat(bits, block) for bits in (4, 8) for block in (32, 64, 128)]
+from weight_operators import FORMATS, run_operators
 
 
 @settings(deadline=None)
@@ -25,6 +22,7 @@ def test_packing_is_a_bijection(form: WeightFormat, rows: int, blocks: int, seed
 
 def test_the_first_code_is_in_the_low_bits() -> None:
     np.testing.assert_array_equal(pack_codes(np.array([[[1, 2, 15, 0]]], np.uint8), 4), [[[0x21, 0x0F]]])
+    np.testing.assert_array_equal(pack_codes(np.array([[[1, 2, 3, 0]]], np.uint8), 2), [[[0b00111001]]])
 
 
 @settings(deadline=None)
@@ -63,7 +61,7 @@ def test_error_is_at_most_half_a_step_and_the_extreme_is_exact(weights, form: We
 def test_all_codes_are_used(form: WeightFormat) -> None:
     half = 1 << (form.bits - 1)
     row = np.resize(np.arange(-half, half, dtype=np.float32), (1, 2 * half))
-    packed, scales = quantize_rows(row, WeightFormat(form.bits, 2 * half) if form.bits == 8 else form)
+    packed, scales = quantize_rows(row, WeightFormat(form.bits, max(2 * half, form.block)))
     columns = 2 * half
     codes = unpack_codes(packed, form.bits).reshape(-1)[:columns]
     np.testing.assert_array_equal(codes, np.arange(columns))
@@ -79,49 +77,3 @@ def test_operators_decode_as_we_do(form: WeightFormat, rows: int, columns: int, 
     product, gathered = run_operators(packed, scales, columns, form)
     np.testing.assert_allclose(product, expected.T, atol=1e-6)
     np.testing.assert_array_equal(gathered.reshape(rows, -1)[:, :columns], expected)
-
-
-def run_operators(packed, scales, columns: int, form: WeightFormat):
-    """MatMulNBits of the identity, which is the transposed weight, and GatherBlockQuantized of every row."""
-    rows = len(packed)
-    product = helper.make_node(
-        "MatMulNBits",
-        ["identity", "codes", "scales"],
-        ["product"],
-        domain="com.microsoft",
-        K=columns,
-        N=rows,
-        bits=form.bits,
-        block_size=form.block,
-        accuracy_level=1,
-    )
-    gathered = helper.make_node(
-        "GatherBlockQuantized",
-        ["codes", "rows", "gather_scales"],
-        ["gathered"],
-        domain="com.microsoft",
-        bits=form.bits,
-        block_size=form.block,
-        gather_axis=0,
-        quantize_axis=2,
-    )
-    constants = {
-        "identity": np.eye(columns, dtype=np.float32),
-        "codes": packed,
-        "scales": scales,
-        "gather_scales": scales[..., None],
-        "rows": np.arange(rows),
-    }
-    graph = helper.make_graph(
-        [product, gathered],
-        "operators",
-        [],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("product", "gathered")],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, {})

@@ -1,0 +1,175 @@
+"""The methods of choosing codes and scales: never worse than rounding to nearest, and the same for any cut of rows."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun.edge.errors import CheckpointError, InputError
+from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, Method, WeightFormat, export_checkpoint
+from edgerun.export.methods import QUANTIZERS
+from edgerun.export.quantize import dequantize_rows, quantize_rows
+from edgerun.models.bundle import open_bundle
+from tiny import tiny_weights, write_bundle, write_checkpoint, write_weights
+from weight_operators import FORMATS, run_operators
+
+SEARCHING = [Method.K_QUANT, Method.HQQ]
+
+
+def random_rows(seed: int, rows: int, columns: int, tails: float, magnitude: float):
+    """Rows of Student's t, the heavier in the tails the smaller `tails`."""
+    drawn = np.random.default_rng(seed).standard_t(tails, (rows, columns))
+    return (drawn * magnitude).astype(np.float32)
+
+
+def cost(weights, coded, form: WeightFormat, importance=None) -> float:
+    error = dequantize_rows(*coded, weights.shape[1], form).astype(np.float64) - weights
+    return float((error**2 * (1 if importance is None else importance)).sum())
+
+
+matrices = st.builds(
+    random_rows,
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 5),
+    st.sampled_from([16, 64, 130, 200]),
+    st.sampled_from([1.5, 3.0, 100.0]),
+    st.sampled_from([1e-20, 1e-3, 1.0, 1e15]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrices, st.sampled_from(FORMATS), st.sampled_from(SEARCHING), st.booleans())
+def test_never_worse_than_rounding_to_nearest(weights, form: WeightFormat, method: Method, informed: bool) -> None:
+    importance = None
+    if informed:
+        importance = np.random.default_rng(0).exponential(size=weights.shape[1]).astype(np.float32) ** 3
+    found = QUANTIZERS[method](weights, form, importance)
+    nearest = cost(weights, quantize_rows(weights, form), form, importance)
+    assert cost(weights, found, form, importance) <= nearest * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("method", SEARCHING, ids=str)
+@pytest.mark.parametrize(("form", "share"), [(WeightFormat(2, 32), 0.92), (WeightFormat(4, 32), 0.98)], ids=str)
+def test_less_error_on_rows_like_those_of_models(method: Method, form: WeightFormat, share: float) -> None:
+    weights = random_rows(1, 64, 512, 100.0, 0.02)
+    nearest = cost(weights, quantize_rows(weights, form), form)
+    assert cost(weights, QUANTIZERS[method](weights, form), form) < share * nearest
+
+
+@pytest.mark.parametrize("form", [WeightFormat(2, 32), WeightFormat(4, 64)], ids=str)
+def test_importance_moves_the_error_to_columns_that_matter_less(form: WeightFormat) -> None:
+    weights = random_rows(2, 64, 512, 100.0, 1.0)
+    importance = np.where(np.arange(512) % 4 == 0, 50, 1).astype(np.float32)
+    k_quant = QUANTIZERS[Method.K_QUANT]
+    informed, blind = k_quant(weights, form, importance), k_quant(weights, form)
+    assert cost(weights, informed, form, importance) < 0.97 * cost(weights, blind, form, importance)
+    assert cost(weights, informed, form) > cost(weights, blind, form)
+    # What counts is the ratio; columns without importance anywhere in a block count evenly.
+    for same in (importance * 1e-20, importance * np.float32(1e20)):
+        np.testing.assert_array_equal(k_quant(weights, form, same)[0], informed[0])
+    np.testing.assert_array_equal(k_quant(weights, form, np.zeros(512, np.float32))[0], blind[0])
+
+
+@pytest.mark.parametrize("importance", [np.ones(31), np.full(32, -1.0), np.full(32, np.nan), np.full(32, np.inf)])
+def test_importance_that_is_none(importance) -> None:
+    with pytest.raises(InputError, match="importance of 32 columns must be as many finite numbers from 0 up"):
+        QUANTIZERS[Method.K_QUANT](np.ones((1, 32), np.float32), INT4, importance.astype(np.float32))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("method", Method, ids=str)
+def test_rows_are_independent_of_each_other(method: Method, form: WeightFormat) -> None:
+    weights = random_rows(3, 300, 520, 3.0, 0.1)
+    packed, scales = QUANTIZERS[method](weights, form)
+    for part in (slice(0, 1), slice(7, 130), slice(299, 300)):
+        alone = QUANTIZERS[method](np.ascontiguousarray(weights[part]), form)
+        np.testing.assert_array_equal(alone[0], packed[part])
+        np.testing.assert_array_equal(alone[1], scales[part])
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("method", Method, ids=str)
+def test_zeros_constants_and_specks_are_exact(method: Method, form: WeightFormat) -> None:
+    weights = np.zeros((6, 2 * form.block), np.float32)
+    weights[1] = 0.75
+    weights[2] = -3.0
+    weights[3, 5] = 1e-3
+    weights[4, ::2] = 2.0
+    weights[5] = 1e-35
+    result = dequantize_rows(*QUANTIZERS[method](weights, form), weights.shape[1], form)
+    np.testing.assert_allclose(result, weights, rtol=1e-6, atol=1e-34)
+    assert not result[0].any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(matrices.filter(lambda rows: 1e-3 < np.abs(rows).max() < 1e4), st.sampled_from(FORMATS))
+def test_operators_decode_what_a_search_found(weights, form: WeightFormat) -> None:
+    packed, scales = QUANTIZERS[Method.K_QUANT](weights, form)
+    expected = dequantize_rows(packed, scales, weights.shape[1], form)
+    product, gathered = run_operators(packed, scales, weights.shape[1], form)
+    np.testing.assert_allclose(product, expected.T, rtol=1e-6, atol=1e-6 * np.abs(weights).max())
+    np.testing.assert_array_equal(gathered.reshape(len(weights), -1)[:, : weights.shape[1]], expected)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
+@pytest.mark.parametrize("method", Method, ids=str)
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_two_bits_through_the_whole_export(tmp_path, method: Method, block: int, tied: bool) -> None:
+    recipe = ExportRecipe(WeightFormat(2, block), method=method)
+    bundle = write_bundle(tmp_path, weights=recipe, tie_word_embeddings=tied, intermediate_size=172)
+    manifest = open_bundle(bundle).manifest
+    assert manifest is not None
+    assert set(manifest.weights.values()) == {WeightFormat(2, block)}
+    assert manifest.parity["max_abs_diff"] < 1e-4
+
+
+def test_the_manifest_names_the_method_of_each_unit(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+
+    def methods(recipe: ExportRecipe) -> set[str | None]:
+        export_checkpoint(source, tmp_path / "bundle", recipe)
+        written = json.loads((tmp_path / "bundle" / "edge.json").read_text())["weights"]
+        manifest = open_bundle(tmp_path / "bundle").manifest
+        assert manifest is not None
+        for unit, form in manifest.weights.items():
+            assert written[unit].get("method") == (form.method and form.method.value)
+        return {form.get("method") for form in written.values()}
+
+    assert methods(ExportRecipe(INT4)) == methods(ExportRecipe(INT2)) == {"k-quant"}
+    assert methods(ExportRecipe(INT4, method=Method.HQQ)) == {"hqq"}
+    assert methods(ExportRecipe(INT4, head=INT8)) == {"k-quant", None}
+    assert methods(ExportRecipe(INT4, head=FP32, method=Method.K_QUANT)) == {"k-quant", None}
+    assert methods(ExportRecipe(INT8)) == methods(ExportRecipe(INT4, method=Method.RTN)) == {None}
+
+
+def test_a_method_without_anything_to_round(tmp_path) -> None:
+    with pytest.raises(InputError, match="fp32 weights are not rounded.*; leave --method out"):
+        ExportRecipe(FP32, method=Method.RTN)
+    assert ExportRecipe(FP32, head=INT8, method=Method.RTN).method is Method.RTN
+
+
+@pytest.mark.parametrize("method", Method, ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_no_numbers_are_refused(tmp_path, method: Method, bad: float) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    config = json.loads((source / "config.json").read_text())
+    tensors = {name: value.copy() for name, value in tiny_weights(config, 0).items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = bad
+    write_weights(source, tensors)
+    with pytest.raises(CheckpointError, match="up_proj"):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4, method=method))
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("method", Method, ids=str)
+def test_the_same_bytes_every_time(tmp_path, method: Method) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    first, second = (
+        export_checkpoint(source, tmp_path / name, ExportRecipe(INT2, method=method)).bundle for name in "ab"
+    )
+    for file in ("model.onnx", "model.onnx.data"):
+        assert (first / file).read_bytes() == (second / file).read_bytes()

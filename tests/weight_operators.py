@@ -1,0 +1,57 @@
+"""ONNX Runtime's own reading of weights in few bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+from edgerun.export import WeightFormat
+
+FORMATS = [WeightFormat(bits, block) for bits in (2, 4, 8) for block in (32, 64, 128)]
+
+
+def run_operators(packed, scales, columns: int, form: WeightFormat):
+    """MatMulNBits of the identity, which is the transposed weight, and GatherBlockQuantized of every row."""
+    rows = len(packed)
+    product = helper.make_node(
+        "MatMulNBits",
+        ["identity", "codes", "scales"],
+        ["product"],
+        domain="com.microsoft",
+        K=columns,
+        N=rows,
+        bits=form.bits,
+        block_size=form.block,
+        accuracy_level=1,
+    )
+    gathered = helper.make_node(
+        "GatherBlockQuantized",
+        ["codes", "rows", "gather_scales"],
+        ["gathered"],
+        domain="com.microsoft",
+        bits=form.bits,
+        block_size=form.block,
+        gather_axis=0,
+        quantize_axis=2,
+    )
+    constants = {
+        "identity": np.eye(columns, dtype=np.float32),
+        "codes": packed,
+        "scales": scales,
+        "gather_scales": scales[..., None],
+        "rows": np.arange(rows),
+    }
+    graph = helper.make_graph(
+        [product, gathered],
+        "operators",
+        [],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("product", "gathered")],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, {})
