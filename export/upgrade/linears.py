@@ -12,6 +12,7 @@ from .editable import MICROSOFT, EditableGraph, Node
 from .matrices import Matrix, RoundedMatrix, matrix_of, rounded, table_of
 from .ports import TOKENS, look_up_by
 from .rows import find_head
+from .tensors import Source
 
 _SMALLEST: Final = 1 << 10
 """Weights of a matrix that is worth storing in blocks; a smaller one (the routing of experts) stays as it is."""
@@ -31,12 +32,18 @@ def quantize_linears(graph: EditableGraph, logits: str, body: WeightFormat, head
     """
     last = find_head(graph, logits)
     tied = _quantize_embedding(graph, head, matrix_of(graph, last)) if head.bits != 32 else None
+    shared: dict[tuple[Source, bool, WeightFormat], RoundedMatrix] = {}
     for node in graph.in_order():
         form = head if node is last else body
         matrix = matrix_of(graph, node)
         if form.bits == 32 or matrix is None or matrix.tensor.size < _SMALLEST or not _is_plain(graph, node, matrix):
             continue
-        _replace(graph, node, matrix, tied if node is last and tied is not None else rounded(matrix, form))
+        if node is last and tied is not None:
+            stored = tied
+        else:  # layers may share their weights
+            key = (matrix.tensor.source, matrix.turned, form)
+            stored = shared[key] if key in shared else shared.setdefault(key, rounded(matrix, form))
+        _replace(graph, node, matrix, stored)
     graph.sweep()
 
 

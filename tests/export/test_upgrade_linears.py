@@ -161,6 +161,17 @@ def test_a_large_matrix_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(asked) == 3
 
 
+def test_weights_that_layers_share_are_rounded_once() -> None:
+    model = decoder("its own")
+    for node in model.graph.node:
+        node.input[:] = [name.replace("up.", "gate.") for name in node.input]
+    graph = EditableGraph(model, Path())
+    quantize_linears(graph, "logits", FORMS[0], FORMS[0])
+    linears = graph.nodes_of("MatMulNBits")
+    assert len(linears) == 4
+    assert len({graph.tensors[node.input(1)].source for node in linears}) == 3
+
+
 def test_half_precision_is_rounded_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A widened matrix is never made whole in float32, let alone once for every piece."""
     whole: list[int] = []
