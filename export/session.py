@@ -18,6 +18,7 @@ from ..models.bundle import GRAPH_NAME
 from . import contract
 
 _MASKED: Final = np.float32(-1e9)
+_HINT: Final = "copy the model again if it may be damaged; else update onnxruntime"
 _ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
     *(value for value in vars(ort_errors).values() if isinstance(value, type) and issubclass(value, Exception)),
     *(RuntimeError, TypeError, ValueError),
@@ -112,7 +113,7 @@ class GraphSession:
         try:
             self._session.run_with_iobinding(binding)
         except _ORT_ERRORS as error:
-            raise ExportError(f"the graph cannot be run: {_first_line(error)}") from error
+            raise ExportError(f"the graph cannot be run: {_first_line(error)}", _HINT) from error
         logits: npt.NDArray[np.float32] = binding.get_outputs()[0].numpy()
         return logits
 
@@ -137,7 +138,7 @@ class FreeSession:
         try:
             return list(self._session.run(list(outputs), dict(feeds)))
         except _ORT_ERRORS as error:
-            raise ExportError(f"the model cannot be run: {_first_line(error)}") from error
+            raise ExportError(f"the model cannot be run: {_first_line(error)}", _HINT) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -171,7 +172,7 @@ def _opened(model: str | ModelProto, folder: Path) -> ort.InferenceSession:
     try:
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except _ORT_ERRORS as error:
-        raise ExportError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
+        raise ExportError(f"ONNX Runtime cannot load the model: {_first_line(error)}", _HINT) from error
 
 
 def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:

@@ -275,7 +275,7 @@ def _scale(probe: Probe, place: _Place, layer: int, kv_heads: int, head_dim: int
     readable = odds < _READABLE
     scale = float(odds[readable][-1] / _AMPLITUDES[readable][-1])
     cap = 0.0
-    if readable[-1]:
+    if readable[-1] and odds[-1] > 0:
         cap = float(odds[-1])
         middle = int(np.argmin(np.abs(odds - cap / 2)))
         scale = float(cap * np.arctanh(odds[middle] / cap) / _AMPLITUDES[middle])

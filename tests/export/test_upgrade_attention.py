@@ -171,10 +171,12 @@ def test_a_rotation_inside_needs_whole_blocks_of_channels() -> None:
     [
         (Plain(masking=Masking.SLOPED), "it adds to the scores something other than a mask"),
         (Plain(masking=Masking.BLOCKS), "its mask is neither causal nor a sliding window"),
+        (Plain(scale=0.0, scale_on_both=True), "its scores are neither scaled nor capped in a known way"),
+        (Plain(scale=-0.25), "its scores are neither scaled nor capped in a known way"),
     ],
-    ids=["alibi", "blocks"],
+    ids=["alibi", "blocks", "no-scale", "turned-over"],
 )
-def test_other_masks_are_refused(plain: Plain, what: str) -> None:
+def test_other_scores_are_refused(plain: Plain, what: str) -> None:
     with pytest.raises(BundleError) as refused:
         upgraded(plain)
     assert str(refused.value) == f"the model's attention in layer 0 is not recognised: {what}; {CANNOT}"
