@@ -137,6 +137,17 @@ def test_attention_of_the_standard_becomes_ours(grouped: bool, truths: bool, tmp
     require_same_text(tmp_path / "upgraded", layout)
 
 
+def forget_head(model: ModelProto) -> None:
+    """A head of zeros."""
+    (head,) = (tensor for tensor in model.graph.initializer if tensor.name == "lm_head.transposed")
+    head.CopyFrom(numpy_helper.from_array(np.zeros_like(numpy_helper.to_array(head)), head.name))
+
+
+def test_a_model_that_says_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="logits correlate by only nan with the source's"):
+        upgraded(changed(tmp_path / "m", OPTIMUM, forget_head), FP32)
+
+
 def forget_lengths(model: ModelProto) -> None:
     """Leave out how long each constant is, as ONNX allows: its shape tells it."""
     for tensor in model.graph.initializer:
