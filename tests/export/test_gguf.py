@@ -378,4 +378,4 @@ def test_running_a_file_says_to_export_it(tmp_path, capsys) -> None:
     assert main([str(tmp_path / "model.gguf"), "-p", "hello"]) == 2
     assert "is not an .onnx file; edge-run export model.gguf OUT makes a model folder of it" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "other.gguf"), str(tmp_path / "bundle")]) == 2
-    assert "other.gguf does not exist; give a .gguf file" in capsys.readouterr().err
+    assert "other.gguf does not exist; give a checkpoint folder, a .gguf file" in capsys.readouterr().err
