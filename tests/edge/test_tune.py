@@ -122,3 +122,11 @@ def test_one_guess_pays_from_where_tokens_a_second_are_equal() -> None:
     (entry,) = describe_cost(StepCost({10**6: {1: 1.0}}))
     assert entry["up_to_context"] is None
     assert entry["one_guess_pays_from"] == 1.0
+
+
+@pytest.mark.parametrize("command", ["tune", "bench", "verify"])
+def test_a_tokenizer_can_be_named(
+    command: str, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tiny_bundle), "--tokenizer", str(tmp_path)]) == 2
+    assert "holds no tokenizer.json; give a tokenizer.json, or a folder with one" in capsys.readouterr().err
