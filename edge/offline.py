@@ -1,4 +1,4 @@
-"""`--offline`: the option of every command that may ask the Hugging Face Hub."""
+"""`--offline`: the option of the commands that download models; the others heed HF_HUB_OFFLINE as it is set."""
 
 from __future__ import annotations
 
