@@ -19,8 +19,8 @@ import numpy as np
 from ..edge.errors import CheckpointError
 from ..models.json_file import is_whole, parse_json_object, shown
 from ..models.manifest import Method, WeightFormat
-from .methods import QUANTIZERS
 from .prefetch import in_order
+from .quantization.methods import QUANTIZERS
 from .settings import read_json
 from .source import Coded, Float32Array, RowRange, UInt8Array
 from .stacked_experts import FloatStack, Mxfp4Stack
@@ -128,7 +128,7 @@ class Checkpoint:
         Raises:
             CheckpointError: they hold a NaN or an infinity, or cannot be read.
         """
-        return Coded(*QUANTIZERS[form.method or Method.RTN](self.read_rows(rows), form))
+        return QUANTIZERS[form.method or Method.RTN](self.read_rows(rows), form)
 
     def own_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- a checkpoint folder holds floats
         """Float32, in which any of a checkpoint's tensors is exact."""

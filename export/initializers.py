@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ..models.manifest import WeightFormat
 from .layout import Unit
 from .prefetch import in_order
-from .quantize import OFFSETS, blocks_of, quantize_rows
+from .quantization.codes import OFFSETS, blocks_of, quantize_rows
 from .source import Float32Array, ModelSource, RowRange
 from .weightfile import WeightFile
 
@@ -72,7 +72,7 @@ class Initializers:
         return name
 
     def quantized(self, unit: Unit, form: WeightFormat, gathered: bool = False) -> tuple[str, str]:
-        """Add a unit's matrix in blocks along K (see `quantize`).
+        """Add a unit's matrix in blocks along K (see `quantization.codes`).
 
         Returns:
             Names of the codes, uint8 [N, blocks, block * bits / 8], and of the scales, float32 [N, blocks], or

@@ -12,7 +12,7 @@ from ..models.manifest import WeightFormat
 from .config import DecoderConfig
 from .initializers import Initializers
 from .layout import Norm, Unit
-from .quantize import OFFSETS, blocks_of
+from .quantization.codes import OFFSETS, blocks_of
 
 MICROSOFT: Final = "com.microsoft"
 INT8_ACTIVATIONS: Final = 4
@@ -108,7 +108,7 @@ class Nodes:
         return self.add("Add", [product, bias], unit.name) if bias else product
 
     def _linear_with_offsets(self, unit: Unit, form: WeightFormat, value: str, bias: str) -> str:
-        """The product with the codes, and that of the inputs' sums over blocks with the offsets (see `quantize`)."""
+        """The product with the codes, and that of the inputs' sums over blocks with the offsets."""
         codes, scales, offset_codes, offset_scales = self.weights.quantized_with_offsets(unit, form)
         inputs = [value, codes, scales, "", "", bias] if bias else [value, codes, scales]
         product = self.matmul_nbits(unit.shape, form, inputs, f"{unit.name}.product")

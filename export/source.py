@@ -30,7 +30,7 @@ class RowRange:
 
 
 class Coded(NamedTuple):
-    """Rows of a matrix in few bits (see `quantize`)."""
+    """Rows of a matrix in few bits (see `quantization.codes`)."""
 
     packed: UInt8Array
     """Codes, uint8 [rows, blocks, block * bits / 8]."""
@@ -38,6 +38,9 @@ class Coded(NamedTuple):
     """[rows, blocks]."""
     offsets: Float32Array | None = None
     """[rows, blocks], where the format has them."""
+    zero_points: UInt8Array | None = None
+    """The codes that stand for 0, packed along the blocks of a row, uint8 [rows, ceil(blocks * bits / 8)]; None where
+    that is the middle code, 2 ** (bits - 1)."""
 
 
 class ModelSource(Protocol):

@@ -6,7 +6,7 @@ from ..models.manifest import WeightFormat
 from . import contract
 from .layout import Unit, embedding_layout, head_layout
 from .nodes import MICROSOFT, Nodes
-from .quantize import blocks_of
+from .quantization.codes import blocks_of
 
 
 class Vocabulary:

@@ -58,6 +58,8 @@ class Method(str, Enum):
     """The scale is searched for by weighted least squares."""
     HQQ = "hqq"
     """The scale is found by half-quadratic minimization of a norm that forgives outliers."""
+    GPTQ = "gptq"
+    """Codes are chosen column by column, each making up for the errors of those before it."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,16 @@ class WeightFormat:
     block: int = 0
     offsets: bool = False
     """Whether each block has an offset beside its scale, as formats with minima need."""
+    zero_points: bool = False
+    """Whether each block says which code stands for 0; else it is the middle one."""
     method: Method | None = field(default=None, compare=False)
     """How codes and scales were chosen, which makes no other format; None stands for rounding to nearest, and for codes
     that came with a model."""
 
     def __str__(self) -> str:
-        return "fp32" if self.bits == 32 else f"int{self.bits}/{self.block}" + "+offsets" * self.offsets
+        if self.bits == 32:
+            return "fp32"
+        return f"int{self.bits}/{self.block}" + "+offsets" * self.offsets + "+zero-points" * self.zero_points
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ class Manifest:
         else:
             data["draft"] = {name: value for name, value in data["draft"].items() if value}
         for form in data["weights"].values():
-            for name in ("offsets", "method"):
+            for name in ("offsets", "zero_points", "method"):
                 if not form[name]:
                     del form[name]
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
@@ -265,6 +271,7 @@ def _weight_format(data: _Fields) -> WeightFormat:
         bits=data.whole("bits", 1),
         block=data.whole("block", 0) if "block" in data else 0,
         offsets=data.flag("offsets") if "offsets" in data else False,
+        zero_points=data.flag("zero_points") if "zero_points" in data else False,
         method=data.choice("method", Method) if "method" in data else None,
     )
 

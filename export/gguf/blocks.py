@@ -1,10 +1,10 @@
 """The types a GGUF tensor may have: decoding their blocks, and carrying codes over where the operators have them too.
 
 Q4_0, Q5_0 and Q8_0 store blocks of 32 weights as `w = d * q` with one float16 d and a signed q of 4, 5 or 8 bits. That
-is the form of `quantize`, w = (code - half) * scale: the codes are moved, the scale is widened to float32, and nothing
-is rounded. Q4_1 and Q4_K have a minimum beside the scale, w = d * q + m, which becomes the offset m + half * d: codes
-and scales are exact, and offsets are kept in 8 bits. All other types are decoded by the `gguf` package and, where codes
-are asked for, rounded anew.
+is the form of `quantization.codes`, w = (code - half) * scale: the codes are moved, the scale is widened to float32,
+and nothing is rounded. Q4_1 and Q4_K have a minimum beside the scale, w = d * q + m, which becomes the offset
+m + half * d: codes and scales are exact, and offsets are kept in 8 bits. All other types are decoded by the `gguf`
+package and, where codes are asked for, rounded anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
-from ..quantize import pack_codes
+from ..quantization.codes import pack_codes
 from ..source import Coded, Float32Array, UInt8Array
 
 

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from ...models.manifest import WeightFormat
-from ..quantize import blocks_of, pack_codes, quantize_rows
+from ..quantization.codes import blocks_of, pack_codes, quantize_rows
 from ..source import Float32Array, UInt8Array
 
 _STRETCHES: Final = (1.0, 0.9, 1.1)

@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 from ...models.manifest import WeightFormat
 from ..prefetch import in_order
-from ..quantize import UInt8Array, blocks_of, quantize_rows
+from ..quantization.codes import UInt8Array, blocks_of, quantize_rows
 from .editable import EditableGraph, Node
 from .tensors import Array, Computed, Tensor
 
@@ -85,7 +85,7 @@ def _read(graph: EditableGraph, name: str) -> Matrix | None:
 
 @dataclass(frozen=True, eq=False)
 class RoundedMatrix:
-    """A matrix in blocks along K (see `quantize`)."""
+    """A matrix in blocks along K (see `quantization.codes`)."""
 
     form: WeightFormat
     codes: Tensor

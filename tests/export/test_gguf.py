@@ -19,7 +19,7 @@ from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_
 from edgerun.export.checkpoint import Checkpoint
 from edgerun.export.config import read_config
 from edgerun.export.gguf import opened_gguf
-from edgerun.export.quantize import dequantize_rows, quantize_rows, rounded_offsets
+from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, rounded_offsets
 from edgerun.export.rope import Llama3
 from edgerun.export.session import GraphSession
 from edgerun.export.source import RowRange

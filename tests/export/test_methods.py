@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from edgerun.edge.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, Method, WeightFormat, export_checkpoint
-from edgerun.export.methods import QUANTIZERS
-from edgerun.export.quantize import dequantize_rows, quantize_rows
+from edgerun.export.quantization.codes import dequantize_rows, quantize_rows
+from edgerun.export.quantization.methods import QUANTIZERS
+from edgerun.export.quantization.statistics import InputStatistics
 from edgerun.models.bundle import open_bundle
 from tiny import tiny_weights, write_bundle, write_checkpoint, write_weights
 from weight_operators import FORMATS, run_operators
@@ -26,8 +27,12 @@ def random_rows(seed: int, rows: int, columns: int, tails: float, magnitude: flo
     return (drawn * magnitude).astype(np.float32)
 
 
+def inputs(mean_square) -> InputStatistics:
+    return InputStatistics(mean_square, np.sqrt(np.abs(mean_square)))
+
+
 def cost(weights, coded, form: WeightFormat, importance=None) -> float:
-    error = dequantize_rows(*coded, weights.shape[1], form).astype(np.float64) - weights
+    error = dequantize_rows(*coded[:2], weights.shape[1], form).astype(np.float64) - weights
     return float((error**2 * (1 if importance is None else importance)).sum())
 
 
@@ -47,7 +52,7 @@ def test_never_worse_than_rounding_to_nearest(weights, form: WeightFormat, metho
     importance = None
     if informed:
         importance = np.random.default_rng(0).exponential(size=weights.shape[1]).astype(np.float32) ** 3
-    found = QUANTIZERS[method](weights, form, importance)
+    found = QUANTIZERS[method](weights, form, None if importance is None else inputs(importance))
     nearest = cost(weights, quantize_rows(weights, form), form, importance)
     assert cost(weights, found, form, importance) <= nearest * (1 + 1e-5)
 
@@ -65,19 +70,19 @@ def test_importance_moves_the_error_to_columns_that_matter_less(form: WeightForm
     weights = random_rows(2, 64, 512, 100.0, 1.0)
     importance = np.where(np.arange(512) % 4 == 0, 50, 1).astype(np.float32)
     k_quant = QUANTIZERS[Method.K_QUANT]
-    informed, blind = k_quant(weights, form, importance), k_quant(weights, form)
+    informed, blind = k_quant(weights, form, inputs(importance)), k_quant(weights, form)
     assert cost(weights, informed, form, importance) < 0.97 * cost(weights, blind, form, importance)
     assert cost(weights, informed, form) > cost(weights, blind, form)
     # What counts is the ratio; columns without importance anywhere in a block count evenly.
     for same in (importance * 1e-20, importance * np.float32(1e20)):
-        np.testing.assert_array_equal(k_quant(weights, form, same)[0], informed[0])
-    np.testing.assert_array_equal(k_quant(weights, form, np.zeros(512, np.float32))[0], blind[0])
+        np.testing.assert_array_equal(k_quant(weights, form, inputs(same))[0], informed[0])
+    np.testing.assert_array_equal(k_quant(weights, form, inputs(np.zeros(512, np.float32)))[0], blind[0])
 
 
 @pytest.mark.parametrize("importance", [np.ones(31), np.full(32, -1.0), np.full(32, np.nan), np.full(32, np.inf)])
 def test_importance_that_is_none(importance) -> None:
     with pytest.raises(InputError, match="importance of 32 columns must be as many finite numbers from 0 up"):
-        QUANTIZERS[Method.K_QUANT](np.ones((1, 32), np.float32), INT4, importance.astype(np.float32))
+        QUANTIZERS[Method.K_QUANT](np.ones((1, 32), np.float32), INT4, inputs(importance.astype(np.float32)))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from edgerun.export import WeightFormat
-from edgerun.export.quantize import blocks_of, dequantize_rows, pack_codes, quantize_rows, unpack_codes
+from edgerun.export.quantization.codes import blocks_of, dequantize_rows, pack_codes, quantize_rows, unpack_codes
 from weight_operators import FORMATS, run_operators
 
 

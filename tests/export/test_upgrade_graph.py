@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from edgerun.edge.errors import BundleError
-from edgerun.export.quantize import quantize_rows
+from edgerun.export.quantization.codes import quantize_rows
 from edgerun.export.session import FreeSession, evaluate
 from edgerun.export.upgrade.editable import MICROSOFT, EditableGraph
 from edgerun.export.upgrade.masks import window_of_bias

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from edgerun.export import FP32
-from edgerun.export.quantize import dequantize_rows, quantize_rows
+from edgerun.export.quantization.codes import dequantize_rows, quantize_rows
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.linears import quantize_linears
 from edgerun.export.upgrade.matrices import Matrix, rounded

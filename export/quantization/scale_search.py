@@ -12,9 +12,10 @@ from typing import Final
 
 import numpy as np
 
-from ..edge.errors import InputError
-from ..models.manifest import WeightFormat
-from .quantize import Float32Array, UInt8Array, extremes, in_blocks, nearest_codes
+from ...edge.errors import InputError
+from ...models.manifest import WeightFormat
+from ..source import Coded
+from .codes import Float32Array, extremes, in_blocks, nearest_codes
 
 _CHUNK: Final = 1 << 16
 """Weights worked on at a time: a handful of arrays of as many stay in a core's cache."""
@@ -26,8 +27,8 @@ None where all count the same, and the bits."""
 
 def search_scales(
     weights: Float32Array, form: WeightFormat, importance: Float32Array | None, search: BlockSearch
-) -> tuple[UInt8Array, Float32Array]:
-    """Rows [N, K] in few bits, by scales that `search` finds; arguments and result as of a `Quantizer`."""
+) -> Coded:
+    """Rows [N, K] in few bits, by scales that `search` finds; result as of a `Quantizer`."""
     grouped = in_blocks(weights, form)
     usual = extremes(grouped) * np.float32(-1 / (1 << (form.bits - 1)))
     flat, scales = grouped.reshape(-1, form.block), usual.reshape(-1).copy()
@@ -40,7 +41,7 @@ def search_scales(
         shares = None if by_column is None else by_column[np.arange(start, start + len(units)) % len(by_column)]
         scales[part] *= search(units, shares, form.bits)
     found = scales.reshape(usual.shape)
-    return nearest_codes(grouped, found, form.bits), found
+    return Coded(nearest_codes(grouped, found, form.bits), found)
 
 
 def _by_column(importance: Float32Array, columns: int, form: WeightFormat) -> Float32Array:

@@ -13,9 +13,11 @@ from typing import Final
 
 import numpy as np
 
-from ..models.manifest import WeightFormat
-from .quantize import Float32Array, UInt8Array
+from ...models.manifest import WeightFormat
+from ..source import Coded
+from .codes import Float32Array
 from .scale_search import BestFit, rounded, search_scales
+from .statistics import InputStatistics
 
 _STRETCHES: Final = {
     2: (1.0, 0.55, 0.7, 0.85, -0.55, -0.7, -0.85),
@@ -27,11 +29,9 @@ _REFINEMENTS: Final = 2
 """How often the best scale is rounded with again and fitted again."""
 
 
-def k_quant_rows(
-    weights: Float32Array, form: WeightFormat, importance: Float32Array | None = None
-) -> tuple[UInt8Array, Float32Array]:
+def k_quant_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> Coded:
     """Rows in few bits; see `methods.Quantizer`."""
-    return search_scales(weights, form, importance, _search)
+    return search_scales(weights, form, None if inputs is None else inputs.mean_square, _search)
 
 
 def _search(units: Float32Array, shares: Float32Array | None, bits: int) -> Float32Array:

@@ -14,9 +14,11 @@ from typing import Final
 
 import numpy as np
 
-from ..models.manifest import WeightFormat
-from .quantize import Float32Array, UInt8Array
+from ...models.manifest import WeightFormat
+from ..source import Coded
+from .codes import Float32Array
 from .scale_search import BestFit, fit, rounded, search_scales
+from .statistics import InputStatistics
 
 _NORM: Final = 0.7
 _STIFFNESS: Final = 10.0
@@ -26,11 +28,9 @@ _SETTLED: Final = 1e-4
 """A block whose scale moves by no more is done."""
 
 
-def hqq_rows(
-    weights: Float32Array, form: WeightFormat, importance: Float32Array | None = None
-) -> tuple[UInt8Array, Float32Array]:
+def hqq_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> Coded:
     """Rows in few bits; see `methods.Quantizer`."""
-    return search_scales(weights, form, importance, _search)
+    return search_scales(weights, form, None if inputs is None else inputs.mean_square, _search)
 
 
 def _search(units: Float32Array, shares: Float32Array | None, bits: int) -> Float32Array:

@@ -1,0 +1,1 @@
+"""Draft models made from the target, or fitted to it."""

@@ -1,0 +1,45 @@
+"""The ways of choosing codes and scales, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from ...models.manifest import Method, WeightFormat
+from ..source import Coded
+from .codes import Float32Array, quantize_rows
+from .hqq import hqq_rows
+from .k_quant import k_quant_rows
+from .statistics import InputStatistics
+
+
+class Quantizer(Protocol):
+    """Puts rows into few bits."""
+
+    def __call__(self, weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> Coded:
+        """Choose codes, scales and, where the format has them, zero points.
+
+        Args:
+            weights: float32 [N, K], finite.
+            form: 2, 4 or 8 bits and the block.
+            inputs: what is known of the K inputs; None where nothing is.
+
+        Raises:
+            InputError: the mean squares are not K finite numbers from 0 up.
+        """
+        ...
+
+
+def _round_to_nearest(
+    weights: Float32Array,
+    form: WeightFormat,
+    inputs: InputStatistics | None = None,  # noqa: ARG001 -- they have no say where the extreme decides
+) -> Coded:
+    return Coded(*quantize_rows(weights, form))
+
+
+QUANTIZERS: Final[Mapping[Method, Quantizer]] = {
+    Method.RTN: _round_to_nearest,
+    Method.K_QUANT: k_quant_rows,
+    Method.HQQ: hqq_rows,
+}

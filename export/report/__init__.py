@@ -1,0 +1,1 @@
+"""What an export chose and what that costs, as tables and plots."""

@@ -1,0 +1,77 @@
+"""What an export asks of whoever runs models: text in a model's own words, the time of passes, accepted drafts.
+
+The exporter makes bundles and never opens the runtime; whoever starts an export hands in these functions, which run a
+bundle the way its users will. The command line's are in `edge/workbench.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray = npt.NDArray[np.int64]
+
+
+class Writer(Protocol):
+    """Lets a model write."""
+
+    def __call__(self, bundle: Path, tokens: int, longest: int, seed: int) -> list[TokenArray]:
+        """Texts that the model samples at temperature 1, in its chat template where it has one.
+
+        Args:
+            bundle: the model's folder.
+            tokens: how many there are to be in all, at least.
+            longest: most tokens of one text.
+            seed: the same seed gives the same texts.
+
+        Returns:
+            Token ids, int64 [n], template and prompt included.
+        """
+        ...
+
+
+class Stopwatch(Protocol):
+    """Times passes of several models in turn, so that a busy machine disturbs all alike."""
+
+    def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
+        """Median seconds of a pass by its rows, for each bundle, over `rounds` turns, the logits of all rows included.
+
+        The weights lie in memory as they do when the model is used: packed for this machine and mapped.
+        """
+        ...
+
+
+class Judge(Protocol):
+    """Measures how much speculation gains with a bundle's own draft."""
+
+    def __call__(self, bundle: Path, texts: Sequence[TokenArray]) -> Acceptance:
+        """Replay the texts; each ends with what a model answered."""
+        ...
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How a draft did."""
+
+    agreement: float
+    """Share of positions where target and draft prefer the same token."""
+    tokens_per_pass: float
+    """Mean tokens of a round."""
+    plain_seconds: float
+    """Of a token without speculation."""
+    speculative_seconds: float
+    """Of a token with it."""
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """The three together."""
+
+    write: Writer
+    time: Stopwatch
+    judge: Judge
