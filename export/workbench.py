@@ -35,6 +35,19 @@ class Writer(Protocol):
         ...
 
 
+class Reader(Protocol):
+    """Reads a text file the way a model reads it."""
+
+    def __call__(self, bundle: Path, file: Path, longest: int) -> list[TokenArray]:
+        """Texts of a file: each line's `messages` in the chat template where it is a .jsonl file, else the text itself,
+        cut into pieces of `longest` tokens.
+
+        Raises:
+            InputError: the file cannot be read, or holds no text.
+        """
+        ...
+
+
 class Stopwatch(Protocol):
     """Times passes of several models in turn, so that a busy machine disturbs all alike."""
 
@@ -70,8 +83,9 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Workbench:
-    """The three together."""
+    """All of them together."""
 
     write: Writer
+    read: Reader
     time: Stopwatch
     judge: Judge
