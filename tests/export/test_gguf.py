@@ -98,9 +98,10 @@ def test_codes_are_carried_over_and_nothing_is_rounded(tmp_path, kind: str) -> N
             rows = RowRange(f"{name}.weight", 5, len(whole) - 3)  # across heads
             np.testing.assert_array_equal(model.read_rows(rows), expected[5:-3])
             for wider in {form, INT8}:
-                codes, scales, offsets = model.coded(rows, wider)
-                assert offsets is None
-                np.testing.assert_array_equal(dequantize_rows(codes, scales, 64, wider), expected[5:-3])
+                coded = model.coded(rows, wider)
+                assert coded.offsets is None
+                assert coded.zero_points is None
+                np.testing.assert_array_equal(dequantize_rows(coded.packed, coded.scales, 64, wider), expected[5:-3])
 
 
 @pytest.mark.parametrize("kind", [*EXACT, *OTHER, *K_QUANTS])
@@ -140,7 +141,7 @@ def test_minima_become_offsets(tmp_path, kind: str) -> None:
     name = "blk.0.ffn_up.weight"
     rows = RowRange("model.layers.0.mlp.up_proj.weight", 3, 250)
     with opened_gguf(write_gguf(tmp_path / "model.gguf", source, {name: kind}, raw={name: raw})) as model:
-        exact, (codes, scales, offsets) = model.read_rows(rows), model.coded(rows, OFFSETS)
+        exact, (codes, scales, offsets, _) = model.read_rows(rows), model.coded(rows, OFFSETS)
     ours = dequantize_rows(codes, scales, 256, OFFSETS, offsets)
     np.testing.assert_allclose(ours, exact, atol=1e-6 * np.abs(exact).max())
     stored = dequantize_rows(codes, scales, 256, OFFSETS, rounded_offsets(offsets))

@@ -16,7 +16,6 @@ from edgerun.export.checkpoint import Checkpoint
 from edgerun.export.initializers import Initializers
 from edgerun.export.parity import TOLERANCE
 from edgerun.export.session import GraphSession
-from edgerun.export.source import Coded
 from tiny import write_bundle, write_checkpoint
 
 
@@ -80,8 +79,8 @@ def test_misplaced_codes_are_caught(tmp_path, monkeypatch) -> None:
 
     class Swapped(Checkpoint):
         def coded(self, rows, form):
-            packed, scales, offsets = super().coded(rows, form)
-            return Coded((packed >> 4 | packed << 4).astype(np.uint8), scales, offsets)
+            coded = super().coded(rows, form)
+            return coded._replace(packed=(coded.packed >> 4 | coded.packed << 4).astype(np.uint8))
 
     # Only what the graph is built from: the reference keeps the right codes.
     monkeypatch.setattr("edgerun.export.pipeline.Initializers", lambda _, *rest: Initializers(Swapped(source), *rest))
