@@ -5,7 +5,8 @@ from .dispatch import export_model, find_source, has_own_formats
 from .family import supported_families
 from .gguf import is_gguf
 from .parity import Parity
-from .pipeline import ExportReport, Progress, export_checkpoint
+from .pipeline import ExportReport, export_checkpoint
+from .progress import Progress
 from .recipe import FP32, INT2, INT4, INT8, ExportRecipe
 from .upgrade import upgrade_model
 

@@ -9,7 +9,8 @@ from typing import Final
 from ..edge.errors import InputError
 from .gguf import is_gguf
 from .optimum_path import export_by_optimum, goes_by_optimum
-from .pipeline import ExportReport, Progress, export_checkpoint, silent
+from .pipeline import ExportReport, export_checkpoint
+from .progress import Progress, silent
 from .recipe import ExportRecipe
 from .upgrade import holds_graph, upgrade_model
 

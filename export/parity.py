@@ -16,7 +16,7 @@ and the row selection answer too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -28,15 +28,13 @@ from threadpoolctl import threadpool_limits
 
 from ..edge.errors import ExportError
 from ..models.bundle import GRAPH_NAME
-from ..models.manifest import WeightFormat
-from .config import DecoderConfig
+from .content import Content
 from .float_activations import with_float_activations
 from .reference import TokenArray, reference_logits
 from .reference_positions import Float64Array
 from .rounded import RoundedWeights
 from .session import GraphSession
 from .settings import read_json
-from .source import ModelSource
 
 TOLERANCE: Final = 1e-3
 """Largest difference of a logit between graph and reference, in units of the logits' spread where that exceeds 1."""
@@ -62,28 +60,22 @@ class Parity:
         return asdict(self)
 
 
-def check_parity(
-    folder: Path,
-    checkpoint: ModelSource,
-    config: DecoderConfig,
-    plan: Mapping[str, WeightFormat],
-    context: int,
-    progress: Callable[[float], None],
-) -> Parity:
+def check_parity(folder: Path, content: Content, progress: Callable[[float], None]) -> Parity:
     """Compare the graph in `folder` with the reference on random tokens; `progress` hears the fraction done.
 
     Raises:
         ExportError: the graph does not compute what the checkpoint means.
     """
+    config, context = content.config, content.context
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, min(TOKENS, context))
     progress(0.0)
-    settings = read_json(checkpoint.folder / "config.json")
-    quantized = any(form.bits != 32 for form in plan.values())
+    settings = read_json(content.source.folder / "config.json")
+    quantized = any(form.bits != 32 for form in content.plan.values())
     # Products this small lose far more to a BLAS's own threads waking up than they gain.
     with threadpool_limits(1, user_api="blas"):
-        rounded = reference_logits(RoundedWeights(checkpoint, config, plan), settings, tokens, context)
+        rounded = reference_logits(RoundedWeights(content.source, config, content.plan), settings, tokens, context)
         progress(0.4)
-        original = reference_logits(checkpoint, settings, tokens, context) if quantized else rounded
+        original = reference_logits(content.original, settings, tokens, context) if quantized else rounded
     progress(0.8)
     graph = with_float_activations(onnx.load(folder / GRAPH_NAME, load_external_data=False))
     logits = _logits_through_the_cache(GraphSession(folder, config, len(tokens), graph), tokens)

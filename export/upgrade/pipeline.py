@@ -14,10 +14,12 @@ from ...edge.errors import BundleError, InputError
 from ...models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
 from .. import contract
+from ..bundle_writer import PRODUCER
 from ..companions import require_companions
 from ..destination import bundle_written_whole, require_apart
 from ..parity import Parity
-from ..pipeline import PRODUCER, ExportReport, Progress, silent
+from ..pipeline import ExportReport
+from ..progress import Progress, silent
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe
 from ..tokenizer import require_tokenizer
 from ..weightfile import WeightFile

@@ -68,7 +68,7 @@ def test_a_miswired_graph_is_not_written(tmp_path, monkeypatch, form, defect) ->
         defect(model)
         return model
 
-    monkeypatch.setattr("edgerun.export.pipeline.build_graph", wrong)
+    monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", wrong)
     with pytest.raises(ExportError, match=r"differs from the reference by .* in a logit, 0\.00\d+ is allowed"):
         export_checkpoint(source, tmp_path / "bundle", ExportRecipe(form))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
@@ -83,7 +83,8 @@ def test_misplaced_codes_are_caught(tmp_path, monkeypatch) -> None:
             return coded._replace(packed=(coded.packed >> 4 | coded.packed << 4).astype(np.uint8))
 
     # Only what the graph is built from: the reference keeps the right codes.
-    monkeypatch.setattr("edgerun.export.pipeline.Initializers", lambda _, *rest: Initializers(Swapped(source), *rest))
+    place = "edgerun.export.bundle_writer.Initializers"
+    monkeypatch.setattr(place, lambda _, *rest: Initializers(Swapped(source), *rest))
     with pytest.raises(ExportError, match="differs from the reference"):
         export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4))
 

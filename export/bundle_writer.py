@@ -1,0 +1,100 @@
+"""A bundle's files: graph, weights, what comes along from the checkpoint, and the manifest."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
+from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest
+from ..models.variants import GENAI_CONFIG
+from .config import DecoderConfig
+from .content import Content
+from .genai_layout import write_genai_layout
+from .graph import build_graph
+from .initializers import Initializers
+from .layout import units_of
+from .parity import Parity, check_parity
+from .progress import Progress, silent
+from .weightfile import WeightFile
+
+PRODUCER: Final = "edge-run"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What writing a bundle found out."""
+
+    parity: Parity
+    bits_per_weight: float
+    """Stored bits, scales included, over the weights of all units."""
+
+
+def write_bundle(folder: Path, content: Content, progress: Progress = silent) -> Written:
+    """Write every file of a bundle into an empty folder, and check the graph against the reference.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        ExportError: the graph does not compute what the checkpoint means.
+        OSError: the disk refused a write.
+    """
+    config, checkpoint = content.config, content.source
+    total = sum(unit.weight_count for unit in units_of(config) if not (config.tied_head and unit.name == "head"))
+    files: dict[str, FileDigest] = {}
+    with WeightFile(folder / WEIGHTS_NAME) as data:
+        weights = Initializers(checkpoint, data, _fraction_of(total, progress))
+        graph = build_graph(config, content.context, content.plan, weights)
+        files[WEIGHTS_NAME] = data.digest()
+    (folder / GRAPH_NAME).write_bytes(graph.SerializeToString())
+    for name in COMPANIONS:
+        if (checkpoint.folder / name).is_file():
+            shutil.copyfile(checkpoint.folder / name, folder / name)
+    parity = check_parity(folder, content, lambda fraction: progress("checking", fraction))
+    if content.layout is GraphLayout.GENAI:
+        write_genai_layout(folder, config, content.context)
+    progress("checking", 1.0)
+    names = (GRAPH_NAME, GENAI_CONFIG, *COMPANIONS)
+    files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
+    bits = sum(weights.unit_bits.values()) / total
+    manifest = Manifest(
+        architecture=_architecture(config, content.context),
+        weights=content.plan,
+        bits_per_weight=bits,
+        files=files,
+        parity=parity.as_mapping(),
+        producer=PRODUCER,
+        command=content.command,
+        layout=content.layout,
+    )
+    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    return Written(parity, bits)
+
+
+def _fraction_of(total: int, progress: Progress) -> Callable[[int], None]:
+    """Turns counts of weights just written into calls of `progress`."""
+    written = 0
+
+    def stored(count: int) -> None:
+        nonlocal written
+        written += count
+        progress("writing weights", written / total)
+
+    return stored
+
+
+def _architecture(config: DecoderConfig, context: int) -> Architecture:
+    return Architecture(
+        family=config.family,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        context=context,
+        tied_head=config.tied_head,
+    )

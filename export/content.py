@@ -1,0 +1,26 @@
+"""What a bundle is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..models.manifest import GraphLayout, WeightFormat
+from .config import DecoderConfig
+from .source import ModelSource
+
+
+@dataclass(frozen=True)
+class Content:
+    """Weights, their formats, and what the manifest says of them."""
+
+    source: ModelSource
+    """The weights as they are rounded, perhaps folded."""
+    original: ModelSource
+    """The weights as the checkpoint has them: what the bundle is compared with."""
+    config: DecoderConfig
+    plan: Mapping[str, WeightFormat]
+    context: int
+    layout: GraphLayout
+    command: str
+    """What the user typed, for the manifest."""
