@@ -111,10 +111,9 @@ class ExportRecipe:
 
 
 def with_methods(plan: Mapping[str, WeightFormat], asked: Method | None) -> dict[str, WeightFormat]:
-    """A plan that says for each unit of few bits how its codes are chosen, unless they are rounded to nearest."""
-    methods = {unit: asked or USUAL_METHODS.get(form.bits) for unit, form in plan.items()}
+    """A plan that says for each unit of few bits how its codes are chosen."""
     return {
-        unit: form if form.bits == FP32.bits or methods[unit] is Method.RTN else replace(form, method=methods[unit])
+        unit: form if form.bits == FP32.bits else replace(form, method=asked or USUAL_METHODS.get(form.bits))
         for unit, form in plan.items()
     }
 

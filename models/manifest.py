@@ -73,8 +73,8 @@ class WeightFormat:
     zero_points: bool = False
     """Whether each block says which code stands for 0; else it is the middle one."""
     method: Method | None = field(default=None, compare=False)
-    """How codes and scales were chosen, which makes no other format; None stands for rounding to nearest, and for codes
-    that came with a model."""
+    """How codes and scales were chosen, which makes no other format; None where nothing was chosen: plain weights, and
+    codes that came with a model (older bundles have it for rounding to nearest, too)."""
 
     def __str__(self) -> str:
         if self.bits == 32:
@@ -88,6 +88,20 @@ class FileDigest:
 
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The text by which weights were rounded and their formats chosen."""
+
+    origin: str
+    """Where it comes from, in words for a reader: a file's name, or that the model wrote it."""
+    tokens: int
+    """How many tokens statistics and choices were made with."""
+    held_out_tokens: int
+    """How many others `Manifest.quality` was measured on."""
+    folded: bool = False
+    """Whether scales of inputs were folded into norms and neighbouring matrices, as AWQ does."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,10 @@ class Manifest:
     """How near the graph came to the reference when it was exported: `max_abs_diff`, `mean_kl`, `top1_agreement`."""
     producer: str = ""
     command: str = ""
+    calibration: Calibration | None = None
+    quality: Mapping[str, float] = field(default_factory=dict)
+    """How near the rounded model stays to the float32 one on held-out calibration text: `mean_kl`, `p99_kl`,
+    `top1_agreement`, `perplexity`, `float_perplexity`; empty without calibration."""
     draft: DraftPairing | None = None
     layout: GraphLayout = GraphLayout.EDGE
     format: int = BUNDLE_FORMAT
@@ -126,6 +144,9 @@ class Manifest:
     def to_json(self) -> str:
         """The text of `edge.json`."""
         data = asdict(self)
+        for name in ("calibration", "quality"):
+            if not data[name]:
+                del data[name]
         if self.draft is None:
             del data["draft"]
         else:
@@ -166,6 +187,8 @@ class Manifest:
                 parity=data.numbers("parity") if "parity" in data else {},
                 producer=data.text("producer") if "producer" in data else "",
                 command=data.text("command") if "command" in data else "",
+                calibration=_calibration(data.fields("calibration")) if "calibration" in data else None,
+                quality=data.numbers("quality") if "quality" in data else {},
                 draft=_draft_pairing(data.fields("draft")) if "draft" in data else None,
                 layout=data.choice("layout", GraphLayout) if "layout" in data else GraphLayout.EDGE,
                 format=version,
@@ -251,6 +274,16 @@ def _architecture(data: _Fields) -> Architecture:
         context=data.whole("context", SHORTEST_CONTEXT),
         tied_head=data.flag("tied_head"),
         **{name: data.whole(name, 1) for name in counts},
+    )
+
+
+def _calibration(data: _Fields) -> Calibration:
+    data.require("origin", "tokens", "held_out_tokens")
+    return Calibration(
+        origin=data.text("origin"),
+        tokens=data.whole("tokens", 0),
+        held_out_tokens=data.whole("held_out_tokens", 0),
+        folded=data.flag("folded") if "folded" in data else False,
     )
 
 

@@ -146,9 +146,9 @@ def test_the_manifest_names_the_method_of_each_unit(tmp_path) -> None:
 
     assert methods(ExportRecipe(INT4)) == methods(ExportRecipe(INT2)) == {"k-quant"}
     assert methods(ExportRecipe(INT4, method=Method.HQQ)) == {"hqq"}
-    assert methods(ExportRecipe(INT4, head=INT8)) == {"k-quant", None}
+    assert methods(ExportRecipe(INT4, head=INT8)) == {"k-quant", "rtn"}
     assert methods(ExportRecipe(INT4, head=FP32, method=Method.K_QUANT)) == {"k-quant", None}
-    assert methods(ExportRecipe(INT8)) == methods(ExportRecipe(INT4, method=Method.RTN)) == {None}
+    assert methods(ExportRecipe(INT8)) == methods(ExportRecipe(INT4, method=Method.RTN)) == {"rtn"}
 
 
 def test_a_method_without_anything_to_round(tmp_path) -> None:

@@ -15,7 +15,7 @@ from edgerun import BundleError
 from edgerun.models.bundle import Bundle, digest_file, holds_only_bundle_files, open_bundle
 from edgerun.models.find import bundled_folder, find_model
 from edgerun.models.json_file import is_finite, is_whole
-from edgerun.models.manifest import Architecture, DraftPairing, FileDigest, Manifest, WeightFormat
+from edgerun.models.manifest import Architecture, Calibration, DraftPairing, FileDigest, Manifest, WeightFormat
 
 MANIFEST = Manifest(
     architecture=Architecture("llama", 300, 64, 96, 2, 4, 2, 16, 256, True),
@@ -58,11 +58,14 @@ def test_a_manifest_reads_as_it_was_written() -> None:
     for draft in (DraftPairing("../small"), DraftPairing("draft", "d2t.npy"), DraftPairing("d", "e.npy", True)):
         paired = dataclasses.replace(MANIFEST, draft=draft)
         assert Manifest.from_json(paired.to_json()) == paired
+    assert "calibration" not in MANIFEST.to_json()
+    calibrated = dataclasses.replace(MANIFEST, calibration=Calibration("a.txt", 9, 3, True), quality={"mean_kl": 0.1})
+    assert Manifest.from_json(calibrated.to_json()) == calibrated
 
 
 @pytest.mark.parametrize(
     "change",
-    [put("later", {"a": 1}), put("architecture/window", 5), put("weights/head/zero_points", True)],
+    [put("later", {"a": 1}), put("architecture/window", 5), put("weights/head/outliers", True)],
     ids=["top", "architecture", "weights"],
 )
 def test_fields_of_later_programs_are_left_out(change: Change) -> None:
@@ -111,6 +114,8 @@ BAD: list[tuple[str | bytes, str]] = [
     (changed(put("draft", {"path": "x", "d2t": "../y"})), "it has draft.d2t '../y', which must be the name of a file"),
     (changed(put("draft", {"path": "x", "d2t_offsets": 1})), "draft.d2t_offsets 1, which must be true or false"),
     (changed(put("command", 1)), "it has command 1, which must be text"),
+    (changed(put("calibration", {"origin": "a.txt"})), "it lacks calibration.tokens, calibration.held_out_tokens"),
+    (changed(put("quality", {"mean_kl": "0"})), "it has quality.mean_kl '0', which must be a finite number"),
 ]
 
 
