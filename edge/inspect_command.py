@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -12,13 +13,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..models.manifest import WeightFormat
 from ..runtime.certificate import kept_certificate
 from ..runtime.engine import Engine, load
 from ..runtime.graph_spec import GraphSpec, Sharing
 from ..runtime.session import SessionConfig
 from ..runtime.step_cost_cache import cached
+from .plan_table import plan_table
 from .tune_command import context_label, describe_cost
 from .verify_command import verdict
+
+_FLOAT_BITS: Final = 16
+"""From here on weights are numbers and not codes."""
 
 
 def inspect(
@@ -46,8 +52,13 @@ def inspect(
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name.replace("_", " "), _SHOWN.get(name, _shown)(value))
-    Console(highlight=False).print(table)
+        if name != "plan":  # has a table of its own
+            table.add_row(name.replace("_", " "), _SHOWN.get(name, _shown)(value))
+    console = Console(highlight=False)
+    console.print(table)
+    manifest = engine.bundle.manifest
+    if manifest is not None and (plan := plan_table(manifest.weights)).row_count:
+        console.print(plan)
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -76,9 +87,13 @@ def describe(engine: Engine) -> dict[str, Any]:
     if manifest is not None:
         facts |= {
             "weights": dict(Counter(str(form) for form in manifest.weights.values())),
-            "methods": dict(Counter(form.method.value for form in manifest.weights.values() if form.method)),
+            "methods": dict(Counter(_method(form) for form in manifest.weights.values() if form.bits < _FLOAT_BITS)),
+            "embedding_weights": str(manifest.weights.get("embedding", manifest.weights["head"])),
             "head_weights": str(manifest.weights["head"]),
             "bits_per_weight": round(manifest.bits_per_weight, 3),
+            "plan": {name: _stored_as(form) for name, form in manifest.weights.items()},
+            "calibration": None if manifest.calibration is None else asdict(manifest.calibration),
+            "quality": dict(manifest.quality),
             "parity": dict(manifest.parity),
             "files": {name: digest.bytes for name, digest in manifest.files.items()},
             "made_by": manifest.command or manifest.producer,
@@ -88,6 +103,17 @@ def describe(engine: Engine) -> dict[str, Any]:
     certificate = kept_certificate(engine.bundle, SessionConfig(engine.device))
     facts["exactness"] = None if certificate is None else {"verdict": verdict(certificate), **certificate.to_json()}
     return facts
+
+
+def _method(form: WeightFormat) -> str:
+    """How codes were chosen, or that nothing says it: they came with the model, or an older edge-run rounded them."""
+    return "not recorded" if form.method is None else form.method.value
+
+
+def _stored_as(form: WeightFormat) -> dict[str, Any]:
+    """A format in plain values."""
+    values = {**asdict(form), "method": None if form.method is None else form.method.value}
+    return {"format": str(form), **{name: value for name, value in values.items() if value}}
 
 
 def _cache(spec: GraphSpec) -> str:
@@ -110,6 +136,14 @@ def _pass_costs(described: list[dict[str, Any]] | None) -> str:
     return "\n".join(lines)
 
 
+def _calibration(described: Mapping[str, Any] | None) -> str:
+    """Where the text came from, and how much of it there was."""
+    if described is None:
+        return "none"
+    folded = ", input scales folded" if described["folded"] else ""
+    return f"{described['origin']}: {described['tokens']} tokens, {described['held_out_tokens']} held out{folded}"
+
+
 def _exactness(described: Mapping[str, Any] | None) -> str:
     """The verdict alone."""
     return "not checked yet; edge-run verify does it" if described is None else str(described["verdict"])
@@ -127,5 +161,9 @@ def _shown(value: Any) -> str:
     return "-" if value in (None, "") else str(value)
 
 
-_SHOWN: Final[Mapping[str, Callable[[Any], str]]] = {"pass_costs": _pass_costs, "exactness": _exactness}
+_SHOWN: Final[Mapping[str, Callable[[Any], str]]] = {
+    "calibration": _calibration,
+    "pass_costs": _pass_costs,
+    "exactness": _exactness,
+}
 """Facts that are not shown as they are."""

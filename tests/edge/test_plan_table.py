@@ -1,0 +1,90 @@
+"""The plan of a bundle as `inspect` prints it: folding loses nothing, and neighbours that are alike are one row."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from edgerun.edge.cli import main
+from edgerun.edge.plan_table import layer_runs, plan_table
+from edgerun.models.manifest import Calibration, Manifest, Method, WeightFormat
+
+PARTS = ("qkv", "o", "gate_up", "down")
+FORMATS = [WeightFormat(2, 64, method=Method.GPTQ), WeightFormat(4, 128, method=Method.GPTQ), WeightFormat(32)]
+plans = st.lists(st.tuples(*[st.sampled_from(FORMATS)] * len(PARTS)), min_size=1, max_size=12)
+
+
+def plan_of(layers: list[tuple[WeightFormat, ...]]) -> dict[str, WeightFormat]:
+    units = {
+        f"layers.{at}.{part}": form for at, forms in enumerate(layers) for part, form in zip(PARTS, forms, strict=True)
+    }
+    return {"embedding": FORMATS[0], **units, "head": FORMATS[1]}
+
+
+def printed(plan: dict[str, WeightFormat]) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(plan_table(plan))
+    return captured.get()
+
+
+@given(plans)
+def test_folding_loses_nothing(layers: list[tuple[WeightFormat, ...]]) -> None:
+    runs = layer_runs(plan_of(layers))
+    unfolded = [run.units for run in runs for _ in range(run.first, run.last + 1)]
+    assert unfolded == [dict(zip(PARTS, map(str, forms), strict=True)) for forms in layers]
+    assert all(before.units != after.units for before, after in pairwise(runs))
+    assert [run.first for run in runs] == [0, *(run.last + 1 for run in runs[:-1])]
+
+
+def test_layers_count_as_numbers_and_methods_are_named_where_they_differ() -> None:
+    plan = {f"layers.{at}.qkv": FORMATS[0] for at in range(11)}
+    assert [run.label for run in layer_runs(plan)] == ["layers 0 to 10"]
+    assert "gptq" not in printed(plan)
+    plan["layers.10.qkv"] = WeightFormat(4, 32, method=Method.HQQ)
+    assert "layers 0 to 9" in printed(plan)
+    assert "int4/32 hqq" in printed(plan)
+    del plan["layers.5.qkv"]
+    assert [run.label for run in layer_runs(plan)] == ["layers 0 to 4", "layers 6 to 9", "layer 10"]
+
+
+def test_a_layer_without_a_part_says_so() -> None:
+    shown = printed({"layers.0.o": FORMATS[0], "layers.1.qkv": FORMATS[1], "layers.0.odd": FORMATS[2]})
+    assert shown.index("qkv") < shown.index(" o ") < shown.index("odd")
+    assert "-" in shown
+
+
+def test_inspect_prints_the_plan_and_the_calibration(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(tiny_bundle, tmp_path / "model")
+    assert main(["inspect", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["calibration"], facts["quality"]) == (None, {})
+    manifest = Manifest.from_json((folder / "edge.json").read_bytes())
+    assert facts["plan"].keys() == manifest.weights.keys()
+    planned = dataclasses.replace(
+        manifest,
+        weights={**manifest.weights, "layers.1.down": WeightFormat(2, 64, method=Method.GPTQ)},
+        calibration=Calibration("written by the model", 900, 100, folded=True),
+        quality={"mean_kl": 0.125},
+    )
+    (folder / "edge.json").write_text(planned.to_json())
+    assert main(["inspect", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["plan"]["layers.1.down"] == {"format": "int2/64", "bits": 2, "block": 64, "method": "gptq"}
+    assert facts["methods"]["gptq"] == 1
+    assert facts["calibration"]["held_out_tokens"] == 100
+    assert main(["inspect", str(folder)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "written by the model: 900 tokens, 100 held out, input scales folded" in shown
+    assert "mean_kl 0.125" in shown
+    assert "layer 1" in shown
