@@ -52,9 +52,10 @@ class Stopwatch(Protocol):
     """Times passes of several models in turn, so that a busy machine disturbs all alike."""
 
     def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
-        """Median seconds of a pass by its rows, for each bundle, over `rounds` turns, the logits of all rows included.
+        """Seconds of a pass by its rows, for each bundle, the logits of all rows included.
 
-        The weights lie in memory as they do when the model is used: packed for this machine and mapped.
+        Of `rounds` turns the lower quartile: what disturbs a pass makes it slower. The weights lie in memory as they do
+        when the model is used: packed for this machine and mapped.
         """
         ...
 

@@ -42,7 +42,7 @@ def prepacked_graph(bundle: Bundle, runtime_version: str, pack: Callable[[Path, 
         runtime_version: of ONNX Runtime.
         pack: writes the prepacked twin of a graph (first argument) to a path (second).
     """
-    if bundle.manifest is None or bundle.weight_bytes < _WORTH_IT_FROM:
+    if not is_worth_packing(bundle):
         return bundle.graph
     key = f"{_FORMAT}\0{bundle.fingerprint}\0{runtime_version}\0{processor()}"
     folder = cache_folder() / "prepacked" / hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -55,6 +55,11 @@ def prepacked_graph(bundle: Bundle, runtime_version: str, pack: Callable[[Path, 
         shutil.rmtree(folder, ignore_errors=True)
         return bundle.graph
     return folder / GRAPH_NAME
+
+
+def is_worth_packing(bundle: Bundle) -> bool:
+    """Whether a model is loaded from its prepacked twin: a bundle that is not small."""
+    return bundle.manifest is not None and bundle.weight_bytes >= _WORTH_IT_FROM
 
 
 def _make(folder: Path, bundle: Bundle, pack: Callable[[Path, Path], None]) -> None:

@@ -1,0 +1,123 @@
+"""How long passes of several models take: the same passes of each, in turn.
+
+A machine that other programs use too, or that gets hot, changes speed by more than what is to be measured. So the
+models take turns of a few passes, in the opposite order every other time, and of every kind of pass the lower quartile
+is taken: what disturbs a pass makes it slower, never faster. A turn begins with a pass that does not count, since the
+caches still hold another model's weights, and with a pause, since the threads of the one before still spin.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ..models.bundle import GRAPH_NAME, Bundle, open_bundle
+from ..models.cache import cache_folder
+from ..runtime.bound import BoundSession
+from ..runtime.device import choose_device
+from ..runtime.facts import facts_of
+from ..runtime.prepacked import is_worth_packing
+from ..runtime.session import GraphSession, SessionConfig, write_prepacked
+
+PASSES: Final = 2
+"""Of a kind in a turn."""
+_SETTLE_S: Final = 0.02
+_CONTEXT: Final = 256
+"""Committed rows that every pass reads, as in the measurements of a model that is used."""
+_FILLER: Final = 0.01
+_QUARTILE: Final = 0.25
+
+
+class BundleStopwatch:
+    """Times passes of bundles with onnxruntime on this machine's CPU; a `Stopwatch` for the exporter."""
+
+    def __init__(self, threads: int = 0) -> None:
+        """`threads`: 0 for one per physical core."""
+        self._config = SessionConfig(choose_device("cpu"), threads)
+
+    def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
+        """Seconds of a pass by its rows, for each bundle; see `Stopwatch`.
+
+        Raises:
+            BundleError: one of them is damaged, or no model that edge-run can decode with.
+            EdgeError: ONNX Runtime failed.
+        """
+        with packed_graphs(bundles) as graphs:
+            bound = [bound_for_timing(bundle, graph, self._config) for bundle, graph in graphs]
+            times = take_turns(bound, rows, rounds)
+        return [{each: lower_quartile(passes) for each, passes in of_one.items()} for of_one in times]
+
+
+@contextmanager
+def packed_graphs(bundles: Sequence[Path]) -> Iterator[list[tuple[Bundle, Path]]]:
+    """Bundles, and for each the graph as it is loaded when it is used: where it is large, packed for this machine.
+
+    The packed twins are not those of the cache, which would give up other models for them, and go with the block.
+
+    Raises:
+        BundleError: one of them is damaged.
+    """
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="timing-", dir=cache_folder()) as folder:
+        graphs = []
+        for number, path in enumerate(bundles):
+            bundle = open_bundle(path)
+            graph = bundle.graph
+            if is_worth_packing(bundle):
+                graph = Path(folder) / str(number) / GRAPH_NAME
+                graph.parent.mkdir()
+                write_prepacked(bundle.graph, graph)
+            graphs.append((bundle, graph))
+        yield graphs
+
+
+def bound_for_timing(bundle: Bundle, graph: Path, config: SessionConfig) -> BoundSession:
+    """A session over a cache of so many rows as a usual conversation has.
+
+    Raises:
+        BundleError: the graph is not one that edge-run can decode with.
+    """
+    session = GraphSession(graph, config, facts_of(bundle))
+    most = bundle.context or 2 * _CONTEXT
+    bound = session.bind(session.arena(most))
+    # Rows never written lie in one page of zeros that the whole cache shares, and would be read too fast.
+    bound.arena.pad_to(min(_CONTEXT, bound.arena.limit // 2), _FILLER)
+    return bound
+
+
+def take_turns(bound: Sequence[BoundSession], rows: Sequence[int], rounds: int) -> list[dict[int, list[float]]]:
+    """Seconds of `rounds` turns of each session: by rows, `PASSES` to a turn.
+
+    Raises:
+        ContextError: a pass does not fit the context.
+        EdgeError: ONNX Runtime failed.
+    """
+    times: list[dict[int, list[float]]] = [{each: [] for each in rows} for _ in bound]
+    for number in range(rounds):
+        order = range(len(bound)) if number % 2 == 0 else reversed(range(len(bound)))
+        for which in order:
+            time.sleep(_SETTLE_S)
+            one_pass(bound[which], rows[0])
+            for width in rows:
+                times[which][width] += [one_pass(bound[which], width) for _ in range(PASSES)]
+    return times
+
+
+def one_pass(bound: BoundSession, rows: int) -> float:
+    """Seconds of a pass as verification runs it: logits of all rows, and a tree mask where there are several."""
+    tokens = np.arange(rows) % bound.spec.input_vocab
+    mask = np.tri(rows, dtype=np.bool_) if rows > 1 and bound.spec.trees else None
+    started = time.perf_counter()
+    bound.forward(tokens, tree_mask=mask)
+    return time.perf_counter() - started
+
+
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """What the undisturbed passes took."""
+    return float(np.quantile(seconds, _QUARTILE))

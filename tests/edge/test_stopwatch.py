@@ -1,0 +1,75 @@
+"""The stopwatch: every pass of every model is timed, on the weights it would be used with, and nothing is left over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgerun.edge import stopwatch
+from edgerun.edge.errors import BundleError
+from edgerun.edge.stopwatch import PASSES, BundleStopwatch, bound_for_timing, packed_graphs, take_turns
+from edgerun.export import ExportRecipe, WeightFormat
+from edgerun.models.cache import cache_folder
+from edgerun.runtime import prepacked
+from edgerun.runtime.bound import BoundSession
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.session import SessionConfig
+from tiny import write_bundle
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("timed")
+    return [write_bundle(folder / str(bits), weights=ExportRecipe(WeightFormat(bits, 32))) for bits in (4, 8)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_every_bundle_gets_a_time_for_every_number_of_rows(bundles: list[Path], cache: Path) -> None:
+    times = BundleStopwatch(threads=1)(bundles, (1, 4), rounds=2)
+    assert len(times) == len(bundles)
+    assert all(list(of_one) == [1, 4] and min(of_one.values()) > 0 for of_one in times)
+    assert list(cache.glob("timing-*")) == []
+
+
+def test_large_bundles_are_packed_for_the_machine_and_the_twins_go(
+    bundles: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with packed_graphs(bundles) as graphs:
+        assert [graph for _, graph in graphs] == [bundle / "model.onnx" for bundle in bundles]
+    monkeypatch.setattr(prepacked, "_WORTH_IT_FROM", 0)
+    with packed_graphs(bundles) as graphs:
+        assert all(cache in graph.parents and graph.is_file() for _, graph in graphs)
+        assert cache_folder() == cache
+    assert list(cache.glob("timing-*")) == []
+
+
+def test_turns_go_back_and_forth_and_start_with_a_pass_that_does_not_count(
+    bundles: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[tuple[BoundSession, int]] = []
+    really = stopwatch.one_pass
+
+    def noted(bound: BoundSession, rows: int) -> float:
+        passes.append((bound, rows))
+        return really(bound, rows)
+
+    monkeypatch.setattr(stopwatch, "one_pass", noted)
+    with packed_graphs(bundles) as graphs:
+        one, other = (bound_for_timing(*each, SessionConfig(choose_device("cpu"), 1)) for each in graphs)
+        times = take_turns([one, other], (1, 4), 2)
+    turn = [1] + [1] * PASSES + [4] * PASSES
+    assert passes == [(which, rows) for which in (one, other, other, one) for rows in turn]
+    assert [{rows: len(seconds) for rows, seconds in of_one.items()} for of_one in times] == [
+        {1: 2 * PASSES, 4: 2 * PASSES}
+    ] * 2
+
+
+def test_what_is_no_bundle_is_said_so(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(BundleError):
+        BundleStopwatch()([tmp_path / "nothing"], (1,), 1)
