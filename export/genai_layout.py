@@ -27,6 +27,7 @@ from .config import DecoderConfig
 from .float_activations import with_float_activations
 from .genai_config import genai_config
 from .parity import TOLERANCE
+from .pruning import needed_nodes
 from .reference import TokenArray
 from .session import FreeSession, GraphSession
 
@@ -110,7 +111,7 @@ def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
         if node.op_type == "GroupQueryAttention":
             _as_plain_text(node, windows[node.input[_PAST]])
     outputs = _outputs(config)
-    nodes = _wanted(nodes, [value.name for value in outputs])
+    nodes = needed_nodes(nodes, [value.name for value in outputs])
     used = {name for node in nodes for name in node.input}
     if left := sorted(used & _NOT_GIVEN):
         raise ExportError(
@@ -158,17 +159,6 @@ def _as_plain_text(node: NodeProto, window: int | None) -> None:
     kept = [attribute for attribute in node.attribute if attribute.name != _WINDOW]
     del node.attribute[:]
     node.attribute.extend(kept if window is None else [*kept, helper.make_attribute(_WINDOW, window)])
-
-
-def _wanted(nodes: list[NodeProto], outputs: list[str]) -> list[NodeProto]:
-    """Those of `nodes`, which are in order, that `outputs` need."""
-    needed = set(outputs)
-    kept = []
-    for node in reversed(nodes):
-        if needed.intersection(node.output):
-            needed.update(node.input)
-            kept.append(node)
-    return kept[::-1]
 
 
 def _every_row(graph: GraphProto, config: DecoderConfig) -> Iterator[NodeProto]:

@@ -1,0 +1,18 @@
+"""Leaving out of a graph what its outputs do not need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from onnx import NodeProto
+
+
+def needed_nodes(nodes: Sequence[NodeProto], outputs: Iterable[str]) -> list[NodeProto]:
+    """Those of `nodes`, which are in order, that `outputs` need."""
+    needed = set(outputs)
+    kept = []
+    for node in reversed(nodes):
+        if needed.intersection(node.output):
+            needed.update(node.input)
+            kept.append(node)
+    return kept[::-1]
