@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +13,40 @@ from onnx import TensorProto, helper, numpy_helper
 from ..models.manifest import WeightFormat
 from .layout import Unit
 from .prefetch import in_order
-from .quantization.codes import OFFSETS, blocks_of, quantize_rows
-from .source import Float32Array, ModelSource, RowRange
+from .quantization.codes import OFFSETS, blocks_of, quantize_rows, unpack_zero_points
+from .source import Float32Array, ModelSource, RowRange, UInt8Array
 from .weightfile import WeightFile
 
 _WORKERS: Final = 2
 _INLINE_BELOW: Final = 1024
 """Bytes of a constant that goes into the .onnx file itself, where shape inference can see it."""
+
+
+class _BesideCodes(NamedTuple):
+    """What belongs to a matrix's codes."""
+
+    scales: Float32Array
+    """[N, blocks]."""
+    offsets: Float32Array
+    """[N, blocks], zeros where it has none."""
+    points: UInt8Array
+    """Zero points as in `Coded`; empty where it has none."""
+
+
+class StoredMatrix(NamedTuple):
+    """The names of a quantized matrix's initializers."""
+
+    codes: str
+    scales: str
+    zero_points: str = ""
+    """Empty where the format has none."""
+
+    def inputs(self, bias: str = "") -> list[str]:
+        """What MatMulNBits takes after the rows it multiplies."""
+        inputs = [self.codes, self.scales, self.zero_points, "", bias]
+        while not inputs[-1]:
+            inputs.pop()
+        return inputs
 
 
 class Initializers:
@@ -71,15 +98,39 @@ class Initializers:
         self._stored(matrix.size)
         return name
 
-    def quantized(self, unit: Unit, form: WeightFormat, gathered: bool = False) -> tuple[str, str]:
-        """Add a unit's matrix in blocks along K (see `quantization.codes`).
+    def quantized(self, unit: Unit, form: WeightFormat) -> StoredMatrix:
+        """Add a unit's matrix in blocks along K (see `quantization.codes`), as MatMulNBits takes it.
 
         Returns:
-            Names of the codes, uint8 [N, blocks, block * bits / 8], and of the scales, float32 [N, blocks], or
-            [N, blocks, 1] as GatherBlockQuantized wants them when the matrix is `gathered` from.
+            Names of the codes, uint8 [N, blocks, block * bits / 8], of the scales, float32 [N, blocks], and of the zero
+            points, uint8 [N, ceil(blocks * bits / 8)].
         """
-        codes, (scales, _) = self._codes(unit, form)
-        return codes, self._scales(unit, "scales", scales, gathered)
+        codes, rest = self._codes(unit, form)
+        points = self._more(unit, "zero_points", rest.points) if form.zero_points else ""
+        return StoredMatrix(codes, self._more(unit, "scales", rest.scales), points)
+
+    def gathered(self, unit: Unit, form: WeightFormat, product: str = "") -> tuple[StoredMatrix, StoredMatrix]:
+        """Add a unit's matrix in blocks along K, of which GatherBlockQuantized takes rows.
+
+        Args:
+            unit: the embedding.
+            form: its format.
+            product: names the product with the matrix, where that is taken too.
+
+        Returns:
+            Names for GatherBlockQuantized: of codes and scales as of `quantized`, though scales are [N, blocks, 1] and
+            zero points, if there are any, uint8 of that shape, a byte each. Then those for MatMulNBits, which share the
+            bytes of codes and scales; zero points are stored again, packed.
+        """
+        codes, rest = self._codes(unit, form)
+        scales = self._more(unit, "scales", rest.scales[..., None])
+        points = packed = ""
+        if form.zero_points:
+            spread = unpack_zero_points(rest.points, rest.scales.shape[1], form.bits)
+            points = self._more(unit, "gathered_zero_points", spread[..., None])
+            packed = self._more(unit, "zero_points", rest.points) if product else ""
+        flat = self._reshaped(scales, f"{product}.scales", rest.scales.shape) if product else ""
+        return StoredMatrix(codes, scales, points), StoredMatrix(codes, flat, packed)
 
     def quantized_with_offsets(self, unit: Unit, form: WeightFormat) -> tuple[str, str, str, str]:
         """Add a unit's matrix in blocks that have offsets.
@@ -88,36 +139,41 @@ class Initializers:
             Names of codes and scales as of `quantized`, and of the codes and scales of the matrix of offsets
             [N, blocks], stored in `OFFSETS`.
         """
-        codes, (scales, offsets) = self._codes(unit, form)
-        rounded, offset_scales = quantize_rows(offsets, OFFSETS)
+        codes, rest = self._codes(unit, form)
+        rounded, offset_scales = quantize_rows(rest.offsets, OFFSETS)
         self._begin(f"{unit.name}.offset_codes", rounded.dtype, rounded.shape, unit)
         self._data.append(rounded)
         return (
             codes,
-            self._scales(unit, "scales", scales),
+            self._more(unit, "scales", rest.scales),
             f"{unit.name}.offset_codes",
-            self._scales(unit, "offset_scales", offset_scales),
+            self._more(unit, "offset_scales", offset_scales),
         )
 
-    def _codes(self, unit: Unit, form: WeightFormat) -> tuple[str, tuple[Float32Array, Float32Array]]:
-        """Add a unit's codes; returns their name, and its scales and offsets (zeros where it has none) [N, blocks]."""
+    def _codes(self, unit: Unit, form: WeightFormat) -> tuple[str, _BesideCodes]:
+        """Add a unit's codes; returns their name, and what belongs to them."""
         rows, columns = unit.shape
         name = f"{unit.name}.codes"
         self._begin(name, np.dtype(np.uint8), (rows, blocks_of(columns, form), form.block * form.bits // 8), unit)
         scales: list[Float32Array] = []
         offsets: list[Float32Array] = []
+        points: list[UInt8Array] = []
         parts = chain.from_iterable(self._checkpoint.row_ranges(source) for source in unit.weights)
         for piece in in_order(lambda part: self._checkpoint.coded(part, form), parts):
             self._data.append(piece.packed)
             scales.append(piece.scales)
             offsets.append(np.zeros_like(piece.scales) if piece.offsets is None else piece.offsets)
+            if piece.zero_points is not None:
+                points.append(piece.zero_points)
             self._stored(len(piece.packed) * columns)
-        return name, (np.concatenate(scales), np.concatenate(offsets))
+        all_points = np.concatenate(points) if points else np.empty((0, 0), np.uint8)
+        return name, _BesideCodes(np.concatenate(scales), np.concatenate(offsets), all_points)
 
-    def _scales(self, unit: Unit, kind: str, scales: Float32Array, gathered: bool = False) -> str:
+    def _more(self, unit: Unit, kind: str, value: Float32Array | UInt8Array) -> str:
+        """Add what belongs to a unit's codes."""
         name = f"{unit.name}.{kind}"
-        self._begin(name, scales.dtype, (*scales.shape, 1) if gathered else scales.shape, unit)
-        self._data.append(scales)
+        self._begin(name, value.dtype, value.shape, unit)
+        self._data.append(value)
         return name
 
     def experts(self, unit: Unit, form: WeightFormat) -> tuple[str, str]:
@@ -159,7 +215,7 @@ class Initializers:
             modules = unit.weights[start : start + together]
             yield from zip(*(self._checkpoint.row_ranges(name) for name in modules), strict=True)
 
-    def reshaped(self, name: str, alias: str, shape: Sequence[int]) -> str:
+    def _reshaped(self, name: str, alias: str, shape: Sequence[int]) -> str:
         """Add a tensor of another shape over the bytes of the initializer `name`."""
         proto = TensorProto()
         proto.CopyFrom(next(proto for proto in self.protos if proto.name == name))

@@ -10,7 +10,7 @@ from onnx import NodeProto, helper
 
 from ..models.manifest import WeightFormat
 from .config import DecoderConfig
-from .initializers import Initializers
+from .initializers import Initializers, StoredMatrix
 from .layout import Norm, Unit
 from .quantization.codes import OFFSETS, blocks_of
 
@@ -101,16 +101,15 @@ class Nodes:
         if form.offsets:
             return self._linear_with_offsets(unit, form, value, bias)
         if form.bits != 32:
-            codes, scales = self.weights.quantized(unit, form)
-            inputs = [value, codes, scales, "", "", bias] if bias else [value, codes, scales]
-            return self.matmul_nbits(unit.shape, form, inputs, unit.name)
+            stored = self.weights.quantized(unit, form)
+            return self.matmul_nbits(unit.shape, form, [value, *stored.inputs(bias)], unit.name)
         product = self.add("MatMul", [value, self.weights.plain_transposed(unit)], f"{unit.name}.product")
         return self.add("Add", [product, bias], unit.name) if bias else product
 
     def _linear_with_offsets(self, unit: Unit, form: WeightFormat, value: str, bias: str) -> str:
         """The product with the codes, and that of the inputs' sums over blocks with the offsets."""
         codes, scales, offset_codes, offset_scales = self.weights.quantized_with_offsets(unit, form)
-        inputs = [value, codes, scales, "", "", bias] if bias else [value, codes, scales]
+        inputs = [value, *StoredMatrix(codes, scales).inputs(bias)]
         product = self.matmul_nbits(unit.shape, form, inputs, f"{unit.name}.product")
         blocks = self.integers(f"blocks.{form.block}", 0, 0, -1, form.block)
         apart = self.add("Reshape", [value, blocks], f"{unit.name}.blocks")

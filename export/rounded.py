@@ -8,7 +8,7 @@ from ..models.manifest import WeightFormat
 from .config import DecoderConfig
 from .layout import units_of
 from .prefetch import in_order
-from .quantization.codes import dequantize_rows, rounded_offsets
+from .quantization.codes import decoded
 from .source import Float32Array, ModelSource, RowRange
 
 
@@ -29,10 +29,7 @@ class RoundedWeights:
         if form.bits == 32:
             return self._checkpoint.read_rows(rows)
         columns = self._checkpoint.shape(rows.name)[1]
-        packed, scales, offsets, _ = self._checkpoint.coded(rows, form)
-        return dequantize_rows(
-            packed, scales, columns, form, offsets=None if offsets is None else rounded_offsets(offsets)
-        )
+        return decoded(self._checkpoint.coded(rows, form), columns, form)
 
     def pieces(self, name: str) -> Iterator[Float32Array]:
         """A unit's matrix from top to bottom, rounded."""

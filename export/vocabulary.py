@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ..models.manifest import WeightFormat
 from . import contract
-from .layout import Unit, embedding_layout, head_layout
+from .initializers import StoredMatrix
+from .layout import embedding_layout, head_layout
 from .nodes import MICROSOFT, Nodes
-from .quantization.codes import blocks_of
 
 
 class Vocabulary:
@@ -14,8 +13,10 @@ class Vocabulary:
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self._table: tuple[str, ...] = ()
-        """The embedding's initializers, for a tied head: the matrix, or codes and scales."""
+        self._matrix = ""
+        """The embedding's initializer in float32, for a tied head."""
+        self._table = StoredMatrix("", "")
+        """The embedding's initializers in few bits, for a tied head."""
 
     def append_embedding(self) -> str:
         """Rows of the embedding, scaled, [1, M, hidden]."""
@@ -28,12 +29,14 @@ class Vocabulary:
         nodes, unit = self._nodes, embedding_layout(self._nodes.config)
         form = nodes.plan[unit.name]
         if form.bits == 32:
-            self._table = (nodes.weights.plain(unit),)
-            return nodes.add("Gather", [*self._table, "input_ids"], "embedded", axis=0)
-        codes, scales = self._table = nodes.weights.quantized(unit, form, gathered=True)
+            self._matrix = nodes.weights.plain(unit)
+            return nodes.add("Gather", [self._matrix, "input_ids"], "embedded", axis=0)
+        head = head_layout(nodes.config).name if nodes.config.tied_head else ""
+        stored, self._table = nodes.weights.gathered(unit, form, head)
+        points = [stored.zero_points] if stored.zero_points else []
         gathered = nodes.add(
             "GatherBlockQuantized",
-            [codes, "input_ids", scales],
+            [stored.codes, "input_ids", stored.scales, *points],
             "embedded.blocks",
             domain=MICROSOFT,
             bits=form.bits,
@@ -70,13 +73,7 @@ class Vocabulary:
         nodes, unit, tied = self._nodes, head_layout(self._nodes.config), self._nodes.config.tied_head
         form = nodes.plan[unit.name]
         if form.bits == 32:
-            (matrix,) = self._table if tied else (nodes.weights.plain(unit),)
+            matrix = self._matrix if tied else nodes.weights.plain(unit)
             return nodes.add("Gemm", [rows, matrix], output, transB=1)
-        codes, scales = self._tied_table(unit, form) if tied else nodes.weights.quantized(unit, form)
-        return nodes.matmul_nbits(unit.shape, form, [rows, codes, scales], output)
-
-    def _tied_table(self, unit: Unit, form: WeightFormat) -> tuple[str, str]:
-        """The embedding's codes and scales as MatMulNBits wants them: the same bytes, in the file and in memory."""
-        codes, scales = self._table
-        shape = (unit.shape[0], blocks_of(unit.columns, form))
-        return codes, self._nodes.weights.reshaped(scales, "head.scales", shape)
+        stored = self._table if tied else nodes.weights.quantized(unit, form)
+        return nodes.matmul_nbits(unit.shape, form, [rows, *stored.inputs()], output)

@@ -72,6 +72,8 @@ class WeightFormat:
     """Whether each block has an offset beside its scale, as formats with minima need."""
     zero_points: bool = False
     """Whether each block says which code stands for 0; else it is the middle one."""
+    powers_of_two: bool = False
+    """Whether scales are powers of two, perhaps negative, so that a shift does for the product with one."""
     method: Method | None = field(default=None, compare=False)
     """How codes and scales were chosen, which makes no other format; None where nothing was chosen: plain weights, and
     codes that came with a model (older bundles have it for rounding to nearest, too)."""
@@ -79,7 +81,8 @@ class WeightFormat:
     def __str__(self) -> str:
         if self.bits == 32:
             return "fp32"
-        return f"int{self.bits}/{self.block}" + "+offsets" * self.offsets + "+zero-points" * self.zero_points
+        marks = {"+offsets": self.offsets, "+zero-points": self.zero_points, "+powers-of-two": self.powers_of_two}
+        return f"int{self.bits}/{self.block}" + "".join(mark for mark, has in marks.items() if has)
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,11 @@ class DraftPairing:
     """File in that folder with the target's ids of its head's tokens; empty where they are the same."""
     d2t_offsets: bool = False
     """Whether the file holds what is to be added to a token's own id (as EAGLE-3 has it) and not the target's id."""
+    graph: str = ""
+    """File of a graph that is this model's own without some of its parts, over the same weights, to be run on the same
+    cache; `path` is then this folder. Empty where the draft is a model of its own."""
+    skips: tuple[str, ...] = ()
+    """The parts that graph does without, such as `3.attention` and `5.feed-forward`."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,7 @@ class Manifest:
         else:
             data["draft"] = {name: value for name, value in data["draft"].items() if value}
         for form in data["weights"].values():
-            for name in ("offsets", "zero_points", "method"):
+            for name in ("offsets", "zero_points", "powers_of_two", "method"):
                 if not form[name]:
                     del form[name]
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
@@ -241,6 +249,12 @@ class _Fields:
             raise self._wrong(name, "text")
         return value
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._data[name]
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self._wrong(name, "a list of texts")
+        return tuple(value)
+
     def choice(self, name: str, kind: type[_Choice]) -> _Choice:
         value = self.text(name)
         known = [each.value for each in kind]
@@ -293,9 +307,22 @@ def _draft_pairing(data: _Fields) -> DraftPairing:
     if not path or PurePosixPath(path).is_absolute() or PureWindowsPath(path).drive or "\\" in path:
         raise ValueError(f"has draft.path {shown(path)}, which must be a path from the bundle's folder")
     d2t = data.text("d2t") if "d2t" in data else ""
-    if d2t and (PurePosixPath(d2t).name != d2t or PureWindowsPath(d2t).name != d2t):
+    if d2t and _is_no_file_name(d2t):
         raise ValueError(f"has draft.d2t {shown(d2t)}, which must be the name of a file")
-    return DraftPairing(path, d2t, data.flag("d2t_offsets") if "d2t_offsets" in data else False)
+    graph = data.text("graph") if "graph" in data else ""
+    if graph and (_is_no_file_name(graph) or path != "."):
+        raise ValueError(f"has draft.graph {shown(graph)}, which must be the name of a file in the bundle's own folder")
+    return DraftPairing(
+        path,
+        d2t,
+        data.flag("d2t_offsets") if "d2t_offsets" in data else False,
+        graph,
+        data.texts("skips") if "skips" in data else (),
+    )
+
+
+def _is_no_file_name(name: str) -> bool:
+    return PurePosixPath(name).name != name or PureWindowsPath(name).name != name
 
 
 def _weight_format(data: _Fields) -> WeightFormat:
@@ -305,6 +332,7 @@ def _weight_format(data: _Fields) -> WeightFormat:
         block=data.whole("block", 0) if "block" in data else 0,
         offsets=data.flag("offsets") if "offsets" in data else False,
         zero_points=data.flag("zero_points") if "zero_points" in data else False,
+        powers_of_two=data.flag("powers_of_two") if "powers_of_two" in data else False,
         method=data.choice("method", Method) if "method" in data else None,
     )
 

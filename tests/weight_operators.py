@@ -7,27 +7,35 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from edgerun.export import WeightFormat
+from edgerun.export.quantization.codes import unpack_zero_points
+from edgerun.export.source import Coded
 
-FORMATS = [WeightFormat(bits, block) for bits in (2, 4, 8) for block in (32, 64, 128)]
+FORMATS = [
+    WeightFormat(bits, block, zero_points=zero_points)
+    for bits in (2, 4, 8)
+    for block in (32, 64, 128)
+    for zero_points in (False, True)
+]
 
 
-def run_operators(packed, scales, columns: int, form: WeightFormat):
+def run_operators(coded: Coded, columns: int, form: WeightFormat, accuracy_level: int = 1):
     """MatMulNBits of the identity, which is the transposed weight, and GatherBlockQuantized of every row."""
-    rows = len(packed)
+    rows = len(coded.packed)
+    points = coded.zero_points
     product = helper.make_node(
         "MatMulNBits",
-        ["identity", "codes", "scales"],
+        ["identity", "codes", "scales", *(["zero_points"] if points is not None else [])],
         ["product"],
         domain="com.microsoft",
         K=columns,
         N=rows,
         bits=form.bits,
         block_size=form.block,
-        accuracy_level=1,
+        accuracy_level=accuracy_level,
     )
     gathered = helper.make_node(
         "GatherBlockQuantized",
-        ["codes", "rows", "gather_scales"],
+        ["codes", "rows", "gather_scales", *(["gather_zero_points"] if points is not None else [])],
         ["gathered"],
         domain="com.microsoft",
         bits=form.bits,
@@ -37,11 +45,14 @@ def run_operators(packed, scales, columns: int, form: WeightFormat):
     )
     constants = {
         "identity": np.eye(columns, dtype=np.float32),
-        "codes": packed,
-        "scales": scales,
-        "gather_scales": scales[..., None],
+        "codes": coded.packed,
+        "scales": coded.scales,
+        "gather_scales": coded.scales[..., None],
         "rows": np.arange(rows),
     }
+    if points is not None:
+        constants["zero_points"] = points
+        constants["gather_zero_points"] = unpack_zero_points(points, coded.scales.shape[1], form.bits)[..., None]
     graph = helper.make_graph(
         [product, gathered],
         "operators",

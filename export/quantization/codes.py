@@ -10,6 +10,14 @@ All codes are used and no zero points are stored. This is ONNX Runtime's signed 
 `GatherBlockQuantized`). A tail block shorter than the rest is padded with zeros. Other methods (`k_quant`, `hqq`)
 choose other scales for the same form.
 
+With zero points each block says which code stands for 0, a whole number, and codes run from its least weight to its
+greatest, 0 included:
+
+    scale = (greatest - least) / (2 ** bits - 1)
+    w ~ (code - zero) * scale
+
+Scales may also be powers of two, perhaps negative (`powers_of_two`). They are made so before codes are chosen.
+
 Blocks that come with a minimum of their own have an offset beside the scale, w ~ (code - half) * scale + offset. Zero
 points, which are whole codes, cannot say that; but what the offsets add to a product is another product, of the sums of
 the inputs block by block with the matrix of the offsets, [N, blocks]. That one is kept in `OFFSETS`.
@@ -23,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
+from ..source import Coded
 
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
@@ -44,14 +53,64 @@ def quantize_rows(weights: Float32Array, form: WeightFormat) -> tuple[UInt8Array
 
     Args:
         weights: float32 [N, K], finite.
-        form: 2, 4 or 8 bits and the block.
+        form: 2, 4 or 8 bits and the block; without zero points.
 
     Returns:
         Packed codes, uint8 [N, blocks, block * bits / 8], and scales, float32 [N, blocks].
     """
     grouped = in_blocks(weights, form)
-    scales = extremes(grouped) * np.float32(-1 / (1 << (form.bits - 1)))
+    scales, _ = usual_scales(grouped, form)
     return nearest_codes(grouped, scales, form.bits), scales
+
+
+def usual_scales(grouped: Float32Array, form: WeightFormat) -> tuple[Float32Array, Float32Array | None]:
+    """The scales that rounding to nearest takes for blocks [..., block], and their zero points where they have any.
+
+    Returns:
+        Scales, float32 [...]; and the codes that stand for 0, whole numbers in float32 [...], or None.
+    """
+    if form.zero_points:
+        scales = _steps(grouped, (1 << form.bits) - 1)
+    else:
+        scales = extremes(grouped) * np.float32(-1 / (1 << (form.bits - 1)))
+    if form.powers_of_two:
+        scales = powers_of_two(scales)
+    return scales, centred_zeros(grouped, scales, form.bits) if form.zero_points else None
+
+
+def powers_of_two(scales: Float32Array) -> Float32Array:
+    """The nearest power of two to each number, with its sign; 0 stays 0."""
+    fraction, exponent = np.frexp(scales)
+    upper = np.abs(fraction) >= np.float32(0.75)
+    nearest: Float32Array = np.copysign(np.ldexp(np.float32(0.5), exponent + upper), scales)
+    nearest[scales == 0] = 0
+    return nearest
+
+
+def _steps(grouped: Float32Array, steps: int) -> Float32Array:
+    """From the least to the greatest number on the last axis, 0 included, in so many steps; 0 where negligible."""
+    share = np.float32(1 / steps)
+    size: Float32Array = np.maximum(grouped.max(axis=-1), 0) * share - np.minimum(grouped.min(axis=-1), 0) * share
+    size[size < _NEGLIGIBLE] = 0
+    return size
+
+
+def centred_zeros(grouped: Float32Array, scales: Float32Array, bits: int) -> Float32Array:
+    """The zero points that put the middle of what blocks [..., block] span, 0 included, on the middle of the codes.
+
+    Args:
+        grouped: float32 [..., block].
+        scales: float32 [...].
+        bits: of the codes.
+
+    Returns:
+        Whole numbers from 0 to 2 ** bits - 1 in float32 [...]; the middle code where the scale is 0.
+    """
+    last = (1 << bits) - 1
+    middles = (np.maximum(grouped.max(axis=-1), 0) + np.minimum(grouped.min(axis=-1), 0)) * np.float32(0.5)
+    steps = np.divide(middles, scales, out=np.zeros_like(scales), where=scales != 0)
+    zeros: Float32Array = np.clip(np.floor(np.float32(last / 2 + 0.5) - steps), 0, last)
+    return zeros
 
 
 def in_blocks(weights: Float32Array, form: WeightFormat) -> Float32Array:
@@ -71,25 +130,53 @@ def extremes(grouped: Float32Array) -> Float32Array:
     return extreme
 
 
-def nearest_codes(grouped: Float32Array, scales: Float32Array, bits: int) -> UInt8Array:
-    """Packed codes of blocks [N, blocks, block] for given scales [N, blocks], each the nearest to its weight."""
+def nearest_codes(
+    grouped: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array | None = None
+) -> UInt8Array:
+    """Packed codes of blocks [N, blocks, block], each the nearest to its weight.
+
+    Args:
+        grouped: float32 [N, blocks, block].
+        scales: float32 [N, blocks].
+        bits: of the codes.
+        zeros: the codes that stand for 0, whole numbers in float32 [N, blocks]; None for the middle code.
+    """
     half = 1 << (bits - 1)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
     codes = grouped * inverse[:, :, None]
-    codes += np.float32(half + 0.5)  # truncation to integer then rounds to nearest
+    # Truncation to integer then rounds to nearest.
+    codes += np.float32(half + 0.5) if zeros is None else (zeros + np.float32(0.5))[:, :, None]
     np.clip(codes, 0, np.float32(2 * half - 1), out=codes)
     return pack_codes(codes.astype(np.uint8), bits)
 
 
 def dequantize_rows(
-    packed: UInt8Array, scales: Float32Array, columns: int, form: WeightFormat, offsets: Float32Array | None = None
+    packed: UInt8Array,
+    scales: Float32Array,
+    columns: int,
+    form: WeightFormat,
+    offsets: Float32Array | None = None,
+    zero_points: UInt8Array | None = None,
 ) -> Float32Array:
-    """The weights that packed codes stand for, float32 [N, columns]; the inverse of `quantize_rows` up to rounding."""
+    """The weights that packed codes stand for, float32 [N, columns]; the inverse of `quantize_rows` up to rounding.
+
+    Offsets and zero points are those of a `Coded`.
+    """
     codes = unpack_codes(packed, form.bits).astype(np.float32)
-    weights: Float32Array = (codes - np.float32(1 << (form.bits - 1))) * scales[:, :, None]
+    if zero_points is None:
+        codes -= np.float32(1 << (form.bits - 1))
+    else:
+        codes -= unpack_zero_points(zero_points, scales.shape[1], form.bits)[:, :, None]
+    weights: Float32Array = codes * scales[:, :, None]
     if offsets is not None:
         weights += offsets[:, :, None]
     return weights.reshape(len(packed), -1)[:, :columns]
+
+
+def decoded(coded: Coded, columns: int, form: WeightFormat) -> Float32Array:
+    """The weights a graph computes with, float32 [N, columns]; offsets are taken as they are once stored."""
+    offsets = None if coded.offsets is None else rounded_offsets(coded.offsets)
+    return dequantize_rows(coded.packed, coded.scales, columns, form, offsets, coded.zero_points)
 
 
 def rounded_offsets(offsets: Float32Array) -> Float32Array:
@@ -111,3 +198,14 @@ def unpack_codes(packed: UInt8Array, bits: int) -> UInt8Array:
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes: UInt8Array = packed[..., None] >> shifts & np.uint8((1 << bits) - 1)
     return codes.reshape(*packed.shape[:-1], -1)
+
+
+def pack_zero_points(zeros: UInt8Array, bits: int) -> UInt8Array:
+    """Zero points [N, blocks] to bytes [N, ceil(blocks * bits / 8)], packed like codes, a row at a time."""
+    spare = -zeros.shape[1] % (8 // bits)
+    return pack_codes(np.pad(zeros, ((0, 0), (0, spare))), bits)
+
+
+def unpack_zero_points(packed: UInt8Array, blocks: int, bits: int) -> UInt8Array:
+    """The inverse of `pack_zero_points`."""
+    return unpack_codes(packed, bits)[:, :blocks]

@@ -1,11 +1,13 @@
-"""HQQ, half-quadratic quantization (Badri and Shaji, 2023), for scales without zero points.
+"""HQQ, half-quadratic quantization (Badri and Shaji, 2023).
 
 The error's p-norm with p < 1 is minimized, which forgives a few large errors for many small ones. By turns: codes are
-rounded for the scale; what they leave is split into a sparse part, by the shrinkage of the p-norm, and a rest; the
-scale is fitted to the weights without the sparse part. The original fits the zero point, in fractions of a code, which
-the fast kernels do not take; here the zero point stays in the middle and the scale is what moves. Lengths are measured
-in steps of a block's usual scale. At the end the scale is fitted by least squares, and that of rounding to nearest is
-kept where it leaves less squared error.
+rounded; what they leave is split into a sparse part, by the shrinkage of the p-norm, and a rest; and the one thing that
+is not fixed is fitted to the weights without the sparse part.
+
+With zero points that is, as in the original, the zero point in fractions of a code, for the usual scale. The fast
+kernels take whole ones, so it is rounded at the end. Without, the zero point stays in the middle and the scale is what
+moves. Lengths are measured in steps of a block's usual scale. At the end the scale is fitted by least squares, and that
+of rounding to nearest is kept where it leaves less squared error.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import numpy as np
 
 from ...models.manifest import WeightFormat
 from ..source import Coded
-from .codes import Float32Array
-from .scale_search import BestFit, fit, rounded, search_scales
+from .codes import Float32Array, centred_zeros, powers_of_two
+from .scale_search import Candidates, fit, rounded, search_scales
 from .statistics import InputStatistics
 
 _NORM: Final = 0.7
@@ -25,40 +27,71 @@ _STIFFNESS: Final = 10.0
 _STIFFENING: Final = 1.01
 _ROUNDS: Final = 20
 _SETTLED: Final = 1e-4
-"""A block whose scale moves by no more is done."""
+"""A block whose scale or zero point moves by no more is done."""
 
 
 def hqq_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> Coded:
     """Rows in few bits; see `methods.Quantizer`."""
-    return search_scales(weights, form, None if inputs is None else inputs.mean_square, _search)
+    return search_scales(weights, form, inputs, _search_zeros if form.zero_points else _search)
 
 
-def _search(units: Float32Array, shares: Float32Array | None, bits: int) -> Float32Array:
+def _search(candidates: Candidates) -> None:
+    units, shares, bits = candidates.units, candidates.shares, candidates.form.bits
     scales = np.ones(len(units), np.float32)
-    best = BestFit(units, shares)
-    best.offer(rounded(units, scales, bits))
+    candidates.offer(scales)
     stiffness = _STIFFNESS
     moving = np.arange(len(units))
     for _ in range(_ROUNDS):
         # A block stops for itself: its scale must not depend on which rows are rounded together.
-        fitted = _fitted(units[moving], None if shares is None else shares[moving], scales[moving], bits, stiffness)
+        part = None if shares is None else shares[moving]
+        fitted = _fitted_scales(units[moving], part, scales[moving], bits, stiffness)
         moved = np.abs(fitted - scales[moving]) > _SETTLED
         scales[moving] = fitted
         moving = moving[moved]
         stiffness *= _STIFFENING
-    best.offer(rounded(units, scales, bits))
-    return best.scales
+    candidates.offer(powers_of_two(scales) if candidates.form.powers_of_two else scales)
 
 
-def _fitted(
+def _fitted_scales(
     units: Float32Array, shares: Float32Array | None, scales: Float32Array, bits: int, stiffness: float
 ) -> Float32Array:
     """The scales after one round."""
-    codes = rounded(units, scales, bits)
+    middle = np.full(len(units), 1 << (bits - 1), np.float32)
+    codes = rounded(units, scales, bits, middle)
     dense = units - _shrunk(units - codes * scales[:, None], stiffness)
     match, power = fit(dense, codes, shares)
     fitted: Float32Array = scales.copy()
     np.divide(match, power, out=fitted, where=power > 0)
+    return fitted
+
+
+def _search_zeros(candidates: Candidates) -> None:
+    units, shares, bits = candidates.units, candidates.shares, candidates.form.bits
+    last = (1 << bits) - 1
+    ones = np.ones(len(units), np.float32)
+    zeros = centred_zeros(units, ones, bits)
+    candidates.offer(ones, zeros)
+    stiffness = _STIFFNESS
+    moving = np.arange(len(units))
+    for _ in range(_ROUNDS):
+        fitted = _fitted_zeros(
+            units[moving], None if shares is None else shares[moving], zeros[moving], last, stiffness
+        )
+        moved = np.abs(fitted - zeros[moving]) > _SETTLED
+        zeros[moving] = fitted
+        moving = moving[moved]
+        stiffness *= _STIFFENING
+    candidates.offer(ones, np.clip(np.rint(zeros), 0, last))
+
+
+def _fitted_zeros(
+    units: Float32Array, shares: Float32Array | None, zeros: Float32Array, last: int, stiffness: float
+) -> Float32Array:
+    """The zero points, in fractions of a code, after one round with scales of 1."""
+    codes = np.clip(np.rint(units + zeros[:, None]), 0, last)
+    dense = units - _shrunk(units - (codes - zeros[:, None]), stiffness)
+    shares = np.ones_like(units) if shares is None else shares
+    fitted: Float32Array = ((codes - dense) * shares).sum(axis=1) / shares.sum(axis=1)
     return fitted
 
 

@@ -7,9 +7,10 @@ from typing import Final, Protocol
 
 from ...models.manifest import Method, WeightFormat
 from ..source import Coded
-from .codes import Float32Array, quantize_rows
+from .codes import Float32Array
 from .hqq import hqq_rows
 from .k_quant import k_quant_rows
+from .nearest import nearest_rows
 from .statistics import InputStatistics
 
 
@@ -21,7 +22,7 @@ class Quantizer(Protocol):
 
         Args:
             weights: float32 [N, K], finite.
-            form: 2, 4 or 8 bits and the block.
+            form: 2, 4 or 8 bits, the block, whether there are zero points and whether scales are powers of two.
             inputs: what is known of the K inputs; None where nothing is.
 
         Raises:
@@ -30,16 +31,8 @@ class Quantizer(Protocol):
         ...
 
 
-def _round_to_nearest(
-    weights: Float32Array,
-    form: WeightFormat,
-    inputs: InputStatistics | None = None,  # noqa: ARG001 -- they have no say where the extreme decides
-) -> Coded:
-    return Coded(*quantize_rows(weights, form))
-
-
 QUANTIZERS: Final[Mapping[Method, Quantizer]] = {
-    Method.RTN: _round_to_nearest,
+    Method.RTN: nearest_rows,
     Method.K_QUANT: k_quant_rows,
     Method.HQQ: hqq_rows,
 }

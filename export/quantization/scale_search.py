@@ -1,8 +1,9 @@
 """What the methods share that look for the scale of each block: `k_quant` and `hqq`.
 
 They work on weights in units of the scale that rounding to nearest would take, so that no magnitude overflows and a
-scale of 1 is where the search begins. Codes are then the nearest ones: for a given scale nothing has less error,
-whatever the importance of the weights.
+scale of 1 is where the search begins. Codes are then the nearest ones: for a given scale and zero point nothing has
+less error, whatever the importance of the weights. Where scales are to be powers of two the usual ones are, and so are
+all that are found in units of them.
 """
 
 from __future__ import annotations
@@ -15,33 +16,86 @@ import numpy as np
 from ...edge.errors import InputError
 from ...models.manifest import WeightFormat
 from ..source import Coded
-from .codes import Float32Array, extremes, in_blocks, nearest_codes
+from .codes import Float32Array, in_blocks, nearest_codes, pack_zero_points, powers_of_two, usual_scales
+from .statistics import InputStatistics
 
 _CHUNK: Final = 1 << 16
 """Weights worked on at a time: a handful of arrays of as many stay in a core's cache."""
 
-BlockSearch = Callable[[Float32Array, Float32Array | None, int], Float32Array]
-"""Scales [n] of blocks [n, block] in units of their usual scales, given the importance of their weights [n, block], or
-None where all count the same, and the bits."""
+
+class Candidates:
+    """Blocks, and of the scales and zero points offered for them those with the least squared error."""
+
+    def __init__(self, units: Float32Array, shares: Float32Array | None, form: WeightFormat) -> None:
+        """Begin with scales of 0.
+
+        Args:
+            units: the weights in units of their blocks' usual scales, float32 [n, block].
+            shares: their importance, [n, block], or None where all count the same.
+            form: bits, and what scales and zero points may be.
+        """
+        self.units: Final = units
+        self.shares: Final = shares
+        self.form: Final = form
+        self.middle: Final = np.full(len(units), 1 << (form.bits - 1), np.float32)
+        """The zero points of a format that has none."""
+        self.scales: Float32Array = np.zeros(len(units), np.float32)
+        """The best scales so far."""
+        self.zeros: Float32Array = self.middle.copy()
+        """Their zero points, whole numbers."""
+        self._gain = np.zeros(len(units), np.float32)
+
+    def offer(self, scales: Float32Array, zeros: Float32Array | None = None) -> None:
+        """Consider the codes nearest for these scales and zero points (None: the middle), and what fits them best.
+
+        The scale fitted to codes q by least squares leaves the error sum(w x x) less sum(w x q) ** 2 / sum(w q q). In
+        general it is less by s (2 sum(w x q) - s sum(w q q)), and where s has to be a power of two the one nearest to
+        the fitted scale is best. The largest such gain wins.
+        """
+        zeros = self.middle if zeros is None else zeros
+        match, power = fit(self.units, self.rounded(scales, zeros), self.shares)
+        fitted = np.divide(match, power, out=np.zeros_like(match), where=power > 0)
+        if self.form.powers_of_two:
+            fitted = powers_of_two(fitted)
+        gain = fitted * (2 * match - fitted * power)
+        better = gain > self._gain
+        self.scales[better], self.zeros[better], self._gain[better] = fitted[better], zeros[better], gain[better]
+
+    def rounded(self, scales: Float32Array, zeros: Float32Array) -> Float32Array:
+        """Codes less their zero points, [n, block], for scales [n] and zero points [n]; 0 where the scale is 0."""
+        return rounded(self.units, scales, self.form.bits, zeros)
+
+
+BlockSearch = Callable[[Candidates], None]
+"""Offers scales, in units of the usual ones, and zero points."""
 
 
 def search_scales(
-    weights: Float32Array, form: WeightFormat, importance: Float32Array | None, search: BlockSearch
+    weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None, search: BlockSearch
 ) -> Coded:
-    """Rows [N, K] in few bits, by scales that `search` finds; result as of a `Quantizer`."""
+    """Rows [N, K] in few bits, by scales and zero points that `search` offers; result as of a `Quantizer`."""
     grouped = in_blocks(weights, form)
-    usual = extremes(grouped) * np.float32(-1 / (1 << (form.bits - 1)))
+    usual, centred = usual_scales(grouped, form)
     flat, scales = grouped.reshape(-1, form.block), usual.reshape(-1).copy()
-    by_column = None if importance is None else _by_column(importance, weights.shape[1], form)
+    zeros = None if centred is None else centred.reshape(-1).copy()
+    by_column = None if inputs is None else _by_column(inputs.mean_square, weights.shape[1], form)
     step = max(1, _CHUNK // form.block)
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
         inverse = np.divide(1, scales[part], out=np.zeros_like(scales[part]), where=scales[part] != 0)
         units = flat[part] * inverse[:, None]
         shares = None if by_column is None else by_column[np.arange(start, start + len(units)) % len(by_column)]
-        scales[part] *= search(units, shares, form.bits)
+        candidates = Candidates(units, shares, form)
+        search(candidates)
+        scales[part] *= candidates.scales
+        if zeros is not None:
+            zeros[part] = candidates.zeros
     found = scales.reshape(usual.shape)
-    return Coded(nearest_codes(grouped, found, form.bits), found)
+    if zeros is None:
+        return Coded(nearest_codes(grouped, found, form.bits), found)
+    points = zeros.reshape(usual.shape)
+    codes = nearest_codes(grouped, found, form.bits, points)
+    return Coded(codes, found, zero_points=pack_zero_points(points.astype(np.uint8), form.bits))
 
 
 def _by_column(importance: Float32Array, columns: int, form: WeightFormat) -> Float32Array:
@@ -53,13 +107,12 @@ def _by_column(importance: Float32Array, columns: int, form: WeightFormat) -> Fl
     return blocks
 
 
-def rounded(units: Float32Array, scales: Float32Array, bits: int) -> Float32Array:
-    """Signed codes [n, block] of blocks for given scales [n]; 0 where the scale is 0."""
-    half = 1 << (bits - 1)
+def rounded(units: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array) -> Float32Array:
+    """Codes less their zero points, [n, block], for scales [n] and zero points [n]; 0 where the scale is 0."""
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
     codes = units * inverse[:, None]
     np.rint(codes, out=codes)
-    np.clip(codes, -half, half - 1, out=codes)
+    np.clip(codes, -zeros[:, None], ((1 << bits) - 1 - zeros)[:, None], out=codes)
     return codes
 
 
@@ -69,24 +122,3 @@ def fit(units: Float32Array, codes: Float32Array, shares: Float32Array | None) -
     match: Float32Array = np.einsum("nk,nk->n", units, weighted)
     power: Float32Array = np.einsum("nk,nk->n", weighted, codes)
     return match, power
-
-
-class BestFit:
-    """The scales with the least squared error, weighted by importance, among those offered."""
-
-    def __init__(self, units: Float32Array, shares: Float32Array | None) -> None:
-        self.scales: Float32Array = np.zeros(len(units), np.float32)
-        self._units = units
-        self._shares = shares
-        self._gain = np.zeros(len(units), np.float32)
-
-    def offer(self, codes: Float32Array) -> None:
-        """Consider the scales that fit these codes best, by least squares.
-
-        The error is then sum(w x x) less sum(w x q) ** 2 / sum(w q q), so the largest of the latter wins.
-        """
-        match, power = fit(self._units, codes, self._shares)
-        fitted = np.divide(match, power, out=np.zeros_like(match), where=power > 0)
-        gain = match * fitted
-        better = gain > self._gain
-        self.scales[better], self._gain[better] = fitted[better], gain[better]

@@ -7,8 +7,20 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from edgerun.export import WeightFormat
-from edgerun.export.quantization.codes import blocks_of, dequantize_rows, pack_codes, quantize_rows, unpack_codes
+from edgerun.export.quantization.codes import (
+    blocks_of,
+    decoded,
+    dequantize_rows,
+    pack_codes,
+    pack_zero_points,
+    quantize_rows,
+    unpack_codes,
+    unpack_zero_points,
+)
+from edgerun.export.source import Coded
 from weight_operators import FORMATS, run_operators
+
+SYMMETRIC = [form for form in FORMATS if not form.zero_points]
 
 
 @settings(deadline=None)
@@ -18,6 +30,15 @@ def test_packing_is_a_bijection(form: WeightFormat, rows: int, blocks: int, seed
     packed = pack_codes(codes, form.bits)
     assert packed.shape == (rows, blocks, form.block * form.bits // 8)
     np.testing.assert_array_equal(unpack_codes(packed, form.bits), codes)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([2, 4, 8]), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_zero_points_take_whole_bytes_of_a_row(bits: int, rows: int, blocks: int, seed: int) -> None:
+    zeros = np.random.default_rng(seed).integers(0, 1 << bits, (rows, blocks)).astype(np.uint8)
+    packed = pack_zero_points(zeros, bits)
+    assert packed.shape == (rows, -(-blocks * bits // 8))
+    np.testing.assert_array_equal(unpack_zero_points(packed, blocks, bits), zeros)
 
 
 def test_the_first_code_is_in_the_low_bits() -> None:
@@ -32,7 +53,7 @@ def test_the_first_code_is_in_the_low_bits() -> None:
         st.tuples(st.integers(1, 3), st.integers(1, 200)),
         elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=True),
     ),
-    st.sampled_from(FORMATS),
+    st.sampled_from(SYMMETRIC),
 )
 def test_error_is_at_most_half_a_step_and_the_extreme_is_exact(weights, form: WeightFormat) -> None:
     packed, scales = quantize_rows(weights, form)
@@ -57,7 +78,7 @@ def test_error_is_at_most_half_a_step_and_the_extreme_is_exact(weights, form: We
     assert not dequantize_rows(packed, scales, blocks * form.block, form)[:, columns:].any()
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", SYMMETRIC, ids=str)
 def test_all_codes_are_used(form: WeightFormat) -> None:
     half = 1 << (form.bits - 1)
     row = np.resize(np.arange(-half, half, dtype=np.float32), (1, 2 * half))
@@ -70,10 +91,19 @@ def test_all_codes_are_used(form: WeightFormat) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(FORMATS), st.integers(1, 9), st.sampled_from([16, 32, 172, 200, 256]), st.integers(0, 2**32 - 1))
-def test_operators_decode_as_we_do(form: WeightFormat, rows: int, columns: int, seed: int) -> None:
-    weights = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
-    packed, scales = quantize_rows(weights, form)
-    expected = dequantize_rows(packed, scales, columns, form)
-    product, gathered = run_operators(packed, scales, columns, form)
-    np.testing.assert_allclose(product, expected.T, atol=1e-6)
+def test_operators_decode_any_codes_as_we_do(form: WeightFormat, rows: int, columns: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    blocks = blocks_of(columns, form)
+    codes, zeros = (
+        random.integers(0, 1 << form.bits, shape).astype(np.uint8)
+        for shape in ((rows, blocks, form.block), (rows, blocks))
+    )
+    coded = Coded(
+        pack_codes(codes, form.bits),
+        random.standard_normal((rows, blocks)).astype(np.float32),
+        zero_points=pack_zero_points(zeros, form.bits) if form.zero_points else None,
+    )
+    expected = decoded(coded, columns, form)
+    product, gathered = run_operators(coded, columns, form)
+    np.testing.assert_allclose(product, expected.T, rtol=1e-6, atol=1e-5)
     np.testing.assert_array_equal(gathered.reshape(rows, -1)[:, :columns], expected)
