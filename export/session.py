@@ -164,6 +164,8 @@ def _as_bytes(model: ModelProto) -> bytes:
 def _opened(model: str | ModelProto, folder: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    # Passes are large here, so threads lose little by sleeping between parts, and what else runs gains a lot.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if isinstance(model, ModelProto) and not any(node.op_type == "MatMulNBits" for node in model.graph.node):
         # For a few passes float matrices are good enough where they lie in the file, without a copy of each.
         options.add_session_config_entry("session.disable_prepacking", "1")
