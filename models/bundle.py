@@ -27,6 +27,15 @@ from .variants import GENAI_CONFIG
 
 GRAPH_NAME: Final = "model.onnx"
 WEIGHTS_NAME: Final = "model.onnx.data"
+REPORT_DATA_NAME: Final = "report.json"
+REPORT_PAGE_NAME: Final = "report.html"
+"""What an export chose and what that costs, for programs and for readers; nothing runs by them."""
+MAP_NAME: Final = "d2t.npy"
+"""The target's ids of the tokens that a draft's head has, unless a manifest names another file."""
+DRAFT_GRAPH_NAME: Final = "draft.onnx"
+"""The graph of a draft that is the model itself without some of its parts; its weights are the model's."""
+DRAFT_FOLDER: Final = "draft"
+"""Where an export puts a model's draft, which is a bundle too: in the model's folder."""
 COMPANIONS: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -182,10 +191,17 @@ def _require_tokenizer(path: Path) -> None:
 
 
 def holds_only_bundle_files(folder: Path) -> bool:
-    """Whether everything in `folder` is a file that an export writes, `edge.json` among them."""
-    names = {GRAPH_NAME, WEIGHTS_NAME, MANIFEST_NAME, GENAI_CONFIG, *COMPANIONS}
+    """Whether everything in `folder` is a file that an export writes, `edge.json` among them, or a draft like that."""
+    names = {GRAPH_NAME, WEIGHTS_NAME, MANIFEST_NAME, DRAFT_GRAPH_NAME, MAP_NAME, GENAI_CONFIG, *COMPANIONS}
+    names |= {REPORT_DATA_NAME, REPORT_PAGE_NAME}
     entries = list(folder.iterdir())
-    return all(entry.name in names and entry.is_file() for entry in entries) and folder / MANIFEST_NAME in entries
+    return folder / MANIFEST_NAME in entries and all(
+        holds_only_bundle_files(entry)
+        if entry.name == DRAFT_FOLDER and entry.is_dir()
+        # A folder of a file's name is somebody else's.
+        else entry.name in names and entry.is_file()
+        for entry in entries
+    )
 
 
 def digest_file(path: Path) -> FileDigest:

@@ -1,1 +1,27 @@
 """What an export chose and what that costs, as tables and plots."""
+
+from .figures import (
+    DraftFigures,
+    ModelReport,
+    PlanFigures,
+    PlanKind,
+    Quality,
+    SearchStep,
+    Speed,
+    UnitFigures,
+)
+from .page import as_values, page, write_report
+
+__all__ = [
+    "DraftFigures",
+    "ModelReport",
+    "PlanFigures",
+    "PlanKind",
+    "Quality",
+    "SearchStep",
+    "Speed",
+    "UnitFigures",
+    "as_values",
+    "page",
+    "write_report",
+]

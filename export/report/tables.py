@@ -1,0 +1,239 @@
+"""The report's tables and headline figures, in words, for a page and for a terminal alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .figures import DraftFigures, ModelReport, PlanFigures, PlanKind, Quality, Speed, UnitFigures
+
+_MEGA: Final = 1e6
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table; `chosen` marks the one that stands for the model itself."""
+
+    cells: tuple[str, ...]
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table in words; without columns it is a list of names and values."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    words: tuple[str, ...] = ()
+    """Columns besides the first that hold words and not numbers."""
+    below: str = ""
+    """What has to be known to read it."""
+    folded: bool = False
+    """Whether it is long and for those who look closer."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A figure that is shown large."""
+
+    name: str
+    value: str
+    beside: str = ""
+    tone: str = ""
+    """`good` or `bad`, where it is a comparison."""
+
+
+def heads_of(report: ModelReport) -> list[Head]:
+    """The headline figures."""
+    chosen, quality, speed = report.chosen, report.quality, report.speed
+    heads = [
+        Head("bits a weight", f"{chosen.bits_per_weight:.2f}", f"{chosen.bytes_read / _MEGA:.1f} MB read for a token")
+    ]
+    if chosen.kl is not None:
+        ratio = report.against_uniform
+        beside = "nats from the float32 model" if ratio is None else f"{_less(ratio)} than one format for all"
+        heads.append(Head("mean KL", f"{chosen.kl:#.3g}", beside, "" if ratio is None else _tone(ratio < 1)))
+    if quality is not None:
+        heads.append(
+            Head("same first choice", f"{quality.top1_agreement:.1%}", f"KL, 99th of a hundred: {quality.p99_kl:.3g}")
+        )
+        heads.append(Head("perplexity", f"{quality.perplexity:.4g}", f"float32 model: {quality.float_perplexity:.4g}"))
+    if speed is not None and speed.rate is not None:
+        predicted = speed.predicted_rate
+        beside = "one token a pass" if predicted is None else f"{predicted:.1f} predicted"
+        heads.append(Head("tokens a second", f"{speed.rate:.1f}", beside))
+    for draft in report.drafts:
+        gain = draft.acceptance.plain_seconds / draft.acceptance.speculative_seconds
+        heads.append(
+            Head(
+                "with its draft",
+                f"{gain:.2f} times",
+                f"{draft.acceptance.tokens_per_pass:.2f} tokens a pass",
+                _tone(gain >= 1),
+            )
+        )
+    return heads
+
+
+def tables_of(report: ModelReport) -> list[Table]:
+    """All tables that the report has figures for."""
+    found = [_plans(report), _quality(report.quality), _speed(report.speed), _drafts(report.drafts)]
+    return [*(table for table in found if table is not None), _units(report.units), _conditions(report)]
+
+
+def _plans(report: ModelReport) -> Table | None:
+    """Plans by bytes, each column only where a plan has the figure."""
+    if len(report.plans) < 2:
+        return None
+    plans = sorted(report.plans, key=lambda plan: (plan.bytes_read, plan.kind is PlanKind.CHOSEN))
+    plans = [plan for plan in plans if plan.kind is not PlanKind.SEARCHED]
+    rows = sorted({count for plan in plans for count in plan.milliseconds})
+    speculative = any(plan.speculative_rate is not None for plan in plans)
+    columns: tuple[str, ...] = ("", "bits a weight", "MB a token", "KL, nats", "against this model")
+    columns += tuple(f"ms, {count} token{'s' * (count > 1)}" for count in rows)
+    columns += ("tokens/s with guesses",) * speculative
+    columns += tuple(f"tokens/s at {bandwidth:g} GB/s" for bandwidth in report.bandwidths)
+
+    def cells(plan: PlanFigures) -> tuple[str, ...]:
+        size = (plan.name, f"{plan.bits_per_weight:.2f}", f"{plan.bytes_read / _MEGA:.2f}", _number(plan.kl, "#.3g"))
+        against = plan.kl / report.chosen.kl if plan.kl is not None and report.chosen.kl else None
+        times = (_number(plan.milliseconds.get(count), "#.3g") for count in rows)
+        guessing = (_number(plan.speculative_rate, ".1f"),) * speculative
+        bound = (f"{plan.memory_bound_rate(bandwidth):.1f}" for bandwidth in report.bandwidths)
+        return (*size, _number(against, ".3g"), *times, *guessing, *bound)
+
+    return Table(
+        "Plans",
+        columns,
+        tuple(Row(cells(plan), plan.kind is PlanKind.CHOSEN) for plan in plans),
+        below=_comparisons(report),
+    )
+
+
+def _comparisons(report: ModelReport) -> str:
+    """What the chosen plan gains, in sentences."""
+    said = []
+    if report.against_uniform is not None:
+        said.append(
+            f"KL is {_less(report.against_uniform)} than that of uniform plans at the same bytes, "
+            "read off a line of log KL over bytes."
+        )
+    if report.against_rule is not None:
+        said.append(f"It is {_less(report.against_rule)} than that of a rule-based mix of the same bytes.")
+    if report.bandwidths:
+        said.append("Rates at a bandwidth hold where reading weights is all that takes time.")
+    return " ".join(said)
+
+
+def _quality(quality: Quality | None) -> Table | None:
+    if quality is None:
+        return None
+    columns = ("", "mean KL", "99 % of positions below", "same first choice", "perplexity", "float32's perplexity")
+    cells = (
+        "held-out text",
+        f"{quality.mean_kl:.4g}",
+        f"{quality.p99_kl:.4g}",
+        f"{quality.top1_agreement:.2%}",
+        f"{quality.perplexity:.5g}",
+        f"{quality.float_perplexity:.5g}",
+    )
+    return Table("Quality", columns, (Row(cells),))
+
+
+def _speed(speed: Speed | None) -> Table | None:
+    if speed is None:
+        return None
+    rows = []
+    for count in sorted({*speed.predicted, *speed.measured}):
+        predicted, measured = speed.predicted.get(count), speed.measured.get(count)
+        off = predicted / measured - 1 if predicted is not None and measured is not None else None
+        cells = (str(count), _number(predicted, "#.3g"), _number(measured, "#.3g"), _number(off, "+.1%"))
+        rows.append(Row((*cells, _number(None if measured is None else 1e3 / measured, ".1f"))))
+    columns = ("tokens in a pass", "predicted, ms", "measured, ms", "off by", "passes a second")
+    return Table("Speed on this machine", columns, tuple(rows))
+
+
+def _drafts(drafts: Sequence[DraftFigures]) -> Table | None:
+    if not drafts:
+        return None
+    columns = (
+        "",
+        "head, tokens",
+        "of the text",
+        "same first choice",
+        "tokens a pass",
+        "tokens/s plain",
+        "tokens/s",
+        "ratio",
+    )
+    rows = []
+    for draft in drafts:
+        found = draft.acceptance
+        rows.append(
+            Row(
+                (
+                    draft.made_of,
+                    "all" if draft.vocabulary is None else str(draft.vocabulary),
+                    _number(draft.coverage, ".2%"),
+                    f"{found.agreement:.1%}",
+                    f"{found.tokens_per_pass:.2f}",
+                    f"{1 / found.plain_seconds:.1f}",
+                    f"{1 / found.speculative_seconds:.1f}",
+                    f"{found.plain_seconds / found.speculative_seconds:.2f}",
+                )
+            )
+        )
+    return Table("Draft", columns, tuple(rows))
+
+
+def _units(units: Sequence[UnitFigures]) -> Table:
+    timed, judged = (
+        any(unit.milliseconds is not None for unit in units),
+        any(unit.solo_kl is not None for unit in units),
+    )
+    columns: tuple[str, ...] = ("", "format", "rounded by", "outputs", "inputs", "MB", "bits a weight")
+    columns += ("ms",) * timed + ("KL alone, nats",) * judged
+
+    def cells(unit: UnitFigures) -> tuple[str, ...]:
+        method = "-" if unit.form.method is None else unit.form.method.value
+        shape = (str(unit.rows), str(unit.columns), f"{unit.bytes_read / _MEGA:.3f}", f"{unit.bits_per_weight:.2f}")
+        found = (_number(unit.milliseconds, ".3f"),) * timed + (_number(unit.solo_kl, "#.3g"),) * judged
+        return (unit.name, str(unit.form), method, *shape, *found)
+
+    return Table(
+        "Matrices", columns, tuple(Row(cells(unit)) for unit in units), words=("format", "rounded by"), folded=True
+    )
+
+
+def _conditions(report: ModelReport) -> Table:
+    facts = {"made by": report.command}
+    if report.calibration is not None:
+        text = report.calibration
+        facts["calibration"] = (
+            f"{text.origin}: {text.tokens} tokens, and {text.held_out_tokens} held out for these figures"
+        )
+        facts["input scales"] = "folded into norms and neighbouring matrices" if text.folded else "not folded"
+    facts |= {
+        "against the reference decoder": ", ".join(
+            f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.items()
+        ),
+        "files": f"{report.file_bytes / _MEGA:.1f} MB",
+        "export took": f"{report.seconds:.1f} s",
+        **report.machine,
+    }
+    return Table("What the numbers hold for", (), tuple(Row((name, value)) for name, value in facts.items() if value))
+
+
+def _less(ratio: float) -> str:
+    """A ratio of KL in words."""
+    return f"{1 - ratio:.0%} less" if ratio <= 1 else f"{ratio - 1:.0%} more"
+
+
+def _tone(good: bool) -> str:
+    return "good" if good else "bad"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,157 @@
+"""The report of an export: what it compares, and that page and JSON say what the figures are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun.export.report import ModelReport, PlanFigures, PlanKind, as_values, page, write_report
+from edgerun.export.report.axes import spanning
+from edgerun.export.report.figures import log_line
+from edgerun.models.bundle import holds_only_bundle_files
+from reports import plan, whole_report
+
+VOID = {"meta", "line", "circle", "rect", "polyline", "br"}
+
+
+class Structure(HTMLParser):
+    """Checks that elements close in turn, and notes what the page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [value or "" for name, value in attrs if name in {"src", "href"}]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def structure_of(text: str) -> Structure:
+    parser = Structure()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def bare(report: ModelReport) -> ModelReport:
+    """Nothing but what every export knows."""
+    units = [dataclasses.replace(unit, solo_kl=None, milliseconds=None) for unit in report.units]
+    (chosen,) = [each for each in report.plans if each.kind is PlanKind.CHOSEN]
+    chosen = dataclasses.replace(chosen, kl=None, milliseconds={})
+    return ModelReport("m", "c", units, [chosen], 1, {})
+
+
+@pytest.mark.parametrize("layers", [1, 24, 130])
+def test_a_page_stands_alone_and_shows_everything(layers: int) -> None:
+    report = whole_report(layers)
+    text = page(report)
+    found = structure_of(text)
+    assert found.fetched == []
+    assert "url(" not in text
+    assert "None" not in text
+    assert "nan" not in " ".join(found.words)
+    words = " ".join(" ".join(found.words).split())
+    for said in ("50% less than one format for all", "Size against quality", "Time against quality", "The search"):
+        assert said in words
+    for said in ("A pass over several tokens", "1.69 times", "written by the model itself", "tokens/s at 25 GB/s"):
+        assert said in words
+    assert text.count("<tr") > len(report.units)
+    assert len(re.findall(r'class="fill bits\d', text)) == len(report.units)
+
+
+def test_a_page_without_measurements_is_whole() -> None:
+    text = page(bare(whole_report(2)))
+    structure_of(text)
+    assert "None" not in text
+    assert "Size against quality" not in text
+    assert "Quality" not in text
+    assert text.count("<svg") == 1
+
+
+def test_markup_in_names_is_shown_and_not_obeyed() -> None:
+    report = dataclasses.replace(whole_report(1), model="<b>model</b>", notes=["<script>x</script>"])
+    plans = [dataclasses.replace(each, name="<i>odd</i>") for each in report.plans]
+    text = page(dataclasses.replace(report, plans=plans))
+    assert "<b>model" not in text
+    assert "<script" not in text
+    assert "<i>" not in text
+
+
+def test_files_are_part_of_a_bundle(tmp_path: Path) -> None:
+    (tmp_path / "edge.json").write_text("{}")
+    write_report(tmp_path, whole_report(2))
+    assert holds_only_bundle_files(tmp_path)
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data == as_values(whole_report(2))
+    assert data["kl_against_uniform"] == pytest.approx(0.5, rel=1e-3)
+    assert data["kl_against_rule"] == pytest.approx(2 / 3, rel=1e-3)
+    assert data["bits_per_weight"] == 3.5
+    assert data["quality"]["p99_kl"] == 0.913
+    assert data["units"][1]["form"] == {"format": "int2/128", "bits": 2, "block": 128, "method": "gptq"}
+    assert data["plans"][0] | {"kl": 0} == {
+        "name": "this model",
+        "kind": "chosen",
+        "bytes_read": 216125000,
+        "bits_per_weight": 3.5,
+        "kl": 0,
+        "milliseconds": {"1": 8.645, "4": 13.5078},
+        "speculative_rate": None,
+    }
+
+
+@given(st.floats(2.5, 10))
+def test_the_line_between_uniform_plans_is_straight_in_log_kl(bits: float) -> None:
+    report = whole_report(1)
+    uniform = [each for each in report.plans if each.kind is PlanKind.UNIFORM]
+    read = bits * 494e6 / 8
+    assert log_line(read, uniform) == pytest.approx(0.5 * 10 ** (-(bits - 2.5) / 2), rel=1e-6)
+    worse = PlanFigures("worse", PlanKind.UNIFORM, round(read), bits, 1.0)
+    assert log_line(read, [*uniform, worse]) == pytest.approx(0.5 * 10 ** (-(bits - 2.5) / 2), rel=1e-6)
+
+
+def test_no_line_beyond_the_uniform_plans() -> None:
+    uniform = [plan("a", PlanKind.UNIFORM, 4.0, 0.1), plan("b", PlanKind.UNIFORM, 5.0, 0.05)]
+    low, high = uniform[0].bytes_read, uniform[1].bytes_read
+    assert log_line(low - 1, uniform) is None
+    assert log_line(high + 1, uniform) is None
+    assert log_line(low, uniform[:1]) == 0.1
+    assert log_line((low + high) / 2, uniform) == pytest.approx(math.sqrt(0.1 * 0.05))
+    exact = [*uniform, plan("exact", PlanKind.UNIFORM, 32.0, 0.0)]
+    assert log_line(high, exact) == pytest.approx(0.05)
+
+
+def test_a_memory_bound_machine_reads_the_weights_once_a_token() -> None:
+    assert plan("", PlanKind.CHOSEN, 4.0, None).memory_bound_rate(24.7) == pytest.approx(100.0)
+
+
+positive = st.floats(1e-9, 1e9)
+
+
+@given(st.lists(positive, min_size=1, max_size=5), st.booleans(), st.booleans())
+def test_axes_hold_every_value_and_have_ticks(values: list[float], log: bool, zero: bool) -> None:
+    axis = spanning(values, 300, 20, log=log, zero=zero)
+    for value in values:
+        assert 20 <= axis.at(value) <= 300
+    ticks = axis.ticks()
+    assert 1 <= len(ticks) <= 20
+    assert all(20 - 1e-6 <= axis.at(tick) <= 300 + 1e-6 for tick in ticks)
+    assert axis.at(max(values)) <= axis.at(min(values))

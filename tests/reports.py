@@ -1,0 +1,71 @@
+"""A report of a made-up model, with every part that a report can have."""
+
+from __future__ import annotations
+
+import math
+
+from edgerun.export.report import (
+    DraftFigures,
+    ModelReport,
+    PlanFigures,
+    PlanKind,
+    Quality,
+    SearchStep,
+    Speed,
+    UnitFigures,
+)
+from edgerun.export.workbench import Acceptance
+from edgerun.models.manifest import Calibration, Method, WeightFormat
+
+SHAPES = {"qkv": (1152, 896), "o": (896, 896), "gate_up": (9728, 896), "down": (896, 4864)}
+BITS = ((2, 128), (2, 64), (4, 128), (4, 64), (4, 32), (8, 128), (8, 64), (8, 32))
+
+
+def unit(name: str, shape: tuple[int, int], form: WeightFormat, kl: float | None = None) -> UnitFigures:
+    read = round(shape[0] * shape[1] * (form.bits + 64 / form.block) / 8)
+    return UnitFigures(name, *shape, form, read, kl, None if kl is None else read / 25e6)
+
+
+def plan(name: str, kind: PlanKind, bits: float, kl: float | None) -> PlanFigures:
+    read = round(494e6 * bits / 8)
+    return PlanFigures(name, kind, read, bits, kl, {1: read / 25e6, 4: read / 16e6})
+
+
+def log_kl(bits: float) -> float:
+    """KL of a uniform plan: a tenth for every two bits."""
+    return 0.5 * 10 ** (-(bits - 2.5) / 2)
+
+
+def whole_report(layers: int = 24) -> ModelReport:
+    units = [unit("embedding", (151936, 896), WeightFormat(8, 128, method=Method.RTN), 4e-4)]
+    for layer in range(layers):
+        for at, (part, shape) in enumerate(SHAPES.items()):
+            form = WeightFormat(*BITS[(layer * 5 + at * 3) % 7], method=Method.GPTQ)
+            units.append(unit(f"layers.{layer}.{part}", shape, form, 10 ** (-2 - 0.1 * ((layer * 7 + at * 11) % 23))))
+    plans = [
+        plan("this model", PlanKind.CHOSEN, 3.5, 0.5 * log_kl(3.5)),
+        *(
+            plan(f"int{bits}/{block}", PlanKind.UNIFORM, bits + 64 / block, log_kl(bits + 64 / block))
+            for bits, block in BITS
+        ),
+        plan("head and outer layers int8, rest int2/64", PlanKind.RULE, 3.5, 0.75 * log_kl(3.5)),
+        *(plan("found", PlanKind.SEARCHED, bits / 10, 0.5 * log_kl(bits / 10)) for bits in range(28, 60, 2)),
+    ]
+    return ModelReport(
+        model="Qwen2.5-0.5B-Instruct",
+        command="edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 3.5bpw",
+        units=units,
+        plans=plans,
+        file_bytes=230_400_000,
+        parity={"max_abs_diff": 2.1e-4, "mean_kl": 0.0813, "top1_agreement": 0.91},
+        calibration=Calibration("written by the model itself, seed 0", 14_336, 2_048, folded=True),
+        quality=Quality(0.0791, 0.913, 0.9144, 9.1234, 8.7654),
+        speed=Speed({1: 8.6, 2: 9.4, 4: 13.5, 8: 22.0}, {1: 8.8, 2: 9.3, 4: 13.9, 8: 22.6}),
+        bandwidths=(25.0, 100.0),
+        drafts=[DraftFigures("Qwen2.5-0.1B", Acceptance(0.71, 2.34, 0.0088, 0.0052), 16_384, 0.9931)],
+        budget="3.5bpw",
+        search=[SearchStep(10.0 * at, 0.05 + 0.04 * math.exp(-at / 6)) for at in range(24)],
+        seconds=913.0,
+        machine={"processor": "a processor", "onnxruntime": "1.31.0"},
+        notes=["2 units were repaired with factors of rank 16."],
+    )
