@@ -101,7 +101,7 @@ def bench(
             found = measure(engine, conversations, contenders, plan, progress)
         conditions = Conditions(
             model=engine.bundle.folder.name,
-            draft=None if pair is None else pair.draft.folder.name,
+            draft=None if pair is None else pair.name,
             device=str(engine.device),
             threads=threads,
             context=engine.context,

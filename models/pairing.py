@@ -20,14 +20,13 @@ import numpy.typing as npt
 
 from ..edge.errors import BundleError
 from .atomic import write_atomically
-from .bundle import Bundle, open_bundle
+from .bundle import MAP_NAME, Bundle, open_bundle
+from .external_data import check_external_data
 from .find import find_model
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, DraftPairing
 
 TOKENIZER_NAME: Final = "tokenizer.json"
-MAP_NAME: Final = "d2t.npy"
-"""The map of a draft that no manifest names one for."""
 _HINT: Final = "give a draft model made for this model, or --draft none"
 _DAMAGED: Final = "restore it or export the model again"
 
@@ -39,6 +38,14 @@ class Pair:
     draft: Bundle
     target_ids: npt.NDArray[np.int32] | None
     """int32 `[V]`, the target's id of each token of the draft's head; None if ids are the same."""
+    own: bool = False
+    """Whether the draft is the target itself without some of its parts, to be run on the target's weights and cache;
+    `draft` then is the folder of both with that graph."""
+
+    @property
+    def name(self) -> str:
+        """What the draft is called."""
+        return f"{self.draft.graph.stem} of its own" if self.own else self.draft.folder.name
 
     @cached_property
     def token_count(self) -> int:
@@ -61,10 +68,27 @@ def find_draft(target: Bundle, asked: str | os.PathLike[str] | None = "auto") ->
         return None
     named = target.manifest.draft if target.manifest is not None else None
     beside = (target.folder / named.path).resolve() if named is not None else None
+    if asked == "auto" and named is not None and named.graph:
+        return _own_draft(target, named)
     if asked == "auto":
         return pair(target, open_bundle(beside), named) if beside is not None and beside.is_dir() else None
     draft = open_bundle(find_model(asked))
-    return pair(target, draft, named if draft.folder.resolve() == beside else None)
+    return pair(target, draft, named if draft.folder.resolve() == beside and draft.folder != target.folder else None)
+
+
+def _own_draft(target: Bundle, named: DraftPairing) -> Pair:
+    """The target without some of its parts.
+
+    Raises:
+        BundleError: the graph or the map of its ids is missing or damaged.
+    """
+    graph, ids = target.folder / named.graph, target.folder / named.d2t
+    for path in (graph, ids) if named.d2t else (graph,):
+        if not path.is_file():
+            raise BundleError(f"{path} is missing", "copy the whole model folder")
+    check_external_data(graph)
+    target_ids = _read_map(ids, offsets=named.d2t_offsets) if named.d2t else None
+    return Pair(dataclasses.replace(target, graph=graph, manifest=None), target_ids, own=True)
 
 
 def pair(target: Bundle, draft: Bundle, named: DraftPairing | None = None) -> Pair:

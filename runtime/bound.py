@@ -19,6 +19,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from ..edge.errors import EdgeError
 from .graph_spec import GraphSpec, Port, Role, Scores, element_type
 from .kv import InPlaceArena, KVArena
+from .kv_borrowed import BorrowedArena
 from .kv_growing import GrowingArena
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -219,13 +220,13 @@ class BoundSession:
         arena = self.arena
         if isinstance(arena, GrowingArena):
             self._bind_growing(self._io, width, past=True)
-        elif isinstance(arena, InPlaceArena) and self._bound_generation != arena.generation:
+        elif isinstance(arena, InPlaceArena | BorrowedArena) and self._bound_generation != (now := arena.generation):
             # The graph writes new rows in place: every layer's slice of the arena is both past and present.
             for values, tensor in zip(arena.tensors(), self.spec.cache, strict=True):
                 value = _value(values)
                 self._io.bind_ortvalue_input(tensor.past, value)
                 self._io.bind_ortvalue_output(tensor.present, value)
-            self._bound_generation = arena.generation
+            self._bound_generation = now
 
     def _bind_growing(self, io: Any, width: int, *, past: bool) -> None:
         if not isinstance(self.arena, GrowingArena):

@@ -183,7 +183,7 @@ class Comparison:
         foreseen = ForeseenPredictor(plain.tokens, len(prompt))
         hidden = TreePredictor(_Hidden(plain.tokens, len(prompt), self._engine.spec.vocab_size))
         made = [("foreseen", self._eager(Grower([foreseen]))), ("hidden", self._eager(Grower([hidden])))]
-        auto = self._engine.speculator(params)
+        auto = self._engine.speculator(params, self._bound.arena)
         if auto is not None:
             made.append(("auto", self._eager(auto.grower)))
         return made

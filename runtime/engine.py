@@ -19,6 +19,7 @@ from .chat import Session
 from .complete import CachedText, complete
 from .decode import DecodeLimits
 from .device import choose_device
+from .kv import KVArena
 from .open_graph import open_graph
 from .options import GenerateOptions, ModelDefaults
 from .pair import taking_turns
@@ -262,9 +263,9 @@ class Engine:
         """What passes cost on this machine; measured now if it is not known yet."""
         return self._workshop.step_cost(self.new_text)
 
-    def speculator(self, sampling: SamplingParams) -> Speculator | None:
-        """Every drafter at hand, for answers that are decoded without `run`."""
-        return self._workshop.speculator(Speculation.AUTO, sampling, self.new_text, ())
+    def speculator(self, sampling: SamplingParams, arena: KVArena) -> Speculator | None:
+        """Every drafter at hand, for answers that are decoded without `run` over `arena`."""
+        return self._workshop.speculator(Speculation.AUTO, sampling, self.new_text, (), arena)
 
     def certificate(self) -> Certificate:
         """How exact speculation is on this machine, as far as it is known; a little is measured now if nothing is."""
@@ -313,6 +314,7 @@ class Engine:
             sampling,
             self.new_text,
             prompt,
+            text.bound.arena,
             recorded,
             exact=options.exact,
             drawing=options.drawing,

@@ -243,8 +243,9 @@ class InPlaceArena(KVArena):
         self._capacity = min(self._capacity, self.limit)
         grown = self._empty()
         for new, old, form in zip(grown, self.data, self.groups, strict=True):
-            kept = form.rows(slice(self.length))
-            new[kept] = old[kept]
+            # Rows beyond the committed ones may be a borrower's.
+            had = form.rows(slice(old.shape[form.axis + 1]))
+            new[had] = old
         self.data = grown
         self.generation += 1
 

@@ -30,8 +30,7 @@ def open_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> GraphSe
     Raises:
         BundleError: it is not a model that edge-run can decode with.
     """
-    packed = cache and config.device.kind is DeviceKind.CPU
-    graph = prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if packed else bundle.graph
+    graph = packed_graph(bundle, config, cache=cache)
     facts = facts_of(bundle)
     known = _kept(bundle, config) if cache and facts.operators is not None else None
     session = GraphSession(graph, config, replace(facts, reading=known))
@@ -39,6 +38,12 @@ def open_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> GraphSe
         with suppress(OSError):
             keep_measurement(_file(bundle, config), session.reading.to_json(), bundle, config)
     return session
+
+
+def packed_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> Path:
+    """The file to load for a model's graph: its twin packed for this machine where there is to be one."""
+    packed = cache and config.device.kind is DeviceKind.CPU
+    return prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if packed else bundle.graph
 
 
 def _kept(bundle: Bundle, config: SessionConfig) -> Reading | None:

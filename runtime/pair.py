@@ -23,10 +23,17 @@ from typing import Final
 from ..edge.errors import BundleError
 from ..models.bundle import Bundle
 from ..models.pairing import Pair
+from .bound import BoundSession
 from .calibration import calibrate
-from .draft.model import DraftModel, check_target_ids
-from .open_graph import open_graph
-from .session import SessionConfig
+from .draft.model import DraftModel, Int32, check_target_ids
+from .draft.own import OwnDraft
+from .facts import Facts
+from .graph_spec import GraphSpec, Sharing
+from .kv_borrowed import BorrowedArena
+from .open_graph import open_graph, packed_graph
+from .prepacked import prepacked_draft
+from .session import GraphSession, SessionConfig
+from .step_cost import StepCost
 from .step_cost_cache import cached, save
 
 _ONE_THREAD_BELOW: Final = 16 << 20
@@ -34,6 +41,7 @@ _ONE_THREAD_BELOW: Final = 16 << 20
 with one thread and 0.37 with two, at 270 MB 14 and 10."""
 _CALIBRATION_S: Final = 0.3
 _WIDTHS: Final = (1, 2, 4, 8)
+_AGAIN: Final = "restore it or export the draft again"
 
 
 def taking_turns(config: SessionConfig, draft: Bundle) -> tuple[SessionConfig, SessionConfig]:
@@ -45,7 +53,7 @@ def taking_turns(config: SessionConfig, draft: Bundle) -> tuple[SessionConfig, S
 
 
 def load_draft(pair: Pair, config: SessionConfig, target_vocab: int, context: int, *, cache: bool = True) -> DraftModel:
-    """Load the draft model of a pair.
+    """Load the draft model of a pair that is a model of its own.
 
     Args:
         pair: see `find_draft`.
@@ -62,22 +70,67 @@ def load_draft(pair: Pair, config: SessionConfig, target_vocab: int, context: in
     session = open_graph(bundle, config, cache=cache)
     head = session.spec.vocab_size
     if pair.target_ids is not None:
-        try:
-            check_target_ids(pair.target_ids, head, target_vocab)
-        except ValueError as error:
-            raise BundleError(
-                f"the draft {bundle.folder} cannot be used: its map to the target's ids {error}",
-                "restore it or export the draft again",
-            ) from error
+        _check_ids(pair, pair.target_ids, head, target_vocab)
     elif head < target_vocab and head < pair.token_count:
         raise BundleError(
             f"the draft {bundle.folder} has {pair.token_count} tokens and a head of {head}, but no map of its ids",
             "put its d2t.npy beside the graph",
         )
     bound = session.bind(session.arena(min(context, bundle.context or context)))
+    return DraftModel(bound, _cost(bundle, config, bound, cache=cache), target_vocab, pair.target_ids)
+
+
+def load_own_draft(
+    pair: Pair, config: SessionConfig, target: Bundle, spec: GraphSpec, context: int, *, cache: bool = True
+) -> OwnDraft:
+    """Load a draft that is the target without some of its parts, to be attached to the arena of a text.
+
+    Args:
+        pair: see `find_draft`.
+        config: the draft's; see `taking_turns`.
+        target: the target's bundle.
+        spec: the target's.
+        context: as for `load_draft`.
+        cache: as for `load_draft`.
+
+    Raises:
+        BundleError: the graph cannot be loaded, or is not the target's with parts left out.
+    """
+    graph = prepacked_draft(pair.draft.graph, packed_graph(target, config, cache=cache))
+    session = GraphSession(graph, config, Facts(input_vocab=target.input_vocab))
+    own, theirs = session.spec, {tensor.past: place for place, tensor in enumerate(spec.cache)}
+    places = [theirs.get(tensor.past, -1) for tensor in own.cache]
+    same = all(place >= 0 and spec.forms[place] == form for place, form in zip(places, own.forms, strict=True))
+    if not same or own.sharing is not Sharing.IN_PLACE or spec.sharing is not Sharing.IN_PLACE:
+        raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.graph}", _AGAIN)
+    if pair.target_ids is not None:
+        _check_ids(pair, pair.target_ids, own.vocab_size, spec.vocab_size)
+    elif own.vocab_size != spec.vocab_size:
+        raise BundleError(f"{pair.draft.graph} has a head of {own.vocab_size} tokens, but no map of its ids", _AGAIN)
+    alone = session.bind(session.arena(context))
+    cost = _cost(pair.draft, config, alone, cache=cache)
+    bound = session.bind(BorrowedArena(own.forms, places, context))
+    return OwnDraft(bound, cost, spec.vocab_size, pair.target_ids)
+
+
+def _check_ids(pair: Pair, target_ids: Int32, head: int, target_vocab: int) -> None:
+    """Check that the map of a pair is one of a head of so many tokens.
+
+    Raises:
+        BundleError: it is not.
+    """
+    try:
+        check_target_ids(target_ids, head, target_vocab)
+    except ValueError as error:
+        what = f"the draft {pair.draft.folder} cannot be used: its map to the target's ids {error}"
+        raise BundleError(what, _AGAIN) from error
+
+
+def _cost(bundle: Bundle, config: SessionConfig, bound: BoundSession, *, cache: bool) -> StepCost:
+    """What passes of a draft cost, as kept or measured now."""
     cost = cached(bundle, config) if cache else None
     if cost is None:
         cost = calibrate(bound, seconds_budget=_CALIBRATION_S, widths=_WIDTHS)
         if cache:
             save(cost, bundle, config)
-    return DraftModel(bound, cost, target_vocab, pair.target_ids)
+    return cost

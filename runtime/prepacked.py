@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Final
 
 from ..edge.errors import BundleError
-from ..models.atomic import folder_written_atomically
+from ..models.atomic import folder_written_atomically, write_atomically
 from ..models.bundle import GRAPH_NAME, Bundle, digest_file, verify_file
 from ..models.cache import cache_folder
 from ..models.manifest import FileDigest
+from ..models.onnx_splice import with_tensors_of
 from .processor import processor
 
 _FORMAT: Final = 1
@@ -60,6 +61,25 @@ def prepacked_graph(bundle: Bundle, runtime_version: str, pack: Callable[[Path, 
 def is_worth_packing(bundle: Bundle) -> bool:
     """Whether a model is loaded from its prepacked twin: a bundle that is not small."""
     return bundle.manifest is not None and bundle.weight_bytes >= _WORTH_IT_FROM
+
+
+def prepacked_draft(draft: Path, target: Path) -> Path:
+    """The graph to load for a draft over the target's own weights: its twin over the packed ones, if those are used.
+
+    Args:
+        draft: the draft's graph, beside the target's.
+        target: what `prepacked_graph` gave for the target.
+    """
+    if target.parent == draft.parent:
+        return draft
+    try:
+        model = with_tensors_of(draft, target)
+        twin = target.with_name(f"draft-{hashlib.sha256(model).hexdigest()[:16]}.onnx")
+        if not twin.is_file() or twin.read_bytes() != model:
+            write_atomically(twin, model)
+    except (OSError, BundleError, KeyError):
+        return draft
+    return twin
 
 
 def _make(folder: Path, bundle: Bundle, pack: Callable[[Path, Path], None]) -> None:

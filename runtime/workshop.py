@@ -20,11 +20,14 @@ from .draft.foreseen import ForeseenPredictor
 from .draft.grow import Grower
 from .draft.history import HistoryPredictor
 from .draft.history_store import HistoryStore
+from .draft.model import DraftModel
 from .draft.model_predictor import ModelPredictor
 from .draft.ngram import NgramPredictor
+from .draft.own import OwnDraft
 from .draft.predictor import Predictor
 from .drafting import Drafting
-from .pair import load_draft
+from .kv import KVArena
+from .pair import load_draft, load_own_draft
 from .prior import open_prior
 from .sampling import SamplingParams
 from .session import GraphSession, SessionConfig
@@ -139,12 +142,13 @@ class Workshop:
         sampling: SamplingParams,
         new_text: Callable[[], CachedText],
         prompt: Sequence[int],
+        arena: KVArena,
         recorded: Recording | None = None,
         *,
         exact: bool = False,
         drawing: Drawing = Drawing.OFF,
     ) -> Speculator | None:
-        """The speculator for one answer; None for plain decoding.
+        """The speculator for one answer, which is written over `arena`; None for plain decoding.
 
         Raises:
             InputError: a drafter that was asked for is not at hand.
@@ -164,6 +168,8 @@ class Workshop:
         if self._drafting is None:
             self._drafting = self._make_drafting(cost, trees=trees)
         if self._model is not None:
+            if isinstance(self._model.model, OwnDraft):
+                self._model.model.attach(arena)
             self._model.temperature = 1.0 if sampling.greedy else sampling.temperature
         if drawing is not Drawing.OFF and recorded is None and not sampling.greedy:
             return self._drafting.drawing(drawing, sampling)
@@ -193,10 +199,15 @@ class Workshop:
         if prior is not None:
             tables.append(NgramPredictor(prior))
         if self._pair is not None:
-            draft = load_draft(self._pair, self._draft_config, vocab_size, self._context, cache=self._cached)
-            self._model = ModelPredictor(draft)
+            self._model = ModelPredictor(self._load(self._pair))
         recycled = cache_folder() / "recycled" / self._model_key if self._learned else None
         return Drafting(cost, vocab_size, trees=trees, tables=tables, model=self._model, recycled=recycled)
+
+    def _load(self, pair: Pair) -> DraftModel:
+        config, spec, context, cache = self._draft_config, self._graph.spec, self._context, self._cached
+        if pair.own:
+            return load_own_draft(pair, config, self._bundle, spec, context, cache=cache)
+        return load_draft(pair, config, spec.vocab_size, context, cache=cache)
 
     @property
     def _history_folder(self) -> Path:

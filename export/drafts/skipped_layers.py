@@ -8,12 +8,17 @@ Xia et al. 2025, SWIFT): a draft writes behind the committed rows, and the pass 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Final
 
+import onnx
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
+from ...models.atomic import write_atomically
+from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, digest_file
+from ...models.manifest import MANIFEST_NAME, DraftPairing, Manifest
 from .. import contract
 from ..pruning import needed_nodes
 
@@ -31,7 +36,7 @@ class Part(str, Enum):
     FEED_FORWARD = "feed-forward"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class SubLayer:
     """The attention or the feed-forward of one layer."""
 
@@ -50,6 +55,27 @@ class SubLayer:
 def inner_parts(layers: int) -> list[SubLayer]:
     """All that may be left out of a decoder: everything but its first and its last layer."""
     return [SubLayer(layer, part) for layer in range(1, layers - 1) for part in Part]
+
+
+def write_own_draft(folder: Path, skipped: Collection[SubLayer]) -> None:
+    """Add to a bundle a draft that is its own graph without some parts, and name it in the manifest.
+
+    Args:
+        folder: the bundle's; a draft that its manifest named before is forgotten.
+        skipped: parts that the graph has.
+
+    Raises:
+        BundleError: the folder is no bundle.
+        ValueError: the graph does not have one of the parts.
+        OSError: the disk refused a write.
+    """
+    path = folder / MANIFEST_NAME
+    manifest = Manifest.from_json(path.read_bytes(), str(path))
+    model = without(onnx.load(folder / GRAPH_NAME, load_external_data=False), skipped)
+    write_atomically(folder / DRAFT_GRAPH_NAME, model.SerializeToString())
+    named = DraftPairing(".", graph=DRAFT_GRAPH_NAME, skips=tuple(map(str, sorted(skipped))))
+    files = {**manifest.files, DRAFT_GRAPH_NAME: digest_file(folder / DRAFT_GRAPH_NAME)}
+    write_atomically(path, replace(manifest, draft=named, files=files).to_json().encode())
 
 
 def without(model: ModelProto, skipped: Collection[SubLayer]) -> ModelProto:

@@ -1,4 +1,4 @@
-"""Both arenas keep the same rows whatever is committed, rewound and compacted; they differ in where."""
+"""All arenas keep the same rows whatever is committed, rewound and compacted; they differ in where."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from edgerun import ContextError
 from edgerun.runtime.kv import InPlaceArena, KVArena, TensorForm
+from edgerun.runtime.kv_borrowed import BorrowedArena
 from edgerun.runtime.kv_growing import GrowingArena
 
 FLOAT = np.dtype(np.float32)
@@ -19,13 +20,24 @@ USUAL = TensorForm(FLOAT, (1, 3, 0, 4), 2)
 FUSED = TensorForm(np.dtype(np.float16), (2, 1, 3, 0, 4), 3)
 TURNED = TensorForm(np.dtype(np.int8), (1, 3, 4, 0), 3)
 FORMS = (USUAL, USUAL, FUSED, TURNED)
-ARENAS: tuple[Callable[[tuple[TensorForm, ...], int], KVArena], ...] = (InPlaceArena, GrowingArena)
+
+
+class Lent(BorrowedArena):
+    """All but the first of the tensors of an arena that nobody else uses."""
+
+    def __init__(self, forms: tuple[TensorForm, ...], limit: int) -> None:
+        super().__init__(forms, range(1, len(forms) + 1), limit)
+        self.owner = InPlaceArena((USUAL, *forms), limit)
+        self.borrow(self.owner)
+
+
+ARENAS: tuple[Callable[[tuple[TensorForm, ...], int], KVArena], ...] = (InPlaceArena, GrowingArena, Lent)
 
 
 def write(arena: KVArena, numbers: npt.NDArray[np.int64]) -> None:
     """What a pass does: write rows that hold these numbers everywhere after the committed ones, uncommitted."""
     arena.reserve(numbers.size)
-    if isinstance(arena, InPlaceArena):
+    if isinstance(arena, InPlaceArena | BorrowedArena):
         for tensor, form in zip(arena.tensors(), arena.forms, strict=True):
             rows = np.moveaxis(tensor, form.axis, -1)
             rows[..., arena.length : arena.length + numbers.size] = numbers

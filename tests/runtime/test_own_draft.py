@@ -1,0 +1,265 @@
+"""A draft that is the target without some parts, on the target's cache: text, rows and weights are the target's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edgerun
+from drafters import NEARLY_FREE, FixedCost
+from edgerun import BundleError, Engine, GenerateOptions
+from edgerun.export.drafts.skipped_layers import Part, SubLayer, write_own_draft
+from edgerun.models.bundle import open_bundle
+from edgerun.models.pairing import find_draft
+from edgerun.runtime import prepacked
+from edgerun.runtime.bound import BoundSession
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.draft.own import OwnDraft
+from edgerun.runtime.draft.tree import Source
+from edgerun.runtime.pair import load_own_draft
+from edgerun.runtime.session import GraphSession, SessionConfig
+from edgerun.runtime.speculate_drawn import Drawing
+from edgerun.runtime.speculation import Speculation
+from tiny import write_bundle
+
+CONFIG = SessionConfig(choose_device("cpu"), 1)
+SKIPPED = (SubLayer(2, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD), SubLayer(3, Part.ATTENTION))
+MODEL = Speculation.of(Source.MODEL)
+GREEDY = GenerateOptions(max_tokens=40)
+SAMPLED = GenerateOptions(max_tokens=40, temperature=0.8, top_k=40, top_p=0.95, repeat_penalty=1.1, seed=3)
+TOKENS = st.lists(st.integers(20, 24), min_size=1, max_size=12)
+PATHS = st.lists(st.integers(20, 24), max_size=3).map(tuple)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_bundle(tmp_path_factory.mktemp("own"), num_hidden_layers=6, max_position_embeddings=600)
+    write_own_draft(folder, SKIPPED)
+    return folder
+
+
+def loaded(bundle: Path, **options: object) -> Engine:
+    """An engine to which every guess of the draft's is worth its price."""
+    engine = edgerun.load(bundle, threads=1, cache=False, **options)
+    workshop = engine._workshop
+    workshop._cost = FixedCost(NEARLY_FREE)
+    workshop._drafting = workshop._make_drafting(workshop._cost, trees=True)
+    workshop._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Iterator[Engine]:
+    with loaded(bundle) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def target(bundle: Path) -> GraphSession:
+    return GraphSession(bundle / "model.onnx", CONFIG)
+
+
+def own_draft(bundle: Path, target: GraphSession) -> OwnDraft:
+    opened = open_bundle(bundle)
+    pair = find_draft(opened)
+    assert pair is not None
+    assert pair.own
+    return load_own_draft(pair, CONFIG, opened, target.spec, 600, cache=False)
+
+
+def read(target: GraphSession, tokens: list[int]) -> BoundSession:
+    """A session that has read these tokens."""
+    bound = target.bind(target.arena(600))
+    if tokens:
+        bound.forward(tokens)
+        bound.arena.commit(len(tokens))
+    return bound
+
+
+@pytest.mark.parametrize("choice", [Speculation.AUTO, MODEL], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [GREEDY, GREEDY.changed({"exact": True}), SAMPLED],
+    ids=["greedy", "exact", "sampled"],
+)
+def test_the_text_is_that_of_plain_decoding(engine: Engine, choice: Speculation, options: GenerateOptions) -> None:
+    drafted = 0
+    for prompt in ("the other thing", "in the in the in the", "a"):
+        plain = engine.generate(prompt, options, speculation=Speculation.OFF)
+        reply = engine.generate(prompt, options, speculation=choice)
+        assert (reply.text, reply.finish_reason) == (plain.text, plain.finish_reason)
+        if "model" in reply.stats.by_source:
+            drafted += reply.stats.by_source["model"].drafted
+    assert drafted > 0
+
+
+@pytest.mark.parametrize("drawing", [Drawing.CHAIN, Drawing.TREE])
+def test_guesses_can_be_drawn_from_it(engine: Engine, drawing: Drawing) -> None:
+    reply = engine.generate("the other thing", SAMPLED, drawing=drawing)
+    assert reply.stats.by_source["model"].drafted > 0
+    assert_rows_are_the_targets(engine)
+
+
+def assert_rows_are_the_targets(engine: Engine) -> None:
+    """The rows of the last answer are what the target alone makes of its text."""
+    text = engine._text
+    assert text is not None
+    arena = text.bound.arena
+    alone = engine.new_text().bound
+    alone.forward(text.tokens[: arena.length])
+    alone.arena.commit(arena.length)
+    for found, expected in zip(arena.snapshot(), alone.arena.snapshot(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+def test_after_every_round_the_rows_are_the_targets(engine: Engine) -> None:
+    for most in range(1, 14):
+        reply = engine.generate("in the in", max_tokens=most, speculation=MODEL)
+        assert_rows_are_the_targets(engine)
+    assert reply.stats.by_source["model"].accepted > 0
+
+
+def test_a_long_text_makes_the_cache_grow_under_the_drafts_rows(engine: Engine) -> None:
+    prompt = "in the other thing " * 20
+    plain = engine.generate(prompt, max_tokens=100, speculation=Speculation.OFF)
+    assert engine.generate(prompt, max_tokens=100, speculation=MODEL).text == plain.text
+    text = engine._text
+    assert text is not None
+    assert text.bound.arena.capacity > 256
+    assert_rows_are_the_targets(engine)
+
+
+def test_conversations_in_turn_are_drafted_each_on_its_own_cache(engine: Engine, tmp_path: Path) -> None:
+    said = ["the", "and then", "of it"]
+
+    def talk(choice: Speculation, *, put_aside: bool) -> list[str]:
+        sessions = [engine.session(), engine.session(system="be brief")]
+        answers = []
+        for text in said:
+            for number, session in enumerate(sessions):
+                answers.append(session.send(text, max_tokens=12, speculation=choice).text)
+                if put_aside:
+                    session.save(tmp_path / f"{number}.session")
+                    session.close()
+                    sessions[number] = engine.session(resume=tmp_path / f"{number}.session")
+        return answers
+
+    plain = talk(Speculation.OFF, put_aside=False)
+    assert talk(MODEL, put_aside=False) == plain
+    assert talk(MODEL, put_aside=True) == plain
+
+
+def test_a_cancelled_answer_leaves_a_cache_to_go_on_from(engine: Engine) -> None:
+    plain, drafted = engine.session(), engine.session()
+    for session, choice in ((plain, Speculation.OFF), (drafted, MODEL)):
+        stream = session.stream("the other", max_tokens=30, speculation=choice)
+        next(iter(stream))
+        stream.close()
+        session.messages.clear()
+    answers = [
+        session.send("and", max_tokens=30, speculation=choice).text
+        for session, choice in ((plain, Speculation.OFF), (drafted, MODEL))
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.fixture(scope="module")
+def drafts(bundle: Path, target: GraphSession) -> tuple[OwnDraft, OwnDraft]:
+    """One to be asked, and one to see what it ought to say."""
+    return own_draft(bundle, target), own_draft(bundle, target)
+
+
+@settings(max_examples=40, deadline=None)
+@given(first=TOKENS, grown=st.lists(st.tuples(TOKENS, st.lists(PATHS, max_size=4)), max_size=4))
+def test_it_says_what_its_graph_says_behind_the_targets_rows(
+    target: GraphSession,
+    drafts: tuple[OwnDraft, OwnDraft],
+    first: list[int],
+    grown: list[tuple[list[int], list[tuple[int, ...]]]],
+) -> None:
+    model, other = drafts
+    text = [21, *first]
+    bound = read(target, text[:-1])
+    model.attach(bound.arena)
+    model.follow(text)
+    for more, paths in grown:
+        for path in paths:
+            np.testing.assert_allclose(model.logits(path), expected(other, target, text, path), atol=2e-4)
+        model.likely_each([(), *paths], 2)
+        assert bound.arena.length == len(text) - 1
+        bound.forward(text[-1:] + more)
+        bound.arena.commit(len(more))
+        text += more
+        for token in more:
+            model.append(token)
+    np.testing.assert_allclose(model.logits(()), expected(other, target, text, ()), atol=2e-4)
+
+
+def expected(draft: OwnDraft, target: GraphSession, text: list[int], path: tuple[int, ...]) -> np.ndarray:
+    """Logits of one pass of the draft's graph behind rows of the target's."""
+    owner = read(target, text[:-1])
+    draft.attach(owner.arena)
+    return draft._bound.forward([text[-1], *path])[-1].copy()
+
+
+def test_a_draft_of_an_arena_that_is_gone_cannot_be_asked(bundle: Path, target: GraphSession) -> None:
+    model = own_draft(bundle, target)
+    bound = read(target, [20, 21])
+    model.attach(bound.arena)
+    model.follow([20, 21, 22])
+    del bound
+    with pytest.raises(ValueError, match="no arena"):
+        model.likely((), 1)
+
+
+def test_the_packed_weights_are_shared(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
+    monkeypatch.setattr(prepacked, "_WORTH_IT_FROM", 0)
+    with edgerun.load(bundle, threads=1) as engine:
+        engine.generate("the", max_tokens=3, speculation=MODEL)
+    (folder,) = (tmp_path / "prepacked").iterdir()
+    (twin,) = folder.glob("draft-*.onnx")
+    assert not list(folder.glob("draft-*.data"))
+    logits = []
+    for graph in (bundle / "draft.onnx", twin):
+        session = GraphSession(graph, CONFIG)
+        logits.append(session.bind(session.arena(9)).forward([20, 21, 22]).copy())
+    np.testing.assert_array_equal(*logits)
+    # A damaged twin is written again; one that cannot be made is done without.
+    good = twin.read_bytes()
+    twin.write_bytes(good[:100])
+    assert prepacked.prepacked_draft(bundle / "draft.onnx", folder / "model.onnx").read_bytes() == good
+    shutil.copyfile(bundle / "tokenizer.json", folder / "model.onnx")
+    assert prepacked.prepacked_draft(bundle / "draft.onnx", folder / "model.onnx") == bundle / "draft.onnx"
+
+
+def refusal(bundle: Path) -> str:
+    with pytest.raises(BundleError) as caught, edgerun.load(bundle, threads=1, cache=False) as engine:
+        engine.generate("the", max_tokens=3)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_missing_or_foreign_graph_is_one_line(bundle: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "bundle"
+    shutil.copytree(bundle, copied)
+    (copied / "draft.onnx").unlink()
+    assert "draft.onnx is missing" in refusal(copied)
+    other = write_bundle(tmp_path / "other", num_hidden_layers=3, num_key_value_heads=1)
+    shutil.copy(other / "model.onnx", copied / "draft.onnx")
+    manifest = json.loads((copied / "edge.json").read_text())
+    del manifest["files"]["draft.onnx"]
+    (copied / "edge.json").write_text(json.dumps(manifest))
+    assert refusal(copied) == (
+        f"{copied / 'draft.onnx'} does not run on the cache of {copied / 'model.onnx'}; "
+        "restore it or export the draft again"
+    )
+    with edgerun.load(copied, threads=1, cache=False, draft=None) as engine:
+        assert engine.generate("the", max_tokens=3).stats.completion_tokens == 3
