@@ -48,7 +48,7 @@ def layer_runs(weights: Mapping[str, WeightFormat]) -> list[LayerRun]:
 
 
 def plan_table(weights: Mapping[str, WeightFormat]) -> Table:
-    """The layers of a plan for a terminal; methods are named where the plan has several."""
+    """The layers of a plan for a terminal; methods are named where there are several."""
     runs = layer_runs(weights)
     parts = sorted({part for run in runs for part in run.units}, key=_place)
     table = Table(title="weights by layer", title_justify="left", title_style="bold", min_width=len("weights by layer"))
@@ -64,8 +64,8 @@ def _place(part: str) -> tuple[int, str]:
 
 
 def _spelled(weights: Mapping[str, WeightFormat]) -> dict[str, str]:
-    """Format by unit in words, with its method where the plan has several."""
-    methods = {form.method for form in weights.values() if form.bits != 32}
+    """Format by unit in words, with its method where the layers have several."""
+    methods = {form.method for name, form in weights.items() if form.bits != 32 and _LAYER_UNIT.fullmatch(name)}
     return {
         name: f"{form} {form.method.value}" if form.method is not None and len(methods) > 1 else str(form)
         for name, form in weights.items()

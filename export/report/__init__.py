@@ -11,6 +11,7 @@ from .figures import (
     UnitFigures,
 )
 from .page import as_values, page, write_report
+from .tables import heads_of
 
 __all__ = [
     "DraftFigures",
@@ -22,6 +23,7 @@ __all__ = [
     "Speed",
     "UnitFigures",
     "as_values",
+    "heads_of",
     "page",
     "write_report",
 ]

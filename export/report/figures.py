@@ -121,9 +121,9 @@ class DraftFigures:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """The best plan of a search at some time."""
+    """The best plan of a search after some generations."""
 
-    seconds: float
+    generation: int
     kl: float
 
 
@@ -156,6 +156,12 @@ class ModelReport:
     def chosen(self) -> PlanFigures:
         """The bundle's own plan."""
         return next(plan for plan in self.plans if plan.kind is PlanKind.CHOSEN)
+
+    @property
+    def compared(self) -> list[PlanFigures]:
+        """The plans without those that the search only came by, the smallest first."""
+        kept = [plan for plan in self.plans if plan.kind is not PlanKind.SEARCHED]
+        return sorted(kept, key=lambda plan: (plan.bytes_read, plan.kind is PlanKind.CHOSEN))
 
     @property
     def against_uniform(self) -> float | None:

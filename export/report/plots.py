@@ -93,16 +93,16 @@ def _passes(report: ModelReport) -> str | None:
 
 
 def _search(report: ModelReport) -> str | None:
-    """The best plan's KL by the time the search had taken."""
+    """The best plan's KL by generation."""
     steps = [step for step in report.search if step.kl > 0]
     if len(steps) < 2:
         return None
-    frame = Frame("The search", "seconds", "mean KL of the best plan, nats")
-    x = frame.x_axis([step.seconds for step in steps])
+    frame = Frame("The search", "generations", "mean KL of the best plan, nats")
+    x = frame.x_axis([step.generation for step in steps])
     y = frame.y_axis([step.kl for step in steps], log=True)
     corners: list[tuple[float, float]] = []
     for step in steps:  # a plan stays the best one until another is found
         if corners:
-            corners.append((x.at(step.seconds), corners[-1][1]))
-        corners.append((x.at(step.seconds), y.at(step.kl)))
+            corners.append((x.at(step.generation), corners[-1][1]))
+        corners.append((x.at(step.generation), y.at(step.kl)))
     return frame.drawn(x, y, [path(corners, "chosen")])

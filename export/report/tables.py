@@ -53,11 +53,13 @@ def heads_of(report: ModelReport) -> list[Head]:
     ]
     if chosen.kl is not None:
         ratio = report.against_uniform
-        beside = "nats from the float32 model" if ratio is None else f"{_less(ratio)} than one format for all"
+        beside = "nats from the float32 model" if ratio is None else f"{_less(ratio)} than uniform plans of its size"
         heads.append(Head("mean KL", f"{chosen.kl:#.3g}", beside, "" if ratio is None else _tone(ratio < 1)))
     if quality is not None:
         heads.append(
-            Head("same first choice", f"{quality.top1_agreement:.1%}", f"KL, 99th of a hundred: {quality.p99_kl:.3g}")
+            Head(
+                "top-1 agreement", f"{quality.top1_agreement:.1%}", f"99 % of positions: KL below {quality.p99_kl:#.3g}"
+            )
         )
         heads.append(Head("perplexity", f"{quality.perplexity:.4g}", f"float32 model: {quality.float_perplexity:.4g}"))
     if speed is not None and speed.rate is not None:
@@ -85,10 +87,9 @@ def tables_of(report: ModelReport) -> list[Table]:
 
 def _plans(report: ModelReport) -> Table | None:
     """Plans by bytes, each column only where a plan has the figure."""
-    if len(report.plans) < 2:
+    if len(report.compared) < 2:
         return None
-    plans = sorted(report.plans, key=lambda plan: (plan.bytes_read, plan.kind is PlanKind.CHOSEN))
-    plans = [plan for plan in plans if plan.kind is not PlanKind.SEARCHED]
+    plans = report.compared
     rows = sorted({count for plan in plans for count in plan.milliseconds})
     speculative = any(plan.speculative_rate is not None for plan in plans)
     columns: tuple[str, ...] = ("", "bits a weight", "MB a token", "KL, nats", "against this model")
@@ -130,7 +131,7 @@ def _comparisons(report: ModelReport) -> str:
 def _quality(quality: Quality | None) -> Table | None:
     if quality is None:
         return None
-    columns = ("", "mean KL", "99 % of positions below", "same first choice", "perplexity", "float32's perplexity")
+    columns = ("", "mean KL", "99 % of positions below", "top-1 agreement", "perplexity", "float32's perplexity")
     cells = (
         "held-out text",
         f"{quality.mean_kl:.4g}",
@@ -162,7 +163,7 @@ def _drafts(drafts: Sequence[DraftFigures]) -> Table | None:
         "",
         "head, tokens",
         "of the text",
-        "same first choice",
+        "top-1 agreement",
         "tokens a pass",
         "tokens/s plain",
         "tokens/s",

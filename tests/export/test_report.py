@@ -70,7 +70,7 @@ def test_a_page_stands_alone_and_shows_everything(layers: int) -> None:
     assert "None" not in text
     assert "nan" not in " ".join(found.words)
     words = " ".join(" ".join(found.words).split())
-    for said in ("50% less than one format for all", "Size against quality", "Time against quality", "The search"):
+    for said in ("50% less than uniform plans of its size", "Size against quality", "Time against quality", "The search"):
         assert said in words
     for said in ("A pass over several tokens", "1.69 times", "written by the model itself", "tokens/s at 25 GB/s"):
         assert said in words

@@ -1,0 +1,49 @@
+"""A report on the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("onnx", reason="needs the export extra")
+
+from edgerun.edge.report_summary import show_report
+from edgerun.export.report import ModelReport, PlanKind
+from reports import whole_report
+
+
+def shown(report: ModelReport, width: int = 100) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as captured:
+        show_report(console, report)
+    return captured.get().splitlines()
+
+
+def test_plans_stand_by_size_and_what_the_search_came_by_is_left_out() -> None:
+    report = whole_report(6)
+    lines = shown(report)
+    names = [plan.name for plan in sorted(report.plans, key=lambda plan: plan.bytes_read)]
+    found = [line.split("│")[1].strip() for line in lines if line.count("│") == 6 and "layer" not in line.split("│")[1]]
+    kept = [name for name in names if name != "found" and not name.startswith("head")]
+    assert [name for name in found if name in kept] == kept
+    assert "found" not in found
+    assert sum(line.startswith("│ layer") for line in lines) == 6
+
+
+def test_figures_are_a_line_each() -> None:
+    lines = shown(whole_report(2))
+    assert "mean KL: 0.0791 (50% less than uniform plans of its size)" in lines
+    assert "with its draft: 1.69 times (2.34 tokens a pass)" in lines
+    assert "tokens a second: 113.6 (116.3 predicted)" in lines
+    assert lines[-1] == "2 units were repaired with factors of rank 16."
+
+
+def test_an_export_without_measurements_has_its_layers_and_its_size() -> None:
+    report = whole_report(3)
+    (chosen,) = [dataclasses.replace(plan, kl=None) for plan in report.plans if plan.kind is PlanKind.CHOSEN]
+    lines = shown(ModelReport("m", "c", report.units, [chosen], 1, {}))
+    assert lines[0].startswith("weights by layer")
+    assert lines[-1] == "bits a weight: 3.50 (216.1 MB read for a token)"
+    assert not any("KL" in line for line in lines)
