@@ -201,6 +201,18 @@ def test_a_folder_holds_a_bundle_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("")
     assert not holds_only_bundle_files(tmp_path)
     (tmp_path / "thesis.txt").unlink()
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    assert not holds_only_bundle_files(tmp_path)
+    for name in ("edge.json", "d2t.npy"):
+        (draft / name).write_text("")
+    assert holds_only_bundle_files(tmp_path)
+    (draft / "thesis.txt").write_text("")
+    assert not holds_only_bundle_files(tmp_path)
+    (draft / "thesis.txt").unlink()
+    (tmp_path / "drafts").mkdir()
+    assert not holds_only_bundle_files(tmp_path)
+    (tmp_path / "drafts").rmdir()
     (tmp_path / "edge.json").unlink()
     assert not holds_only_bundle_files(tmp_path)
 

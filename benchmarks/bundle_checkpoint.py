@@ -1,0 +1,84 @@
+"""A checkpoint of a bundle: the weights that its codes stand for, in float32, for exporting them in another form.
+
+Example: python benchmarks/bundle_checkpoint.py models/bundled/shell-helper /tmp/shell-helper
+
+For models whose checkpoint is not at hand. What their export rounded away stays lost, so the bundle itself, and not the
+model as it was trained, is what a new export of this checkpoint is compared with. Families llama and qwen2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from safetensors.numpy import save_file
+
+from edgerun.export.config import DecoderConfig, read_config
+from edgerun.export.layout import FINAL_NORM, layer_layout, units_of
+from edgerun.export.quantization.codes import dequantize_rows
+from edgerun.models.bundle import COMPANIONS, Bundle, open_bundle
+
+Tensors = dict[str, npt.NDArray[np.float32]]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("checkpoint", type=Path, help="the folder to write")
+    options = parser.parse_args()
+    write_checkpoint(open_bundle(options.bundle), options.checkpoint)
+
+
+def write_checkpoint(bundle: Bundle, folder: Path) -> Path:
+    """Write model.safetensors and the bundle's small files into a folder; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(read_weights(bundle, read_config(bundle.folder)), folder / "model.safetensors")
+    for name in COMPANIONS:
+        if (source := bundle.file(name)) is not None:
+            shutil.copyfile(source, folder / name)
+    return folder
+
+
+def read_weights(bundle: Bundle, config: DecoderConfig) -> Tensors:
+    """Tensors by their Hugging Face names.
+
+    Raises:
+        ValueError: the bundle has no manifest, or is of a family with other tensors.
+    """
+    if bundle.manifest is None or bundle.manifest.architecture.family not in ("llama", "qwen2"):
+        raise ValueError(f"{bundle.folder} is no bundle of the families llama and qwen2")
+    graph = onnx.load(bundle.graph).graph
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    tensors: Tensors = {}
+    for unit in units_of(config):
+        if unit.name == "head" and config.tied_head:
+            continue
+        form = bundle.manifest.weights[unit.name]
+        if form.bits == 32:
+            matrix = stored[f"{unit.name}.weight"]
+            matrix = matrix if matrix.shape == unit.shape else matrix.T
+        else:
+            scales = stored[f"{unit.name}.scales"].reshape(unit.shape[0], -1)
+            matrix = dequantize_rows(stored[f"{unit.name}.codes"], scales, unit.columns, form)
+        parts = np.split(matrix, np.cumsum(unit.rows)[:-1])
+        tensors |= dict(zip(unit.weights, map(np.ascontiguousarray, parts), strict=True))
+        if unit.biased:
+            parts = np.split(stored[f"{unit.name}.bias"], np.cumsum(unit.rows)[:-1])
+            tensors |= dict(zip(unit.biases, map(np.ascontiguousarray, parts), strict=True))
+    for index in range(config.layers):
+        layer = layer_layout(config, index)
+        before = "layers.0.input_norm" if index == 0 else f"layers.{index - 1}.next_norm"
+        for norm, name in ((layer.before_attention, before), (layer.before_mlp, f"layers.{index}.mlp_norm")):
+            if norm is not None:
+                tensors[norm.weight] = stored[f"{name}.weight"]
+    tensors[FINAL_NORM] = stored[f"layers.{config.layers - 1}.next_norm.weight"]
+    return tensors
+
+
+if __name__ == "__main__":
+    main()

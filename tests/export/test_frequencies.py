@@ -1,0 +1,91 @@
+"""Which tokens a draft's head keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun import InputError
+from edgerun.export.drafts.frequencies import Markers, answer_start, rank_tokens, read_markers
+from tiny import write_checkpoint
+
+
+def texts(*ids: list[int]) -> list[np.ndarray]:
+    return [np.array(each, np.int64) for each in ids]
+
+
+def test_tokens_that_stay_come_first_then_frequent_ones_then_those_never_seen() -> None:
+    ranking = rank_tokens(texts([6, 4, 4], [5, 5, 5, 4, 6]), 8, {7})
+    assert ranking.order.tolist() == [7, 4, 5, 6, 0, 1, 2, 3]
+    assert ranking.least == 1
+    assert ranking.kept(3).tolist() == [4, 5, 7]
+
+
+def test_what_all_texts_begin_with_stays() -> None:
+    ranking = rank_tokens(texts([2, 3, 1, 1], [2, 3, 4, 1], [2, 3]), 6, ())
+    assert (ranking.order[:2].tolist(), ranking.least) == ([2, 3], 2)
+
+
+def test_a_single_text_has_no_template() -> None:
+    assert rank_tokens(texts([2, 3]), 6, {5}).least == 1
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 40), max_size=20), min_size=1, max_size=6).filter(any),
+    st.sets(st.integers(0, 50), max_size=5),
+    st.integers(1, 45),
+)
+def test_every_token_has_one_place(lists: list[list[int]], always: set[int], vocabulary: int) -> None:
+    ranking = rank_tokens(texts(*lists), vocabulary, always)
+    assert sorted(ranking.order.tolist()) == list(range(vocabulary))
+    assert {token for token in always if token < vocabulary} <= set(ranking.kept(ranking.least).tolist())
+    free = ranking.counts[ranking.order[ranking.least :]]
+    assert (np.diff(free) <= 0).all()
+    for size in range(ranking.least, vocabulary + 1):
+        kept = ranking.kept(size)
+        assert kept.size == size
+        assert (np.diff(kept) > 0).all()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_too_few_or_too_many_tokens_are_refused(tokens: int) -> None:
+    ranking = rank_tokens(texts([1, 2, 3]), 8, {6, 7})
+    expected = f"a head of {tokens} tokens cannot be made; 2 have to stay, and the vocabulary has 8"
+    with pytest.raises(InputError) as caught:
+        ranking.kept(tokens)
+    assert str(caught.value) == expected
+
+
+def test_no_text_is_refused() -> None:
+    with pytest.raises(InputError, match="there is no text to count tokens in; give a text, or let the model write"):
+        rank_tokens(texts([], []), 8, ())
+
+
+def change(path: Path, **settings: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def test_markers_are_read_from_all_files_that_name_them(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    assert read_markers(folder) == Markers(frozenset(range(5)), frozenset({0}))
+    change(folder / "generation_config.json", eos_token_id=[2, 7])
+    change(folder / "config.json", eos_token_id=9)
+    change(folder / "tokenizer_config.json", eos_token={"content": "<|system|>"})
+    assert read_markers(folder).ending == {1, 2, 7, 9}
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    assert read_markers(folder) == Markers(frozenset(range(5)), frozenset({9}))
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [([2, 40, 41, 3, 50, 51, 0], 4), ([40, 41], 0), ([2, 40, 3], 1), ([3, 50, 0, 2, 40, 3, 50], 6), ([], 0)],
+)
+def test_an_answer_begins_behind_the_last_token_that_opens_a_turn(text: list[int], start: int) -> None:
+    assert answer_start(np.array(text, np.int64), Markers(frozenset({0, 2, 3}), frozenset({0}))) == start

@@ -1,0 +1,100 @@
+"""How many tokens a draft's head should have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun.export import FP32
+from edgerun.export.drafts.frequencies import Ranking, rank_tokens
+from edgerun.export.drafts.head_size import TARGET_ROWS, StepTimes, agreeing_sizes, agreement_by_size, best_size, speed
+from edgerun.export.session import GraphSession
+from edgerun.models.bundle import open_bundle
+from tiny import write_bundle
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 14))
+def test_agreement_is_what_trimming_would_give(seed: int, vocabulary: int, target_vocabulary: int) -> None:
+    random = np.random.default_rng(seed)
+    logits = random.standard_normal((5, vocabulary)).astype(np.float32)
+    preferred = random.integers(0, target_vocabulary, 5)
+    order = random.permutation(vocabulary)
+    first, last = agreeing_sizes(preferred, logits, np.argsort(order))
+    for size in range(1, vocabulary + 1):
+        kept = order[:size]
+        agrees = kept[logits[:, kept].argmax(axis=1)] == preferred
+        assert ((first <= size) & (size <= last)).tolist() == agrees.tolist()
+
+
+def test_agreement_of_two_models(tmp_path: Path) -> None:
+    target, draft = (write_bundle(tmp_path / str(seed), weights=FP32, seed=seed) for seed in (0, 1))
+    random = np.random.default_rng(0)
+    texts = [random.integers(0, 300, length) for length in (70, 2, 33)]
+    starts = [40, 0, 20]
+    ranking = rank_tokens(texts, 300, {0})
+    heard: list[float] = []
+    found = agreement_by_size(target, draft, ranking, texts, starts, heard.append)
+    assert heard == pytest.approx([1 / 3, 2 / 3, 1])
+
+    def logits(bundle: Path) -> np.ndarray:
+        """Of the rows that stand before a token to guess."""
+        manifest = open_bundle(bundle).manifest
+        assert manifest is not None
+        rows = []
+        for text, start in zip(texts, starts, strict=True):
+            session = GraphSession(bundle, manifest.architecture, len(text))
+            rows.append(session.forward(text[:-1], np.arange(len(text) - 1))[max(0, start - 1) :])
+        return np.concatenate(rows)
+
+    preferred, guessed = logits(target).argmax(axis=1), logits(draft)
+    assert len(preferred) == 30 + 1 + 13
+    for size in (1, 10, 150, 300):
+        kept = ranking.order[:size]
+        assert found[size] == pytest.approx(np.mean(kept[guessed[:, kept].argmax(axis=1)] == preferred))
+    assert found.shape == (301,)
+
+
+def test_a_perfect_draft_agrees_everywhere_if_its_head_is_whole(tiny_bundle: Path) -> None:
+    texts = [np.arange(20, 60)]
+    agreement = agreement_by_size(tiny_bundle, tiny_bundle, rank_tokens(texts, 300, ()), texts, [0], lambda _: None)
+    assert agreement[0] == 0
+    assert agreement[-1] == 1
+
+
+def vocabulary(tokens: int, least: int = 1) -> Ranking:
+    return Ranking(np.arange(tokens), least, np.zeros(tokens, np.int64))
+
+
+FLAT = dict.fromkeys(TARGET_ROWS, 1.0)
+
+
+def test_a_step_s_time_lies_on_a_line() -> None:
+    times = StepTimes(FLAT, 0.9, 0.1)
+    sizes = vocabulary(101)
+    assert [times.of_head(size, sizes) for size in (1, 51, 101)] == pytest.approx([0.1, 0.5, 0.9])
+    assert StepTimes(FLAT, 0.1, 0.2).of_head(101, sizes) == 0.2  # noise; a larger head is never faster
+
+
+def test_rows_that_cost_nothing_all_stay() -> None:
+    agreement = np.linspace(0, 0.8, 1001)
+    assert best_size(vocabulary(1000), agreement, StepTimes(FLAT, 0.1, 0.1)) == 1000
+
+
+def test_rows_that_gain_nothing_all_go() -> None:
+    agreement = np.full(1001, 0.5)
+    assert best_size(vocabulary(1000, 7), agreement, StepTimes(FLAT, 0.9, 0.1)) == 7
+
+
+def test_what_is_gained_is_weighed_against_what_it_costs() -> None:
+    agreement = 0.8 * (1 - np.exp(-np.arange(1001) / 100))
+    chosen = [best_size(vocabulary(1000), agreement, StepTimes(FLAT, whole, 0.05)) for whole in (0.06, 0.3, 3.0)]
+    assert 1000 >= chosen[0] > chosen[1] > chosen[2] > 1
+
+
+def test_a_chain_is_as_long_as_suits_it() -> None:
+    assert speed(1.0, 0.0, FLAT) == 8.0
+    assert speed(0.5, 0.25, {1: 1.0, **{rows: 1.0 + rows for rows in range(2, 9)}}) == pytest.approx(1.5 / 3.25)
