@@ -49,13 +49,14 @@ def export_by_optimum(
 
     Raises:
         CheckpointError: Optimum cannot export the checkpoint.
-        InputError: a method of rounding is chosen.
+        InputError: a method of rounding, zero points or powers of two are asked for.
         DestinationError: there is no room beside the destination.
         EdgeError: whatever `upgrade_model` raises.
     """
     started = time.perf_counter()
     if recipe.method not in (None, Method.RTN):
         raise InputError("a checkpoint that goes by Optimum is rounded to nearest", "leave --method out")
+    recipe.require_usual_scales("checkpoint that goes by Optimum")
     require_apart(source, destination)
     place = next(folder for folder in destination.absolute().parents if folder.is_dir())
     try:

@@ -59,7 +59,7 @@ def export_checkpoint(
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
         InputError: the destination holds something that is not a bundle's or overlaps the source, the context is
-            too long, or a method is chosen for a GGUF file.
+            too long, or a method, zero points or powers of two are asked of a GGUF file.
         DestinationError: the disk refused a write.
         ExportError: the graph does not compute what the checkpoint means. As with every error, the destination is as it
             was before.
@@ -67,6 +67,8 @@ def export_checkpoint(
     started = time.perf_counter()
     if recipe.method is not None and is_gguf(source):
         raise InputError("the weights of a GGUF file are not rounded by a method of choice", "leave --method out")
+    if is_gguf(source):
+        recipe.require_usual_scales("GGUF file")
     require_apart(source, destination)
     with opened(source) as (config, checkpoint):
         context = recipe.context_for(config)

@@ -72,6 +72,17 @@ class ExportRecipe:
         """Format of the LM head and of the embedding, None as in `body`."""
         return self.body if self.head is None else self.head
 
+    def require_usual_scales(self, source: str) -> None:
+        """Refuse zero points and powers of two for a kind of source, such as "GGUF file".
+
+        Raises:
+            InputError: they are asked for.
+        """
+        for form in filter(None, (self.body, self.head_format)):
+            if form.zero_points or form.powers_of_two:
+                option = "--zero-points" if form.zero_points else "--powers-of-two"
+                raise InputError(f"{option} is not for a {source}", f"leave {option} out")
+
     def context_for(self, config: DecoderConfig) -> int:
         """Positions the graph of that model serves.
 
@@ -95,7 +106,7 @@ class ExportRecipe:
             own_format: the format nearest to how a checkpoint's matrix is stored, by its name.
 
         Raises:
-            InputError: the blocks do not divide the rows of experts.
+            InputError: the blocks do not divide the rows of experts, or those are to have zero points.
         """
         plan = {}
         for unit in units_of(config):
@@ -105,6 +116,10 @@ class ExportRecipe:
                 raise InputError(
                     f"{unit.name} has experts of {unit.columns} columns, which are no whole blocks of {form.block}",
                     "choose smaller blocks, or fp32",
+                )
+            if unit.experts and form.zero_points:
+                raise InputError(
+                    f"{unit.name} has experts, whose operator does not take zero points", "leave --zero-points out"
                 )
             plan[unit.name] = form
         return plan

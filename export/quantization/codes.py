@@ -41,6 +41,9 @@ OFFSETS: Final = WeightFormat(8, 32)
 
 _NEGLIGIBLE: Final = np.float32(1e-30)
 """A block whose largest weight is smaller is stored as zeros: the reciprocal of its scale would overflow."""
+_TURN: Final = {2: 0.75, 4: 0.75, 8: 0.5}
+"""By bits, which power of two stands for a usual scale (see `powers_of_two`). The one below cuts the largest weights
+off, the one above makes steps wider; of 8 bits, whose steps are narrow, cutting off costs fifty times as much."""
 
 
 def blocks_of(columns: int, form: WeightFormat) -> int:
@@ -74,14 +77,18 @@ def usual_scales(grouped: Float32Array, form: WeightFormat) -> tuple[Float32Arra
     else:
         scales = extremes(grouped) * np.float32(-1 / (1 << (form.bits - 1)))
     if form.powers_of_two:
-        scales = powers_of_two(scales)
+        scales = powers_of_two(scales, _TURN[form.bits])
     return scales, centred_zeros(grouped, scales, form.bits) if form.zero_points else None
 
 
-def powers_of_two(scales: Float32Array) -> Float32Array:
-    """The nearest power of two to each number, with its sign; 0 stays 0."""
+def powers_of_two(scales: Float32Array, turn: float = 0.75) -> Float32Array:
+    """A power of two for each number, with its sign; 0 stays 0.
+
+    `turn`, as a share of the power of two above, is what a number has to exceed to take that one: with 0.75 it is the
+    nearer one, with 0.5 always the one above.
+    """
     fraction, exponent = np.frexp(scales)
-    upper = np.abs(fraction) >= np.float32(0.75)
+    upper = np.abs(fraction) > np.float32(turn)
     nearest: Float32Array = np.copysign(np.ldexp(np.float32(0.5), exponent + upper), scales)
     nearest[scales == 0] = 0
     return nearest

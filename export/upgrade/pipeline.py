@@ -81,6 +81,7 @@ def upgrade_model(
         raise InputError("an ONNX model is upgraded to edge-run's own layout only", "leave --layout out")
     if recipe.method not in (None, Method.RTN):
         raise InputError("the weights of an ONNX model are rounded to nearest", "leave --method out")
+    recipe.require_usual_scales("model in ONNX")
     foreign = find_foreign(source)
     require_apart(source if source.is_dir() else foreign.graph, destination)
     progress("reading", 0.0)
