@@ -111,6 +111,7 @@ def bench(
             turns=turns,
             temperature=temperature,
             conversations=len(conversations),
+            draft_head=None if pair is None or pair.target_ids is None else pair.target_ids.size,
         )
         result = Result.of(found, conditions, engine, busy)
     if not as_json:

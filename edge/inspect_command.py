@@ -13,7 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..models.bundle import Bundle
 from ..models.manifest import WeightFormat
+from ..models.pairing import find_draft
 from ..runtime.certificate import kept_certificate
 from ..runtime.engine import Engine, load
 from ..runtime.graph_spec import GraphSpec, Sharing
@@ -98,10 +100,26 @@ def describe(engine: Engine) -> dict[str, Any]:
             "files": {name: digest.bytes for name, digest in manifest.files.items()},
             "made_by": manifest.command or manifest.producer,
         }
+    facts["draft"] = _draft(engine.bundle)
     cost = cached(engine.bundle, SessionConfig(engine.device))
     facts["pass_costs"] = None if cost is None else describe_cost(cost)
     certificate = kept_certificate(engine.bundle, SessionConfig(engine.device))
     facts["exactness"] = None if certificate is None else {"verdict": verdict(certificate), **certificate.to_json()}
+    return facts
+
+
+def _draft(bundle: Bundle) -> dict[str, Any] | None:
+    """What the draft is that the model names."""
+    pair = find_draft(bundle)
+    if pair is None:
+        return None
+    facts: dict[str, Any] = {"name": pair.name}
+    if not pair.own:
+        facts["bytes"] = pair.draft.weight_bytes
+    if pair.draft.manifest is not None:
+        facts["weights"] = dict(Counter(str(form) for form in pair.draft.manifest.weights.values()))
+    if pair.target_ids is not None:
+        facts["head_tokens"] = pair.target_ids.size
     return facts
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from ..edge.errors import ContextError, EdgeError, InputError, TemplateError
-from ..models.bundle import Bundle, open_bundle
+from ..edge.errors import BundleError, ContextError, EdgeError, InputError, TemplateError
+from ..models.bundle import MAP_NAME, Bundle, open_bundle
 from ..models.find import find_model
 from ..models.pairing import find_draft
 from .certificate import SAMPLE_TEXT, Certificate
@@ -19,6 +19,8 @@ from .chat import Session
 from .complete import CachedText, complete
 from .decode import DecodeLimits
 from .device import choose_device
+from .draft.model import DraftModel
+from .graph_spec import GraphSpec
 from .kv import KVArena
 from .open_graph import open_graph
 from .options import GenerateOptions, ModelDefaults
@@ -110,6 +112,7 @@ class Engine:
         self.context: Final = _context_limit(bundle, self.spec.capacity, context)
         """Most tokens of prompt and answer together."""
         self.device: Final = config.device
+        _require_whole_head(bundle, self.spec)
         self.tokenizer: Final = TextTokenizer(bundle, self.spec.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         self.defaults: Final = ModelDefaults.of(bundle)
@@ -267,6 +270,10 @@ class Engine:
         """Every drafter at hand, for answers that are decoded without `run` over `arena`."""
         return self._workshop.speculator(Speculation.AUTO, sampling, self.new_text, (), arena)
 
+    def draft_model(self) -> DraftModel | None:
+        """The draft model that guesses ahead, loaded if need be; None if there is none. It follows every answer."""
+        return self._workshop.draft_model(self.new_text)
+
     def certificate(self) -> Certificate:
         """How exact speculation is on this machine, as far as it is known; a little is measured now if nothing is."""
         return self._workshop.certificate(self.new_text, self.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
@@ -343,6 +350,19 @@ class Engine:
             return None, 0.0
         certificate = self.certificate()
         return (speculator, certificate.epsilon) if certificate.noise.sound else (None, 0.0)
+
+
+def _require_whole_head(bundle: Bundle, spec: GraphSpec) -> None:
+    """Refuse a draft that cannot say most of its tokens.
+
+    Raises:
+        BundleError: the model is one.
+    """
+    if spec.vocab_size < spec.input_vocab and bundle.file(MAP_NAME) is not None:
+        raise BundleError(
+            f"{bundle.folder} is a draft whose head has {spec.vocab_size} of {spec.input_vocab} tokens",
+            "run the model that it drafts for",
+        )
 
 
 def _context_limit(bundle: Bundle, capacity: int | None, asked: int | None) -> int:

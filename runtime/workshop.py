@@ -119,6 +119,11 @@ class Workshop:
             )
         return self._cost
 
+    def draft_model(self, new_text: Callable[[], CachedText]) -> DraftModel | None:
+        """The draft model, loaded if need be; None if there is none."""
+        self._drafts(new_text)
+        return None if self._model is None else self._model.model
+
     def certificate(self, new_text: Callable[[], CachedText], text: Sequence[int]) -> Certificate:
         """How exact speculation is: known from before, or its noise measured now over `text`."""
         if self._certificate is None:
@@ -165,15 +170,14 @@ class Workshop:
             predictor, speculator = self._foreseeing[recorded.foresight]
             predictor.expect(recorded.believed(spec.vocab_size), len(prompt))
             return speculator
-        if self._drafting is None:
-            self._drafting = self._make_drafting(cost, trees=trees)
+        drafting = self._drafts(new_text)
         if self._model is not None:
             if isinstance(self._model.model, OwnDraft):
                 self._model.model.attach(arena)
             self._model.temperature = 1.0 if sampling.greedy else sampling.temperature
         if drawing is not Drawing.OFF and recorded is None and not sampling.greedy:
-            return self._drafting.drawing(drawing, sampling)
-        return self._drafting.speculator(choice, recorded=recorded is not None, exact=exact)
+            return drafting.drawing(drawing, sampling)
+        return drafting.speculator(choice, recorded=recorded is not None, exact=exact)
 
     def remember(self, tokens: Sequence[int]) -> None:
         """Keep what a finished text adds, for later conversations, where that was asked for."""
@@ -189,6 +193,12 @@ class Workshop:
         if self._store is not None and (self._kept or not self._store.is_indexed()):
             self._store.reindex()
             self._kept = False
+
+    def _drafts(self, new_text: Callable[[], CachedText]) -> Drafting:
+        """All drafters at hand, made when first asked for."""
+        if self._drafting is None:
+            self._drafting = self._make_drafting(self.step_cost(new_text), trees=self._graph.spec.trees)
+        return self._drafting
 
     def _make_drafting(self, cost: StepCost, *, trees: bool) -> Drafting:
         vocab_size = self._graph.spec.vocab_size

@@ -45,6 +45,15 @@ class Conditions:
     turns: str
     temperature: float
     conversations: int
+    draft_head: int | None = None
+    """Tokens of the draft's head, where it was trimmed."""
+
+    @property
+    def draft_shown(self) -> str:
+        """The draft and its head, in words; empty without one."""
+        if not self.draft:
+            return ""
+        return self.draft if self.draft_head is None else f"{self.draft} with a head of {self.draft_head} tokens"
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,7 @@ class Result:
             "benchmark": "speculation",
             "model": conditions.model,
             "draft": conditions.draft,
+            "draft_head": conditions.draft_head,
             "device": conditions.device,
             "threads": conditions.threads,
             "context": conditions.context,

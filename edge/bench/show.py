@@ -16,7 +16,7 @@ _DEPTHS: Final = 8
 def show(console: Console, result: Result) -> None:
     """Print the tables and what has to be known beside them."""
     conditions = result.conditions
-    draft = f", draft {conditions.draft}" if conditions.draft else ""
+    draft = f", draft {conditions.draft_shown}" if conditions.draft else ""
     console.print(f"[bold]{conditions.model}[/bold]{draft}, {conditions.device}; {conditions.source}")
     for account in result.accounts:
         console.print(_categories(account))

@@ -1,0 +1,121 @@
+"""A draft with a trimmed head changes no text, whatever is guessed with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgerun
+from drafters import NEARLY_FREE, FixedCost
+from edgerun import BundleError, Engine
+from edgerun.edge.cli import main
+from edgerun.models.bundle import open_bundle
+from edgerun.models.pairing import find_draft, name_draft
+from edgerun.runtime.speculation import Speculation
+
+pytest.importorskip("onnx", reason="needs the export extra")
+from edgerun.export.drafts.trimmed_head import write_trimmed
+
+HEAD = 60
+REQUESTS = ("what is the time", "in the end", "0123 and on")
+OFF = Speculation.OFF
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with itself for a draft, but for most tokens of its head: what it can say is right where the
+    target says it too, and the target often says something else."""
+    folder = tmp_path_factory.mktemp("pair") / "target"
+    shutil.copytree(tiny_bundle, folder)
+    with edgerun.load(tiny_bundle) as engine:
+        written = [tokens_of(engine, request, 1.0) for request in REQUESTS]
+    often = np.bincount(np.concatenate(written), minlength=300).argsort(kind="stable")[::-1]
+    write_trimmed(open_bundle(tiny_bundle), folder / "draft", np.sort(often[:HEAD]))
+    name_draft(folder, folder / "draft")
+    return folder
+
+
+def tokens_of(engine: Engine, request: str, temperature: float) -> list[int]:
+    text = engine.generate(request, max_tokens=60, seed=1, temperature=temperature, speculation=OFF).text
+    return engine.tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Path) -> Iterator[Engine]:
+    """An engine to which every guess of the draft's is worth its price."""
+    with edgerun.load(pair, threads=1, cache=False) as engine:
+        workshop = engine._workshop
+        workshop._cost = FixedCost(NEARLY_FREE)
+        workshop._drafting = workshop._make_drafting(workshop._cost, trees=True)
+        workshop._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
+        yield engine
+
+
+def test_the_pair_is_found_with_its_map(pair: Path) -> None:
+    found = find_draft(open_bundle(pair))
+    assert found is not None
+    assert found.target_ids is not None
+    assert (found.draft.folder, found.target_ids.size) == ((pair / "draft").resolve(), HEAD)
+
+
+@pytest.mark.parametrize("spec", ["model", "auto", "suffix,model", "recycle,model"])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}])
+def test_the_text_is_that_of_plain_decoding(engine: Engine, spec: str, sampling: dict[str, float]) -> None:
+    drafted = accepted = 0
+    for seed, request in enumerate(REQUESTS):
+        asked = {**sampling, "seed": seed, "max_tokens": 40}
+        plain = engine.generate(request, speculation=OFF, **asked)
+        guessed = engine.generate(request, speculation=Speculation.parse(spec), **asked)
+        assert (guessed.text, guessed.finish_reason) == (plain.text, plain.finish_reason)
+        drafted += guessed.stats.drafted
+        accepted += guessed.stats.accepted
+    assert 0 < accepted < drafted
+
+
+def test_it_reads_tokens_that_its_head_lacks_and_says_the_targets(engine: Engine) -> None:
+    model = engine._workshop._model.model
+    kept = set(model.target_ids.tolist())
+    text = engine.encode_chat([{"role": "user", "content": REQUESTS[0]}])
+    text += tokens_of(engine, REQUESTS[0], 0.0)
+    assert set(text) - kept
+    assert len(kept) == HEAD
+    bound = engine._graph.bind(engine._graph.arena(len(text)))
+    wanted = bound.forward(np.array(text), rows=np.arange(len(text)))
+    said = 0
+    for end in range(10, len(text)):
+        model.follow(text[:end])
+        (guess,) = model.likely((), 1).tokens
+        best = max(kept, key=lambda token: wanted[end - 1, token])
+        assert guess == best
+        said += guess == wanted[end - 1].argmax()
+    assert said
+
+
+def test_such_a_draft_is_refused_as_a_model(pair: Path) -> None:
+    with pytest.raises(BundleError) as caught:
+        edgerun.load(pair / "draft")
+    expected = f"{pair / 'draft'} is a draft whose head has 60 of 300 tokens; run the model that it drafts for"
+    assert str(caught.value) == expected
+
+
+def test_inspect_and_bench_say_how_large_the_head_is(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(pair), "--json"]) == 0
+    draft = json.loads(capsys.readouterr().out)["draft"]
+    assert (draft["name"], draft["head_tokens"], draft["weights"]) == ("draft", HEAD, {"fp32": 10})
+    assert draft["bytes"] == open_bundle(pair / "draft").weight_bytes
+    assert main(["bench", str(pair), "--limit", "1", "-n", "8", "--no-cache"]) == 0
+    shown = capsys.readouterr().out
+    assert "draft draft with a head of 60 tokens" in shown
+    assert json.loads(shown.splitlines()[-1])["draft_head"] == HEAD
+
+
+def test_a_whole_draft_has_nothing_to_say_of_its_head(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["draft"] is None
+    assert main(["bench", str(tiny_bundle), "--draft", str(tiny_bundle), "--limit", "1", "-n", "8", "--no-cache"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["draft_head"] is None
