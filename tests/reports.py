@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+from edgerun.export.calibration.divergence import Divergence
 from edgerun.export.report import (
     DraftFigures,
     ModelReport,
     PlanFigures,
     PlanKind,
-    Quality,
     SearchStep,
     Speed,
     UnitFigures,
@@ -59,7 +59,8 @@ def whole_report(layers: int = 24) -> ModelReport:
         file_bytes=230_400_000,
         parity={"max_abs_diff": 2.1e-4, "mean_kl": 0.0813, "top1_agreement": 0.91},
         calibration=Calibration("written by the model itself, seed 0", 14_336, 2_048, folded=True),
-        quality=Quality(0.0791, 0.913, 0.9144, 9.1234, 8.7654),
+        quality=Divergence(0.0791, 0.913, 0.9144, 9.1234, 8.7654, 2048),
+        shipped=Divergence(0.0812, 0.922, 0.9121, 9.1301, 8.7654, 2048),
         speed=Speed({1: 8.6, 2: 9.4, 4: 13.5, 8: 22.0}, {1: 8.8, 2: 9.3, 4: 13.9, 8: 22.6}),
         bandwidths=(25.0, 100.0),
         drafts=[DraftFigures("Qwen2.5-0.1B", Acceptance(0.71, 2.34, 0.0088, 0.0052), 16_384, 0.9931)],

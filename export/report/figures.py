@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Final
 
 from ...models.manifest import Calibration, WeightFormat
+from ..calibration.divergence import Divergence
 from ..workbench import Acceptance
 
 GIGA: Final = 1e9
@@ -73,20 +74,6 @@ class PlanFigures:
 
 
 @dataclass(frozen=True)
-class Quality:
-    """How near a model stays to the float32 one on text that nothing was chosen by."""
-
-    mean_kl: float
-    p99_kl: float
-    """Of the position in a hundred that diverges most."""
-    top1_agreement: float
-    """Share of positions where both prefer the same token."""
-    perplexity: float
-    float_perplexity: float
-    """That of the float32 model."""
-
-
-@dataclass(frozen=True)
 class Speed:
     """Passes over a few tokens on this machine."""
 
@@ -140,7 +127,10 @@ class ModelReport:
     file_bytes: int
     parity: Mapping[str, float]
     calibration: Calibration | None = None
-    quality: Quality | None = None
+    quality: Divergence | None = None
+    """On text that nothing was chosen by, with weights rounded and activations in float32."""
+    shipped: Divergence | None = None
+    """The same of the graph as it runs, activations in 8 bits."""
     speed: Speed | None = None
     bandwidths: Sequence[float] = ()
     """GB/s of machines that the report speaks of."""

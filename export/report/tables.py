@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .figures import DraftFigures, ModelReport, PlanFigures, PlanKind, Quality, Speed, UnitFigures
+from .figures import DraftFigures, ModelReport, PlanFigures, PlanKind, Speed, UnitFigures
 
 _MEGA: Final = 1e6
 
@@ -47,7 +47,7 @@ class Head:
 
 def heads_of(report: ModelReport) -> list[Head]:
     """The headline figures."""
-    chosen, quality, speed = report.chosen, report.quality, report.speed
+    chosen, quality, speed = report.chosen, report.shipped or report.quality, report.speed
     heads = [
         Head("bits a weight", f"{chosen.bits_per_weight:.2f}", f"{chosen.bytes_read / _MEGA:.1f} MB read for a token")
     ]
@@ -81,7 +81,7 @@ def heads_of(report: ModelReport) -> list[Head]:
 
 def tables_of(report: ModelReport) -> list[Table]:
     """All tables that the report has figures for."""
-    found = [_plans(report), _quality(report.quality), _speed(report.speed), _drafts(report.drafts)]
+    found = [_plans(report), _quality(report), _speed(report.speed), _drafts(report.drafts)]
     return [*(table for table in found if table is not None), _units(report.units), _conditions(report)]
 
 
@@ -128,19 +128,34 @@ def _comparisons(report: ModelReport) -> str:
     return " ".join(said)
 
 
-def _quality(quality: Quality | None) -> Table | None:
-    if quality is None:
-        return None
-    columns = ("", "mean KL", "99 % of positions below", "top-1 agreement", "perplexity", "float32's perplexity")
-    cells = (
-        "held-out text",
-        f"{quality.mean_kl:.4g}",
-        f"{quality.p99_kl:.4g}",
-        f"{quality.top1_agreement:.2%}",
-        f"{quality.perplexity:.5g}",
-        f"{quality.float_perplexity:.5g}",
+def _quality(report: ModelReport) -> Table | None:
+    """The model with rounded weights, and the graph as it runs."""
+    known = (("weights rounded", report.quality), ("as it runs, activations in 8 bits", report.shipped))
+    rows = tuple(
+        Row(
+            (
+                name,
+                f"{found.mean_kl:#.4g}",
+                f"{found.p99_kl:#.4g}",
+                f"{found.top1_agreement:.2%}",
+                f"{found.perplexity:#.5g}",
+                f"{found.float_perplexity:#.5g}",
+                str(found.tokens),
+            )
+        )
+        for name, found in known
+        if found is not None
     )
-    return Table("Quality", columns, (Row(cells),))
+    columns = (
+        "",
+        "mean KL",
+        "99 % of positions below",
+        "top-1 agreement",
+        "perplexity",
+        "float32's perplexity",
+        "tokens",
+    )
+    return Table("Quality on held-out text", columns, rows) if rows else None
 
 
 def _speed(speed: Speed | None) -> Table | None:
