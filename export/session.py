@@ -86,8 +86,11 @@ class GraphSession:
         positions: npt.NDArray[np.int64],
         bias: npt.NDArray[np.float32],
         logit_rows: npt.NDArray[np.int64],
+        others: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> npt.NDArray[np.float32]:
         """One call of the graph: tokens [m] at rotary positions [m], bias [m, length + m]; `length` stays.
+
+        `others` are inputs that the contract does not have.
 
         Raises:
             ExportError: the graph does not run.
@@ -100,6 +103,7 @@ class GraphSession:
             "seqlens_k": np.array([total - 1], np.int32),
             "total_sequence_length": np.array(total, np.int32),
             "logit_rows": logit_rows,
+            **(others or {}),
         }
         binding = self._session.io_binding()
         values = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in feeds.items()}
@@ -121,13 +125,13 @@ class GraphSession:
 class FreeSession:
     """A graph of whatever inputs and outputs, held in memory, with its weights in a folder."""
 
-    def __init__(self, model: ModelProto, folder: Path) -> None:
-        """Load the model.
+    def __init__(self, model: ModelProto, folder: Path, threads: int = 0) -> None:
+        """Load the model; `threads` is how many compute a run, 0 for one per physical core.
 
         Raises:
             ExportError: ONNX Runtime cannot load it.
         """
-        self._session = _opened(model, folder)
+        self._session = _opened(model, folder, threads)
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
         """Values of outputs in one run.
@@ -161,9 +165,10 @@ def _as_bytes(model: ModelProto) -> bytes:
         ) from error
 
 
-def _opened(model: str | ModelProto, folder: Path) -> ort.InferenceSession:
+def _opened(model: str | ModelProto, folder: Path, threads: int = 0) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = threads
     # Passes are large here, so threads lose little by sleeping between parts, and what else runs gains a lot.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if isinstance(model, ModelProto) and not any(node.op_type == "MatMulNBits" for node in model.graph.node):

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ...models.manifest import WeightFormat
 from ..config import DecoderConfig
 from ..layout import Unit, layer_layout, units_of
+from ..prefetch import in_order
 from ..session import GraphSession
 from ..source import Float32Array, ModelSource
 from ..workbench import TokenArray
@@ -28,9 +29,9 @@ from .packing import Batch, packed
 from .states import PinnedArrays, RecentArrays
 
 EXACT: Final = WeightFormat(32)
-_STATES: Final = 1 << 29
+_STATES: Final = 1 << 28
 """Bytes of hidden states of recent plans; of the float model's own, twice that before they go to disk."""
-_MATRICES: Final = 1 << 30
+_MATRICES: Final = 1 << 29
 """Bytes of rounded matrices."""
 
 
@@ -122,13 +123,13 @@ class PlanEvaluator:
         numbers = self._enough(tokens)
         self._believe(numbers)
         chosen = self._complete(plan)
-        judged = [
-            self._judge.judged(logits, following, believed)
-            for number, hidden in self._run(chosen, numbers).items()
-            for (logits, following), believed in zip(
-                self._logits(number, hidden, chosen), self._believed[number], strict=True
-            )
-        ]
+        hidden, head = self._run(chosen, numbers), self._matrix(self._units["head"], chosen["head"])
+
+        def judge(number: int) -> list[Judged]:
+            rows = self._logits(number, hidden[number], head)
+            return [self._judge.judged(*each, known) for each, known in zip(rows, self._believed[number], strict=True)]
+
+        judged = [each for of_batch in in_order(judge, numbers) for each in of_batch]
         return _summary(judged, [each for number in numbers for each in self._believed[number]])
 
     def divergence_of_bundle(self, bundle: Path, tokens: int | None = None) -> Divergence:
@@ -177,12 +178,16 @@ class PlanEvaluator:
 
     def _believe(self, numbers: Sequence[int]) -> None:
         """Run the float model on batches that it did not yet see."""
-        exact = self._complete({})
         missing = [number for number in numbers if number not in self._believed]
-        for number, hidden in self._run(exact, missing).items():
-            self._believed[number] = [
-                self._judge.believed(logits, following) for logits, following in self._logits(number, hidden, exact)
-            ]
+        if not missing:
+            return
+        exact = self._complete({})
+        hidden, head = self._run(exact, missing), self._matrix(self._units["head"], EXACT)
+
+        def believe(number: int) -> list[Believed]:
+            return [self._judge.believed(*each) for each in self._logits(number, hidden[number], head)]
+
+        self._believed.update(zip(missing, in_order(believe, missing), strict=True))
 
     def _run(self, plan: Mapping[str, WeightFormat], numbers: Sequence[int]) -> dict[int, Float32Array]:
         """Hidden states after the last layer, by the number of the batch."""
@@ -197,12 +202,16 @@ class PlanEvaluator:
             # Rows of the exact embedding are read as they are needed.
             rounded = [unit for unit in units if stage > 0 or plan[unit.name] != EXACT]
             weights = {unit.name: self._matrix(unit, plan[unit.name]) for unit in rounded}
-            for number in due:
-                hidden[number] = self._step(stage, self._batches[number], hidden.get(number), weights)
+
+            def step(number: int, stage: int = stage, weights: Mapping[str, Float32Array] = weights) -> Float32Array:
+                return self._step(stage, self._batches[number], hidden.get(number), weights)
+
+            for number, states in zip(due, in_order(step, due), strict=True):
+                hidden[number] = states
                 if stage < exact_until:
-                    self._exact.put(f"float-{stage}-{number}", hidden[number])
+                    self._exact.put(f"float-{stage}-{number}", states)
                 elif stage % self._stride == 0:
-                    self._recent.put((number, keys[stage]), hidden[number])
+                    self._recent.put((number, keys[stage]), states)
         return hidden
 
     def _step(
@@ -242,15 +251,14 @@ class PlanEvaluator:
         return [*exact, False].index(False)
 
     def _logits(
-        self, number: int, hidden: Float32Array, plan: Mapping[str, WeightFormat]
+        self, number: int, hidden: Float32Array, head: Float32Array
     ) -> Iterator[tuple[Float32Array, npt.NDArray[np.int64]]]:
         """Logits of a batch's counted tokens, and the tokens that follow, some rows at a time."""
         batch, step = self._batches[number], self._runner.rows_of_pass
-        matrix = self._matrix(self._units["head"], plan["head"])
         rows, following = hidden[batch.counted], batch.following[batch.counted]
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            yield self._runner.logits(rows[part], lambda _: matrix), following[part]
+            yield self._runner.logits(rows[part], lambda _: head), following[part]
 
     def _matrix(self, unit: Unit, form: WeightFormat) -> Float32Array:
         """The matrix [N, K] that a unit computes with."""

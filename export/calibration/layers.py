@@ -6,6 +6,7 @@ in batches (`packing`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from .packing import Batch
 WeightsOf = Callable[[Unit], Float32Array]
 """The matrix [N, K] of a unit."""
 
+AT_ONCE: Final = 2
+"""How many passes may run beside each other: two that share the cores are faster than one that has them all."""
 LOGITS_OF_PASS: Final = 1 << 25
 """About how many logits are in memory at a time."""
 
@@ -60,8 +63,8 @@ class LayerRunner:
         self._context = context
         self._attention: dict[LayerAttention, _Half] = {}
         self._feed_forward: _Half | None = None
-        self._norm = FreeSession(_norm_graph(config), Path())
-        self._head = FreeSession(_head_graph(config), Path())
+        self._norm = _session(_norm_graph(config))
+        self._head = _session(_head_graph(config))
         self._vectors: dict[tuple[tuple[str, ...], float], Float32Array] = {}
 
     def matrix(self, unit: Unit) -> Float32Array:
@@ -70,8 +73,12 @@ class LayerRunner:
         Raises:
             CheckpointError: it cannot be read.
         """
-        parts = [self.source.read(name) for name in unit.weights]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        matrix, row = np.empty(unit.shape, np.float32), 0
+        for name in unit.weights:
+            for piece in self.source.pieces(name):
+                matrix[row : row + len(piece)] = piece
+                row += len(piece)
+        return matrix
 
     def embed(self, batch: Batch, matrix: Float32Array | None = None) -> Float32Array:
         """What goes into the first layer; `matrix` takes the place of the embedding's own."""
@@ -155,13 +162,13 @@ class LayerRunner:
         kind = self.config.attention[index]
         if kind not in self._attention:
             graph = attention_half(self.config, index, self._context)
-            self._attention[kind] = _Half(graph, FreeSession(graph.model, Path()), index)
+            self._attention[kind] = _Half(graph, _session(graph.model), index)
         return self._attention[kind]
 
     def _feed_forward_half(self) -> _Half:
         if self._feed_forward is None:
             graph = feed_forward_half(self.config, 0)
-            self._feed_forward = _Half(graph, FreeSession(graph.model, Path()), 0)
+            self._feed_forward = _Half(graph, _session(graph.model), 0)
         return self._feed_forward
 
     def _attention_feeds(self, half: _Half, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
@@ -183,6 +190,10 @@ class LayerRunner:
             value = np.concatenate([self.source.read(name) for name in sources])
             self._vectors[sources, plus] = value + np.float32(plus)
         return self._vectors[sources, plus]
+
+
+def _session(model: ModelProto) -> FreeSession:
+    return FreeSession(model, Path(), max(1, (os.cpu_count() or 1) // AT_ONCE))
 
 
 def _of_layer(name: str, built_for: int, index: int) -> str:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..config import DecoderConfig
 from ..layout import Unit, head_layout, layer_layout
+from ..prefetch import in_order
 from ..quantization.statistics import InputStatistics
 from ..source import Float32Array, ModelSource
 from .layers import LayerRunner
@@ -101,10 +102,15 @@ def _collect_layer(
     units = {unit.name: unit for unit in layer_layout(runner.config, index).units}
     matrices = {name: runner.matrix(unit) for name, unit in units.items()}
     sums = {name: _Sums(unit, moments) for name, unit in units.items()}
-    for number, batch in enumerate(batches):
-        hidden[number], inputs = runner.captured(index, hidden[number], batch, lambda unit: matrices[unit.name])
+
+    def run(number: int) -> tuple[Float32Array, dict[str, Float32Array]]:
+        return runner.captured(index, hidden[number], batches[number], lambda unit: matrices[unit.name])
+
+    numbers = range(len(batches))
+    for number, (after, inputs) in zip(numbers, in_order(run, numbers), strict=True):
+        hidden[number] = after
         for name, values in inputs.items():
-            sums[name].add(values[batch.counted])
+            sums[name].add(values[batches[number].counted])
     for each in sums.values():
         each.save(folder)
 
