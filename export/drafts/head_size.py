@@ -72,7 +72,7 @@ def agreement_by_size(
         target: its bundle.
         draft: its bundle, with a whole head of the target's ids.
         ranking: of the head's tokens.
-        texts: ids int64 [n] each, at least 2.
+        texts: ids int64 [n] each, at least 2; what does not fit the context of both is left out.
         starts: of each text, the first token that a draft would have to guess.
         progress: hears the fraction done.
 
@@ -85,14 +85,18 @@ def agreement_by_size(
     place = np.empty(ranking.order.size, np.int64)
     place[ranking.order] = np.arange(ranking.order.size)
     changes = np.zeros(ranking.order.size + 2, np.int64)
-    longest = max(map(len, texts))
-    sessions = [GraphSession(bundle, _architecture(bundle), longest) for bundle in (target, draft)]
+    architectures = [_architecture(bundle) for bundle in (target, draft)]
+    longest = min(max(map(len, texts)), *(each.context for each in architectures))
+    sessions = [
+        GraphSession(bundle, each, longest) for bundle, each in zip((target, draft), architectures, strict=True)
+    ]
     positions = 0
     for done, (text, begin) in enumerate(zip(texts, starts, strict=True), 1):
         for session in sessions:
             session.length = 0
-        for start in range(0, len(text) - 1, _TOGETHER):
-            tokens = text[start : min(start + _TOGETHER, len(text) - 1)]
+        read = text[: min(len(text) - 1, longest)]
+        for start in range(0, len(read), _TOGETHER):
+            tokens = read[start : start + _TOGETHER]
             known = max(0, begin - 1 - start)
             wanted, logits = (session.forward(tokens, np.arange(len(tokens)))[known:] for session in sessions)
             first, last = agreeing_sizes(wanted.argmax(axis=1), logits[:, : place.size], place)

@@ -18,14 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ...edge.errors import ExportError, InputError
+from ...models.atomic import write_atomically
 from ...models.bundle import COMPANIONS, GRAPH_NAME, MAP_NAME, WEIGHTS_NAME, Bundle, digest_file
-from ...models.manifest import MANIFEST_NAME, Architecture
+from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
 from .. import contract
 from ..session import GraphSession
 from ..upgrade.describe import bits_per_weight, units_of
 from ..upgrade.editable import EditableGraph, Node
 from ..upgrade.rows import find_head
-from ..upgrade.write import ToFile
+from ..upgrade.write import InPlace, ToFile
 from ..weightfile import WeightFile
 
 TokenIds = npt.NDArray[np.int64]
@@ -110,9 +111,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     if whole.manifest is None:
         raise InputError(f"{whole.folder} has no {MANIFEST_NAME}", "export the draft again")
     graph = EditableGraph.open(whole.graph)
-    tokens = head_tokens(graph)
-    if kept.size == 0 or kept.min() < 0 or kept.max() >= tokens or (np.diff(kept) <= 0).any():
-        raise InputError(f"the kept tokens are not ascending ids of a head of {tokens}", "keep at least one token")
+    _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
     units = units_of(graph, contract.LOGITS)
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,6 +134,40 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
         files=files,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def trim_own_draft(folder: Path, kept: TokenIds) -> None:
+    """Trim the head of the draft that a bundle's manifest names, if that is its own graph without some parts.
+
+    The kept rows go into the draft's graph itself: all else stays in the weights that it shares with the target.
+
+    Args:
+        folder: the bundle's.
+        kept: int64 [n], ascending, ids of the target's tokens.
+
+    Raises:
+        ExportError: the head cannot be trimmed.
+        InputError: the bundle has no such draft with a whole head, or the ids are not ascending ones of it.
+        OSError: the disk refused a write.
+    """
+    path = folder / MANIFEST_NAME
+    manifest = Manifest.from_json(path.read_bytes(), str(path))
+    if manifest.draft is None or not manifest.draft.graph or manifest.draft.d2t:
+        raise InputError(f"{folder} has no draft of its own layers with a whole head", "make one first")
+    place = folder / manifest.draft.graph
+    graph = EditableGraph.open(place)
+    _require_ascending(kept, head_tokens(graph))
+    trim_head(graph, kept)
+    write_atomically(place, graph.model(InPlace()).SerializeToString())
+    np.save(folder / MAP_NAME, kept)
+    named = replace(manifest.draft, d2t=MAP_NAME)
+    files = {**manifest.files, **{name: digest_file(folder / name) for name in (manifest.draft.graph, MAP_NAME)}}
+    write_atomically(path, replace(manifest, draft=named, files=files).to_json().encode())
+
+
+def _require_ascending(kept: TokenIds, tokens: int) -> None:
+    if kept.size == 0 or kept.min() < 0 or kept.max() >= tokens or (np.diff(kept) <= 0).any():
+        raise InputError(f"the kept tokens are not ascending ids of a head of {tokens}", "keep at least one token")
 
 
 def _require_same(whole: Path, trimmed: Path, architecture: Architecture, kept: TokenIds) -> None:

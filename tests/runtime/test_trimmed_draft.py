@@ -12,14 +12,18 @@ import pytest
 
 import edgerun
 from drafters import NEARLY_FREE, FixedCost
-from edgerun import BundleError, Engine
+from edgerun import BundleError, Engine, InputError
 from edgerun.edge.cli import main
-from edgerun.models.bundle import open_bundle
+from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.pairing import find_draft, name_draft
+from edgerun.runtime.pair import load_own_draft
 from edgerun.runtime.speculation import Speculation
 
 pytest.importorskip("onnx", reason="needs the export extra")
-from edgerun.export.drafts.trimmed_head import write_trimmed
+from edgerun.export import WeightFormat
+from edgerun.export.drafts.skipped_layers import Part, SubLayer, write_own_draft
+from edgerun.export.drafts.trimmed_head import trim_own_draft, write_trimmed
+from tiny import write_bundle
 
 HEAD = 60
 REQUESTS = ("what is the time", "in the end", "0123 and on")
@@ -94,6 +98,45 @@ def test_it_reads_tokens_that_its_head_lacks_and_says_the_targets(engine: Engine
         assert guess == best
         said += guess == wanted[end - 1].argmax()
     assert said
+
+
+def test_a_draft_of_the_targets_own_layers_may_have_a_trimmed_head(tmp_path: Path, pair: Path) -> None:
+    folder = write_bundle(tmp_path, num_hidden_layers=4, weights=WeightFormat(8, 32))
+    write_own_draft(folder, (SubLayer(1, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD)))
+    kept = np.load(pair / "draft" / "d2t.npy")
+    weights = (folder / "model.onnx.data").read_bytes()
+    whole = own_guesses(folder)
+    trim_own_draft(folder, kept)
+    assert (folder / "model.onnx.data").read_bytes() == weights
+    assert holds_only_bundle_files(folder)
+    np.testing.assert_allclose(own_guesses(folder), whole[:, kept], atol=1e-5)
+    with edgerun.load(folder, cache=False) as llm:
+        for request in REQUESTS:
+            texts = {
+                llm.generate(request, max_tokens=40, speculation=each).text
+                for each in (OFF, Speculation.parse("model"))
+            }
+            assert len(texts) == 1
+    with pytest.raises(InputError, match="has no draft of its own layers with a whole head; make one first"):
+        trim_own_draft(folder, kept)
+
+
+def own_guesses(folder: Path) -> np.ndarray:
+    """Logits [5, head] of a bundle's own draft."""
+    text = np.arange(20, 25)
+    with edgerun.load(folder, cache=False) as llm:
+        found = find_draft(llm.bundle)
+        assert found is not None
+        draft = load_own_draft(found, llm._workshop._draft_config, llm.bundle, llm.spec, 64, cache=False)
+        arena = llm._graph.arena(64)
+        llm._graph.bind(arena).forward(text)
+        arena.commit(text.size)
+        draft.attach(arena)
+        rows = []
+        for end in range(1, 6):
+            draft.follow(text[:end].tolist())
+            rows.append(draft.logits(()))
+        return np.stack(rows)
 
 
 def test_such_a_draft_is_refused_as_a_model(pair: Path) -> None:
