@@ -1,9 +1,9 @@
 """How long passes of several models take: the same passes of each, in turn.
 
 A machine that other programs use too, or that gets hot, changes speed by more than what is to be measured. So the
-models take turns of a few passes, in the opposite order every other time, and of every kind of pass the lower quartile
-is taken: what disturbs a pass makes it slower, never faster. A turn begins with a pass that does not count, since the
-caches still hold another model's weights, and with a pause, since the threads of the one before still spin.
+models take turns of a few passes, in the opposite order every other time, and of every kind of pass the faster third is
+averaged: what disturbs a pass makes it slower, never faster. A turn begins with a pause, since the threads of the model
+before still spin, and with passes that do not count, since the caches still hold that one's weights.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 import numpy as np
@@ -25,13 +26,16 @@ from ..runtime.facts import facts_of
 from ..runtime.prepacked import is_worth_packing
 from ..runtime.session import GraphSession, SessionConfig, write_prepacked
 
-PASSES: Final = 2
+PASSES: Final = 5
 """Of a kind in a turn."""
+FIRST_PASSES: Final = 2
+"""Of a turn, which do not count."""
 _SETTLE_S: Final = 0.02
 _CONTEXT: Final = 256
 """Committed rows that every pass reads, as in the measurements of a model that is used."""
 _FILLER: Final = 0.01
-_QUARTILE: Final = 0.25
+_FASTER: Final = 3
+"""One pass in so many counts."""
 
 
 class BundleStopwatch:
@@ -49,9 +53,9 @@ class BundleStopwatch:
             EdgeError: ONNX Runtime failed.
         """
         with packed_graphs(bundles) as graphs:
-            bound = [bound_for_timing(bundle, graph, self._config) for bundle, graph in graphs]
+            bound = [ready(GraphSession(graph, self._config, facts_of(bundle)), bundle) for bundle, graph in graphs]
             times = take_turns(bound, rows, rounds)
-        return [{each: lower_quartile(passes) for each, passes in of_one.items()} for of_one in times]
+        return [{each: undisturbed(passes) for each, passes in of_one.items()} for of_one in times]
 
 
 @contextmanager
@@ -77,22 +81,16 @@ def packed_graphs(bundles: Sequence[Path]) -> Iterator[list[tuple[Bundle, Path]]
         yield graphs
 
 
-def bound_for_timing(bundle: Bundle, graph: Path, config: SessionConfig) -> BoundSession:
-    """A session over a cache of so many rows as a usual conversation has.
-
-    Raises:
-        BundleError: the graph is not one that edge-run can decode with.
-    """
-    session = GraphSession(graph, config, facts_of(bundle))
-    most = bundle.context or 2 * _CONTEXT
-    bound = session.bind(session.arena(most))
+def ready(session: GraphSession, bundle: Bundle) -> BoundSession:
+    """The session over a cache of as many rows as a usual conversation has."""
+    bound = session.bind(session.arena(bundle.context or 2 * _CONTEXT))
     # Rows never written lie in one page of zeros that the whole cache shares, and would be read too fast.
     bound.arena.pad_to(min(_CONTEXT, bound.arena.limit // 2), _FILLER)
     return bound
 
 
 def take_turns(bound: Sequence[BoundSession], rows: Sequence[int], rounds: int) -> list[dict[int, list[float]]]:
-    """Seconds of `rounds` turns of each session: by rows, `PASSES` to a turn.
+    """Seconds of `rounds` turns of each session: by rows, `PASSES` to a turn. `FIRST_PASSES` before them are left out.
 
     Raises:
         ContextError: a pass does not fit the context.
@@ -103,7 +101,8 @@ def take_turns(bound: Sequence[BoundSession], rows: Sequence[int], rounds: int) 
         order = range(len(bound)) if number % 2 == 0 else reversed(range(len(bound)))
         for which in order:
             time.sleep(_SETTLE_S)
-            one_pass(bound[which], rows[0])
+            for _ in range(FIRST_PASSES):
+                one_pass(bound[which], rows[0])
             for width in rows:
                 times[which][width] += [one_pass(bound[which], width) for _ in range(PASSES)]
     return times
@@ -118,6 +117,12 @@ def one_pass(bound: BoundSession, rows: int) -> float:
     return time.perf_counter() - started
 
 
-def lower_quartile(seconds: Sequence[float]) -> float:
-    """What the undisturbed passes took."""
-    return float(np.quantile(seconds, _QUARTILE))
+def faster(seconds: Sequence[float]) -> list[int]:
+    """Which passes were not disturbed, as far as one can tell: a third of them, by index."""
+    order = sorted(range(len(seconds)), key=seconds.__getitem__)
+    return order[: -(-len(order) // _FASTER)]
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """Mean of the passes that were not disturbed."""
+    return fmean(seconds[each] for each in faster(seconds))

@@ -60,7 +60,7 @@ def write_bundle(folder: Path, content: Content, progress: Progress = silent) ->
     files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
     bits = sum(weights.unit_bits.values()) / total
     manifest = Manifest(
-        architecture=_architecture(config, content.context),
+        architecture=architecture_of(config, content.context),
         weights=content.plan,
         bits_per_weight=bits,
         files=files,
@@ -85,7 +85,8 @@ def _fraction_of(total: int, progress: Progress) -> Callable[[int], None]:
     return stored
 
 
-def _architecture(config: DecoderConfig, context: int) -> Architecture:
+def architecture_of(config: DecoderConfig, context: int) -> Architecture:
+    """What the manifest says of a model's shape."""
     return Architecture(
         family=config.family,
         vocab_size=config.vocab_size,

@@ -54,10 +54,33 @@ class Stopwatch(Protocol):
     def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
         """Seconds of a pass by its rows, for each bundle, the logits of all rows included.
 
-        Of `rounds` turns the lower quartile: what disturbs a pass makes it slower. The weights lie in memory as they do
-        when the model is used: packed for this machine and mapped.
+        Of the passes of `rounds` turns the faster third is averaged: what disturbs a pass makes it slower. The weights
+        lie in memory as they do when the model is used: packed for this machine and mapped.
         """
         ...
+
+
+class NodeStopwatch(Protocol):
+    """Times passes of several models in turn, and what the nodes of their graphs take of them."""
+
+    @property
+    def conditions(self) -> str:
+        """What the times depend on besides the models: machine, device, threads, version of the runtime."""
+        ...
+
+    def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, PassTimes]]:
+        """Times of a pass by its rows, for each bundle; like those of `Stopwatch`."""
+        ...
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Where the time of a pass goes."""
+
+    seconds: float
+    """Of the pass as it is run in use."""
+    nodes: Mapping[str, float]
+    """Seconds by node, from passes of their own. Measuring adds a few microseconds to each, whatever it computes."""
 
 
 class Judge(Protocol):
@@ -89,4 +112,5 @@ class Workbench:
     write: Writer
     read: Reader
     time: Stopwatch
+    time_nodes: NodeStopwatch
     judge: Judge

@@ -37,6 +37,8 @@ class SessionConfig:
     shares_cores: bool = False
     """Whether another session takes turns with this one. Threads that wait for more work by spinning, as they do
     otherwise, would take the cores from it: a target of 17 ms a pass beside a draft model then takes 31."""
+    profile: Path | None = None
+    """Beginning of the name of a file in which ONNX Runtime notes how long every node takes; see `node_times`."""
 
 
 def write_prepacked(graph: Path, destination: Path) -> None:
@@ -95,6 +97,10 @@ class GraphSession:
         """The session ready to run passes over `arena`."""
         return BoundSession(self._session, self.spec, arena, self._first)
 
+    def end_profile(self) -> Path:
+        """Write what was noted of the nodes since the graph was loaded, where `SessionConfig.profile` asked for it."""
+        return Path(self._session.end_profiling())
+
     def _settled(self, spec: GraphSpec, facts: Facts, where: str) -> Reading | None:
         if facts.operators is None or Role.LOGIT_ROWS in spec.inputs:
             return None
@@ -126,6 +132,9 @@ def _load(graph: Path, config: SessionConfig) -> ort.InferenceSession:
     options.enable_mem_pattern = False
     if config.shares_cores:
         options.add_session_config_entry("session.force_spinning_stop", "1")
+    if config.profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(config.profile)
     try:
         session = ort.InferenceSession(
             # Falling back would try again without a word, and print to standard output.

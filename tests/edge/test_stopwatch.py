@@ -8,13 +8,13 @@ import pytest
 
 from edgerun.edge import stopwatch
 from edgerun.edge.errors import BundleError
-from edgerun.edge.stopwatch import PASSES, BundleStopwatch, bound_for_timing, packed_graphs, take_turns
+from edgerun.edge.stopwatch import FIRST_PASSES, PASSES, BundleStopwatch, packed_graphs, ready, take_turns
 from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.cache import cache_folder
 from edgerun.runtime import prepacked
 from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.device import choose_device
-from edgerun.runtime.session import SessionConfig
+from edgerun.runtime.session import GraphSession, SessionConfig
 from tiny import write_bundle
 
 
@@ -49,7 +49,7 @@ def test_large_bundles_are_packed_for_the_machine_and_the_twins_go(
     assert list(cache.glob("timing-*")) == []
 
 
-def test_turns_go_back_and_forth_and_start_with_a_pass_that_does_not_count(
+def test_turns_go_back_and_forth_and_start_with_passes_that_do_not_count(
     bundles: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[tuple[BoundSession, int]] = []
@@ -61,9 +61,10 @@ def test_turns_go_back_and_forth_and_start_with_a_pass_that_does_not_count(
 
     monkeypatch.setattr(stopwatch, "one_pass", noted)
     with packed_graphs(bundles) as graphs:
-        one, other = (bound_for_timing(*each, SessionConfig(choose_device("cpu"), 1)) for each in graphs)
+        config = SessionConfig(choose_device("cpu"), 1)
+        one, other = (ready(GraphSession(graph, config), bundle) for bundle, graph in graphs)
         times = take_turns([one, other], (1, 4), 2)
-    turn = [1] + [1] * PASSES + [4] * PASSES
+    turn = [1] * FIRST_PASSES + [1] * PASSES + [4] * PASSES
     assert passes == [(which, rows) for which in (one, other, other, one) for rows in turn]
     assert [{rows: len(seconds) for rows, seconds in of_one.items()} for of_one in times] == [
         {1: 2 * PASSES, 4: 2 * PASSES}

@@ -1,0 +1,109 @@
+"""How well the times of units add up: plans' predicted milliseconds against measured ones.
+
+Example: python benchmarks/unit_times.py --shape qwen2.5-0.5b --plans 6
+
+Measures the units of a shape in every format (`export.allocation.unit_times`), then makes models of that shape with
+random weights and plans, and times passes over them. Plans are of three kinds in turn: every unit any format, every
+unit one of two formats, and every kind of unit one format in all layers. Prints a table (milliseconds, predicted over
+measured, and the same with all predictions scaled by one factor, which takes out a machine that has become slower
+since), then one JSON line. On Linux, `chrt --rr 1` in front keeps other programs off the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+import edgerun
+from checkpoints import SHAPES
+from edgerun.edge.node_stopwatch import BundleNodeStopwatch
+from edgerun.edge.stopwatch import BundleStopwatch
+from edgerun.export import WeightFormat
+from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, with_embedding
+from edgerun.export.allocation.timing_bundles import TimingBundle
+from edgerun.export.allocation.unit_times import kind_of, measure
+from edgerun.export.config import DecoderConfig, read_config
+
+_ROWS = (1, 4)
+_SHOWN = 8
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
+    parser.add_argument("--plans", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=16, help="turns of the stopwatch")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = config_of(options.shape, folder)
+        started = time.perf_counter()
+        times = measure(config, BundleNodeStopwatch(options.threads), rounds=options.rounds)
+        print(f"{options.shape}: units measured in {time.perf_counter() - started:.0f} s; us a unit at {_ROWS} rows")
+        show_units(config, times.to_json()["units"], times.to_json()["rest"])
+        plans = random_plans(config, options.plans, options.seed)
+        paths = [folder / f"plan-{number}" for number in range(len(plans))]
+        for plan, path in zip(plans, paths, strict=True):
+            TimingBundle(replace(config, tied_head=True), plan).write(path)
+        measured = BundleStopwatch(options.threads)(paths, _ROWS, options.rounds)
+    results = []
+    for rows in _ROWS:
+        predicted = [times.milliseconds(plan, rows) for plan in plans]
+        seen = [1e3 * each[rows] for each in measured]
+        factor = statistics.median(one / other for one, other in zip(seen, predicted, strict=True))
+        print(f"{rows} rows, all scaled by {factor:.3f}:")
+        for plan, guess, real in zip(plans, predicted, seen, strict=True):
+            size = sum(bytes_read(unit, plan[unit.name]) for unit in chosen_units(config)) / 1e6
+            ratio = guess / real
+            print(f"  {size:7.1f} MB {guess:8.2f} {real:8.2f} {ratio:7.3f} {ratio * factor:7.3f}")
+            results.append({"rows": rows, "megabytes": size, "predicted_ms": guess, "measured_ms": real})
+    print(
+        json.dumps(
+            {"benchmark": "unit_times", "edgerun": edgerun.__version__, "shape": options.shape, "results": results}
+        )
+    )
+
+
+def config_of(shape: str, folder: Path) -> DecoderConfig:
+    """The numbers of a shape, as of a checkpoint."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape].config("bfloat16")))
+    return read_config(folder)
+
+
+def random_plans(config: DecoderConfig, count: int, seed: int) -> list[dict[str, WeightFormat]]:
+    """Plans of the three kinds in turn."""
+    rng = np.random.default_rng(seed)
+    units = [unit.name for unit in chosen_units(config)]
+    plans = []
+    for number in range(count):
+        if number % 3 == 2:
+            kinds = {kind_of(unit): LADDER[rng.integers(len(LADDER))] for unit in units}
+            plan = {unit: kinds[kind_of(unit)] for unit in units}
+        else:
+            forms = LADDER if number % 3 == 0 else [LADDER[each] for each in rng.choice(len(LADDER), 2, replace=False)]
+            plan = {unit: forms[rng.integers(len(forms))] for unit in units}
+        plans.append(with_embedding(config, plan))
+    return plans
+
+
+def show_units(config: DecoderConfig, units: dict[str, dict[str, dict[int, float]]], rest: dict[int, float]) -> None:
+    """Microseconds of each kind of unit in each format."""
+    print(f"{'':8} " + " ".join(f"{kind:>15}" for kind in units))
+    for form in next(iter(units.values())):
+        cells = (" ".join(f"{1e3 * forms[form][rows]:7.0f}" for rows in _ROWS) for forms in units.values())
+        print(f"{form:8} " + " ".join(cells))
+    print(f"the rest of {config.layers} layers: " + ", ".join(f"{rest[rows]:.2f} ms" for rows in _ROWS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Models of random weights, of the shape of a model whose units are to be timed.
+
+Between them, each of a layer's units and the head have every format; and as many layers as there are, or as make a
+model too large for any cache, come one after the other, so that weights come from where they will come from in use.
+What a pass takes does not depend on the weights' values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ...models.bundle import GRAPH_NAME, WEIGHTS_NAME, digest_file, remember_verified
+from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
+from ..bundle_writer import PRODUCER, architecture_of
+from ..config import DecoderConfig
+from ..graph import build_graph
+from ..initializers import Initializers
+from ..layout import expected_tensors, layer_layout, units_of
+from ..quantization.codes import blocks_of
+from ..source import Coded, Float32Array, RowRange
+from ..weightfile import WeightFile
+from .ladder import EMBEDDING_UNIT, HEAD_UNIT
+
+_CONTEXT: Final = 1024
+_SMALL: Final = 64_000_000
+"""Weights of all layers up to which the other models have all layers, too: they may lie in a cache, all or in part."""
+_LARGE: Final = 2_000_000_000
+"""Weights of all layers beyond which even the first model does not have all of them."""
+_PIECE: Final = 1 << 20
+_MAGNITUDE: Final = np.float32(0.02)
+
+
+@dataclass(frozen=True)
+class TimingBundle:
+    """One of the models: its numbers, and the formats of its units."""
+
+    config: DecoderConfig
+    plan: Mapping[str, WeightFormat]
+
+    def write(self, folder: Path) -> None:
+        """Write its bundle, without a tokenizer, into a folder that is made for it.
+
+        Raises:
+            OSError: the disk refused a write.
+        """
+        folder.mkdir(parents=True)
+        config, context = self.config, min(_CONTEXT, self.config.usual_positions)
+        with WeightFile(folder / WEIGHTS_NAME) as data:
+            weights = Initializers(_RandomSource(config, folder), data, lambda _: None)
+            (folder / GRAPH_NAME).write_bytes(build_graph(config, context, self.plan, weights).SerializeToString())
+            files: dict[str, FileDigest] = {WEIGHTS_NAME: data.digest()}
+        files[GRAPH_NAME] = digest_file(folder / GRAPH_NAME)
+        manifest = Manifest(
+            architecture=architecture_of(config, context),
+            weights=self.plan,
+            bits_per_weight=sum(weights.unit_bits.values()) / sum(unit.weight_count for unit in units_of(config)),
+            files=files,
+            producer=PRODUCER,
+        )
+        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        remember_verified(folder / WEIGHTS_NAME, files[WEIGHTS_NAME])
+
+
+def timing_bundles(config: DecoderConfig, forms: Sequence[WeightFormat]) -> list[TimingBundle]:
+    """As many models as there are formats. The first has all layers, unless that is too much."""
+    body = sum(unit.weight_count for index in range(config.layers) for unit in layer_layout(config, index).units)
+    most = max(len(forms), int(_LARGE * config.layers / body))
+    others = config.layers if body <= _SMALL else 1
+    depths = [min(config.layers, most)] + [others] * (len(forms) - 1)
+    return [_bundle(config, layers, forms, turn) for turn, layers in enumerate(depths)]
+
+
+def _bundle(config: DecoderConfig, layers: int, forms: Sequence[WeightFormat], turn: int) -> TimingBundle:
+    """A model of the first layers, whose formats begin with the one at `turn`.
+
+    The head is tied, whatever the model's is: there is one matrix less to write, and a pass takes the same.
+    """
+    short = replace(config, layers=layers, attention=config.attention[:layers], tied_head=True)
+    outer = forms[turn]
+    plan = {EMBEDDING_UNIT: outer, HEAD_UNIT: outer}
+    for index in range(layers):
+        for place, unit in enumerate(layer_layout(short, index).units):
+            plan[unit.name] = forms[(index + place + turn) % len(forms)]
+    return TimingBundle(short, plan)
+
+
+class _RandomSource:
+    """Tensors of a model's shapes, the same few numbers over and over; a `ModelSource`."""
+
+    def __init__(self, config: DecoderConfig, folder: Path) -> None:
+        self._folder = folder
+        self._shapes: Mapping[str, tuple[int, ...]] = dict(expected_tensors(config))
+        self._numbers = np.random.default_rng(0)
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        if self._shapes[name] != shape:
+            raise ValueError(f"{name} has the shape {self._shapes[name]}, not {shape}")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str) -> Float32Array:
+        return self._normal(self._shapes[name])
+
+    def read_rows(self, rows: RowRange) -> Float32Array:
+        return self._normal((rows.stop - rows.start, self._shapes[rows.name][1]))
+
+    def row_ranges(self, name: str) -> Iterator[RowRange]:
+        rows, columns = self._shapes[name]
+        step = max(1, _PIECE // columns)
+        for start in range(0, rows, step):
+            yield RowRange(name, start, min(start + step, rows))
+
+    def pieces(self, name: str) -> Iterator[Float32Array]:
+        for rows in self.row_ranges(name):
+            yield self.read_rows(rows)
+
+    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+        count, blocks = rows.stop - rows.start, blocks_of(self._shapes[rows.name][1], form)
+        random = np.random.default_rng(rows.start)  # pieces are made on several threads
+        packed = random.integers(0, 256, (count, blocks, form.block * form.bits // 8), np.uint8)
+        scales = np.full((count, blocks), _MAGNITUDE / (1 << form.bits - 1), np.float32)
+        points = random.integers(0, 256, (count, -(-blocks * form.bits // 8)), np.uint8) if form.zero_points else None
+        return Coded(packed, scales, zero_points=points)
+
+    def own_format(self, name: str) -> WeightFormat:
+        raise ValueError(f"{name} has the format that is asked for")
+
+    def _normal(self, shape: tuple[int, ...]) -> Float32Array:
+        numbers: Float32Array = self._numbers.standard_normal(shape, np.float32) * _MAGNITUDE
+        return numbers
