@@ -1,0 +1,139 @@
+"""Formats for every unit of a model, chosen by what they cost in quality and in bytes or time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from ...models.manifest import WeightFormat
+from ..config import DecoderConfig
+from ..progress import Progress, silent
+from .budget import Budget, Measure, require_reachable
+from .choices import Choice, Divergence, choices_of, plan_of, total_costs
+from .costs import ByteCosts, Costs
+from .lagrange import cheapest, seed_plan
+from .ladder import chosen_units, with_embedding
+from .polish import polished
+from .search import Measured, SearchSettings, evolve
+from .sensitivity import Solo, solo_divergences
+
+SOLO_FILE: Final = "solo.json"
+SEARCH_FILE: Final = "search.json"
+_POLISH_SHARE: Final = 0.3
+"""Of the time of a search, what its end may take."""
+
+
+class SoloDivergence(Protocol):
+    """Measures a unit by itself."""
+
+    def __call__(self, unit: str, form: WeightFormat) -> float:
+        """Mean KL in nats with only that unit rounded."""
+        ...
+
+
+@dataclass(frozen=True)
+class Limited:
+    """A measure in which plans cost something, and how much they may."""
+
+    costs: Costs
+    limit: float = math.inf
+    """Infinite where the measure only says which levels are spent in vain."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a search chose."""
+
+    plan: Mapping[str, WeightFormat]
+    """Format by unit, for every unit of the graph."""
+    divergence: float
+    """Mean KL in nats on the text it was chosen by."""
+    costs: tuple[float, ...]
+    """In each measure."""
+    solos: Mapping[str, Sequence[Solo]]
+    """What each format does to each unit by itself."""
+    history: tuple[tuple[int, float], ...]
+    """Generation and best divergence, whenever it fell."""
+    seeds: tuple[Mapping[str, WeightFormat], ...]
+    """Plans for other budgets, chosen as if divergences added up: from the cheapest to the dearest."""
+
+
+def measures_for(budget: Budget, config: DecoderConfig, times: Sequence[Costs] = ()) -> list[Limited]:
+    """The measures of a search, that of the budget first.
+
+    Args:
+        budget: what is limited.
+        config: the model's numbers.
+        times: milliseconds of passes; that of the budget's rows is among them, and first, if it limits time. No level
+            of a plan is spent in vain in those that are given.
+    """
+    limit = budget.limit(config)
+    if budget.measure is not Measure.MILLISECONDS:
+        return [Limited(ByteCosts(), limit), *(Limited(costs) for costs in times)]
+    return [Limited(times[0], limit), Limited(ByteCosts()), *(Limited(costs) for costs in times[1:])]
+
+
+def allocate(
+    config: DecoderConfig,
+    solo: SoloDivergence,
+    stages: Sequence[Divergence],
+    budget: Budget,
+    measures: Sequence[Limited],
+    forms: Sequence[WeightFormat],
+    folder: Path,
+    settings: SearchSettings,
+    progress: Progress = silent,
+) -> Allocation:
+    """Choose a format for every unit within a budget.
+
+    Args:
+        config: the model's numbers.
+        solo: measures one unit.
+        stages: measure a plan, from little text to all of it.
+        budget: for messages; its limit is that of the first measure.
+        measures: see `measures_for`.
+        forms: that units may have.
+        folder: keeps what has been found out, so that an interrupted run goes on from there.
+        settings: how long to search.
+        progress: hears what is being done.
+
+    Raises:
+        InputError: no plan keeps to the budget.
+        OSError: the disk refused a write.
+    """
+    units = list(chosen_units(config))
+    costs = [measure.costs for measure in measures]
+    limits = [measure.limit - measure.costs.fixed for measure in measures]
+    least, most = (
+        costs[0].fixed + sum(pick(costs[0].of(unit, form) for form in forms) for unit in units) for pick in (min, max)
+    )
+    require_reachable(budget, config, least, most)
+    solos = solo_divergences(units, forms, solo, folder / SOLO_FILE, progress)
+    choices = choices_of(config, solos, costs)
+    measured = Measured(choices, stages)
+    start = seed_plan(choices, limits)
+    found = evolve(choices, start, limits, measured, settings, folder / f"{budget}-{SEARCH_FILE}", progress)
+    picks = polished(choices, found.picks, limits, measured, _POLISH_SHARE * settings.seconds, progress)
+    return Allocation(
+        with_embedding(config, plan_of(choices, picks)),
+        measured(picks),
+        tuple(spent + each.fixed for spent, each in zip(total_costs(choices, picks), costs, strict=True)),
+        solos,
+        (*found.history, (found.history[-1][0] + 1, measured(picks))),
+        _seeds(config, choices),
+    )
+
+
+_SEEDS: Final = 9
+
+
+def _seeds(config: DecoderConfig, choices: Sequence[Choice]) -> tuple[Mapping[str, WeightFormat], ...]:
+    """Plans along the way from the cheapest to the dearest, by the leading measure alone."""
+    free = [math.inf] * (len(choices[0].levels[0].costs) - 1)
+    least = total_costs(choices, cheapest(choices, [1.0, *free]))[0]
+    most = sum(choice.levels[-1].costs[0] for choice in choices)
+    limits = [least * (most / least) ** (step / (_SEEDS - 1)) for step in range(_SEEDS)]
+    return tuple(with_embedding(config, plan_of(choices, seed_plan(choices, [limit, *free]))) for limit in limits)

@@ -1,0 +1,93 @@
+"""What there is to choose: for each unit the levels that are worth their cost.
+
+A plan in the making is a tuple with, for each unit, the number of its level (`Picks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...models.manifest import WeightFormat
+from ..config import DecoderConfig
+from .costs import Costs
+from .ladder import chosen_units
+from .sensitivity import Solo
+
+Picks = tuple[int, ...]
+"""The number of the level of each choice."""
+Divergence = Callable[[Mapping[str, WeightFormat]], float]
+"""Mean KL in nats of a plan for the chosen units."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A format that a unit may have."""
+
+    form: WeightFormat
+    costs: tuple[float, ...]
+    """In each measure that a budget limits or that is not to be spent in vain; the first is the leading one."""
+    divergence: float
+    """Mean KL in nats with this unit alone in this format."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A unit and its levels, from the cheapest in the leading measure upwards."""
+
+    unit: str
+    levels: tuple[Level, ...]
+
+
+def choices_of(
+    config: DecoderConfig,
+    solos: Mapping[str, Sequence[Solo]],
+    measures: Sequence[Costs],
+) -> tuple[Choice, ...]:
+    """The choices of a model; levels that another one makes pointless are left out.
+
+    Args:
+        config: the model's numbers.
+        solos: what each format does to each unit by itself.
+        measures: in which levels cost something.
+    """
+    found = []
+    for unit in chosen_units(config):
+        levels = [
+            Level(form, tuple(costs.of(unit, form) for costs in measures), divergence)
+            for form, divergence in solos[unit.name]
+        ]
+        found.append(Choice(unit.name, worthwhile(levels)))
+    return tuple(found)
+
+
+def worthwhile(levels: Iterable[Level]) -> tuple[Level, ...]:
+    """The levels that buy something: none costs at least as much as another in every measure without less KL."""
+    kept: list[Level] = []
+    for level in sorted(levels, key=lambda each: (each.costs, each.divergence)):
+        # One that comes earlier is never dearer in the leading measure; of equals the first one stays.
+        if not any(_covers(other, level) for other in kept):
+            kept.append(level)
+    return tuple(kept)
+
+
+def _covers(one: Level, other: Level) -> bool:
+    cheaper = all(ours <= theirs for ours, theirs in zip(one.costs, other.costs, strict=True))
+    return cheaper and one.divergence <= other.divergence
+
+
+def total_costs(choices: Sequence[Choice], picks: Picks) -> tuple[float, ...]:
+    """What the units cost together, in each measure."""
+    each = (choice.levels[pick].costs for choice, pick in zip(choices, picks, strict=True))
+    return tuple(map(sum, zip(*each, strict=True)))
+
+
+def fits(choices: Sequence[Choice], picks: Picks, limits: Sequence[float]) -> bool:
+    """Whether a plan keeps within the limit of each measure."""
+    costs = total_costs(choices, picks)
+    return all(cost <= limit for cost, limit in zip(costs, limits, strict=True))
+
+
+def plan_of(choices: Sequence[Choice], picks: Picks) -> dict[str, WeightFormat]:
+    """Format by unit."""
+    return {choice.unit: choice.levels[pick].form for choice, pick in zip(choices, picks, strict=True)}

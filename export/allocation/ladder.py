@@ -1,0 +1,84 @@
+"""The formats that mixed weights choose from, and the bytes a pass reads of each.
+
+ONNX Runtime packs a matrix of few bits for the processor when it is loaded: the codes of every block, the last of a row
+padded, and for each block a scale and a sum of 4 bytes each. That is bits + 64 / block bits a weight where the blocks
+divide the row. Zero points are part of the sum and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from ...models.manifest import Method, WeightFormat
+from ..config import DecoderConfig
+from ..layout import Unit, embedding_layout, units_of
+from ..quantization.codes import blocks_of
+from ..recipe import USUAL_METHODS
+
+LADDER: Final = tuple(
+    WeightFormat(bits, block)
+    for bits, block in ((2, 128), (2, 64), (4, 128), (4, 64), (4, 32), (8, 128), (8, 64), (8, 32))
+)
+"""2 bits in blocks of 32 are not among them: they read 4 bits a weight and are slower than 4 bits in blocks of 32."""
+_PACKED_BLOCK_BYTES: Final = 8
+_STORED_BLOCK_BYTES: Final = 4
+EMBEDDING_UNIT: Final = "embedding"
+HEAD_UNIT: Final = "head"
+
+
+def levels(
+    methods: Sequence[Method | None] = (None,), zero_points: bool = False, powers_of_two: bool = False
+) -> tuple[WeightFormat, ...]:
+    """The ladder's formats, each by every method; None stands for the usual one of each format.
+
+    Args:
+        methods: that choose the codes.
+        zero_points: whether there are formats with zero points besides.
+        powers_of_two: whether all scales are powers of two.
+    """
+    return tuple(
+        replace(form, method=method or USUAL_METHODS[form.bits], zero_points=points, powers_of_two=powers_of_two)
+        for form in LADDER
+        for points in ((False, True) if zero_points else (False,))
+        for method in methods
+    )
+
+
+def chosen_units(config: DecoderConfig) -> Iterator[Unit]:
+    """The units that have a format of their own: a tied head stands for the embedding too."""
+    for unit in units_of(config):
+        if not unit.exact and not (config.tied_head and unit.name == EMBEDDING_UNIT):
+            yield unit
+
+
+def with_embedding(config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
+    """A plan for every unit, in the order of the graph: a tied embedding has its head's format."""
+    formats = dict(plan)
+    if config.tied_head:
+        formats[EMBEDDING_UNIT] = formats[HEAD_UNIT]
+    return {unit.name: WeightFormat(32) if unit.exact else formats[unit.name] for unit in units_of(config)}
+
+
+def bytes_read(unit: Unit, form: WeightFormat) -> int:
+    """Bytes of a unit that a pass reads, packed for x86; those of the file where it is an embedding.
+
+    Of an embedding a pass reads a row for each token, which is next to nothing. What it takes of the file and of memory
+    counts instead.
+    """
+    rows, columns = unit.shape
+    if form.bits == 32:
+        return 4 * rows * columns
+    blocks = blocks_of(columns, form)
+    codes = blocks * form.block * form.bits // 8
+    if unit.name != EMBEDDING_UNIT:
+        return rows * (codes + blocks * _PACKED_BLOCK_BYTES)
+    points = -(-blocks * form.bits // 8) if form.zero_points else 0
+    return rows * (codes + blocks * _STORED_BLOCK_BYTES + points)
+
+
+def weight_count(config: DecoderConfig) -> int:
+    """Weights of all units, a shared matrix once."""
+    tied = embedding_layout(config).weight_count if config.tied_head else 0
+    return sum(unit.weight_count for unit in units_of(config)) - tied

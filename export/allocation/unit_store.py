@@ -1,0 +1,157 @@
+"""Every unit in every format that a plan may give it, rounded once and kept on disk.
+
+A search looks at thousands of plans and a bundle is written from one of them: neither should round a matrix again. A
+folder holds a unit in a format, as the arrays that the operators take; it appears whole or not at all, so what an
+interrupted run has made is found by the next.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...models.atomic import folder_written_atomically
+from ...models.manifest import WeightFormat
+from ..config import DecoderConfig
+from ..layout import Unit, units_of
+from ..prefetch import in_order
+from ..quantization.codes import decoded
+from ..source import Coded, Float32Array, ModelSource, RowRange
+from .ladder import EMBEDDING_UNIT, HEAD_UNIT
+
+
+class UnitStore:
+    """The units of a source in few bits, on disk."""
+
+    def __init__(self, source: ModelSource, config: DecoderConfig, folder: Path) -> None:
+        """Open a store, with what is in it.
+
+        Args:
+            source: what rounds the units; the same whenever the folder is used.
+            config: the model's numbers.
+            folder: of the store's files; made if need be.
+        """
+        self._source = source
+        self._folder = folder
+        self._units = {unit.name: unit for unit in units_of(config)}
+        self._tied = config.tied_head
+
+    def make(self, unit: Unit, form: WeightFormat) -> None:
+        """Round a unit, unless that has been done.
+
+        Raises:
+            CheckpointError: a tensor cannot be read.
+            OSError: the disk refused a write.
+        """
+        folder = self._place(unit, form)
+        if form.bits == 32 or folder.is_dir():
+            return
+        ranges = (rows for name in unit.weights for rows in self._source.row_ranges(name))
+        pieces = list(in_order(lambda rows: self._source.coded(rows, form), ranges))
+        with folder_written_atomically(folder, replaceable=lambda _: False) as staging:
+            for field, parts in zip(Coded._fields, zip(*pieces, strict=True), strict=True):
+                if parts[0] is not None:
+                    np.save(staging / f"{field}.npy", np.concatenate(parts), allow_pickle=False)
+
+    def coded(self, unit: Unit, form: WeightFormat) -> Coded:
+        """All rows of a unit in few bits, mapped from disk; rounded first if need be."""
+        self.make(unit, form)
+        folder = self._place(unit, form)
+        return Coded(
+            np.load(folder / "packed.npy", mmap_mode="r", allow_pickle=False),
+            np.load(folder / "scales.npy", mmap_mode="r", allow_pickle=False),
+            _mapped(folder / "offsets.npy"),
+            _mapped(folder / "zero_points.npy"),
+        )
+
+    def weights(self, unit: Unit, form: WeightFormat) -> Float32Array:
+        """A unit's matrix, float32 [N, K], rounded to a format and back."""
+        if form.bits == 32:
+            return np.concatenate([self._source.read(name) for name in unit.weights])
+        return decoded(self.coded(unit, form), unit.columns, form)
+
+    def view(self, plan: Mapping[str, WeightFormat]) -> StoredSource:
+        """The source with the codes of a plan's units as they lie in the store."""
+        return StoredSource(self._source, {name: self._units[name] for name in plan}, self.coded)
+
+    def remove(self) -> None:
+        """Delete the store's files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _place(self, unit: Unit, form: WeightFormat) -> Path:
+        name = HEAD_UNIT if self._tied and unit.name == EMBEDDING_UNIT else unit.name
+        method = "" if form.method is None else f"-{form.method.value}"
+        return self._folder / f"{name}-{str(form).replace('/', '-')}{method}"
+
+
+class StoredSource:
+    """A source whose units are rounded already."""
+
+    def __init__(
+        self, source: ModelSource, units: Mapping[str, Unit], stored: Callable[[Unit, WeightFormat], Coded]
+    ) -> None:
+        self._source = source
+        self._stored = stored
+        self._places: dict[str, tuple[Unit, int]] = {}
+        """By a matrix's name the unit it belongs to and its first row there."""
+        for unit in units.values():
+            first = 0
+            for name, rows in zip(unit.weights, unit.rows, strict=True):
+                self._places[name] = unit, first
+                first += rows
+
+    @property
+    def folder(self) -> Path:
+        """Where config.json and the tokenizer's files lie."""
+        return self._source.folder
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """See `ModelSource`."""
+        self._source.require(name, shape)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's dimensions."""
+        return self._source.shape(name)
+
+    def read(self, name: str) -> Float32Array:
+        """A whole tensor, finite."""
+        return self._source.read(name)
+
+    def read_rows(self, rows: RowRange) -> Float32Array:
+        """Some rows of a matrix, not rounded."""
+        return self._source.read_rows(rows)
+
+    def row_ranges(self, name: str) -> Iterator[RowRange]:
+        """Ranges that cover a matrix from top to bottom."""
+        return self._source.row_ranges(name)
+
+    def pieces(self, name: str) -> Iterator[Float32Array]:
+        """A matrix from top to bottom, not rounded."""
+        return self._source.pieces(name)
+
+    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+        """Some rows of a matrix in few bits, from the store."""
+        if rows.name not in self._places:
+            return self._source.coded(rows, form)
+        unit, first = self._places[rows.name]
+        part = slice(first + rows.start, first + rows.stop)
+        packed, scales, offsets, points = self._stored(unit, form)
+        return Coded(
+            packed[part],
+            scales[part],
+            None if offsets is None else offsets[part],
+            None if points is None else points[part],
+        )
+
+    def own_format(self, name: str) -> WeightFormat:
+        """See `ModelSource`."""
+        return self._source.own_format(name)
+
+
+def _mapped(file: Path) -> npt.NDArray[Any] | None:
+    return np.load(file, mmap_mode="r", allow_pickle=False) if file.is_file() else None
