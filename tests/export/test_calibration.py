@@ -1,0 +1,137 @@
+"""Calibration: text in two parts, statistics of inputs, and going on after an interruption."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun.edge.errors import InputError
+from edgerun.export.calibration.layers import LayerRunner
+from edgerun.export.calibration.packing import packed
+from edgerun.export.calibration.statistics import collect_statistics
+from edgerun.export.calibration.text import FEWEST_TOKENS, CalibrationText, divided
+from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.config import read_config
+from edgerun.export.layout import units_of
+from tiny import write_checkpoint
+
+
+def silent(fraction: float) -> None:
+    pass
+
+
+def random_texts(count: int, length: int, seed: int = 0):
+    return list(np.random.default_rng(seed).integers(0, 300, (count, length)))
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 700), min_size=1, max_size=30),
+    longest=st.integers(2, 256),
+    seed=st.integers(0, 3),
+)
+def test_both_parts_together_are_the_text(lengths, longest: int, seed: int) -> None:
+    tokens = np.arange(sum(lengths))
+    texts = np.split(tokens, np.cumsum(lengths)[:-1])
+    # What is left of a cut text may be a single token, which says nothing.
+    kept = sum(len(text) - (len(text) % longest == 1) for text in texts)
+    if kept < FEWEST_TOKENS:
+        with pytest.raises(InputError, match=rf"has {kept} tokens; give at least {FEWEST_TOKENS}"):
+            divided(texts, "a file", longest, seed)
+        return
+    text = divided(texts, "a file", longest, seed)
+    parts = [*text.calibration, *text.held_out]
+    assert all(1 < len(part) <= longest for part in parts)
+    together = np.concatenate(parts)
+    assert len(set(together.tolist())) == len(together) == text.tokens == kept
+    held_out = sum(map(len, text.held_out)) / text.tokens
+    assert 0.25 <= held_out <= 0.25 + longest / text.tokens
+    assert text.calibration
+
+
+def test_a_text_that_occurs_twice_is_not_in_both_parts() -> None:
+    texts = random_texts(20, 100)
+    text = divided([*texts, *texts], "a file", 100)
+    assert text.tokens == 2000
+
+
+def test_the_same_seed_divides_alike() -> None:
+    texts = random_texts(20, 100)
+    first, same, other = (divided(texts, "a file", 64, seed) for seed in (1, 1, 2))
+    assert [part.tolist() for part in first.calibration] == [part.tolist() for part in same.calibration]
+    assert [part.tolist() for part in first.calibration] != [part.tolist() for part in other.calibration]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_statistics_are_averages_of_the_inputs(tmp_path, family: str, tied: bool) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "model", family, tie_word_embeddings=tied))
+    config = read_config(source.folder)
+    calibration = tuple(random_texts(9, 30))
+    text = CalibrationText(calibration, (), "random")
+    store = collect_statistics(source, config, text, tmp_path / "work", 256, True, silent)
+    runner = LayerRunner(source, config, 256)
+    inputs = {}
+    (batch,) = packed(calibration)
+    hidden = runner.embed(batch)
+    for index in range(config.layers):
+        hidden, found = runner.captured(index, hidden, batch, runner.matrix)
+        inputs |= {name: values[batch.counted].astype(np.float64) for name, values in found.items()}
+    inputs["head"] = runner.head_inputs(hidden[batch.counted]).astype(np.float64)
+    for unit in units_of(config):
+        statistics = store.of(unit.name)
+        if unit.name == "embedding" and not tied:
+            assert statistics is None
+            continue
+        rows = inputs["head" if unit.name == "embedding" else unit.name]
+        assert statistics is not None
+        assert statistics.second_moment is not None
+        assert statistics.tokens == len(rows) == batch.count
+        np.testing.assert_allclose(statistics.mean_square, np.square(rows).mean(axis=0), rtol=1e-5)
+        np.testing.assert_allclose(statistics.mean_magnitude, np.abs(rows).mean(axis=0), rtol=1e-5)
+        np.testing.assert_allclose(statistics.second_moment, rows.T @ rows / len(rows), atol=1e-5 * rows.max() ** 2)
+    assert not list((tmp_path / "work").glob("before*"))
+
+
+def test_second_moments_only_where_they_are_asked_for(tmp_path) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "model"))
+    text = CalibrationText(tuple(random_texts(4, 30)), (), "random")
+    store = collect_statistics(source, read_config(source.folder), text, tmp_path / "work", 256, False, silent)
+    statistics = store.of("layers.0.down")
+    assert statistics is not None
+    assert statistics.second_moment is None
+
+
+class Broken(Exception):
+    """Stands for whatever ends a run."""
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_interrupted_pass_goes_on_where_it_stopped(tmp_path, after: int) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "model", num_hidden_layers=3))
+    config = read_config(source.folder)
+    text = CalibrationText(tuple(random_texts(40, 50)), (), "random")
+    calls = []
+
+    def breaks(fraction: float) -> None:
+        calls.append(fraction)
+        if len(calls) == after + 1:
+            raise Broken
+
+    with pytest.raises(Broken):
+        collect_statistics(source, config, text, tmp_path / "work", 256, False, breaks)
+    begun: list[float] = []
+    store = collect_statistics(source, config, text, tmp_path / "work", 256, False, begun.append)
+    assert len(begun) == config.layers - after + 1
+    whole = collect_statistics(source, config, text, tmp_path / "other", 256, False, silent)
+    for unit in units_of(config):
+        resumed, once = store.of(unit.name), whole.of(unit.name)
+        assert resumed is not None
+        assert once is not None
+        np.testing.assert_array_equal(resumed.mean_square, once.mean_square)
+        np.testing.assert_array_equal(resumed.mean_magnitude, once.mean_magnitude)
+    done: list[float] = []
+    collect_statistics(source, config, text, tmp_path / "work", 256, False, done.append)
+    assert not done

@@ -1,0 +1,207 @@
+"""What plans cost, measured without bundles: as two references have it, whatever ran before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgerun.export import FP32, ExportRecipe, Method, WeightFormat, export_checkpoint
+from edgerun.export.calibration import divergence as divergence_module
+from edgerun.export.calibration import judging
+from edgerun.export.calibration.divergence import PlanEvaluator
+from edgerun.export.calibration.judging import LogitsJudge
+from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.config import read_config
+from edgerun.export.layout import units_of
+from edgerun.export.reference import reference_logits
+from edgerun.export.rounded import RoundedWeights
+from tiny import write_checkpoint
+
+INT4, INT2 = WeightFormat(4, 32), WeightFormat(2, 32)
+TEXTS = list(np.random.default_rng(5).integers(0, 300, (5, 24)))
+
+
+def evaluator_of(folder, texts=TEXTS, family: str = "llama", **overrides) -> PlanEvaluator:
+    source = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
+    config = read_config(source.folder)
+
+    def weights_of(unit, form):
+        plan = {each.name: form for each in units_of(config)}
+        rounded = RoundedWeights(source, config, plan)
+        return np.concatenate([piece for name in unit.weights for piece in rounded.pieces(name)])
+
+    return PlanEvaluator(source, config, texts, weights_of, folder / "work", 256)
+
+
+def expected(folder, plan, texts=TEXTS):
+    """The numbers of a plan by the reference decoder: mean and 99th percentile of KL, agreement, both perplexities."""
+    source = Checkpoint(folder / "model")
+    config = read_config(source.folder)
+    settings = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
+    whole = {unit.name: plan.get(unit.name, FP32) for unit in units_of(config)}
+    if config.tied_head:
+        whole["head"] = whole["embedding"]
+    kl, same, ours, theirs = [], [], [], []
+    for text in texts:
+        logits = [
+            reference_logits(weights, settings, text, 256)
+            for weights in (source, RoundedWeights(source, config, whole))
+        ]
+        p, q = (each - each.max(-1, keepdims=True) for each in logits)
+        p, q = (each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in (p, q))
+        kl.append((np.exp(p) * (p - q)).sum(-1))
+        same.append(p.argmax(-1) == q.argmax(-1))
+        for found, log_probs in ((ours, p), (theirs, q)):
+            found.append(-np.take_along_axis(log_probs[:-1], text[1:, None], axis=1))
+    divergences = np.concatenate(kl)
+    perplexities = [float(np.exp(np.concatenate(each).mean())) for each in (theirs, ours)]
+    return [divergences.mean(), np.quantile(divergences, 0.99), np.concatenate(same).mean(), *perplexities]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_numbers_are_those_of_the_reference(tmp_path, family: str, tied: bool) -> None:
+    evaluator = evaluator_of(tmp_path, family=family, tie_word_embeddings=tied)
+    for plan in (
+        {"layers.0.gate_up": INT2},
+        {"embedding": INT4},
+        {"embedding": INT4, "layers.1.qkv": INT4, "layers.1.down": INT2, "layers.0.o": INT2},
+    ):
+        found = evaluator.divergence(plan)
+        numbers = [found.mean_kl, found.p99_kl, found.top1_agreement, found.perplexity, found.float_perplexity]
+        np.testing.assert_allclose(numbers, expected(tmp_path, plan), rtol=2e-3)
+        assert found.tokens == sum(map(len, TEXTS))
+
+
+def test_the_head_alone(tmp_path) -> None:
+    evaluator = evaluator_of(tmp_path, tie_word_embeddings=False)
+    assert evaluator.solo("head", INT2) == pytest.approx(expected(tmp_path, {"head": INT2})[0], rel=2e-3)
+    assert evaluator.solo("embedding", INT2) != evaluator.solo("head", INT2)
+
+
+def test_a_tied_head_and_its_embedding_are_one(tmp_path) -> None:
+    evaluator = evaluator_of(tmp_path)
+    assert evaluator.solo("head", INT4) == evaluator.solo("embedding", INT4) > 0
+
+
+def test_nothing_rounded_costs_nothing(tmp_path) -> None:
+    found = evaluator_of(tmp_path).divergence({})
+    assert (found.mean_kl, found.p99_kl, found.top1_agreement) == (0, 0, 1)
+    assert found.perplexity == found.float_perplexity
+
+
+UNITS = ["embedding", *(f"layers.{index}.{unit}" for index in range(2) for unit in ("qkv", "o", "gate_up", "down"))]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """An evaluator that many plans are put to, by the bytes of states that it keeps."""
+    made = {}
+
+    def of(states: int) -> PlanEvaluator:
+        if states not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(divergence_module, "_STATES", states)
+                made[states] = evaluator_of(tmp_path_factory.mktemp("evaluator"))
+        return made[states]
+
+    return of
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    plans=st.lists(
+        st.dictionaries(st.sampled_from(UNITS), st.sampled_from([INT4, INT2, FP32])), min_size=1, max_size=4
+    ),
+    states=st.sampled_from([1 << 22, 60_000]),
+    tokens=st.sampled_from([None, 10, 1000]),
+)
+def test_what_ran_before_makes_no_difference(shared, plans, states: int, tokens: int | None) -> None:
+    """With room for all states, for some, and for none but the float model's, on disk."""
+    for plan in plans:
+        assert shared(states).divergence(plan, tokens) == shared(1).divergence(plan, tokens)
+
+
+def test_two_methods_of_one_format_are_two_forms(tmp_path) -> None:
+    """Formats compare equal whatever their method; what they cost does not."""
+    source = Checkpoint(write_checkpoint(tmp_path / "model"))
+
+    def weights_of(unit, form):
+        factor = 0 if form.method is Method.HQQ else 1
+        return np.concatenate([factor * source.read(name) for name in unit.weights])
+
+    evaluator = PlanEvaluator(source, read_config(source.folder), TEXTS, weights_of, tmp_path / "work", 256)
+    assert evaluator.solo("layers.0.o", INT4) == 0
+    assert evaluator.solo("layers.0.o", replace(INT4, method=Method.HQQ)) > 0
+
+
+def test_the_first_tokens_only(tmp_path, monkeypatch) -> None:
+    texts = list(np.random.default_rng(6).integers(0, 300, (40, 100)))
+    evaluator = evaluator_of(tmp_path, texts)
+    plan = {"layers.0.gate_up": INT2}
+    few, all_ = evaluator.divergence(plan, 500), evaluator.divergence(plan)
+    assert 500 <= few.tokens < 2000
+    assert all_.tokens == evaluator.divergence(plan, 10**9).tokens > 3900
+    first = evaluator_of(tmp_path / "other", texts[: few.tokens // 99])
+    assert few.mean_kl == pytest.approx(first.divergence(plan).mean_kl, rel=1e-4)
+
+
+def test_a_bundle_as_it_is(tmp_path) -> None:
+    """In float32 it is the model; in 8 bits it differs by its activations too, and by little."""
+    texts = [*TEXTS, TEXTS[0][:10], np.concatenate([TEXTS[1][:12], TEXTS[2]])]
+    evaluator = evaluator_of(tmp_path, texts)
+    exact = export_checkpoint(tmp_path / "model", tmp_path / "exact", ExportRecipe(FP32)).bundle
+    found = evaluator.divergence_of_bundle(exact)
+    assert found.mean_kl == pytest.approx(0, abs=1e-7)
+    assert found.top1_agreement == 1
+    assert found.perplexity == pytest.approx(found.float_perplexity)
+    form = WeightFormat(8, 32)
+    rounded = export_checkpoint(tmp_path / "model", tmp_path / "rounded", ExportRecipe(form)).bundle
+    few = evaluator.divergence_of_bundle(rounded)
+    weights_alone = evaluator.divergence(dict.fromkeys(UNITS, form))
+    assert weights_alone.mean_kl < few.mean_kl < 50 * weights_alone.mean_kl
+    assert few.tokens == weights_alone.tokens == found.tokens < sum(map(len, texts))
+
+
+@pytest.mark.parametrize("vocabulary", [50, 400])
+def test_what_is_not_among_the_likeliest_counts_as_one(monkeypatch, vocabulary: int) -> None:
+    monkeypatch.setattr(judging, "WHOLE_UP_TO", 10)
+    monkeypatch.setattr(judging, "LIKELIEST", 60)
+    random = np.random.default_rng(0)
+    ours, theirs = (4 * random.standard_normal((7, vocabulary)).astype(np.float32) for _ in range(2))
+    following = np.array([3, 0, -1, 49, 2, 2, -1])
+    judge = LogitsJudge(vocabulary)
+    believed = judge.believed(ours, following)
+    judged = judge.judged(theirs, following, believed)
+    p, q = (np.exp(each.astype(np.float64)) for each in (ours, theirs))
+    p, q = (each / each.sum(-1, keepdims=True) for each in (p, q))
+    order = np.argsort(-p, axis=-1)
+    p_sorted, q_sorted = (np.take_along_axis(each, order, -1) for each in (p, q))
+    if vocabulary > 60:
+        p_sorted, q_sorted = (
+            np.concatenate([each[:, :60], each[:, 60:].sum(-1, keepdims=True)], -1) for each in (p_sorted, q_sorted)
+        )
+    np.testing.assert_allclose(judged.kl, (p_sorted * np.log(p_sorted / q_sorted)).sum(-1), rtol=1e-3)
+    assert judged.agrees.tolist() == (p.argmax(-1) == q.argmax(-1)).tolist()
+    np.testing.assert_array_equal(np.isnan(judged.surprise), following < 0)
+    for surprise, probabilities in ((believed.surprise, p), (judged.surprise, q)):
+        rows = following >= 0
+        np.testing.assert_allclose(surprise[rows], -np.log(probabilities[rows, following[rows]]), rtol=1e-4)
+
+
+def test_the_whole_vocabulary_where_it_is_small() -> None:
+    random = np.random.default_rng(0)
+    ours, theirs = (4 * random.standard_normal((7, 400)).astype(np.float32) for _ in range(2))
+    nothing = np.full(7, -1)
+    judge = LogitsJudge(400)
+    judged = judge.judged(theirs, nothing, judge.believed(ours, nothing))
+    p, q = (
+        each.astype(np.float64) - np.log(np.exp(each.astype(np.float64)).sum(-1, keepdims=True))
+        for each in (ours, theirs)
+    )
+    np.testing.assert_allclose(judged.kl, (np.exp(p) * (p - q)).sum(-1), rtol=1e-4)

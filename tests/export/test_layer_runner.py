@@ -1,0 +1,127 @@
+"""The float model a half layer at a time: as the reference has it, however texts share a batch."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun.edge.errors import InputError
+from edgerun.export.calibration.layers import LayerRunner
+from edgerun.export.calibration.packing import packed
+from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.config import read_config
+from edgerun.export.layout import embedding_layout, units_of
+from edgerun.export.reference import reference_logits
+from tiny import FAMILY_SETTINGS, write_checkpoint
+
+PLAIN = sorted(set(FAMILY_SETTINGS) - {"qwen3_moe", "gpt_oss"})
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+def runner_of(folder, family: str = "llama", **overrides) -> LayerRunner:
+    source = write_checkpoint(folder, family, **overrides)
+    return LayerRunner(Checkpoint(source), read_config(source), 256)
+
+
+def texts_of(*lengths: int):
+    random = np.random.default_rng(3)
+    return [random.integers(0, 300, length) for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [*((family, {}) for family in PLAIN), ("llama", {**BIASED, "tie_word_embeddings": False})],
+)
+def test_logits_are_the_references(tmp_path, family: str, overrides) -> None:
+    runner = runner_of(tmp_path, family, **overrides)
+    settings = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    texts = texts_of(40, 17, 33, 5, 1, 22)
+    found = set()
+    for batch in packed(texts, slots=100):
+        hidden = runner.embed(batch)
+        for index in range(runner.config.layers):
+            hidden = runner.layer(index, hidden, batch, runner.matrix)
+        for number in set(batch.texts[batch.texts >= 0].tolist()):
+            logits = runner.logits(hidden[batch.texts == number], runner.matrix)
+            expected = reference_logits(runner.source, settings, texts[number], 256)
+            np.testing.assert_allclose(logits, expected, atol=2e-4)
+            found.add(number)
+    assert found == set(range(len(texts)))
+
+
+def test_a_layer_computes_with_the_matrices_it_is_given(tmp_path) -> None:
+    runner = runner_of(tmp_path)
+    (batch,) = packed(texts_of(20))
+    hidden = runner.embed(batch)
+    without = runner.layer(1, hidden, batch, lambda unit: np.zeros(unit.shape, np.float32))
+    np.testing.assert_array_equal(without, hidden)
+    doubled = runner.embed(batch, 2 * runner.matrix(embedding_layout(runner.config)))
+    np.testing.assert_allclose(doubled, 2 * hidden, rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma2"])
+def test_captured_inputs_give_the_units_outputs(tmp_path, family: str) -> None:
+    """What a layer adds to the residual is linear in its last unit's matrix, and the inputs say how."""
+    runner = runner_of(tmp_path, family)
+    (batch,) = packed(texts_of(20, 9))
+    hidden = runner.embed(batch)
+    after, inputs = runner.captured(0, hidden, batch, runner.matrix)
+    np.testing.assert_array_equal(after, runner.layer(0, hidden, batch, runner.matrix))
+    assert {name: values.shape[-1] for name, values in inputs.items()} == {
+        unit.name: unit.columns for unit in units_of(runner.config) if unit.name.startswith("layers.0.")
+    }
+    if family == "llama":
+        units = {unit.name: unit for unit in units_of(runner.config)}
+        middle = runner.attention(0, hidden, batch, runner.matrix)
+        for unit, before, later in (("o", hidden, middle), ("down", middle, after)):
+            product = inputs[f"layers.0.{unit}"] @ runner.matrix(units[f"layers.0.{unit}"]).T
+            np.testing.assert_allclose(later - before, product, atol=1e-4)
+
+
+def test_models_with_experts_are_refused(tmp_path) -> None:
+    with pytest.raises(InputError, match="experts"):
+        runner_of(tmp_path, "qwen3_moe")
+
+
+@settings(deadline=None)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=12),
+    slots=st.integers(1, 40),
+)
+def test_batches_hold_every_text_once(texts, slots: int) -> None:
+    batches = packed([np.array(text) for text in texts], slots)
+    width = max(map(len, texts))
+    beginnings = {tuple(text[: end + 1]) for text in texts for end in range(len(text))}
+    found, counted = {}, []
+    for batch in batches:
+        rows, columns = batch.tokens.shape
+        assert columns <= width
+        assert rows <= max(1, slots // width)
+        for row in range(rows):
+            for number in sorted(set(batch.texts[row].tolist()) - {-1}):
+                place = batch.texts[row] == number
+                assert number not in found
+                found[number] = batch.tokens[row, place].tolist()
+                np.testing.assert_array_equal(batch.positions[row, place], np.arange(place.sum()))
+                assert batch.following[row, place].tolist() == [*found[number][1:], -1]
+                counted += [
+                    tuple(found[number][: end + 1]) for end in np.flatnonzero(batch.counted[row, place]).tolist()
+                ]
+        assert not batch.counted[batch.texts < 0].any()
+    assert [found[number] for number in range(len(texts))] == texts
+    assert len(counted) == len(set(counted))
+    assert set(counted) == beginnings
+
+
+def test_a_token_sees_its_own_text_back_to_its_window() -> None:
+    (batch,) = packed([np.arange(4), np.arange(5, 8), np.arange(9)], slots=18)
+    seen = batch.bias(3)[:, 0] == 0
+    for row in range(2):
+        for query, key in np.ndindex(seen.shape[1:]):
+            same = batch.texts[row, query] == batch.texts[row, key]
+            age = batch.positions[row, query] - batch.positions[row, key]
+            assert seen[row, query, key] == (query == key or (same and 0 <= age < 3))
