@@ -92,7 +92,7 @@ def without(model: ModelProto, skipped: Collection[SubLayer]) -> ModelProto:
     left.CopyFrom(model)
     graph = left.graph
     joins = {part.join for part in skipped}
-    if missing := joins - {_join_of(node) for node in graph.node}:
+    if missing := joins - {join_of(node) for node in graph.node}:
         raise ValueError(f"the graph has no {', '.join(sorted(missing))}")
     caches = {
         name(part.layer): port(part.layer)
@@ -116,13 +116,19 @@ def without(model: ModelProto, skipped: Collection[SubLayer]) -> ModelProto:
     return left
 
 
+def external_bytes(model: ModelProto) -> int:
+    """Bytes of a model's weights in another file."""
+    entries = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
+    return sum(int(entry.value) for entry in entries if entry.key == "length")
+
+
 def _going_past(nodes: Iterable[NodeProto], joins: Collection[str]) -> Iterator[NodeProto]:
     """The nodes, of which those that join a part to the residual stream let the stream go past it."""
     instead: dict[str, str] = {}
     for node in nodes:
         for index, name in enumerate(node.input):
             node.input[index] = instead.get(name, name)
-        if _join_of(node) not in joins:
+        if join_of(node) not in joins:
             yield node
         elif node.op_type == _JOIN:
             residual, weight = node.input[1:3]
@@ -141,7 +147,7 @@ def _going_past(nodes: Iterable[NodeProto], joins: Collection[str]) -> Iterator[
             instead[node.output[0]] = node.input[1]
 
 
-def _join_of(node: NodeProto) -> str:
+def join_of(node: NodeProto) -> str:
     """What a node is called that joins something to the residual stream; empty for others."""
     if node.op_type == _JOIN:
         return node.name

@@ -32,8 +32,8 @@ from tiny import write_bundle
 CONFIG = SessionConfig(choose_device("cpu"), 1)
 SKIPPED = (SubLayer(2, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD), SubLayer(3, Part.ATTENTION))
 MODEL = Speculation.of(Source.MODEL)
-GREEDY = GenerateOptions(max_tokens=40)
-SAMPLED = GenerateOptions(max_tokens=40, temperature=0.8, top_k=40, top_p=0.95, repeat_penalty=1.1, seed=3)
+GREEDY = GenerateOptions(max_tokens=24)
+SAMPLED = GenerateOptions(max_tokens=24, temperature=0.8, top_k=40, top_p=0.95, repeat_penalty=1.1, seed=3)
 TOKENS = st.lists(st.integers(20, 24), min_size=1, max_size=12)
 PATHS = st.lists(st.integers(20, 24), max_size=3).map(tuple)
 

@@ -1,0 +1,270 @@
+"""A draft of the target's own layers, chosen, measured and put into its bundle."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+from onnx import ModelProto
+
+from ...edge.errors import InputError
+from ...models.atomic import write_atomically
+from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, MAP_NAME, WEIGHTS_NAME, digest_file
+from ...models.manifest import MANIFEST_NAME, DraftPairing, GraphLayout, Manifest
+from ..progress import Progress
+from ..upgrade.editable import EditableGraph
+from ..upgrade.write import InPlace
+from ..workbench import Stopwatch, TokenArray
+from .companion import CHOSEN
+from .frequencies import Ranking, answer_start, rank_tokens, read_markers
+from .head_size import TARGET_ROWS, Agreement, StepTimes, agreeing_sizes, best_size, speed
+from .layer_search import LayerSearch, PartTimes
+from .skip_judge import SkipJudge
+from .skipped_layers import Part, SubLayer, external_bytes, inner_parts, without
+from .trimmed_head import trim_head
+
+_STAGE: Final = "draft"
+_ROUNDS: Final = 8
+"""Turns of a measurement."""
+_READ: Final = 1024
+"""Tokens of text that choices are judged on, and as many others for what is reported."""
+_JUDGED: Final = 192
+"""Rows of them whose next token is guessed."""
+_SECONDS: Final = 180.0
+"""Most that the search takes."""
+_FEWEST_LAYERS: Final = 3
+
+
+@dataclass(frozen=True)
+class OwnDraftReport:
+    """What a draft of the target's own layers does."""
+
+    skips: tuple[str, ...]
+    """Parts that it does without."""
+    parts: int
+    """How many there are that it might."""
+    tokens: int
+    """That its head has."""
+    agreement: float
+    """Share of positions of other text where draft and target prefer the same token."""
+    step_ms: float
+    """Milliseconds of the draft's step."""
+    target_ms: float
+    """Of the target's."""
+    tokens_per_second: float
+    """Expected of chains of the best length."""
+    plain_tokens_per_second: float
+    """Without guesses."""
+    judged: int
+    """Choices that were compared."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is expected to be faster than plain decoding where it was measured."""
+        return self.tokens_per_second > self.plain_tokens_per_second
+
+    def as_mapping(self) -> dict[str, float]:
+        """The numbers by name."""
+        numbers = {name: value for name, value in vars(self).items() if name != "skips"}
+        return {"skipped": len(self.skips), **{name: round(value, 6) for name, value in numbers.items()}}
+
+
+def adopt_own_draft(
+    target: Path,
+    vocabulary: int | None,
+    counted: Sequence[TokenArray],
+    held_out: Sequence[TokenArray],
+    stopwatch: Stopwatch,
+    progress: Progress,
+    *,
+    seed: int = 0,
+    seconds: float = _SECONDS,
+) -> OwnDraftReport:
+    """Give a bundle a draft that is its own graph without some parts, and name it in the manifest.
+
+    Args:
+        target: a bundle.
+        vocabulary: tokens of the draft's head; `CHOSEN` for as many as pay, None for all.
+        counted: text of the target, ids int64 [n] each, for choosing.
+        held_out: other such text, for judging.
+        stopwatch: times passes.
+        progress: hears the stage "draft".
+        seed: of the search.
+        seconds: most that the search takes.
+
+    Returns:
+        What the draft does. It is made even if it does not pay on this machine: on another it may, and the runtime asks
+        it only where it does.
+
+    Raises:
+        BundleError: the folder is no bundle.
+        InputError: the model has too few layers, another layout, the head cannot have so many tokens, or there is no
+            text.
+        ExportError: a graph does not run, or the head cannot be trimmed.
+        OSError: the disk refused a write.
+    """
+    path = target / MANIFEST_NAME
+    manifest = Manifest.from_json(path.read_bytes(), str(path))
+    if manifest.layout is not GraphLayout.EDGE:
+        raise InputError("a draft is made for edge-run's own layout only", "leave --layout or --draft-layers out")
+    if manifest.architecture.layers < _FEWEST_LAYERS:
+        raise InputError(
+            f"a model of {manifest.architecture.layers} layers has none to do without", "leave --draft-layers out"
+        )
+    progress(_STAGE, 0.0)
+    markers = read_markers(target)
+    whole = onnx.load(target / GRAPH_NAME, load_external_data=False)
+
+    def judge(texts: Sequence[TokenArray]) -> SkipJudge:
+        some = _first(texts, _READ)
+        return SkipJudge(target, manifest.architecture, some, [answer_start(each, markers) for each in some], _JUDGED)
+
+    ranking = None
+    if vocabulary is not None:
+        ranking = rank_tokens(counted, manifest.architecture.vocab_size, markers.special | markers.ending)
+        if vocabulary != CHOSEN:
+            ranking.kept(vocabulary)  # before anything that takes long
+    times = _part_times(target, manifest, whole, stopwatch)
+    progress(_STAGE, 0.1)
+    started = time.monotonic()
+    search = LayerSearch(
+        judge(counted).agreement,
+        times,
+        seed=seed,
+        deadline=started + seconds,
+        progress=lambda _: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / seconds)),
+    )
+    chosen = search.best()
+    progress(_STAGE, 0.8)
+    model = without(whole, chosen.skipped)
+    other = judge(held_out)
+    agreement = other.agreement(chosen.skipped)
+    tokens = manifest.architecture.vocab_size
+    if ranking is not None:
+        sizes = _agreement_by_size(other, chosen.skipped, ranking)
+        tokens = vocabulary or _best_head(target, manifest, model, ranking, sizes, times, stopwatch)
+        agreement = float(sizes[tokens])
+    named = DraftPairing(".", graph=DRAFT_GRAPH_NAME, skips=tuple(map(str, sorted(chosen.skipped))))
+    files = dict(manifest.files)
+    if ranking is not None and tokens < ranking.order.size:
+        kept = ranking.kept(tokens)
+        model = _trimmed(model, target, kept)
+        np.save(target / MAP_NAME, kept)
+        named = replace(named, d2t=MAP_NAME)
+        files[MAP_NAME] = digest_file(target / MAP_NAME)
+    with _as_bundle(target, manifest, model) as draft:
+        on_target, on_draft = stopwatch([target, draft], TARGET_ROWS, _ROUNDS)
+    write_atomically(target / DRAFT_GRAPH_NAME, model.SerializeToString())
+    files[DRAFT_GRAPH_NAME] = digest_file(target / DRAFT_GRAPH_NAME)
+    write_atomically(path, replace(manifest, draft=named, files=files).to_json().encode())
+    progress(_STAGE, 1.0)
+    return OwnDraftReport(
+        skips=named.skips,
+        parts=len(times.part),
+        tokens=tokens,
+        agreement=agreement,
+        step_ms=1e3 * on_draft[1],
+        target_ms=1e3 * on_target[1],
+        tokens_per_second=speed(agreement, on_draft[1], on_target),
+        plain_tokens_per_second=1 / on_target[1],
+        judged=search.judged,
+    )
+
+
+def _first(texts: Sequence[TokenArray], most: int) -> list[TokenArray]:
+    """The first texts, of `most` tokens in all.
+
+    Raises:
+        InputError: there is no text.
+    """
+    some: list[TokenArray] = []
+    for text in texts:
+        left = most - sum(map(len, some))
+        if left > 1 and len(text) > 1:
+            some.append(text[:left])
+    if not some:
+        raise InputError("there is no text to judge a draft on", "give a text, or let the model write some")
+    return some
+
+
+def _part_times(target: Path, manifest: Manifest, whole: ModelProto, stopwatch: Stopwatch) -> PartTimes:
+    """What parts take: the time without all of a kind, shared out by their bytes."""
+    parts = inner_parts(manifest.architecture.layers)
+    of_kind = [[part for part in parts if part.part is kind] for kind in Part]
+    with (
+        _as_bundle(target, manifest, without(whole, of_kind[0])) as first,
+        _as_bundle(target, manifest, without(whole, of_kind[1])) as second,
+    ):
+        on_target, *lacking = stopwatch([target, first, second], TARGET_ROWS, _ROUNDS)
+    all_bytes = external_bytes(whole)
+    seconds: dict[SubLayer, float] = {}
+    for kind, times in zip(of_kind, lacking, strict=True):
+        sizes = [all_bytes - external_bytes(without(whole, (part,))) for part in kind]
+        saved = max(0.0, on_target[1] - times[1])
+        seconds |= {part: saved * size / sum(sizes) for part, size in zip(kind, sizes, strict=True)}
+    return PartTimes(on_target, seconds)
+
+
+def _agreement_by_size(judge: SkipJudge, skipped: Collection[SubLayer], ranking: Ranking) -> Agreement:
+    """Agreement by the size of the head, float64 [vocabulary + 1]; see `head_size`."""
+    place = np.empty(ranking.order.size, np.int64)
+    place[ranking.order] = np.arange(ranking.order.size)
+    changes = np.zeros(ranking.order.size + 2, np.int64)
+    at = 0
+    for logits in judge.logits(skipped):
+        first, last = agreeing_sizes(judge.preferred[at : at + len(logits)], logits, place)
+        np.add.at(changes, first, 1)
+        np.add.at(changes, last + 1, -1)
+        at += len(logits)
+    return np.cumsum(changes)[:-1] / judge.rows
+
+
+def _best_head(
+    target: Path,
+    manifest: Manifest,
+    model: ModelProto,
+    ranking: Ranking,
+    agreement: Agreement,
+    times: PartTimes,
+    stopwatch: Stopwatch,
+) -> int:
+    """As many tokens as pay."""
+    with (
+        _as_bundle(target, manifest, model) as whole,
+        _as_bundle(target, manifest, _trimmed(model, target, ranking.kept(ranking.least))) as least,
+    ):
+        on_whole, on_least = stopwatch([whole, least], (1,), _ROUNDS)
+    return best_size(ranking, agreement, StepTimes(times.target, on_whole[1], on_least[1]))
+
+
+def _trimmed(model: ModelProto, folder: Path, kept: TokenArray) -> ModelProto:
+    """The model with a head of some tokens, whose rows are in the model itself; other weights stay where they are."""
+    copied = ModelProto()
+    copied.CopyFrom(model)  # what is edited would be the given one's
+    graph = EditableGraph(copied, folder)
+    trim_head(graph, kept)
+    return graph.model(InPlace())
+
+
+@contextmanager
+def _as_bundle(target: Path, manifest: Manifest, model: ModelProto) -> Iterator[Path]:
+    """A bundle of another graph over a target's weights, for the length of a block."""
+    with tempfile.TemporaryDirectory(prefix=".draft-", dir=target) as name:
+        folder = Path(name)
+        (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
+        try:
+            os.link(target / WEIGHTS_NAME, folder / WEIGHTS_NAME)
+        except OSError:
+            shutil.copyfile(target / WEIGHTS_NAME, folder / WEIGHTS_NAME)
+        files = {GRAPH_NAME: digest_file(folder / GRAPH_NAME)}
+        (folder / MANIFEST_NAME).write_text(replace(manifest, files=files, draft=None).to_json(), encoding="utf-8")
+        yield folder
