@@ -10,6 +10,9 @@ Two questions, two answers:
    KL(reference || graph) and top-1 agreement over seeded random tokens. These are reported; they fail the export only
    when the logits no longer correlate with the reference of question 1, which no rounding explains.
 
+The graph as shipped must also be computed by the kernels that its formats were chosen for: where ONNX Runtime says that
+it expands a matrix to float32 instead, which takes many times as long, the export fails.
+
 The first question is put to a prefill that asks for its rows in reverse, followed by single steps, so that the cache
 and the row selection answer too.
 """
@@ -64,7 +67,7 @@ def check_parity(folder: Path, content: Content, progress: Callable[[float], Non
     """Compare the graph in `folder` with the reference on random tokens; `progress` hears the fraction done.
 
     Raises:
-        ExportError: the graph does not compute what the checkpoint means.
+        ExportError: the graph does not compute what the checkpoint means, or only by slow kernels.
     """
     config, context = content.config, content.context
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, min(TOKENS, context))
@@ -88,7 +91,9 @@ def check_parity(folder: Path, content: Content, progress: Callable[[float], Non
         )
     progress(0.9)
     if quantized:
-        logits = GraphSession(folder, config, len(tokens)).forward(tokens, np.arange(len(tokens)))
+        session = GraphSession(folder, config, len(tokens))
+        logits, expanded = session.forward_watched(tokens, np.arange(len(tokens)))
+        _require_fast(expanded, content)
     shipped = logits.astype(np.float64)
     correlation = float(np.corrcoef(shipped.ravel(), rounded.ravel())[0, 1])
     if not correlation >= MIN_CORRELATION:
@@ -97,6 +102,16 @@ def check_parity(folder: Path, content: Content, progress: Callable[[float], Non
             "ONNX Runtime's low-bit kernels look wrong here: upgrade onnxruntime, or export fp32",
         )
     return Parity(difference, mean_kl(original, shipped), float(np.mean(shipped.argmax(-1) == original.argmax(-1))))
+
+
+def _require_fast(expanded: int, content: Content) -> None:
+    if expanded:
+        forms = sorted({str(form) for form in content.plan.values() if form.bits != 32})
+        raise ExportError(
+            f"ONNX Runtime has no fast kernel on this machine for some of {', '.join(forms)}: {expanded} products of a "
+            "pass would expand their matrices to float32, every time",
+            "choose another --weights or --block, or upgrade onnxruntime",
+        )
 
 
 def _logits_through_the_cache(session: GraphSession, tokens: TokenArray) -> npt.NDArray[np.float32]:

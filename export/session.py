@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -16,8 +17,15 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from ..edge.errors import ExportError
 from ..models.bundle import GRAPH_NAME
 from . import contract
+from .error_stream import standard_error_kept
 
 _MASKED: Final = np.float32(-1e9)
+_EVERYTHING: Final = 1
+_NOTHING: Final = 4
+"""Severities of log messages that are shown, but for the debugging of ONNX Runtime itself."""
+_LOGGED: Final = "onnxruntime:"
+_EXPANDED: Final = "unpacked compute mode"
+"""In ONNX Runtime's message of a product that expands its matrix."""
 _HINT: Final = "copy the model again if it may be damaged; else update onnxruntime"
 _ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
     *(value for value in vars(ort_errors).values() if isinstance(value, type) and issubclass(value, Exception)),
@@ -69,6 +77,8 @@ class GraphSession:
             )
         ]
         self.length = 0
+        self._options = ort.RunOptions()
+        self._options.log_severity_level = _NOTHING
 
     def forward(self, tokens: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Append tokens [m] after the cached rows and return the logits of some of them, float32 [r, vocabulary]."""
@@ -79,6 +89,24 @@ class GraphSession:
         logits = self.run(tokens, positions, bias, logit_rows)
         self.length = total
         return logits
+
+    def forward_watched(
+        self, tokens: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float32], int]:
+        """As `forward`, and how many products expanded their matrix of few bits to float32 first, all over again.
+
+        That is what ONNX Runtime does where it has no kernel for a format, and says in its log alone.
+        """
+        self._options.log_severity_level = _EVERYTHING
+        try:
+            with standard_error_kept() as written:
+                logits = self.forward(tokens, logit_rows)
+        finally:
+            self._options.log_severity_level = _NOTHING
+        lines = written.text.splitlines(keepends=True)
+        if sys.stderr is not None:  # what something else wrote meanwhile, such as a progress bar, is shown after all
+            sys.stderr.writelines(line for line in lines if _LOGGED not in line)
+        return logits, sum(_EXPANDED in line for line in lines)
 
     def run(
         self,
@@ -115,7 +143,7 @@ class GraphSession:
             binding.bind_ortvalue_input(past, shared)
             binding.bind_ortvalue_output(present, shared)
         try:
-            self._session.run_with_iobinding(binding)
+            self._session.run_with_iobinding(binding, self._options)
         except _ORT_ERRORS as error:
             raise ExportError(f"the graph cannot be run: {_first_line(error)}", _HINT) from error
         logits: npt.NDArray[np.float32] = binding.get_outputs()[0].numpy()
@@ -167,7 +195,7 @@ def _as_bytes(model: ModelProto) -> bytes:
 
 def _opened(model: str | ModelProto, folder: Path, threads: int = 0) -> ort.InferenceSession:
     options = ort.SessionOptions()
-    options.log_severity_level = 4
+    options.log_severity_level = _NOTHING
     options.intra_op_num_threads = threads
     # Passes are large here, so threads lose little by sleeping between parts, and what else runs gains a lot.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -190,7 +218,7 @@ def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[n
     """
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
+    options.log_severity_level = _NOTHING
     options.intra_op_num_threads = 1
     try:
         session = ort.InferenceSession(_as_bytes(model), options, providers=["CPUExecutionProvider"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +13,10 @@ import pytest
 from onnx import helper
 
 from edgerun.edge.errors import ExportError
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export import graph as graph_module
 from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.config import read_config
 from edgerun.export.initializers import Initializers
 from edgerun.export.parity import TOLERANCE
 from edgerun.export.session import GraphSession
@@ -126,3 +130,50 @@ def test_fewer_bits_cost_more(tmp_path) -> None:
     ]
     assert costs[0] < 1e-9
     assert costs[0] < costs[1] < costs[2]
+
+
+@pytest.mark.parametrize("form", [INT8, WeightFormat(2, 64)], ids=str)
+def test_a_graph_on_the_slow_path_is_not_written(tmp_path, monkeypatch, capfd, form) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    right = graph_module.build_graph
+
+    def with_float_inputs(*arguments):
+        model = right(*arguments)
+        for node in model.graph.node:
+            if node.name in ("layers.0.o", "layers.1.down"):
+                node.attribute.remove(next(each for each in node.attribute if each.name == "accuracy_level"))
+        return model
+
+    monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", with_float_inputs)
+    message = f"no fast kernel on this machine for some of {form}: 2 products of a pass would expand their matrices"
+    with pytest.raises(ExportError, match=message):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(form))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert "onnxruntime" not in capfd.readouterr().err
+
+
+def test_what_is_written_while_a_graph_is_watched_is_shown(tmp_path, capfd) -> None:
+    bundle = write_bundle(tmp_path, weights=INT4)
+    session = GraphSession(bundle, read_config(bundle), 8)
+    right = session.run
+
+    def with_a_note(*arguments):
+        os.write(2, b"a note\n")
+        return right(*arguments)
+
+    session.run = with_a_note
+    logits, expanded = session.forward_watched(np.arange(3), np.arange(3))
+    assert logits.shape == (3, 300)
+    assert expanded == 0
+    assert capfd.readouterr().err == "a note\n"
+
+
+def test_a_process_without_standard_error_exports_all_the_same(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    program = (
+        "import os, pathlib, sys; os.close(2); sys.stderr = None\n"
+        "from edgerun.export import ExportRecipe, export_checkpoint\n"
+        "export_checkpoint(*map(pathlib.Path, sys.argv[1:]), ExportRecipe())\n"
+    )
+    subprocess.run([sys.executable, "-c", program, source, tmp_path / "bundle"], check=True, timeout=120)
+    assert (tmp_path / "bundle" / "model.onnx").is_file()
