@@ -14,8 +14,8 @@ from ..progress import Progress, silent
 from .budget import Budget, Measure, require_reachable
 from .choices import Choice, Divergence, choices_of, plan_of, total_costs
 from .costs import ByteCosts, Costs
-from .lagrange import cheapest, seed_plan
 from .ladder import chosen_units, with_embedding
+from .lagrange import cheapest, seed_plan
 from .polish import polished
 from .search import Measured, SearchSettings, evolve
 from .sensitivity import Solo, solo_divergences
@@ -83,6 +83,7 @@ def allocate(
     budget: Budget,
     measures: Sequence[Limited],
     forms: Sequence[WeightFormat],
+    *,
     folder: Path,
     settings: SearchSettings,
     progress: Progress = silent,

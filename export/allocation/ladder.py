@@ -15,7 +15,6 @@ from ...models.manifest import Method, WeightFormat
 from ..config import DecoderConfig
 from ..layout import Unit, embedding_layout, units_of
 from ..quantization.codes import blocks_of
-from ..recipe import USUAL_METHODS
 
 LADDER: Final = tuple(
     WeightFormat(bits, block)
@@ -29,21 +28,22 @@ HEAD_UNIT: Final = "head"
 
 
 def levels(
-    methods: Sequence[Method | None] = (None,), zero_points: bool = False, powers_of_two: bool = False
+    methods: Sequence[Mapping[int, Method]], zero_points: bool = False, powers_of_two: bool = False
 ) -> tuple[WeightFormat, ...]:
-    """The ladder's formats, each by every method; None stands for the usual one of each format.
+    """The ladder's formats, each with every method that there is for its bits.
 
     Args:
-        methods: that choose the codes.
+        methods: that choose the codes, by bits; several for as many versions of a format.
         zero_points: whether there are formats with zero points besides.
         powers_of_two: whether all scales are powers of two.
     """
-    return tuple(
-        replace(form, method=method or USUAL_METHODS[form.bits], zero_points=points, powers_of_two=powers_of_two)
+    forms = (
+        replace(form, method=by_bits[form.bits], zero_points=points, powers_of_two=powers_of_two)
         for form in LADDER
         for points in ((False, True) if zero_points else (False,))
-        for method in methods
+        for by_bits in methods
     )
+    return tuple({(form, form.method): form for form in forms}.values())
 
 
 def chosen_units(config: DecoderConfig) -> Iterator[Unit]:
