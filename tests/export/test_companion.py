@@ -1,0 +1,137 @@
+"""A draft of its own checkpoint, put into its target's bundle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgerun
+from edgerun import BundleError, InputError
+from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export.drafts.companion import CHOSEN, HeadReport, adopt_draft, require_fitting
+from edgerun.models.bundle import holds_only_bundle_files, open_bundle
+from edgerun.models.manifest import GraphLayout
+from edgerun.models.pairing import find_draft
+from tiny import write_bundle, write_checkpoint
+
+FORM = WeightFormat(8, 32)
+
+
+def texts(seed: int) -> list[np.ndarray]:
+    """Of few tokens, each behind a template's."""
+    random = np.random.default_rng(seed)
+    return [np.array([2, *random.integers(20, 60, 9), 3, *random.integers(20, 60, 20), 0]) for _ in range(6)]
+
+
+def by_bytes(bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
+    """A machine that takes a second for a megabyte and nothing for more rows."""
+    assert rounds > 0
+    return [dict.fromkeys(rows, open_bundle(bundle).weight_bytes / 1e6) for bundle in bundles]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Of a target, and of a draft with an untied head that is most of it."""
+    folder = tmp_path_factory.mktemp("pair")
+    write_checkpoint(folder / "target", num_hidden_layers=3)
+    write_checkpoint(folder / "draft", seed=1, num_hidden_layers=1, tie_word_embeddings=False)
+    return folder / "target", folder / "draft"
+
+
+@pytest.fixture
+def target(checkpoints: tuple[Path, Path], tmp_path: Path) -> Path:
+    folder = tmp_path / "target"
+    for source, destination in zip(checkpoints, (folder, folder / "draft"), strict=True):
+        export_checkpoint(source, destination, ExportRecipe(FORM))
+    return folder
+
+
+def adopted(target: Path, vocabulary: int | None) -> HeadReport | None:
+    heard: list[float] = []
+    report = adopt_draft(
+        target, vocabulary, texts(0), texts(1), by_bytes, lambda stage, done: heard.append(done) or None
+    )
+    assert heard == sorted(heard)
+    assert heard[-1] == 1
+    assert holds_only_bundle_files(target)
+    open_bundle(target)
+    return report
+
+
+def test_a_draft_that_stays_whole_is_named(target: Path) -> None:
+    assert adopted(target, None) is None
+    found = find_draft(open_bundle(target))
+    assert found is not None
+    assert (found.draft.folder, found.target_ids) == ((target / "draft").resolve(), None)
+
+
+def test_a_head_gets_as_many_tokens_as_asked_for(target: Path) -> None:
+    report = adopted(target, 40)
+    found = find_draft(open_bundle(target))
+    assert report is not None
+    assert found is not None
+    assert found.target_ids is not None
+    kept = set(found.target_ids.tolist())
+    assert (report.tokens, report.all_tokens, report.least, len(kept)) == (40, 300, 5, 40)
+    assert set(range(5)) <= kept
+    assert len(kept & set(range(20, 60))) == 35
+    assert report.step_ms < report.whole_step_ms
+    answers = np.concatenate([text[11:] for text in texts(1)])
+    assert report.coverage == pytest.approx(np.isin(answers, list(kept)).mean())
+    assert json.loads(json.dumps(report.as_mapping()))["tokens"] == 40
+    with edgerun.load(target) as engine:
+        plain = engine.generate("what", max_tokens=30, speculation=edgerun.Speculation.OFF)
+        assert engine.generate("what", max_tokens=30).text == plain.text
+
+
+def test_the_size_that_pays_most_is_chosen(target: Path) -> None:
+    report = adopted(target, CHOSEN)
+    assert report is not None
+    assert report.least <= report.tokens <= report.all_tokens
+    assert report.tokens_per_second >= report.whole_tokens_per_second
+
+
+def test_where_rows_cost_nothing_no_guess_is_given_up(target: Path) -> None:
+    def even(bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
+        return [dict.fromkeys(rows, 1.0 * rounds) for _ in bundles]
+
+    shutil.rmtree(target / "draft")
+    shutil.copytree(target, target.with_name("same"))
+    target.with_name("same").rename(target / "draft")  # a draft that is always right while its head is whole
+    report = adopt_draft(target, CHOSEN, texts(0), texts(1), even, lambda *_: None)
+    assert report is not None
+    assert report.agreement == report.whole_agreement == 1
+    assert (target / "draft" / "d2t.npy").exists() == (report.tokens < report.all_tokens)
+
+
+@pytest.mark.parametrize("vocabulary", [4, 301])
+def test_a_head_that_cannot_be_is_refused_and_nothing_changes(target: Path, vocabulary: int) -> None:
+    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=f"a head of {vocabulary} tokens cannot be made; 5 have to stay, and the"):
+        adopted(target, vocabulary)
+    assert before == {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+
+
+def test_a_draft_with_another_vocabulary_is_refused(target: Path, tmp_path: Path) -> None:
+    shutil.rmtree(target / "draft")
+    shutil.copytree(write_bundle(tmp_path / "other", vocab_size=290), target / "draft")
+    with pytest.raises(BundleError, match="has another vocabulary than"):
+        require_fitting(target, target / "draft")
+
+
+def test_a_target_in_another_layout_is_refused(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    target = export_checkpoint(checkpoints[0], tmp_path / "genai", ExportRecipe(FORM, layout=GraphLayout.GENAI)).bundle
+    draft = export_checkpoint(checkpoints[1], tmp_path / "draft", ExportRecipe(FORM)).bundle
+    with pytest.raises(InputError, match="a draft is made for edge-run's own layout only; leave --layout or --draft"):
+        require_fitting(target, draft)
+
+
+def test_a_folder_without_a_manifest_is_refused(target: Path) -> None:
+    (target / "draft" / "edge.json").unlink()
+    with pytest.raises(BundleError, match=r"has no edge\.json; export the model again"):
+        require_fitting(target, target / "draft")
