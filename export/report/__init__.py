@@ -1,5 +1,6 @@
 """What an export chose and what that costs, as tables and plots."""
 
+from .comparison import compared_plans
 from .figures import (
     DraftFigures,
     ModelReport,
@@ -9,6 +10,7 @@ from .figures import (
     Speed,
     UnitFigures,
 )
+from .gather import plan_figures, search_steps, unit_figures
 from .page import as_values, page, write_report
 from .tables import heads_of
 
@@ -21,7 +23,11 @@ __all__ = [
     "Speed",
     "UnitFigures",
     "as_values",
+    "compared_plans",
     "heads_of",
     "page",
+    "plan_figures",
+    "search_steps",
+    "unit_figures",
     "write_report",
 ]

@@ -13,11 +13,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.export.report import ModelReport, PlanFigures, PlanKind, as_values, page, write_report
+from edgerun.export.allocation.comparison import uniform_plan
+from edgerun.export.allocation.ladder import weight_count
+from edgerun.export.allocation.sensitivity import Solo
+from edgerun.export.allocation.unit_times import UnitTimes, kind_of, timed_form
+from edgerun.export.config import read_config
+from edgerun.export.layout import units_of
+from edgerun.export.report import (
+    ModelReport,
+    PlanFigures,
+    PlanKind,
+    as_values,
+    compared_plans,
+    page,
+    plan_figures,
+    unit_figures,
+    write_report,
+)
 from edgerun.export.report.axes import spanning
 from edgerun.export.report.figures import log_line
 from edgerun.models.bundle import holds_only_bundle_files
+from edgerun.models.manifest import Method, WeightFormat
 from reports import plan, whole_report
+from tiny import write_checkpoint
 
 VOID = {"meta", "line", "circle", "rect", "polyline", "br"}
 
@@ -70,7 +88,12 @@ def test_a_page_stands_alone_and_shows_everything(layers: int) -> None:
     assert "None" not in text
     assert "nan" not in " ".join(found.words)
     words = " ".join(" ".join(found.words).split())
-    for said in ("50% less than uniform plans of its size", "Size against quality", "Time against quality", "The search"):
+    for said in (
+        "50% less than uniform plans of its size",
+        "Size against quality",
+        "Time against quality",
+        "The search",
+    ):
         assert said in words
     for said in ("A pass over several tokens", "1.69 times", "written by the model itself", "tokens/s at 25 GB/s"):
         assert said in words
@@ -155,3 +178,70 @@ def test_axes_hold_every_value_and_have_ticks(values: list[float], log: bool, ze
     assert 1 <= len(ticks) <= 20
     assert all(20 - 1e-6 <= axis.at(tick) <= 300 + 1e-6 for tick in ticks)
     assert axis.at(max(values)) <= axis.at(min(values))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_figures_are_gathered_from_a_plan(tied: bool, tmp_path: Path) -> None:
+    config = read_config(write_checkpoint(tmp_path, tie_word_embeddings=tied))
+    plan = {unit.name: WeightFormat(4, 32) for unit in units_of(config)}
+    plan["head"] = plan["embedding"] = WeightFormat(8, 32)
+    by_hqq = WeightFormat(4, 32, method=Method.HQQ)
+    fine = {
+        name: (Solo(by_hqq, 9.0), Solo(form, 0.5)) for name, form in plan.items() if name != "layers.1.o"
+    }  # fmt: skip
+    times = UnitTimes(
+        config,
+        {(kind_of(name), timed_form(form)): {1: 2.0, 4: 3.0} for name, form in plan.items()},
+        {1: 10.0, 4: 20.0},
+    )
+    units = unit_figures(config, plan, fine, times)
+    whole = plan_figures(config, plan, "this", PlanKind.CHOSEN, 0.25, times)
+    assert [unit.name for unit in units] == [name for name in plan if not (tied and name == "embedding")]
+    assert sum(unit.bytes_read for unit in units) == whole.bytes_read
+    assert sum(unit.rows * unit.columns for unit in units) == weight_count(config)
+    assert {unit.name: unit.solo_kl for unit in units}["layers.1.o"] is None
+    assert units[-1].bits_per_weight == 10.0
+    assert units[1].solo_kl == 0.5
+    timed = [unit.milliseconds for unit in units if unit.name != "embedding"]
+    assert whole.milliseconds[1] == pytest.approx(10.0 + sum(filter(None, timed)))
+    assert whole.milliseconds[4] == pytest.approx(20.0 + 3.0 * len(timed))
+    assert whole.bits_per_weight == 8 * whole.bytes_read / weight_count(config)
+    odd = plan | {"layers.0.qkv": WeightFormat(2, 64)}
+    assert plan_figures(config, odd, "odd", PlanKind.RULE, times=times).milliseconds == {}
+    timed = {unit.name: unit.milliseconds for unit in unit_figures(config, odd, times=times)}
+    assert (timed["layers.0.qkv"], timed["layers.0.o"]) == (None, 2.0)
+
+
+def test_plans_are_compared_at_the_chosen_ones_bytes(tmp_path: Path) -> None:
+    config = read_config(write_checkpoint(tmp_path, num_hidden_layers=4, hidden_size=64, intermediate_size=128))
+    forms = [WeightFormat(bits, 64, method=Method.K_QUANT) for bits in (2, 4, 8)]
+    better = WeightFormat(4, 64, zero_points=True, method=Method.GPTQ)
+    measured: list[dict[str, WeightFormat]] = []
+    heard: list[float] = []
+
+    def divergence(plan: dict[str, WeightFormat]) -> float:
+        measured.append(plan)
+        return sum((1 - 0.1 * form.zero_points) / form.bits for form in plan.values())
+
+    limit = plan_figures(config, uniform_plan(config, forms[1]), "", PlanKind.CHOSEN).bytes_read
+    found = compared_plans(
+        config,
+        [*forms, better],
+        limit,
+        divergence,
+        progress=lambda _, fraction: heard.append(fraction),
+        others=[uniform_plan(config, forms[0])],
+    )
+    uniform, rule, other = found[:3], found[3], found[4]
+    assert [each.name for each in uniform] == ["int2/64", str(better), "int8/64"]
+    assert uniform[1].bytes_read == limit
+    assert (rule.kind, other.kind) == (PlanKind.RULE, PlanKind.SEARCHED)
+    assert rule.bytes_read <= limit
+    ruled = [plan for plan in measured if len(set(plan.values())) > 1]
+    assert better in {form for plan in ruled for form in plan.values()}
+    assert all(form.zero_points for plan in ruled for form in plan.values() if form.bits == 4)
+    assert rule.kl == min(map(divergence, ruled))
+    assert heard[-1] == 1.0
+    assert max(heard) == 1.0
+    least = compared_plans(config, forms, uniform[0].bytes_read, divergence)
+    assert [each.kind for each in least] == [PlanKind.UNIFORM] * 3
