@@ -20,6 +20,7 @@ from .layout import units_of
 from .parity import Parity, check_parity
 from .progress import Progress, silent
 from .weightfile import WeightFile
+from .zero_points import require_zero_points
 
 PRODUCER: Final = "edge-run"
 
@@ -38,10 +39,11 @@ def write_bundle(folder: Path, content: Content, progress: Progress = silent) ->
 
     Raises:
         CheckpointError: a tensor cannot be read.
-        ExportError: the graph does not compute what the checkpoint means.
+        ExportError: the graph does not compute what the checkpoint means, or not well on this machine.
         OSError: the disk refused a write.
     """
     config, checkpoint = content.config, content.source
+    require_zero_points(content.plan.values())
     total = sum(unit.weight_count for unit in units_of(config) if not (config.tied_head and unit.name == "head"))
     files: dict[str, FileDigest] = {}
     with WeightFile(folder / WEIGHTS_NAME) as data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -16,6 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from ..edge.errors import ExportError
 from ..models.bundle import GRAPH_NAME
+from ..models.zero_point_check import INPUT, zero_point_model, zero_points_work
 from . import contract
 from .error_stream import standard_error_kept
 
@@ -208,6 +210,19 @@ def _opened(model: str | ModelProto, folder: Path, threads: int = 0) -> ort.Infe
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except _ORT_ERRORS as error:
         raise ExportError(f"ONNX Runtime cannot load the model: {_first_line(error)}", _HINT) from error
+
+
+@cache
+def multiplies_zero_points() -> bool:
+    """Whether products with 4-bit weights that have zero points come out right on this machine."""
+    options = ort.SessionOptions()
+    options.log_severity_level = _NOTHING
+    options.intra_op_num_threads = 1
+    try:
+        session = ort.InferenceSession(zero_point_model(), options, providers=["CPUExecutionProvider"])
+        return zero_points_work(lambda rows: session.run(None, {INPUT: rows})[0])
+    except _ORT_ERRORS:
+        return False
 
 
 def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:

@@ -28,6 +28,8 @@ class Facts:
     """Of the graph; None where it is known to be edge-run's own."""
     reading: Reading | None = None
     """What running the graph showed before."""
+    zero_points: bool = False
+    """Whether weights of 4 bits have zero points (see `models.zero_point_check`)."""
 
 
 def facts_of(bundle: Bundle) -> Facts:
@@ -37,5 +39,16 @@ def facts_of(bundle: Bundle) -> Facts:
         BundleError: one of them cannot be read.
     """
     if bundle.manifest is not None:
-        return Facts(input_vocab=bundle.input_vocab)
-    return Facts(bundle.first, bundle.input_vocab, bundle.config, bundle.genai, operators_of(bundle.graph))
+        forms = bundle.manifest.weights.values()
+        return Facts(
+            input_vocab=bundle.input_vocab, zero_points=any(form.zero_points and form.bits == 4 for form in forms)
+        )
+    operators = operators_of(bundle.graph)
+    return Facts(
+        bundle.first,
+        bundle.input_vocab,
+        bundle.config,
+        bundle.genai,
+        operators,
+        zero_points=operators.zero_points,
+    )

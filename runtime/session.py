@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 import onnxruntime as ort
 
 from ..edge.errors import BundleError
+from ..models.device_kind import DeviceKind
 from ..models.external_data import external_files
+from ..models.zero_point_check import INPUT, zero_point_model, zero_points_work
 from .bound import LOG_NOTHING, ORT_ERRORS, BoundSession, reason
 from .device import Device, put_on
 from .facts import Facts
@@ -70,11 +73,17 @@ class GraphSession:
         """Load `graph`; `facts` are what its folder says about it.
 
         Raises:
-            BundleError: the file is not a model, or not one that edge-run can decode with.
+            BundleError: the file is not a model, or not one that edge-run can decode with, here.
         """
         facts = facts or Facts()
         if facts.operators is not None:
             refuse_operators(facts.operators, str(graph))
+        if facts.zero_points and config.device.kind is DeviceKind.CPU and not _multiplies_zero_points():
+            raise BundleError(
+                f"{graph} has weights of 4 bits with zero points, which ONNX Runtime {RUNTIME_VERSION} multiplies "
+                "wrongly on this processor",
+                "upgrade onnxruntime, or export the model without --zero-points",
+            )
         self._session = _load(graph, config)
         self._first = None if facts.first is None else _load(facts.first, config)
         self.config: Final = config
@@ -151,6 +160,18 @@ def _load(graph: Path, config: SessionConfig) -> ort.InferenceSession:
     for name in external_files(graph):
         drop_file_pages(graph.parent / name)
     return session
+
+
+@cache
+def _multiplies_zero_points() -> bool:
+    options = ort.SessionOptions()
+    options.log_severity_level = LOG_NOTHING
+    options.intra_op_num_threads = 1
+    try:
+        session = ort.InferenceSession(zero_point_model(), options, providers=["CPUExecutionProvider"])
+        return zero_points_work(lambda rows: session.run(None, {INPUT: rows})[0])
+    except ORT_ERRORS:
+        return False
 
 
 def _ports(nodes: Sequence[ort.NodeArg]) -> list[Port]:

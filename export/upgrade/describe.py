@@ -29,6 +29,8 @@ _WEIGHT_INPUTS: Final[Mapping[str, int]] = {
     "GatherBlockQuantized": 0,
 }
 """Operators that read a weight matrix, and where."""
+_ZERO_POINTS: Final = 3
+"""Which input of MatMulNBits they are."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,9 @@ def _unit(graph: EditableGraph, node: Node, name: str, matrix: Tensor) -> Unit:
             stored[tensor.source] = tensor.nbytes
     columns = node.attribute("K", matrix.size * 8 * matrix.nbytes // matrix.size // int(bits) // matrix.shape[0])
     rows = node.attribute("N", matrix.shape[0])
-    return Unit(name, WeightFormat(int(bits), node.attribute("block_size", 0)), rows, columns, stored)
+    points = node.op == "MatMulNBits" and bool(node.input(_ZERO_POINTS))
+    form = WeightFormat(int(bits), node.attribute("block_size", 0), zero_points=points)
+    return Unit(name, form, rows, columns, stored)
 
 
 def _extents(graph: EditableGraph, node: Node, matrix: Tensor) -> tuple[int, int]:
