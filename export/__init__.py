@@ -1,13 +1,16 @@
 """Checkpoint, GGUF file or foreign ONNX model in, ONNX bundle out: architectures, graph, quantization and parity."""
 
 from ..models.manifest import Method, WeightFormat
+from .allocation.budget import parse_budget
 from .dispatch import export_model, find_source, has_own_formats
 from .family import supported_families
 from .gguf import is_gguf
+from .outcome import ExportReport
 from .parity import Parity
-from .pipeline import ExportReport, export_checkpoint
+from .pipeline import export_checkpoint
 from .progress import Progress
 from .recipe import FP32, INT2, INT4, INT8, ExportRecipe
+from .requests import USUAL_TOKENS, CalibrationRequest, DraftRequest, MixRequest, Objective
 from .upgrade import upgrade_model
 
 __all__ = [
@@ -15,9 +18,14 @@ __all__ = [
     "INT2",
     "INT4",
     "INT8",
+    "USUAL_TOKENS",
+    "CalibrationRequest",
+    "DraftRequest",
     "ExportRecipe",
     "ExportReport",
     "Method",
+    "MixRequest",
+    "Objective",
     "Parity",
     "Progress",
     "WeightFormat",
@@ -26,6 +34,7 @@ __all__ = [
     "find_source",
     "has_own_formats",
     "is_gguf",
+    "parse_budget",
     "supported_families",
     "upgrade_model",
 ]

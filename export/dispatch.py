@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Final
 
 from ..edge.errors import InputError
+from .family import supported_families
 from .gguf import is_gguf
 from .optimum_path import export_by_optimum, goes_by_optimum
-from .pipeline import ExportReport, export_checkpoint
+from .outcome import ExportReport
+from .pipeline import export_checkpoint
 from .progress import Progress, silent
 from .recipe import ExportRecipe
 from .upgrade import holds_graph, upgrade_model
+from .workbench import Workbench
 
 _HINT: Final = (
     "give a checkpoint folder, a .gguf file, an .onnx file or its folder, or org/name on the Hugging Face Hub"
@@ -52,11 +55,22 @@ def export_model(
     recipe: ExportRecipe,
     progress: Progress = silent,
     command: str = "",
+    workbench: Workbench | None = None,
 ) -> ExportReport:
     """Make a bundle of whatever `source` is; see `upgrade_model` for an ONNX language model, `export_checkpoint` for a
-    checkpoint folder or a GGUF file, and `export_by_optimum` for a checkpoint of another family."""
+    checkpoint folder or a GGUF file, and `export_by_optimum` for a checkpoint of another family.
+
+    Raises:
+        InputError: calibration, a mix, a draft or a report is asked for, and the source is no checkpoint folder that
+            is exported directly. And whatever the function for the source raises.
+    """
+    if not recipe.plain and (holds_graph(source) or goes_by_optimum(source) or is_gguf(source)):
+        raise InputError(
+            "calibration, mixed weights, drafts and reports are for checkpoints of the families that edge-run builds",
+            f"these are {', '.join(supported_families())}",
+        )
     if holds_graph(source):
         return upgrade_model(source, destination, recipe, progress, command)
     if goes_by_optimum(source):
         return export_by_optimum(source, destination, recipe, progress, command)
-    return export_checkpoint(source, destination, recipe, progress, command)
+    return export_checkpoint(source, destination, recipe, progress, command, workbench)

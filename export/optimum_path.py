@@ -21,7 +21,7 @@ from ..models.json_file import read_json_object
 from ..models.manifest import Method
 from .destination import require_apart
 from .family import supported_families
-from .pipeline import ExportReport
+from .outcome import ExportReport
 from .progress import Progress
 from .recipe import ExportRecipe
 from .upgrade import upgrade_model

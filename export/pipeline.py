@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..edge.errors import InputError
 from .bundle_writer import write_bundle
-from .checkpoint import Checkpoint
-from .companions import require_companions
-from .config import DecoderConfig, read_config
+from .calibrated import prepare, settings_of
+from .completion import complete
 from .content import Content
 from .destination import bundle_written_whole, require_apart
-from .gguf import is_gguf, opened_gguf
-from .layout import expected_tensors
-from .parity import Parity
+from .gguf import is_gguf
+from .opened import opened
+from .outcome import ExportReport
 from .progress import Progress, silent
 from .recipe import ExportRecipe, with_methods
-from .source import ModelSource
-from .tokenizer import require_tokenizer
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """What an export made."""
-
-    bundle: Path
-    file_bytes: Mapping[str, int]
-    """Size by file name, `edge.json` included."""
-    bits_per_weight: float
-    """Stored bits, scales included, over the weights of all units."""
-    seconds: float
-    parity: Parity
-    notes: tuple[str, ...] = ()
-    """What the user did not ask for and should know, a line each."""
+from .work_folder import work_folder
+from .workbench import Workbench
 
 
 def export_checkpoint(
@@ -45,6 +26,7 @@ def export_checkpoint(
     recipe: ExportRecipe,
     progress: Progress = silent,
     command: str = "",
+    workbench: Workbench | None = None,
 ) -> ExportReport:
     """Export a Hugging Face checkpoint folder or a GGUF file to a bundle and check it against the reference.
 
@@ -52,54 +34,48 @@ def export_checkpoint(
         source: folder with config.json, safetensors weights and tokenizer.json; or a .gguf file, the first of several
             where the model is split.
         destination: the bundle's folder; an earlier bundle there is replaced at the end, all at once.
-        recipe: weight formats and context.
-        progress: hears stages "writing weights" and "checking".
+        recipe: weight formats and context, and what else is asked for.
+        progress: hears stages such as "writing weights" and "checking".
         command: what the user typed, for the manifest.
+        workbench: runs models; needed unless the recipe is `plain`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
         InputError: the destination holds something that is not a bundle's or overlaps the source, the context is
-            too long, or a method, zero points or powers of two are asked of a GGUF file.
+            too long, a method is chosen for a GGUF file, or a text, budget or plan does not do (see `prepare`).
         DestinationError: the disk refused a write.
         ExportError: the graph does not compute what the checkpoint means. As with every error, the destination is as it
             was before.
+        ValueError: there is no workbench, and one is needed.
     """
     started = time.perf_counter()
     if recipe.method is not None and is_gguf(source):
         raise InputError("the weights of a GGUF file are not rounded by a method of choice", "leave --method out")
-    if is_gguf(source):
-        recipe.require_usual_scales("GGUF file")
     require_apart(source, destination)
     with opened(source) as (config, checkpoint):
         context = recipe.context_for(config)
-        plan = recipe.plan_for(config, checkpoint.own_format)
-        if not is_gguf(source):
-            plan = with_methods(plan, recipe.method)
-        content = Content(checkpoint, checkpoint, config, plan, context, recipe.layout, command)
-        with bundle_written_whole(destination) as staging:
-            written = write_bundle(staging, content, progress)
-            sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
+        if recipe.plain:
+            plan = recipe.plan_for(config, checkpoint.own_format)
+            if not is_gguf(source):
+                plan = with_methods(plan, recipe.methods)
+            content = Content(checkpoint, checkpoint, config, plan, context, recipe.layout, command)
+            with bundle_written_whole(destination) as staging:
+                written = write_bundle(staging, content, progress)
+                sizes, found = sizes_of(staging), None
+        else:
+            if workbench is None:
+                raise ValueError("an export by text needs a workbench")
+            with work_folder(source, settings_of(recipe, context), recipe.work) as folder:
+                prepared = prepare(checkpoint, config, context, recipe, command, folder, workbench, progress)
+                with bundle_written_whole(destination) as staging:
+                    written = write_bundle(staging, prepared.content, progress)
+                    found = complete(staging, source.resolve().name, prepared, written, recipe, workbench, progress)
+                    sizes = sizes_of(staging)
     seconds = time.perf_counter() - started
-    return ExportReport(destination, sizes, written.bits_per_weight, seconds, written.parity)
+    return ExportReport(destination, sizes, written.bits_per_weight, seconds, written.parity, report=found)
 
 
-@contextmanager
-def opened(source: Path) -> Iterator[tuple[DecoderConfig, ModelSource]]:
-    """A model to export, with everything there that is needed.
-
-    Raises:
-        CheckpointError: it is damaged, incomplete or not supported.
-    """
-    if not is_gguf(source):
-        yield _complete(read_config(source), Checkpoint(source))
-        return
-    with opened_gguf(source) as model:
-        yield _complete(read_config(model.folder), model)
-
-
-def _complete(config: DecoderConfig, checkpoint: ModelSource) -> tuple[DecoderConfig, ModelSource]:
-    for name, shape in expected_tensors(config):
-        checkpoint.require(name, shape)
-    require_tokenizer(checkpoint.folder, config.vocab_size)
-    require_companions(checkpoint.folder, config.vocab_size)
-    return config, checkpoint
+def sizes_of(folder: Path) -> dict[str, int]:
+    """Bytes by file, those of folders in it included."""
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}

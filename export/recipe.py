@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from ..edge.errors import InputError
 from ..models.manifest import SHORTEST_CONTEXT, GraphLayout, Method, WeightFormat
 from .config import DecoderConfig
 from .layout import Unit, units_of
+from .requests import CalibrationRequest, DraftRequest, MixRequest
 
 FP32: Final = WeightFormat(32)
 INT8: Final = WeightFormat(8, 32)
@@ -20,6 +22,8 @@ BLOCKS: Final = (32, 64, 128)
 QUANTIZED_BITS: Final = (2, 4, 8)
 USUAL_METHODS: Final[Mapping[int, Method]] = {2: Method.K_QUANT, 4: Method.K_QUANT, 8: Method.RTN}
 """By bits. Of 8 bits, rounding to nearest loses next to nothing, and takes least time."""
+OBSERVED_METHODS: Final[Mapping[int, Method]] = {2: Method.GPTQ, 4: Method.GPTQ, 8: Method.K_QUANT}
+"""By bits, where the inputs of the linears are known."""
 _OUTER: Final = ("embedding", "head")
 DEFAULT_CONTEXT_LIMIT: Final = 32768
 """Longest context exported unasked: the rotary table costs 4 * head_dim bytes a position."""
@@ -49,8 +53,24 @@ class ExportRecipe:
     """How codes and scales are chosen; None stands for `USUAL_METHODS`."""
     layout: GraphLayout = GraphLayout.EDGE
     """Whose inputs and outputs the graph has."""
+    calibration: CalibrationRequest | None = None
+    """Text on which the model is observed first; None for none, or for the usual one where something needs it."""
+    folded: bool = False
+    """Whether columns that matter are scaled up before they are rounded, and their inputs down (AWQ)."""
+    mix: MixRequest | None = None
+    """Formats chosen unit by unit, in place of `body` and `head`."""
+    draft: DraftRequest | None = None
+    """A draft model to go with it; None for none."""
+    report: bool = False
+    """Whether to write a report even where formats are given and nothing is observed."""
+    work: Path | None = None
+    """Folder for what is found out on the way, which is kept; None for one in the cache, removed in the end."""
 
     def __post_init__(self) -> None:
+        if self.layout is not GraphLayout.EDGE and (self.mix or self.draft or self.observed):
+            raise InputError(
+                "calibration, mixed weights and drafts are for edge-run's own layout", "leave --layout out"
+            )
         for form in filter(None, (self.body, self.head_format)):
             if form.offsets:
                 raise InputError("weights with offsets cannot be asked for", "they are kept where a GGUF file has them")
@@ -66,6 +86,23 @@ class ExportRecipe:
             raise InputError(
                 f"a context of {self.context} positions cannot be exported", f"give at least {SHORTEST_CONTEXT}"
             )
+
+    @property
+    def observed(self) -> bool:
+        """Whether weights are rounded by what is known of their inputs."""
+        return bool(self.calibration or self.folded or self.mix) or self.method is Method.GPTQ
+
+    @property
+    def methods(self) -> Mapping[int, Method]:
+        """How codes and scales are chosen, by bits, where a plan does not say."""
+        if self.method is not None:
+            return dict.fromkeys(QUANTIZED_BITS, self.method)
+        return OBSERVED_METHODS if self.observed else USUAL_METHODS
+
+    @property
+    def plain(self) -> bool:
+        """Whether formats and methods say it all, and no text is needed."""
+        return not (self.observed or self.mix or self.draft or self.report)
 
     @property
     def head_format(self) -> WeightFormat | None:
@@ -125,10 +162,10 @@ class ExportRecipe:
         return plan
 
 
-def with_methods(plan: Mapping[str, WeightFormat], asked: Method | None) -> dict[str, WeightFormat]:
-    """A plan that says for each unit of few bits how its codes are chosen."""
+def with_methods(plan: Mapping[str, WeightFormat], methods: Mapping[int, Method]) -> dict[str, WeightFormat]:
+    """A plan that says for each unit of few bits how its codes are chosen: as before, or by `methods` of bits."""
     return {
-        unit: form if form.bits == FP32.bits else replace(form, method=asked or USUAL_METHODS.get(form.bits))
+        unit: form if form.bits == FP32.bits else replace(form, method=form.method or methods.get(form.bits))
         for unit, form in plan.items()
     }
 

@@ -29,6 +29,8 @@ GRAPH_NAME: Final = "model.onnx"
 WEIGHTS_NAME: Final = "model.onnx.data"
 REPORT_DATA_NAME: Final = "report.json"
 REPORT_PAGE_NAME: Final = "report.html"
+PLAN_NAME: Final = "plan.toml"
+"""The formats of a model's units as an export chose them, to be read, edited and followed again."""
 """What an export chose and what that costs, for programs and for readers; nothing runs by them."""
 MAP_NAME: Final = "d2t.npy"
 """The target's ids of the tokens that a draft's head has, unless a manifest names another file."""
@@ -193,7 +195,7 @@ def _require_tokenizer(path: Path) -> None:
 def holds_only_bundle_files(folder: Path) -> bool:
     """Whether everything in `folder` is a file that an export writes, `edge.json` among them, or a draft like that."""
     names = {GRAPH_NAME, WEIGHTS_NAME, MANIFEST_NAME, DRAFT_GRAPH_NAME, MAP_NAME, GENAI_CONFIG, *COMPANIONS}
-    names |= {REPORT_DATA_NAME, REPORT_PAGE_NAME}
+    names |= {REPORT_DATA_NAME, REPORT_PAGE_NAME, PLAN_NAME}
     entries = list(folder.iterdir())
     return folder / MANIFEST_NAME in entries and all(
         holds_only_bundle_files(entry)

@@ -55,7 +55,7 @@ def obtain_text(
         shutil.rmtree(trial, ignore_errors=True)
         trial.mkdir(parents=True)
         recipe = ExportRecipe(INT8, context=context)
-        plan = with_methods(recipe.plan_for(config), None)
+        plan = with_methods(recipe.plan_for(config), recipe.methods)
         content = Content(checkpoint, checkpoint, config, plan, context, recipe.layout, "")
         write_bundle(trial, content, lambda _, fraction: progress(_STAGE, 0.5 * fraction))
         if request.file is None:

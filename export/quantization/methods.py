@@ -8,6 +8,7 @@ from typing import Final, Protocol
 from ...models.manifest import Method, WeightFormat
 from ..source import Coded
 from .codes import Float32Array
+from .gptq import gptq_rows
 from .hqq import hqq_rows
 from .k_quant import k_quant_rows
 from .nearest import nearest_rows
@@ -35,4 +36,5 @@ QUANTIZERS: Final[Mapping[Method, Quantizer]] = {
     Method.RTN: nearest_rows,
     Method.K_QUANT: k_quant_rows,
     Method.HQQ: hqq_rows,
+    Method.GPTQ: gptq_rows,
 }

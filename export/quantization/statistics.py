@@ -10,7 +10,7 @@ import numpy.typing as npt
 Float32Array = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InputStatistics:
     """Averages over the tokens of a calibration text, of the K inputs x of one linear."""
 

@@ -17,8 +17,8 @@ from .. import contract
 from ..bundle_writer import PRODUCER
 from ..companions import require_companions
 from ..destination import bundle_written_whole, require_apart
+from ..outcome import ExportReport
 from ..parity import Parity
-from ..pipeline import ExportReport
 from ..progress import Progress, silent
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe
 from ..tokenizer import require_tokenizer

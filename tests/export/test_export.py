@@ -47,7 +47,7 @@ def expected_logits(bundle: Path, recipe: ExportRecipe, tokens=TOKENS, context: 
     """The reference on the rounded weights of `bundle`'s checkpoint."""
     source = bundle.parent / "checkpoint"
     config, checkpoint = read_config(source), Checkpoint(source)
-    weights = RoundedWeights(checkpoint, config, with_methods(recipe.plan_for(config), recipe.method))
+    weights = RoundedWeights(checkpoint, config, with_methods(recipe.plan_for(config), recipe.methods))
     return reference_logits(weights, read_json(source / "config.json"), tokens, context)
 
 

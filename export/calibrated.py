@@ -1,0 +1,184 @@
+"""What precedes an export by text: the text, what the model does with it, rounded units, and formats chosen among them.
+
+All of it lies in a work folder, so that an interrupted export goes on where it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ..models.manifest import Method, WeightFormat
+from .allocation.allocate import Allocation, allocate, measures_for
+from .allocation.budget import Measure
+from .allocation.choices import Divergence
+from .allocation.ladder import LADDER, levels, weight_count
+from .allocation.plan_file import read_plan
+from .allocation.search import SearchSettings
+from .allocation.unit_store import UnitStore
+from .allocation.unit_times import UnitTimes, known_or_measured
+from .calibration.calibrated import CalibratedSource
+from .calibration.divergence import PlanEvaluator
+from .calibration.obtained import obtain_text
+from .calibration.statistics import collect_statistics
+from .calibration.text import CalibrationText
+from .config import DecoderConfig
+from .content import Content
+from .progress import Progress
+from .recipe import ExportRecipe, with_methods
+from .requests import CalibrationRequest, MixRequest
+from .source import ModelSource
+from .workbench import Workbench
+
+_SOLO_WORK: Final = 1.5e11
+_PLAN_WORK: Final = 2e12
+"""Weights times tokens of one measurement, of a unit and of a plan: seconds of two cores."""
+_FEWEST_TOKENS: Final = 256
+_STAGES: Final = (1 / 16, 1 / 4, 1.0)
+"""Shares of the text on which plans are measured, one after the other."""
+_SEARCH_SECONDS: Final = 600.0
+_TIMED_ROWS: Final = (1, 4)
+"""Rows of the passes in which a level must not be spent in vain."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that an export has found out before it writes."""
+
+    content: Content
+    text: CalibrationText
+    judge: PlanEvaluator
+    """Measures divergences on the text that nothing was chosen by."""
+    allocation: Allocation | None = None
+    times: UnitTimes | None = None
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is to be exported."""
+
+    source: ModelSource
+    config: DecoderConfig
+    context: int
+
+
+def prepare(
+    checkpoint: ModelSource,
+    config: DecoderConfig,
+    context: int,
+    recipe: ExportRecipe,
+    command: str,
+    folder: Path,
+    workbench: Workbench,
+    progress: Progress,
+) -> Prepared:
+    """Observe a model as a recipe asks, and choose the formats of its units.
+
+    Args:
+        checkpoint: its tensors.
+        config: its numbers.
+        context: positions the exported graph will serve.
+        recipe: what is asked for; not a `plain` one.
+        command: what the user typed, for the manifest.
+        folder: keeps what is found out; of this model and the settings of `settings_of`.
+        workbench: runs models.
+        progress: hears what is being done.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        InputError: the text is too short, the budget out of reach, the plan not one of this model, or it has experts.
+        ExportError: a trial export failed.
+        OSError: the disk refused a write.
+    """
+    request = recipe.calibration or CalibrationRequest()
+    text = obtain_text(checkpoint, config, context, request, folder, workbench, progress)
+    plan = None if recipe.mix is None or recipe.mix.plan is None else read_plan(recipe.mix.plan, config)
+    source = checkpoint
+    if recipe.observed:
+        source = _observed(_Model(checkpoint, config, context), text, recipe, folder, progress)
+    store = UnitStore(source, config, folder / "units")
+    model = _Model(source, config, context)
+    allocation = times = None
+    if recipe.mix is not None and plan is None:
+        times = known_or_measured(config, workbench.time_nodes, LADDER, progress)
+        allocation = _allocated(model, text, recipe, recipe.mix, store, times, folder, progress)
+        plan = dict(allocation.plan)
+    formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
+    content = Content(store.view(formats), checkpoint, config, formats, context, recipe.layout, command)
+    judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
+    return Prepared(content, text, judge, allocation, times)
+
+
+def settings_of(recipe: ExportRecipe, context: int) -> str:
+    """What the results in a work folder depend on, besides the model."""
+    request = recipe.calibration or CalibrationRequest()
+    file = None
+    if request.file is not None and request.file.is_file():
+        about = request.file.stat()
+        file = (request.file.name, about.st_size, about.st_mtime_ns)
+    mix = recipe.mix
+    marks = None if mix is None else (mix.zero_points, mix.powers_of_two)
+    return repr((file, request.tokens, request.seed, recipe.method, recipe.folded, recipe.observed, marks, context))
+
+
+def _observed(
+    model: _Model, text: CalibrationText, recipe: ExportRecipe, folder: Path, progress: Progress
+) -> ModelSource:
+    """The checkpoint, rounded by what is known of the inputs of its linears."""
+    statistics = collect_statistics(
+        model.source,
+        model.config,
+        text,
+        folder / "statistics",
+        model.context,
+        _wants_moments(recipe),
+        lambda fraction: progress("observing", fraction),
+    )
+    return CalibratedSource(model.source, model.config, statistics)
+
+
+def _wants_moments(recipe: ExportRecipe) -> bool:
+    return recipe.folded or recipe.mix is not None or recipe.method is Method.GPTQ
+
+
+def _allocated(
+    model: _Model,
+    text: CalibrationText,
+    recipe: ExportRecipe,
+    mix: MixRequest,
+    store: UnitStore,
+    times: UnitTimes,
+    folder: Path,
+    progress: Progress,
+) -> Allocation:
+    config = model.config
+    evaluator = PlanEvaluator(
+        model.source, config, text.calibration, store.weights, folder / "calibration", model.context
+    )
+    weights = weight_count(config)
+
+    def tokens_for(work: float) -> int:
+        return max(_FEWEST_TOKENS, int(work / weights))
+
+    def solo(unit: str, form: WeightFormat) -> float:
+        return evaluator.solo(unit, form, tokens_for(_SOLO_WORK))
+
+    def stage(share: float) -> Divergence:
+        tokens = max(_FEWEST_TOKENS, int(share * min(tokens_for(_PLAN_WORK), text.tokens)))
+        return lambda plan: evaluator.divergence(plan, tokens).mean_kl
+
+    assert mix.budget is not None  # noqa: S101 -- a mix without a plan has one
+    rows = dict.fromkeys((mix.budget.rows, *_TIMED_ROWS)) if mix.budget.measure is Measure.MILLISECONDS else _TIMED_ROWS
+    seed = 0 if recipe.calibration is None else recipe.calibration.seed
+    return allocate(
+        config,
+        solo,
+        [stage(share) for share in _STAGES],
+        mix.budget,
+        measures_for(mix.budget, config, [times.costs(count) for count in rows]),
+        levels([recipe.methods], mix.zero_points, mix.powers_of_two),
+        folder=folder,
+        settings=SearchSettings(seed=seed, seconds=mix.seconds or _SEARCH_SECONDS),
+        progress=progress,
+    )

@@ -1,0 +1,196 @@
+"""What follows when a calibrated bundle is written: its quality, its draft, its plan as a file, and the report."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import astuple, fields, replace
+from pathlib import Path
+from typing import Final
+
+from ..edge.errors import EdgeError
+from ..models.atomic import write_atomically
+from ..models.bundle import DRAFT_FOLDER, GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
+from ..models.manifest import MANIFEST_NAME, Calibration, Manifest, WeightFormat
+from .allocation.ladder import LADDER, bytes_read, chosen_units
+from .allocation.plan_file import write_plan
+from .bundle_writer import Written, write_bundle
+from .calibrated import Prepared
+from .calibration.divergence import Divergence
+from .content import Content
+from .drafts.companion import adopt_draft
+from .drafts.own_draft import adopt_own_draft
+from .opened import opened
+from .progress import Progress
+from .recipe import INT4, ExportRecipe, with_methods
+from .report import (
+    DraftFigures,
+    ModelReport,
+    PlanFigures,
+    PlanKind,
+    Speed,
+    compared_plans,
+    plan_figures,
+    search_steps,
+    unit_figures,
+    write_report,
+)
+from .requests import DraftRequest
+from .workbench import Workbench
+
+_STAGE: Final = "judging"
+_ROWS: Final = (1, 4)
+_ROUNDS: Final = 12
+"""Turns in which the bundle's passes are timed."""
+
+
+def complete(
+    folder: Path,
+    name: str,
+    prepared: Prepared,
+    written: Written,
+    recipe: ExportRecipe,
+    workbench: Workbench,
+    progress: Progress,
+) -> ModelReport:
+    """Judge a bundle that has just been written, and add what belongs to it.
+
+    Args:
+        folder: the bundle's.
+        name: of the model, for the report.
+        prepared: what it was made by.
+        written: what writing it found out.
+        recipe: what was asked for.
+        workbench: runs models.
+        progress: hears what is being done.
+
+    Raises:
+        EdgeError: the draft cannot be made, or ONNX Runtime failed.
+        OSError: the disk refused a write.
+    """
+    content, text = prepared.content, prepared.text
+    progress(_STAGE, 0.0)
+    rounded = prepared.judge.divergence(content.plan)
+    shipped = prepared.judge.divergence_of_bundle(folder)
+    progress(_STAGE, 0.5)
+    calibration = Calibration(
+        text.origin,
+        sum(map(len, text.calibration)),
+        sum(map(len, text.held_out)),
+        folded=recipe.folded,
+    )
+    _amend(folder, calibration, shipped)
+    (measured,) = workbench.time([folder], _ROWS, _ROUNDS)
+    progress(_STAGE, 1.0)
+    drafts = [] if recipe.draft is None else [_draft(folder, prepared, recipe, recipe.draft, workbench, progress)]
+    times = prepared.times
+    predicted = {} if times is None else {rows: times.milliseconds(content.plan, rows) for rows in _ROWS}
+    report = ModelReport(
+        model=name,
+        command=content.command,
+        units=unit_figures(
+            content.config, content.plan, None if prepared.allocation is None else prepared.allocation.solos, times
+        ),
+        plans=_plans(prepared, rounded, progress),
+        file_bytes=sum((folder / file).stat().st_size for file in (GRAPH_NAME, WEIGHTS_NAME)),
+        parity=written.parity.as_mapping(),
+        calibration=calibration,
+        quality=rounded,
+        shipped=shipped,
+        speed=Speed(predicted, {rows: 1e3 * seconds for rows, seconds in measured.items()}),
+        bandwidths=[] if recipe.mix is None or recipe.mix.bandwidth is None else [recipe.mix.bandwidth / 1e9],
+        drafts=[draft for draft in drafts if draft is not None],
+        budget="" if recipe.mix is None or recipe.mix.budget is None else str(recipe.mix.budget),
+        search=[] if prepared.allocation is None else search_steps(prepared.allocation.history),
+        machine={"processor": platform.machine(), "system": platform.system()},
+    )
+    if recipe.mix is not None:
+        write_atomically(folder / PLAN_NAME, _plan_text(prepared, rounded).encode())
+    write_report(folder, report)
+    return report
+
+
+def _amend(folder: Path, calibration: Calibration, quality: Divergence) -> None:
+    """Let the manifest say what the bundle was calibrated with, and how near it stays."""
+    path = folder / MANIFEST_NAME
+    manifest = Manifest.from_json(path.read_bytes(), str(path))
+    named = zip((field.name for field in fields(quality)), astuple(quality), strict=True)
+    numbers = {key: float(value) for key, value in named if key != "tokens"}
+    write_atomically(path, replace(manifest, calibration=calibration, quality=numbers).to_json().encode())
+
+
+def _draft(
+    folder: Path,
+    prepared: Prepared,
+    recipe: ExportRecipe,
+    request: DraftRequest,
+    workbench: Workbench,
+    progress: Progress,
+) -> DraftFigures | None:
+    """Make the draft that was asked for, in the bundle; None where it guesses too little to be judged."""
+    text = prepared.text
+    counted, held_out = text.calibration, text.held_out
+    if request.source is None:
+        own = adopt_own_draft(folder, request.vocabulary, counted, held_out, workbench.time, progress)
+        made_of = f"the model without {', '.join(own.skips)}" if own.skips else "the model itself"
+        tokens = own.tokens if request.vocabulary is not None else None
+        coverage = None
+    else:
+        _write_companion(folder / DRAFT_FOLDER, request.source, prepared.content, recipe, request)
+        head = adopt_draft(folder, request.vocabulary, counted, held_out, workbench.time, progress)
+        made_of = request.source.resolve().name
+        tokens, coverage = (None, None) if head is None else (head.tokens, head.coverage)
+    try:
+        acceptance = workbench.judge(folder, held_out)
+    except EdgeError:
+        return None
+    return DraftFigures(made_of, acceptance, tokens, coverage)
+
+
+def _write_companion(folder: Path, source: Path, target: Content, recipe: ExportRecipe, request: DraftRequest) -> None:
+    """Export the draft's own checkpoint into a folder of the target's."""
+    form = request.form or (recipe.body if recipe.mix is None else INT4)
+    folder.mkdir()
+    with opened(source) as (config, checkpoint):
+        own = replace(recipe, body=form, head=None, method=None, mix=None, draft=None, folded=False, calibration=None)
+        context = min(own.context_for(config), target.context)
+        plan = with_methods(own.plan_for(config), own.methods)
+        write_bundle(folder, Content(checkpoint, checkpoint, config, plan, context, recipe.layout, target.command))
+
+
+def _solo(prepared: Prepared) -> dict[str, dict[WeightFormat, float]] | None:
+    if prepared.allocation is None:
+        return None
+    return {unit: {each.form: each.divergence for each in solos} for unit, solos in prepared.allocation.solos.items()}
+
+
+def _plans(prepared: Prepared, rounded: Divergence, progress: Progress) -> list[PlanFigures]:
+    """The chosen plan and, where it was one of many, those it is compared with."""
+    content, times = prepared.content, prepared.times
+    chosen = plan_figures(content.config, content.plan, "this one", PlanKind.CHOSEN, rounded.mean_kl, times)
+    if prepared.allocation is None:
+        return [chosen]
+
+    def divergence(plan: Mapping[str, WeightFormat]) -> float:
+        return prepared.judge.divergence(plan).mean_kl
+
+    forms = list(dict.fromkeys(each.form for solos in prepared.allocation.solos.values() for each in solos))
+    others = compared_plans(content.config, forms or LADDER, chosen.bytes_read, divergence, times, progress)
+    return [chosen, *others]
+
+
+def _plan_text(prepared: Prepared, rounded: Divergence) -> str:
+    """The plan as a file, with what each unit costs."""
+    content, solo = prepared.content, _solo(prepared) or {}
+    notes = {}
+    for unit in chosen_units(content.config):
+        form = content.plan[unit.name]
+        note = f"{bytes_read(unit, form) / 1e6:.2f} MB"
+        kl = solo.get(unit.name, {}).get(form)
+        notes[unit.name] = note if kl is None else f"{note}, KL {kl:.2g} by itself"
+    heading = [
+        f"Weights of {content.source.folder.resolve().name}: mean KL {rounded.mean_kl:.4g} from the float32 model.",
+        "Edit formats and export again with --plan and this file.",
+    ]
+    named = {unit.name: content.plan[unit.name] for unit in chosen_units(content.config)}
+    return write_plan(named, notes, heading)

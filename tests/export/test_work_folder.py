@@ -1,0 +1,83 @@
+"""The folder in which a long export keeps what it has found out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from edgerun.edge.errors import DestinationError, InputError
+from edgerun.export.work_folder import work_folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+
+
+def leave_something(source: Path, settings: str, kept: Path | None = None) -> Path:
+    with pytest.raises(KeyboardInterrupt), work_folder(source, settings, kept) as folder:
+        (folder / "found").write_text("out")
+        raise KeyboardInterrupt
+    return folder
+
+
+def test_what_an_interrupted_run_found_is_there_again(source: Path) -> None:
+    left = leave_something(source, "4 bits")
+    with work_folder(source, "4 bits") as folder:
+        assert folder == left
+        assert (folder / "found").read_text() == "out"
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("change", ["settings", "time", "size", "file"])
+def test_other_work_has_another_folder(source: Path, change: str) -> None:
+    left = leave_something(source, "4 bits")
+    weights = source / "model.safetensors"
+    if change == "time":
+        os.utime(weights, ns=(0, 0))
+    elif change == "size":
+        weights.write_bytes(b"more weights")
+    elif change == "file":
+        (source / "tokenizer.json").touch()
+    with work_folder(source, "2 bits" if change == "settings" else "4 bits") as folder:
+        assert folder != left
+        assert not (folder / "found").exists()
+
+
+def test_a_folder_that_was_asked_for_is_kept(source: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "work"
+    with work_folder(source, "4 bits", kept) as folder:
+        assert folder == kept
+        (folder / "found").touch()
+    assert (kept / "found").exists()
+    with pytest.raises(InputError, match="holds work on another model, or with other settings"):  # noqa: SIM117
+        with work_folder(source, "2 bits", kept):
+            pass
+
+
+def test_a_folder_with_other_files_is_left_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "letter.txt").touch()
+    with pytest.raises(InputError, match="holds something else"), work_folder(source, "", tmp_path / "work"):
+        pass
+
+
+def test_one_export_at_a_time(source: Path) -> None:
+    with work_folder(source, ""), pytest.raises(InputError, match="another export is at work"), work_folder(source, ""):
+        pass
+
+
+def test_a_place_that_cannot_be_written_is_named(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DestinationError, match="file cannot be written"), work_folder(source, "", tmp_path / "file"):
+        pass
