@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..runtime.agreement import agreeing
 from ..runtime.complete import CachedText
@@ -17,11 +17,19 @@ from ..runtime.speculation import Speculation
 from .errors import InputError
 
 if TYPE_CHECKING:
+    from ..export.drafts.frequencies import Markers
     from ..export.workbench import Acceptance, TokenArray
 
 _GIVEN: Final = 4
-"""One in so many tokens of a text, the first ones, is its prompt: nothing is guessed there."""
+"""One in so many tokens of a text without turns, the first ones, stands for what it answers."""
 _WARM_UP_TOKENS: Final = 16
+
+
+class _Text(NamedTuple):
+    """Token ids, and where the answer begins in them."""
+
+    tokens: list[int]
+    start: int
 
 
 class DraftJudge:
@@ -51,19 +59,20 @@ class DraftJudge:
             BundleError: there is no such model, or it is damaged.
             InputError: it has no draft, or no text is long enough.
         """
-        from ..export.workbench import Acceptance  # noqa: PLC0415 -- an extra
+        from ..export.drafts.frequencies import read_markers  # noqa: PLC0415 -- an extra
+        from ..export.workbench import Acceptance  # noqa: PLC0415
 
         with load(bundle, device=self._device, threads=self._threads, learned=False) as engine:
             draft = engine.draft_model()
             if draft is None:
                 raise InputError(f"{bundle} has no draft to judge", "export it with --draft or --draft-layers")
-            chosen = self._chosen(engine, texts)
+            chosen = self._chosen(engine, texts, read_markers(engine.bundle.folder))
             bound = engine.new_text().bound
             # What follows a text's last token is nothing that anybody would guess.
-            same = sum(agreeing(bound, draft, text[:-1], _prompt_of(text) - 1) for text in chosen)
+            same = sum(agreeing(bound, draft, text.tokens[:-1], text.start - 1) for text in chosen)
             plain, guessing = _replays(engine, chosen)
         return Acceptance(
-            agreement=same / sum(len(text) - _prompt_of(text) for text in chosen),
+            agreement=same / sum(len(text.tokens) - text.start for text in chosen),
             tokens_per_pass=_decoded(guessing) / sum(stats.decode_passes for stats in guessing),
             plain_seconds=_seconds(plain) / _decoded(plain),
             # By ratios of neighbours, which a change of the machine's speed in between leaves as they are.
@@ -75,36 +84,35 @@ class DraftJudge:
             ),
         )
 
-    def _chosen(self, engine: Engine, texts: Sequence[TokenArray]) -> list[list[int]]:
+    def _chosen(self, engine: Engine, texts: Sequence[TokenArray], markers: Markers) -> list[_Text]:
         """The first texts, cut to the model's context; none so short that nothing is decoded after its first token.
 
         Raises:
             InputError: there is none.
         """
-        found: list[list[int]] = []
+        from ..export.drafts.frequencies import answer_start  # noqa: PLC0415 -- an extra
+
+        found: list[_Text] = []
         left = self._most
         for text in texts:
-            cut = text[: min(engine.context, left)].tolist()
-            if _prompt_of(cut) + 2 <= len(cut):
-                found.append(cut)
+            cut = text[: min(engine.context, left)]
+            start = answer_start(cut, markers) or max(1, len(cut) // _GIVEN)
+            if start + 2 <= len(cut):
+                found.append(_Text(cut.tolist(), start))
                 left -= len(cut)
         if not found:
             raise InputError("no text is long enough to judge a draft by", "give texts of more tokens")
         return found
 
 
-def _prompt_of(text: Sequence[int]) -> int:
-    """How many tokens of a text are its prompt."""
-    return max(1, len(text) // _GIVEN)
-
-
-def _replays(engine: Engine, texts: Sequence[Sequence[int]]) -> tuple[list[Stats], list[Stats]]:
+def _replays(engine: Engine, texts: Sequence[_Text]) -> tuple[list[Stats], list[Stats]]:
     """Accounts of each text, plain and with guesses of the draft."""
     ways = (Speculation.OFF, Speculation.of(Source.MODEL))
     caches = [engine.new_text() for _ in ways]
     # First passes allocate memory: let nobody be charged for it.
     for way, cache in zip(ways, caches, strict=True):
-        _replay(engine, cache, texts[0][: _prompt_of(texts[0]) + _WARM_UP_TOKENS], way)
+        first = texts[0]
+        _replay(engine, cache, _Text(first.tokens[: first.start + _WARM_UP_TOKENS], first.start), way)
     found: list[list[Stats]] = [[], []]
     for number, text in enumerate(texts):
         for turn in ((0, 1), (1, 0))[number % 2]:
@@ -112,11 +120,10 @@ def _replays(engine: Engine, texts: Sequence[Sequence[int]]) -> tuple[list[Stats
     return found[0], found[1]
 
 
-def _replay(engine: Engine, cache: CachedText, text: Sequence[int], way: Speculation) -> Stats:
+def _replay(engine: Engine, cache: CachedText, text: _Text, way: Speculation) -> Stats:
     cache.tokens.clear()
-    start = _prompt_of(text)
     options = GenerateOptions(temperature=0.0, speculation=way)
-    return Reply.of(engine.replay(cache, text[:start], text[start:], options)).stats
+    return Reply.of(engine.replay(cache, text.tokens[: text.start], text.tokens[text.start :], options)).stats
 
 
 def _decoded(accounts: Sequence[Stats]) -> int:
