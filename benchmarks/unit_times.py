@@ -2,37 +2,37 @@
 
 Example: python benchmarks/unit_times.py --shape qwen2.5-0.5b --plans 6
 
-Measures the units of a shape in every format (`export.allocation.unit_times`), then makes models of that shape with
-random weights and plans, and times passes over them. Plans are of three kinds in turn: every unit any format, every
-unit one of two formats, and every kind of unit one format in all layers. Prints a table (milliseconds, predicted over
-measured, and the same with all predictions scaled by one factor, which takes out a machine that has become slower
-since), then one JSON line. On Linux, `chrt --rr 1` in front keeps other programs off the cores.
+Measures the units of a shape in every format (`export.allocation.unit_times`), and in the same turns passes of models
+of that shape with random weights and plans. Plans are of three kinds in turn: every unit any format, every unit one of
+two formats, and every kind of unit one format in all layers. Prints a table (megabytes a pass reads, milliseconds
+predicted and measured, and their ratio), then one JSON line. On Linux, `chrt --rr 1` in front keeps other programs off
+the cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import edgerun
 from checkpoints import SHAPES
 from edgerun.edge.node_stopwatch import BundleNodeStopwatch
-from edgerun.edge.stopwatch import BundleStopwatch
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, with_embedding
 from edgerun.export.allocation.timing_bundles import TimingBundle
 from edgerun.export.allocation.unit_times import kind_of, measure
 from edgerun.export.config import DecoderConfig, read_config
+from edgerun.export.workbench import PassTimes
 
 _ROWS = (1, 4)
-_SHOWN = 8
 
 
 def main() -> None:
@@ -47,31 +47,45 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = config_of(options.shape, folder)
-        started = time.perf_counter()
-        times = measure(config, BundleNodeStopwatch(options.threads), rounds=options.rounds)
-        print(f"{options.shape}: units measured in {time.perf_counter() - started:.0f} s; us a unit at {_ROWS} rows")
-        show_units(config, times.to_json()["units"], times.to_json()["rest"])
         plans = random_plans(config, options.plans, options.seed)
         paths = [folder / f"plan-{number}" for number in range(len(plans))]
         for plan, path in zip(plans, paths, strict=True):
             TimingBundle(replace(config, tied_head=True), plan).write(path)
-        measured = BundleStopwatch(options.threads)(paths, _ROWS, options.rounds)
+        stopwatch = Together(BundleNodeStopwatch(options.threads), paths)
+        started = time.perf_counter()
+        times = measure(config, stopwatch, rounds=options.rounds)
+    print(f"{options.shape}: measured in {time.perf_counter() - started:.0f} s; us a unit at {_ROWS} rows")
+    show_units(config, times.to_json())
     results = []
     for rows in _ROWS:
-        predicted = [times.milliseconds(plan, rows) for plan in plans]
-        seen = [1e3 * each[rows] for each in measured]
-        factor = statistics.median(one / other for one, other in zip(seen, predicted, strict=True))
-        print(f"{rows} rows, all scaled by {factor:.3f}:")
-        for plan, guess, real in zip(plans, predicted, seen, strict=True):
+        print(f"passes over {rows} rows:")
+        for plan, passes in zip(plans, stopwatch.measured, strict=True):
             size = sum(bytes_read(unit, plan[unit.name]) for unit in chosen_units(config)) / 1e6
-            ratio = guess / real
-            print(f"  {size:7.1f} MB {guess:8.2f} {real:8.2f} {ratio:7.3f} {ratio * factor:7.3f}")
-            results.append({"rows": rows, "megabytes": size, "predicted_ms": guess, "measured_ms": real})
+            predicted, measured = times.milliseconds(plan, rows), 1e3 * passes[rows].seconds
+            print(f"  {size:7.1f} MB {predicted:8.2f} {measured:8.2f} {predicted / measured:7.3f}")
+            results.append({"rows": rows, "megabytes": size, "predicted_ms": predicted, "measured_ms": measured})
     print(
         json.dumps(
             {"benchmark": "unit_times", "edgerun": edgerun.__version__, "shape": options.shape, "results": results}
         )
     )
+
+
+class Together:
+    """A stopwatch that times other bundles in the same turns as those it is given."""
+
+    def __init__(self, stopwatch: BundleNodeStopwatch, others: Sequence[Path]) -> None:
+        self.conditions = stopwatch.conditions
+        self._stopwatch = stopwatch
+        self._others = others
+        self.measured: list[Mapping[int, PassTimes]] = []
+        """The times of the others."""
+
+    def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, PassTimes]]:
+        """See `NodeStopwatch`."""
+        times = self._stopwatch([*bundles, *self._others], rows, rounds)
+        self.measured = times[len(bundles) :]
+        return times[: len(bundles)]
 
 
 def config_of(shape: str, folder: Path) -> DecoderConfig:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+from zlib import crc32
 
 import numpy as np
 
@@ -90,7 +91,7 @@ def _bundle(config: DecoderConfig, layers: int, forms: Sequence[WeightFormat], t
 
 
 class _RandomSource:
-    """Tensors of a model's shapes, the same few numbers over and over; a `ModelSource`."""
+    """Random tensors of a model's shapes; a `ModelSource`."""
 
     def __init__(self, config: DecoderConfig, folder: Path) -> None:
         self._folder = folder
@@ -126,7 +127,9 @@ class _RandomSource:
 
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
         count, blocks = rows.stop - rows.start, blocks_of(self._shapes[rows.name][1], form)
-        random = np.random.default_rng(rows.start)  # pieces are made on several threads
+        # A generator for each piece: they are made on several threads, and no two may be alike, or ONNX Runtime packs
+        # equal matrices once and reads them from a cache.
+        random = np.random.default_rng((crc32(rows.name.encode()), rows.start))
         packed = random.integers(0, 256, (count, blocks, form.block * form.bits // 8), np.uint8)
         scales = np.full((count, blocks), _MAGNITUDE / (1 << form.bits - 1), np.float32)
         points = random.integers(0, 256, (count, -(-blocks * form.bits // 8)), np.uint8) if form.zero_points else None
