@@ -1,0 +1,96 @@
+"""Plans as files: what is written is read again, and what does not fit the model is named in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun.edge.errors import InputError
+from edgerun.export.allocation.ladder import chosen_units, with_embedding
+from edgerun.export.allocation.plan_file import read_plan, spelled, write_plan
+from edgerun.export.config import DecoderConfig, read_config
+from edgerun.models.manifest import Method, WeightFormat
+from tiny import write_checkpoint
+
+FEW_BITS = st.builds(
+    WeightFormat,
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([32, 64, 128]),
+    zero_points=st.booleans(),
+    powers_of_two=st.booleans(),
+    method=st.none() | st.sampled_from(Method),
+)
+FORMS = st.just(WeightFormat(32)) | FEW_BITS
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
+    return read_config(write_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.booleans())
+def test_what_is_written_is_read_again(tmp_path_factory, config: DecoderConfig, data, tied: bool) -> None:
+    model = replace(config, tied_head=tied)
+    names = [unit.name for unit in chosen_units(model)]
+    plan = {name: data.draw(FORMS) for name in names}
+    notes = {name: data.draw(st.text(max_size=20)) for name in names[::2]}
+    file = tmp_path_factory.mktemp("plan") / "plan.toml"
+    text = write_plan(plan, notes, ["Weights of a model", data.draw(st.text(max_size=20))])
+    file.write_text(text, encoding="utf-8")
+    read = read_plan(file, model)
+    assert {name: spelled(form) for name, form in read.items()} == {
+        name: spelled(form) for name, form in with_embedding(model, plan).items()
+    }
+    file.write_text(write_plan(read), encoding="utf-8")
+    assert read_plan(file, model) == read
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"layers.9.qkv": '"int4/64"'},
+            "names the unit 'layers.9.qkv' that the model does not have; the units are layers.0.qkv",
+        ),
+        ({"layers.0.qkv": None}, "lacks the unit 'layers.0.qkv'"),
+        ({"layers.0.qkv": None, "layers.0.o": None}, "lacks the units 'layers.0.qkv', 'layers.0.o'"),
+        ({"head": '"int3/64"'}, "gives head the format 'int3/64', which is none"),
+        ({"head": '"int4/48"'}, "gives head the format 'int4/48', which is none"),
+        ({"head": '"int4/64 magic"'}, "which is none"),
+        ({"head": '"fp32 rtn"'}, "which is none"),
+        ({"head": "4"}, "gives head the format 4, which is none"),
+        ({"head": '"int4/64+offsets"'}, "which is none"),
+        ({"embedding": '"int8/64"'}, "stores embedding and head in two ways"),
+        ({"head": '"int4'}, "is no plan"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, config: DecoderConfig, change, message: str) -> None:
+    lines = {unit.name: '"int4/64"' for unit in chosen_units(config)} | change
+    file = tmp_path / "plan.toml"
+    file.write_text("[units]\n" + "".join(f'"{name}" = {form}\n' for name, form in lines.items() if form), "utf-8")
+    with pytest.raises(InputError) as caught:
+        read_plan(file, config)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"units = 3", b"\xff\xfe", b"[units", b"x = " + b"[" * 5000, b" " * (5 << 20)]
+)
+def test_what_is_no_plan_is_refused(tmp_path: Path, config: DecoderConfig, content: bytes) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match="is no plan"):
+        read_plan(file, config)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path, config: DecoderConfig) -> None:
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(InputError, match="cannot be read"):
+            read_plan(path, config)
