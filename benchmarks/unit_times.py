@@ -110,8 +110,9 @@ def random_plans(config: DecoderConfig, count: int, seed: int) -> list[dict[str,
     return plans
 
 
-def show_units(config: DecoderConfig, units: dict[str, dict[str, dict[int, float]]], rest: dict[int, float]) -> None:
+def show_units(config: DecoderConfig, times: Mapping[str, Any]) -> None:
     """Microseconds of each kind of unit in each format."""
+    units, rest = times["units"], times["rest"]
     print(f"{'':8} " + " ".join(f"{kind:>15}" for kind in units))
     for form in next(iter(units.values())):
         cells = (" ".join(f"{1e3 * forms[form][rows]:7.0f}" for rows in _ROWS) for forms in units.values())
