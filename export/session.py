@@ -70,7 +70,7 @@ class GraphSession:
         shape = (1, config.kv_heads, capacity, config.head_dim)
         declared = {port.name: port.type for port in self._session.get_inputs()}
         dtype = np.float16 if declared.get(contract.past_key(0)) == "tensor(float16)" else np.float32
-        self.buffers = [
+        self.buffers: list[tuple[str, str, npt.NDArray[Any]]] = [
             (past, present, np.zeros(shape, dtype))
             for layer in range(config.layers)
             for past, present in (

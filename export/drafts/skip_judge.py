@@ -2,15 +2,15 @@
 
 The graph gets a factor at every part that may be left out: 0 leaves the residual stream as it was, which is what
 leaving the part out does. So one session judges any choice. It is judged as it is used: a guess is made behind rows of
-the target, not of the draft. The texts are read once by the whole target, whose rows stay in the cache; then every row
-that is judged runs in a slot behind them all, seeing the rows of its text before it, and itself.
+the target, not of the draft. A text is read once by the whole target, whose rows stay in the cache; then every row that
+is judged runs in a slot behind them all, seeing the rows before its place, and itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,16 +30,25 @@ Float32Array = npt.NDArray[np.float32]
 _GATES: Final = "gates"
 _TOGETHER: Final = 32
 """Rows of logits in memory at a time."""
+_MOST_SLOTS: Final = 1024
+"""Of a cache that several texts share."""
 _MASKED: Final = np.float32(-1e9)
 
 
-class _Rows(NamedTuple):
-    """Rows to be judged."""
+class _Texts(NamedTuple):
+    """Texts that the target has read, one after the other in one cache; none sees another.
 
-    text: Int64Array
-    """Which text each belongs to, int64 [n]."""
-    place: Int64Array
-    """Its place there."""
+    Positions are slots, for rotary attention does not care where a text begins.
+    """
+
+    tokens: TokenArray
+    """Of all, int64 [n]."""
+    begins: Int64Array
+    """Where the text of each token begins, int64 [n]."""
+    judged: Int64Array
+    """Places of the rows that are judged, int64 [r]."""
+    cache: list[tuple[str, str, npt.NDArray[Any]]]
+    """See `GraphSession.buffers`."""
 
 
 class SkipJudge:
@@ -48,8 +57,7 @@ class SkipJudge:
     Args:
         bundle: of the target.
         architecture: its numbers.
-        texts: token ids, int64 [n] each, at least 2; short ones are judged best where attention has a window, which is
-            counted from the beginning of all texts.
+        texts: token ids, int64 [n] each, at least 2; what does not fit the context is not read.
         starts: of each text, the first token that a draft would have to guess.
         most: most rows to judge, spread evenly.
 
@@ -64,57 +72,73 @@ class SkipJudge:
         self.parts: Final = inner_parts(architecture.layers)
         """What may be left out."""
         model = onnx.load(bundle / GRAPH_NAME, load_external_data=False)
-        total = sum(map(len, texts))
-        self._session = GraphSession(bundle, architecture, total + _TOGETHER, gated(model, self.parts))
-        self._begins = np.cumsum([0, *map(len, texts)])
-        self._tokens = np.concatenate(texts)
-        self._every = np.ones(len(self.parts), np.float32)
-        self._rows = _spread(texts, starts, most)
-        self.preferred: Final = self._read()
+        self._session = GraphSession(bundle, architecture, 1, gated(model, self.parts))
+        self._together = min(_TOGETHER, max(1, architecture.context // 4))
+        room = min(architecture.context, _MOST_SLOTS) - self._together
+        fitting = [text[:room] for text in texts]
+        places = _spread(fitting, starts, most)
+        if not sum(map(len, places)):
+            raise InputError("the texts have no answer to judge a draft on", "give longer ones")
+        lengths = [len(text) if some.size else 0 for text, some in zip(fitting, places, strict=True)]
+        self._groups = [
+            self._group([fitting[each] for each in group], [places[each] for each in group])
+            for group in _grouped(lengths, room)
+        ]
+        self.preferred: Final = np.concatenate([self._read(group) for group in self._groups])
         """The target's likeliest next token behind each judged row, int64 [n]."""
 
     @property
     def rows(self) -> int:
         """How many are judged."""
-        return self._rows.text.size
+        return self.preferred.size
 
     def agreement(self, skipped: Collection[SubLayer]) -> float:
         """Share of rows behind which target and draft prefer the same token."""
-        same = 0
-        at = 0
-        for logits in self.logits(skipped):
-            same += int(np.sum(logits.argmax(axis=1) == self.preferred[at : at + len(logits)]))
-            at += len(logits)
-        return same / self.rows
+        found = np.concatenate([logits.argmax(axis=1) for logits in self.logits(skipped)])
+        return float(np.mean(found == self.preferred))
 
     def logits(self, skipped: Collection[SubLayer]) -> Iterator[Float32Array]:
         """The draft's logits behind the judged rows, float32 [m, vocabulary], some rows at a time."""
         gates = np.array([part not in skipped for part in self.parts], np.float32)
-        for first in range(0, self.rows, _TOGETHER):
-            some = slice(first, first + _TOGETHER)
-            text, place = self._rows.text[some], self._rows.place[some]
-            begins, count = self._begins[text], text.size
-            slots = np.arange(self._tokens.size)
-            seen = (slots >= begins[:, None]) & (slots < (begins + place)[:, None])
-            seen = np.concatenate([seen, np.eye(count, dtype=np.bool_)], axis=1)
-            bias = np.where(seen, np.float32(0), _MASKED)
-            self._session.length = self._tokens.size
-            yield self._session.run(self._tokens[begins + place], place, bias, np.arange(count), {_GATES: gates})
+        for group in self._groups:
+            self._session.buffers = group.cache
+            self._session.length = group.tokens.size
+            slots = np.arange(group.tokens.size)
+            for first in range(0, group.judged.size, self._together):
+                places = group.judged[first : first + self._together]
+                before = (slots >= group.begins[places, None]) & (slots < places[:, None])
+                bias = _bias(np.concatenate([before, np.eye(places.size, dtype=np.bool_)], axis=1))
+                rows = np.arange(places.size)
+                yield self._session.run(group.tokens[places], places, bias, rows, {_GATES: gates})
 
-    def _read(self) -> Int64Array:
-        """Let the whole target read all texts, each on its own; returns what it prefers behind the judged rows."""
-        preferred = np.empty(self.rows, np.int64)
-        for number, (begin, end) in enumerate(zip(self._begins, self._begins[1:], strict=False)):
-            for start in range(begin, end, _TOGETHER):
-                stop = min(start + _TOGETHER, end)
-                slots, rows = np.arange(stop), np.arange(start, stop)
-                bias = np.where((slots >= begin) & (slots <= rows[:, None]), np.float32(0), _MASKED)
-                mine = (self._rows.text == number) & np.isin(self._rows.place + begin, rows)
-                wanted = self._rows.place[mine] + begin - start
-                self._session.length = start
-                logits = self._session.run(self._tokens[start:stop], rows - begin, bias, wanted, {_GATES: self._every})
-                preferred[mine] = logits.argmax(axis=1)
-        return preferred
+    def _read(self, group: _Texts) -> Int64Array:
+        """Let the whole target read some texts; returns what it prefers behind the judged rows."""
+        every = np.ones(len(self.parts), np.float32)
+        preferred = []
+        self._session.buffers = group.cache
+        for start in range(0, group.tokens.size, self._together):
+            rows = np.arange(start, min(start + self._together, group.tokens.size))
+            slots = np.arange(rows[-1] + 1)
+            bias = _bias((slots >= group.begins[rows, None]) & (slots <= rows[:, None]))
+            self._session.length = start
+            wanted = group.judged[np.isin(group.judged, rows)] - start
+            logits = self._session.run(group.tokens[rows], rows, bias, wanted, {_GATES: every})
+            preferred.append(logits.argmax(axis=1))
+        return np.concatenate(preferred)
+
+    def _group(self, texts: Sequence[TokenArray], places: Sequence[Int64Array]) -> _Texts:
+        """Texts in a cache of their own, not read yet."""
+        begins = np.cumsum([0, *map(len, texts)])
+        cache = [
+            (past, present, np.zeros((*one.shape[:2], begins[-1] + self._together, one.shape[3]), one.dtype))
+            for past, present, one in self._session.buffers
+        ]
+        return _Texts(
+            tokens=np.concatenate(texts),
+            begins=np.repeat(begins[:-1], [len(text) for text in texts]),
+            judged=np.concatenate([begin + some for begin, some in zip(begins[:-1], places, strict=True)]),
+            cache=cache,
+        )
 
 
 def gated(model: ModelProto, parts: Sequence[SubLayer]) -> ModelProto:
@@ -135,15 +159,34 @@ def gated(model: ModelProto, parts: Sequence[SubLayer]) -> ModelProto:
     return made
 
 
-def _spread(texts: Sequence[TokenArray], starts: Sequence[int], most: int) -> _Rows:
-    """At most `most` rows whose next token is to be guessed, spread evenly over all there are."""
+def _bias(seen: npt.NDArray[np.bool_]) -> Float32Array:
+    """What is added to scores for who sees whom."""
+    bias: Float32Array = np.where(seen, np.float32(0), _MASKED)
+    return bias
+
+
+def _grouped(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Numbers of texts in groups of at most `room` tokens together; those of no length are left out."""
+    groups: list[list[int]] = []
+    left = 0
+    for number, length in enumerate(lengths):
+        if not length:
+            continue
+        if length > left:
+            groups.append([])
+            left = room
+        groups[-1].append(number)
+        left -= length
+    return groups
+
+
+def _spread(texts: Sequence[TokenArray], starts: Sequence[int], most: int) -> list[Int64Array]:
+    """By text the places of at most `most` rows whose next token is to be guessed, spread evenly over all there are."""
     every = [
         (number, place)
         for number, (text, start) in enumerate(zip(texts, starts, strict=True))
         for place in range(max(start - 1, 1), len(text) - 1)
     ]
-    if not every:
-        raise InputError("the texts have no answer to judge a draft on", "give longer ones")
     chosen = np.unique(np.linspace(0, len(every) - 1, min(most, len(every))).round().astype(np.int64))
-    found = np.array(every, np.int64)[chosen]
-    return _Rows(found[:, 0], found[:, 1])
+    found = np.array(every, np.int64).reshape(-1, 2)[chosen]
+    return [found[found[:, 0] == number, 1] for number in range(len(texts))]
