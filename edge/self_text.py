@@ -7,22 +7,19 @@ is asked a few neutral things instead, and one without a template goes on from i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from ..export.workbench import TokenArray
-from ..runtime.complete import CachedText
-from ..runtime.decode import DecodeLimits, decode
 from ..runtime.engine import Engine, load
-from ..runtime.sampling import Sampler, SamplingParams
 from .bench.conversations import json_lines, read_text
 from .errors import InputError
+from .side_by_side import Continued, SideBySide
 
 _NEUTRAL: Final = (
     "Tell me a short story.",
@@ -93,12 +90,12 @@ def read_texts(bundle: Path, file: Path, longest: int) -> list[TokenArray]:
 
 
 class _Pen:
-    """Samples token after token."""
+    """Samples texts, some at a time."""
 
     def __init__(self, engine: Engine, longest: int, seed: int) -> None:
         self._engine = engine
         self._longest = longest
-        self._text: CachedText = engine.new_text()
+        self._side_by_side = SideBySide(engine, longest)
         self._seeds = (seed * 1_000_003 + number & (1 << 63) - 1 for number in count())
         self._ends = engine.tokenizer.eos | engine.tokenizer.special_ids
 
@@ -107,58 +104,52 @@ class _Pen:
         tokenizer = self._engine.tokenizer
         start = tokenizer.encode("", add_special_tokens=True) or sorted(tokenizer.eos)[:1] or [0]
         while True:
-            text, _ = self._continued(start, self._longest, tokenizer.eos)
-            yield text if len(text) > len(start) + 1 else None
+            for text in self._continued([start] * self._side_by_side.together, self._longest, tokenizer.eos):
+                yield text.tokens if len(text.tokens) > len(start) + 1 else None
 
     def conversations(self) -> Iterator[list[int] | None]:
         """A request and its answer each, without end; None where one of them is empty."""
         frame = _Frame.of(self._engine)
-        if frame is None or not self._makes_requests(frame):
+        first = [] if frame is None else self._requests(frame, _TRIALS)
+        if frame is None or 2 * len(first) < _TRIALS:
             yield from self._answers()
             return
+        yield from self._answered([[*request, *frame.after] for request in first])
         while True:
-            request = self._request(frame)
-            yield None if request is None else self._answered([*request, *frame.after])
+            requests = self._requests(frame, self._side_by_side.together)
+            yield from self._answered([[*request, *frame.after] for request in requests])
+            if not requests:
+                yield None
 
-    def _makes_requests(self, frame: _Frame) -> bool:
-        return 2 * sum(self._request(frame) is not None for _ in range(_TRIALS)) >= _TRIALS
+    def _requests(self, frame: _Frame, number: int) -> list[list[int]]:
+        """Beginnings of conversations up to the end of a request that the model made up, of so many those that end."""
+        most = len(frame.before) + min(_LONGEST_REQUEST, self._longest // 2)
+        texts = self._continued([frame.before] * number, most, self._ends | {frame.after[0]})
+        return [text.tokens for text in texts if text.end is not None and self._says(text.tokens[len(frame.before) :])]
 
-    def _request(self, frame: _Frame) -> list[int] | None:
-        """The beginning of a conversation up to the end of a request that the model made up."""
-        room = min(_LONGEST_REQUEST, self._longest // 2)
-        text, end = self._continued(frame.before, len(frame.before) + room, self._ends | {frame.after[0]})
-        said = self._engine.tokenizer.decode(text[len(frame.before) :])
-        return text if end is not None and said.strip() else None
+    def _says(self, tokens: list[int]) -> bool:
+        return bool(self._engine.tokenizer.decode(tokens).strip())
 
     def _answers(self) -> Iterator[list[int] | None]:
-        for number in count():
-            message = {"role": "user", "content": _NEUTRAL[number % len(_NEUTRAL)]}
-            yield self._answered(self._engine.encode_chat([message]))
+        asked = cycle(self._engine.encode_chat([{"role": "user", "content": request}]) for request in _NEUTRAL)
+        while True:
+            yield from self._answered([*islice(asked, self._side_by_side.together)])
 
-    def _answered(self, prompt: list[int]) -> list[int] | None:
-        """A conversation with the answer that the model gives, and the token that ends it."""
-        if len(prompt) + 1 >= self._longest:
-            return None
-        text, end = self._continued(prompt, self._longest, self._engine.tokenizer.eos)
-        if len(text) == len(prompt):
-            return None
-        return text if end is None else [*text, end]
+    def _answered(self, prompts: list[list[int]]) -> Iterator[list[int] | None]:
+        """Conversations with the answers that the model gives, and the token that ends each; None without an answer."""
+        for prompt, text in zip(
+            prompts, self._continued(prompts, self._longest, self._engine.tokenizer.eos), strict=True
+        ):
+            if len(text.tokens) == len(prompt):
+                yield None
+            else:
+                yield text.tokens if text.end is None else [*text.tokens, text.end]
 
-    def _continued(self, prompt: Sequence[int], most: int, ends: frozenset[int]) -> tuple[list[int], int | None]:
-        """`prompt` and what follows, at most so many tokens; and the token of `ends` that would have come next."""
-        text, bound = [*prompt], self._text.bound
-        if len(prompt) >= most:
-            return text, None
-        self._text.continue_with(prompt)
-        sampler = Sampler(SamplingParams(temperature=1.0, seed=next(self._seeds)), bound.spec.vocab_size)
-        limits = DecodeLimits(most - len(prompt))
-        with closing(decode(bound, prompt, sampler, limits, _never)) as steps:
-            for token in (token for step in steps for token in step.tokens):
-                if token in ends:
-                    return text, token
-                text.append(token)
-                self._text.tokens.append(token)
-        return text, None
+    def _continued(self, prompts: list[list[int]], most: int, ends: frozenset[int]) -> Iterator[Continued]:
+        """Texts that begin with the prompts; see `SideBySide.continued`."""
+        together = self._side_by_side.together
+        for start in range(0, len(prompts), together):
+            yield from self._side_by_side.continued(prompts[start : start + together], most, ends, self._seeds)
 
 
 @dataclass(frozen=True)
@@ -226,7 +217,3 @@ def _parts(content: str) -> Iterator[str]:
         end = content.find("\n", start + _CHARACTERS) + 1 or len(content)
         yield content[start:end]
         start = end
-
-
-def _never() -> bool:
-    return False
