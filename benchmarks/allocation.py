@@ -1,0 +1,169 @@
+"""Formats chosen unit by unit against one format for all, and against the usual rule, at the same bytes.
+
+Example: python benchmarks/allocation.py CHECKPOINT --text conversations.jsonl --work work --budgets 3 3.5 4 4.5 5 6
+
+For each budget in bits a weight, as a pass reads them, a plan is searched for on one part of the text; mean KL from the
+float32 model is of the other part. Two lines go through the plans with one format for all, straight in log KL over
+bytes: of those rounded by the same methods, with the same text, and of those rounded to nearest. The rule gives more
+bits to the head and to qkv and down of the outer layers; of its plans that fit the budget the best one counts. A level
+is in vain if a cheaper one of that unit would give no more KL. Prints a table, then one JSON line.
+
+`--work` keeps everything that is found out, and a second run goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import edgerun
+from edgerun.edge.errors import InputError
+from edgerun.edge.workbench import bench_of_this_machine
+from edgerun.export import Method, WeightFormat
+from edgerun.export.allocation.allocate import Allocation, allocate, measures_for
+from edgerun.export.allocation.budget import Budget, Measure
+from edgerun.export.allocation.comparison import rule_plans, uniform_plan
+from edgerun.export.allocation.costs import ByteCosts, cost_of
+from edgerun.export.allocation.ladder import bytes_read, chosen_units, levels, weight_count
+from edgerun.export.allocation.search import SearchSettings
+from edgerun.export.allocation.unit_store import UnitStore
+from edgerun.export.calibration.calibrated import CalibratedSource
+from edgerun.export.calibration.divergence import PlanEvaluator
+from edgerun.export.calibration.obtained import obtain_text
+from edgerun.export.calibration.statistics import collect_statistics
+from edgerun.export.config import DecoderConfig
+from edgerun.export.opened import opened
+from edgerun.export.progress import silent
+from edgerun.export.recipe import USUAL_METHODS, ExportRecipe
+from edgerun.export.report.figures import PlanFigures, PlanKind, log_line
+from edgerun.export.requests import CalibrationRequest
+from edgerun.export.source import ModelSource
+
+Plan = Mapping[str, WeightFormat]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--text", type=Path, help="what to calibrate with; without it, the model's own words")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[2.75 + 0.25 * step for step in range(14)])
+    parser.add_argument("--tokens", type=int, default=16384, help="of text that is read")
+    parser.add_argument("--searched", type=int, default=2048, help="tokens on which plans are compared")
+    parser.add_argument("--solo", type=int, default=1024, help="tokens on which units are measured by themselves")
+    parser.add_argument("--method", type=Method, default=Method.GPTQ, choices=list(Method), help="of 2 and 4 bits")
+    parser.add_argument("--zero-points", action="store_true")
+    parser.add_argument("--seconds", type=float, default=600, help="of each search, at most")
+    parser.add_argument("--patience", type=int, default=SearchSettings.patience)
+    options = parser.parse_args()
+    with opened(options.checkpoint) as (config, checkpoint):
+        Comparison(options, config, checkpoint).print_all()
+
+
+class Comparison:
+    """One model, its text, and plans for it."""
+
+    def __init__(self, options: argparse.Namespace, config: DecoderConfig, checkpoint: ModelSource) -> None:
+        self.options, self.config, work = options, config, options.work
+        context = ExportRecipe().context_for(config)
+        request = CalibrationRequest(options.text, options.tokens)
+        work.mkdir(parents=True, exist_ok=True)
+        text = obtain_text(checkpoint, config, context, request, work, bench_of_this_machine(), silent)
+        statistics = collect_statistics(checkpoint, config, text, work / "statistics", context, True, lambda _: None)
+        self.methods = {**USUAL_METHODS, 2: options.method, 4: options.method}
+        self.forms = levels([self.methods], options.zero_points)
+        store = UnitStore(CalibratedSource(checkpoint, config, statistics), config, work / "units")
+        self.chooser = PlanEvaluator(checkpoint, config, text.calibration, store.weights, work / "search", context)
+        self.judge = PlanEvaluator(checkpoint, config, text.held_out, store.weights, work / "judge", context)
+        tokens = f"{sum(map(len, text.calibration))} tokens to choose by, {sum(map(len, text.held_out))} to judge by"
+        print(f"{options.checkpoint.name}, {weight_count(config)} weights; {tokens}")
+
+    def print_all(self) -> None:
+        """Every budget against what else there is."""
+        uniform = self.uniform(self.forms)
+        rounded = self.uniform(levels([dict.fromkeys(USUAL_METHODS, Method.RTN)]))
+        for plan in (*uniform, *rounded):
+            print(f"{plan.name:28} {plan.bits_per_weight:6.3f} bits, KL {plan.kl:.5f}")
+        titles = ("bits", "seed KL", "KL", "/ uniform", "/ nearest", "/ rule", "in vain")
+        print(f"{'budget':>6}", *(f"{title:>9}" for title in titles))
+        results = []
+        for amount in self.options.budgets:
+            try:
+                row = self.row(Budget(amount, Measure.BITS), uniform, rounded)
+            except InputError as error:
+                print(f"{amount:6.2f} {error}")
+                continue
+            results.append(row)
+            values = (row[name] for name in ("bits", "seed_kl", "kl", "of_uniform", "of_nearest", "of_rule"))
+            print(f"{amount:6.2f}", *(f"{value:9.4f}" for value in values), f"{row['in_vain']:9.0f}", flush=True)
+        print(json.dumps({"benchmark": "allocation", "edgerun": edgerun.__version__, "results": results}))
+
+    def row(self, budget: Budget, uniform: Sequence[PlanFigures], rounded: Sequence[PlanFigures]) -> dict[str, float]:
+        """One budget; quotients of KL are those of the mixed plan over the others."""
+        found = self.mixed(budget)
+        chosen = self.figures(found.plan, "mixed", PlanKind.CHOSEN)
+        nan = float("nan")
+        rules = rule_plans(self.config, self.forms, ByteCosts(), budget.limit(self.config))
+        rule = min((self.kl(plan) for plan in rules), default=nan)
+        return {
+            "budget": budget.amount,
+            "bits": chosen.bits_per_weight,
+            "seed_kl": found.history[0][1],
+            "search_kl": found.divergence,
+            "kl": chosen.kl,
+            "of_uniform": chosen.kl / (log_line(chosen.bytes_read, uniform) or nan),
+            "of_nearest": chosen.kl / (log_line(chosen.bytes_read, rounded) or nan),
+            "of_rule": chosen.kl / rule,
+            "in_vain": self.levels_in_vain(found),
+        }
+
+    def mixed(self, budget: Budget) -> Allocation:
+        """A plan of the search."""
+        settings = SearchSettings(
+            seconds=self.options.seconds, patience=self.options.patience, offspring=16, survivors=(4,)
+        )
+        stages = [self.options.searched // 4, self.options.searched]
+        return allocate(
+            self.config,
+            lambda unit, form: self.chooser.solo(unit, form, self.options.solo),
+            [lambda plan, tokens=tokens: self.chooser.divergence(plan, tokens).mean_kl for tokens in stages],
+            budget,
+            measures_for(budget, self.config),
+            self.forms,
+            folder=self.options.work,
+            settings=settings,
+        )
+
+    def levels_in_vain(self, found: Allocation) -> int:
+        """How many units have a level that a cheaper one would match, on the text of the search."""
+        vain = 0
+        for unit in chosen_units(self.config):
+            own = bytes_read(unit, found.plan[unit.name])
+            cheaper = [form for form in self.forms if bytes_read(unit, form) < own]
+            dearest = max(cheaper, key=lambda form: bytes_read(unit, form), default=None)
+            if dearest is not None:
+                plan = {**found.plan, unit.name: dearest}
+                if unit.name == "head" and self.config.tied_head:
+                    plan["embedding"] = dearest
+                vain += self.chooser.divergence(plan, self.options.searched).mean_kl <= found.divergence
+        return vain
+
+    def uniform(self, forms: Sequence[WeightFormat]) -> list[PlanFigures]:
+        """A plan for each format."""
+        return [self.figures(uniform_plan(self.config, form), str(form), PlanKind.UNIFORM) for form in forms]
+
+    def figures(self, plan: Plan, name: str, kind: PlanKind) -> PlanFigures:
+        """A plan's bytes and KL."""
+        size = int(cost_of(plan, ByteCosts(), self.config))
+        return PlanFigures(name, kind, size, 8 * size / weight_count(self.config), self.kl(plan))
+
+    def kl(self, plan: Plan) -> float:
+        """Mean KL of a plan on text that nothing was chosen by."""
+        return self.judge.divergence(plan, self.options.searched).mean_kl
+
+
+if __name__ == "__main__":
+    main()
