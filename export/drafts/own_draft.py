@@ -17,9 +17,8 @@ import onnx
 from onnx import ModelProto
 
 from ...edge.errors import InputError
-from ...models.atomic import write_atomically
-from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, MAP_NAME, WEIGHTS_NAME, digest_file
-from ...models.manifest import MANIFEST_NAME, DraftPairing, GraphLayout, Manifest
+from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, WEIGHTS_NAME, digest_file
+from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest
 from ..progress import Progress
 from ..upgrade.editable import EditableGraph
 from ..upgrade.write import InPlace
@@ -29,8 +28,8 @@ from .frequencies import Ranking, answer_start, rank_tokens, read_markers
 from .head_size import TARGET_ROWS, Agreement, StepTimes, agreeing_sizes, best_size, speed
 from .layer_search import LayerSearch, PartTimes
 from .skip_judge import SkipJudge
-from .skipped_layers import Part, SubLayer, external_bytes, inner_parts, without
-from .trimmed_head import trim_head
+from .skipped_layers import Part, SubLayer, external_bytes, inner_parts, without, write_own_draft
+from .trimmed_head import trim_head, trim_own_draft
 
 _STAGE: Final = "draft"
 _ROUNDS: Final = 8
@@ -112,14 +111,7 @@ def adopt_own_draft(
         ExportError: a graph does not run, or the head cannot be trimmed.
         OSError: the disk refused a write.
     """
-    path = target / MANIFEST_NAME
-    manifest = Manifest.from_json(path.read_bytes(), str(path))
-    if manifest.layout is not GraphLayout.EDGE:
-        raise InputError("a draft is made for edge-run's own layout only", "leave --layout or --draft-layers out")
-    if manifest.architecture.layers < _FEWEST_LAYERS:
-        raise InputError(
-            f"a model of {manifest.architecture.layers} layers has none to do without", "leave --draft-layers out"
-        )
+    manifest = _fitting(target)
     progress(_STAGE, 0.0)
     markers = read_markers(target)
     whole = onnx.load(target / GRAPH_NAME, load_external_data=False)
@@ -133,42 +125,32 @@ def adopt_own_draft(
         ranking = rank_tokens(counted, manifest.architecture.vocab_size, markers.special | markers.ending)
         if vocabulary != CHOSEN:
             ranking.kept(vocabulary)  # before anything that takes long
+    judges = judge(counted), judge(held_out)
     times = _part_times(target, manifest, whole, stopwatch)
     progress(_STAGE, 0.1)
     started = time.monotonic()
     search = LayerSearch(
-        judge(counted).agreement,
+        judges[0].agreement,
         times,
         seed=seed,
         deadline=started + seconds,
         progress=lambda _: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / seconds)),
     )
-    chosen = search.best()
+    skipped = search.best().skipped
     progress(_STAGE, 0.8)
-    model = without(whole, chosen.skipped)
-    other = judge(held_out)
-    agreement = other.agreement(chosen.skipped)
-    tokens = manifest.architecture.vocab_size
+    agreement, tokens = judges[1].agreement(skipped), manifest.architecture.vocab_size
+    write_own_draft(target, skipped)
     if ranking is not None:
-        sizes = _agreement_by_size(other, chosen.skipped, ranking)
-        tokens = vocabulary or _best_head(target, manifest, model, ranking, sizes, times, stopwatch)
+        sizes = _agreement_by_size(judges[1], skipped, ranking)
+        tokens = vocabulary or _best_head(target, manifest, ranking, sizes, times, stopwatch)
         agreement = float(sizes[tokens])
-    named = DraftPairing(".", graph=DRAFT_GRAPH_NAME, skips=tuple(map(str, sorted(chosen.skipped))))
-    files = dict(manifest.files)
-    if ranking is not None and tokens < ranking.order.size:
-        kept = ranking.kept(tokens)
-        model = _trimmed(model, target, kept)
-        np.save(target / MAP_NAME, kept)
-        named = replace(named, d2t=MAP_NAME)
-        files[MAP_NAME] = digest_file(target / MAP_NAME)
-    with _as_bundle(target, manifest, model) as draft:
+        if tokens < ranking.order.size:
+            trim_own_draft(target, ranking.kept(tokens))
+    with _as_bundle(target, manifest, _draft_of(target)) as draft:
         on_target, on_draft = stopwatch([target, draft], TARGET_ROWS, _ROUNDS)
-    write_atomically(target / DRAFT_GRAPH_NAME, model.SerializeToString())
-    files[DRAFT_GRAPH_NAME] = digest_file(target / DRAFT_GRAPH_NAME)
-    write_atomically(path, replace(manifest, draft=named, files=files).to_json().encode())
     progress(_STAGE, 1.0)
     return OwnDraftReport(
-        skips=named.skips,
+        skips=tuple(map(str, sorted(skipped))),
         parts=len(times.part),
         tokens=tokens,
         agreement=agreement,
@@ -178,6 +160,23 @@ def adopt_own_draft(
         plain_tokens_per_second=1 / on_target[1],
         judged=search.judged,
     )
+
+
+def _fitting(target: Path) -> Manifest:
+    """The manifest of a bundle that may have a draft of its own layers.
+
+    Raises:
+        InputError: it may not.
+    """
+    path = target / MANIFEST_NAME
+    manifest = Manifest.from_json(path.read_bytes(), str(path))
+    if manifest.layout is not GraphLayout.EDGE:
+        raise InputError("a draft is made for edge-run's own layout only", "leave --layout or --draft-layers out")
+    if manifest.architecture.layers < _FEWEST_LAYERS:
+        raise InputError(
+            f"a model of {manifest.architecture.layers} layers has none to do without", "leave --draft-layers out"
+        )
+    return manifest
 
 
 def _first(texts: Sequence[TokenArray], most: int) -> list[TokenArray]:
@@ -231,28 +230,24 @@ def _agreement_by_size(judge: SkipJudge, skipped: Collection[SubLayer], ranking:
 def _best_head(
     target: Path,
     manifest: Manifest,
-    model: ModelProto,
     ranking: Ranking,
     agreement: Agreement,
     times: PartTimes,
     stopwatch: Stopwatch,
 ) -> int:
     """As many tokens as pay."""
+    least = EditableGraph(_draft_of(target), target)
+    trim_head(least, ranking.kept(ranking.least))
     with (
-        _as_bundle(target, manifest, model) as whole,
-        _as_bundle(target, manifest, _trimmed(model, target, ranking.kept(ranking.least))) as least,
+        _as_bundle(target, manifest, _draft_of(target)) as on_all,
+        _as_bundle(target, manifest, least.model(InPlace())) as on_few,
     ):
-        on_whole, on_least = stopwatch([whole, least], (1,), _ROUNDS)
-    return best_size(ranking, agreement, StepTimes(times.target, on_whole[1], on_least[1]))
+        whole, few = stopwatch([on_all, on_few], (1,), _ROUNDS)
+    return best_size(ranking, agreement, StepTimes(times.target, whole[1], few[1]))
 
 
-def _trimmed(model: ModelProto, folder: Path, kept: TokenArray) -> ModelProto:
-    """The model with a head of some tokens, whose rows are in the model itself; other weights stay where they are."""
-    copied = ModelProto()
-    copied.CopyFrom(model)  # what is edited would be the given one's
-    graph = EditableGraph(copied, folder)
-    trim_head(graph, kept)
-    return graph.model(InPlace())
+def _draft_of(target: Path) -> ModelProto:
+    return onnx.load(target / DRAFT_GRAPH_NAME, load_external_data=False)
 
 
 @contextmanager
