@@ -2,13 +2,13 @@
 
 What counts is the error of the output, E H ET for errors E = w - w^ of a row and second moments H of the inputs. With
 H = U D UT, U upper triangular with ones on its diagonal, that is the sum over columns j of D[j] times the square of
-(E U)[j] = E[j] + sum over i < j of E[i] U[i, j]. So columns are rounded one after the other, each the sum of its weight and what
-the errors so far push into it; this is the same as the original's updates by the inverse of H (Chee et al., 2023, QuIP,
-theorem 6), and needs one Cholesky factor and no inverse.
+(E U)[j] = E[j] + sum over i < j of E[i] U[i, j]. So columns are rounded one after the other, each the sum of its weight
+and what the errors so far push into it. That is the same as the original's updates by the inverse of H (Chee et al.,
+2023, QuIP, theorem 6), and needs one Cholesky factor and no inverse.
 
-Columns are visited from the largest second moment down, since the last ones' errors are not made up for. Scales and zero points are chosen
-before, by k-quant on the weights as they are; so the order leaves no trace in the format. Its importance of a column
-is D: what an error there costs once the columns after it have done what they can.
+Columns are visited from the largest second moment down, since errors of the last ones are not made up for. Scales and
+zero points are chosen before, by k-quant on the weights as they are, so the order leaves no trace in the format. Its
+importance of a column is D: what an error there costs once the columns after it have done what they can.
 
 The factor of a unit is made once, whatever the rows and the format. All is in float64, so that which rows are worked
 on together moves no code.
@@ -35,8 +35,8 @@ Float64Array = npt.NDArray[np.float64]
 
 _DAMPING: Final = 0.01
 """Added to the diagonal, as a share of its mean: directions that the text did not have might occur after all."""
-_COLUMNS: Final = 128
-"""Columns rounded before their errors are passed on to all later ones in one product."""
+_COLUMNS: Final = 32
+"""Columns that take each other's errors one by one; those of all earlier ones they take in one product."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,7 @@ def _codes(weights: Float32Array, form: WeightFormat, usual: Coded, factor: _Fac
         wanted = exact[start:stop] + upper[:start, start:stop].T @ errors[:start]
         for at in range(start, stop):
             block = factor.order[at] // form.block
-            column = wanted[at - start] + upper[start:at, at] @ errors[start:at]
-            column *= inverse[block]
+            column = wanted[at - start] * inverse[block]
             column += zeros[block]
             np.rint(column, out=column)
             np.clip(column, 0, last, out=column)
@@ -95,6 +94,7 @@ def _codes(weights: Float32Array, form: WeightFormat, usual: Coded, factor: _Fac
             column -= zeros[block]
             column *= scales[block]
             np.subtract(exact[at], column, out=errors[at])
+            wanted[at - start + 1 :] += upper[at, at + 1 : stop, None] * errors[at]
     return np.ascontiguousarray(codes.T).reshape(rows, blocks, form.block)
 
 
@@ -118,12 +118,12 @@ def _factorized(inputs: InputStatistics, columns: int) -> _Factor:
         reversed_moments = moments[np.ix_(reverse, reverse)].astype(np.float64)
         reversed_moments[np.diag_indices(columns)] += damping
         try:
-            lower = np.linalg.cholesky(reversed_moments)
+            lower = np.asarray(np.linalg.cholesky(reversed_moments), np.float64)
             break
         except np.linalg.LinAlgError:  # sums in float32 may lie further from a matrix of squares than that
             damping *= 10
-    upper = lower[::-1, ::-1]
-    sizes = np.diagonal(upper).copy()
+    upper: Float64Array = lower[::-1, ::-1]
+    sizes: Float64Array = np.diagonal(upper).copy()
     upper /= sizes
     importance = np.empty(columns, np.float32)
     importance[order] = (sizes**2 / (sizes**2).max()).astype(np.float32)
