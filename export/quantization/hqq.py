@@ -56,8 +56,7 @@ def _fitted_scales(
     units: Float32Array, shares: Float32Array | None, scales: Float32Array, bits: int, stiffness: float
 ) -> Float32Array:
     """The scales after one round."""
-    middle = np.full(len(units), 1 << (bits - 1), np.float32)
-    codes = rounded(units, scales, bits, middle)
+    codes = rounded(units, scales, bits)
     dense = units - _shrunk(units - codes * scales[:, None], stiffness)
     match, power = fit(dense, codes, shares)
     fitted: Float32Array = scales.copy()

@@ -37,33 +37,32 @@ class Candidates:
         self.units: Final = units
         self.shares: Final = shares
         self.form: Final = form
-        self.middle: Final = np.full(len(units), 1 << (form.bits - 1), np.float32)
-        """The zero points of a format that has none."""
         self.scales: Float32Array = np.zeros(len(units), np.float32)
         """The best scales so far."""
-        self.zeros: Float32Array = self.middle.copy()
-        """Their zero points, whole numbers."""
+        self.zeros: Float32Array = np.full(len(units), 1 << (form.bits - 1), np.float32)
+        """Their zero points, whole numbers; the middle code where the format has none."""
         self._gain = np.zeros(len(units), np.float32)
 
     def offer(self, scales: Float32Array, zeros: Float32Array | None = None) -> None:
-        """Consider the codes nearest for these scales and zero points (None: the middle), and what fits them best.
+        """Consider the codes nearest for these scales and zero points, and the scales that fit them best.
 
         The scale fitted to codes q by least squares leaves the error sum(w x x) less sum(w x q) ** 2 / sum(w q q). In
         general it is less by s (2 sum(w x q) - s sum(w q q)), and where s has to be a power of two the one nearest to
         the fitted scale is best. The largest such gain wins.
+
+        Args:
+            scales: [n], in units of the usual ones.
+            zeros: whole numbers [n]; None where the format has none.
         """
-        zeros = self.middle if zeros is None else zeros
-        match, power = fit(self.units, self.rounded(scales, zeros), self.shares)
+        match, power = fit(self.units, rounded(self.units, scales, self.form.bits, zeros), self.shares)
         fitted = np.divide(match, power, out=np.zeros_like(match), where=power > 0)
         if self.form.powers_of_two:
             fitted = powers_of_two(fitted)
         gain = fitted * (2 * match - fitted * power)
         better = gain > self._gain
-        self.scales[better], self.zeros[better], self._gain[better] = fitted[better], zeros[better], gain[better]
-
-    def rounded(self, scales: Float32Array, zeros: Float32Array) -> Float32Array:
-        """Codes less their zero points, [n, block], for scales [n] and zero points [n]; 0 where the scale is 0."""
-        return rounded(self.units, scales, self.form.bits, zeros)
+        self.scales[better], self._gain[better] = fitted[better], gain[better]
+        if zeros is not None:
+            self.zeros[better] = zeros[better]
 
 
 BlockSearch = Callable[[Candidates], None]
@@ -107,12 +106,27 @@ def _by_column(importance: Float32Array, columns: int, form: WeightFormat) -> Fl
     return blocks
 
 
-def rounded(units: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array) -> Float32Array:
-    """Codes less their zero points, [n, block], for scales [n] and zero points [n]; 0 where the scale is 0."""
+def rounded(units: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array | None = None) -> Float32Array:
+    """Codes less their zero points, [n, block]; 0 where the scale is 0.
+
+    Args:
+        units: float32 [n, block].
+        scales: [n].
+        bits: of the codes.
+        zeros: the zero points [n]; None for the middle code.
+    """
+    half = 1 << (bits - 1)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
     codes = units * inverse[:, None]
+    if zeros is None:
+        np.rint(codes, out=codes)
+        np.clip(codes, -half, half - 1, out=codes)
+        return codes
+    # Bounds that are arrays would take three times as long as these two additions.
+    codes += zeros[:, None]
     np.rint(codes, out=codes)
-    np.clip(codes, -zeros[:, None], ((1 << bits) - 1 - zeros)[:, None], out=codes)
+    np.clip(codes, 0, 2 * half - 1, out=codes)
+    codes -= zeros[:, None]
     return codes
 
 
