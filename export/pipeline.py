@@ -51,6 +51,8 @@ def export_checkpoint(
     started = time.perf_counter()
     if recipe.method is not None and is_gguf(source):
         raise InputError("the weights of a GGUF file are not rounded by a method of choice", "leave --method out")
+    if is_gguf(source):
+        recipe.require_usual_scales("GGUF file")
     require_apart(source, destination)
     with opened(source) as (config, checkpoint):
         context = recipe.context_for(config)
