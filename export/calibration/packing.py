@@ -15,8 +15,8 @@ from ..workbench import TokenArray
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
-SLOTS: Final = 1024
-"""About how many tokens go into a pass: more are no faster, and take more memory."""
+SLOTS: Final = 512
+"""About how many tokens go into a pass: more are hardly faster, take more memory, and cannot be had by halves."""
 _MASKED: Final = np.float32(-1e9)
 _NOTHING: Final = -1
 
@@ -32,7 +32,7 @@ class Batch:
     texts: npt.NDArray[np.int64]
     """Which text a token is of, int64 [B, S]; -1 in empty slots."""
     counted: BoolArray
-    """Tokens to take averages over, bool [B, S]: those with an own past. What many texts begin with counts once."""
+    """Tokens to compare models on, bool [B, S]: those with an own past. What many texts begin with counts once."""
     following: npt.NDArray[np.int64]
     """The token that follows in the text, int64 [B, S]; -1 where the text ends."""
     _biases: dict[int | None, Float32Array] = field(default_factory=dict, repr=False, compare=False)
@@ -41,6 +41,11 @@ class Batch:
     def count(self) -> int:
         """How many tokens are counted."""
         return int(self.counted.sum())
+
+    @property
+    def filled(self) -> BoolArray:
+        """Slots that hold a token, bool [B, S]."""
+        return self.texts != _NOTHING
 
     def bias(self, window: int | None) -> Float32Array:
         """What to add to attention scores, float32 [B, 1, S, S]: a token sees those before it in its text.

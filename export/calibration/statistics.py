@@ -2,6 +2,9 @@
 
 What a unit's file holds is written as soon as its layer is done, together with the hidden states after it, so an
 interrupted pass goes on where it stopped; one layer's moments are in memory at a time.
+
+Tokens that many texts begin with count in every one of them: all that follows attends to them. Rounded by GPTQ to 4
+bits in blocks of 128, the bundled model had 6 % more KL where they counted once.
 """
 
 from __future__ import annotations
@@ -88,7 +91,7 @@ def collect_statistics(
         (folder / _states(index)).unlink(missing_ok=True)
     head = _Sums(head_layout(config), second_moments)
     for batch, states in zip(batches, hidden, strict=True):
-        head.add(runner.head_inputs(states[batch.counted]))
+        head.add(runner.head_inputs(states[batch.filled]))
     head.save(folder)
     (folder / _states(config.layers)).unlink(missing_ok=True)
     progress(1.0)
@@ -110,7 +113,7 @@ def _collect_layer(
     for number, (after, inputs) in zip(numbers, in_order(run, numbers), strict=True):
         hidden[number] = after
         for name, values in inputs.items():
-            sums[name].add(values[batches[number].counted])
+            sums[name].add(values[batches[number].filled])
     for each in sums.values():
         each.save(folder)
 

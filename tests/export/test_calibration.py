@@ -78,8 +78,8 @@ def test_statistics_are_averages_of_the_inputs(tmp_path, family: str, tied: bool
     hidden = runner.embed(batch)
     for index in range(config.layers):
         hidden, found = runner.captured(index, hidden, batch, runner.matrix)
-        inputs |= {name: values[batch.counted].astype(np.float64) for name, values in found.items()}
-    inputs["head"] = runner.head_inputs(hidden[batch.counted]).astype(np.float64)
+        inputs |= {name: values[batch.filled].astype(np.float64) for name, values in found.items()}
+    inputs["head"] = runner.head_inputs(hidden[batch.filled]).astype(np.float64)
     for unit in units_of(config):
         statistics = store.of(unit.name)
         if unit.name == "embedding" and not tied:
