@@ -31,7 +31,7 @@ from .states import PinnedArrays, RecentArrays
 EXACT: Final = WeightFormat(32)
 _STATES: Final = 1 << 28
 """Bytes of hidden states of recent plans; of the float model's own, twice that before they go to disk."""
-_MATRICES: Final = 1 << 29
+_MATRICES: Final = 1 << 30
 """Bytes of rounded matrices."""
 
 
