@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +13,7 @@ import onnx
 from onnx import ModelProto
 
 from ...edge.errors import InputError
-from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, WEIGHTS_NAME, digest_file
+from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME
 from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest
 from ..progress import Progress
 from ..upgrade.editable import EditableGraph
@@ -28,7 +24,7 @@ from .frequencies import Ranking, answer_start, rank_tokens, read_markers
 from .head_size import TARGET_ROWS, Agreement, StepTimes, agreeing_sizes, best_size, speed
 from .layer_search import LayerSearch, PartTimes
 from .skip_judge import SkipJudge
-from .skipped_layers import Part, SubLayer, external_bytes, inner_parts, without, write_own_draft
+from .skipped_layers import Part, SubLayer, as_bundle, external_bytes, inner_parts, without, write_own_draft
 from .trimmed_head import trim_head, trim_own_draft
 
 _STAGE: Final = "draft"
@@ -146,7 +142,7 @@ def adopt_own_draft(
         agreement = float(sizes[tokens])
         if tokens < ranking.order.size:
             trim_own_draft(target, ranking.kept(tokens))
-    with _as_bundle(target, manifest, _draft_of(target)) as draft:
+    with as_bundle(target, manifest, _draft_of(target)) as draft:
         on_target, on_draft = stopwatch([target, draft], TARGET_ROWS, _ROUNDS)
     progress(_STAGE, 1.0)
     return OwnDraftReport(
@@ -200,8 +196,8 @@ def _part_times(target: Path, manifest: Manifest, whole: ModelProto, stopwatch: 
     parts = inner_parts(manifest.architecture.layers)
     of_kind = [[part for part in parts if part.part is kind] for kind in Part]
     with (
-        _as_bundle(target, manifest, without(whole, of_kind[0])) as first,
-        _as_bundle(target, manifest, without(whole, of_kind[1])) as second,
+        as_bundle(target, manifest, without(whole, of_kind[0])) as first,
+        as_bundle(target, manifest, without(whole, of_kind[1])) as second,
     ):
         on_target, *lacking = stopwatch([target, first, second], TARGET_ROWS, _ROUNDS)
     all_bytes = external_bytes(whole)
@@ -239,8 +235,8 @@ def _best_head(
     least = EditableGraph(_draft_of(target), target)
     trim_head(least, ranking.kept(ranking.least))
     with (
-        _as_bundle(target, manifest, _draft_of(target)) as on_all,
-        _as_bundle(target, manifest, least.model(InPlace())) as on_few,
+        as_bundle(target, manifest, _draft_of(target)) as on_all,
+        as_bundle(target, manifest, least.model(InPlace())) as on_few,
     ):
         whole, few = stopwatch([on_all, on_few], (1,), _ROUNDS)
     return best_size(ranking, agreement, StepTimes(times.target, whole[1], few[1]))
@@ -248,18 +244,3 @@ def _best_head(
 
 def _draft_of(target: Path) -> ModelProto:
     return onnx.load(target / DRAFT_GRAPH_NAME, load_external_data=False)
-
-
-@contextmanager
-def _as_bundle(target: Path, manifest: Manifest, model: ModelProto) -> Iterator[Path]:
-    """A bundle of another graph over a target's weights, for the length of a block."""
-    with tempfile.TemporaryDirectory(prefix=".draft-", dir=target) as name:
-        folder = Path(name)
-        (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
-        try:
-            os.link(target / WEIGHTS_NAME, folder / WEIGHTS_NAME)
-        except OSError:
-            shutil.copyfile(target / WEIGHTS_NAME, folder / WEIGHTS_NAME)
-        files = {GRAPH_NAME: digest_file(folder / GRAPH_NAME)}
-        (folder / MANIFEST_NAME).write_text(replace(manifest, files=files, draft=None).to_json(), encoding="utf-8")
-        yield folder

@@ -7,7 +7,11 @@ Xia et al. 2025, SWIFT): a draft writes behind the committed rows, and the pass 
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -17,7 +21,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
 from ...models.atomic import write_atomically
-from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, digest_file
+from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, DraftPairing, Manifest
 from .. import contract
 from ..pruning import needed_nodes
@@ -76,6 +80,21 @@ def write_own_draft(folder: Path, skipped: Collection[SubLayer]) -> None:
     named = DraftPairing(".", graph=DRAFT_GRAPH_NAME, skips=tuple(map(str, sorted(skipped))))
     files = {**manifest.files, DRAFT_GRAPH_NAME: digest_file(folder / DRAFT_GRAPH_NAME)}
     write_atomically(path, replace(manifest, draft=named, files=files).to_json().encode())
+
+
+@contextmanager
+def as_bundle(target: Path, manifest: Manifest, model: ModelProto) -> Iterator[Path]:
+    """A bundle of another graph over a target's weights, for the length of a block."""
+    with tempfile.TemporaryDirectory(prefix=".draft-", dir=target) as name:
+        folder = Path(name)
+        (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
+        try:
+            os.link(target / WEIGHTS_NAME, folder / WEIGHTS_NAME)
+        except OSError:
+            shutil.copyfile(target / WEIGHTS_NAME, folder / WEIGHTS_NAME)
+        files = {GRAPH_NAME: digest_file(folder / GRAPH_NAME)}
+        (folder / MANIFEST_NAME).write_text(replace(manifest, files=files, draft=None).to_json(), encoding="utf-8")
+        yield folder
 
 
 def without(model: ModelProto, skipped: Collection[SubLayer]) -> ModelProto:

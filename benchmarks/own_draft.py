@@ -1,0 +1,133 @@
+"""What a draft of a model's own layers takes, what it would have to agree, and, of a trained model, what it does.
+
+Example: python benchmarks/own_draft.py BUNDLE... [--choose] [--text FILE]
+
+Times passes of each bundle and of its graph without a growing share of its attentions and feed-forwards, in turn.
+Prints the step as a share of the target's, and the agreement from which the best chain of guesses is faster than plain
+decoding (above 1 where none is), here and where a row more costs a tenth of a pass. With --choose, on a copy, the parts
+are chosen on the model's own text (or that of a file) and the draft is judged by replay. Then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnx
+
+import edgerun
+from edgerun.edge.workbench import bench_of_this_machine
+from edgerun.export.calibration.text import divided
+from edgerun.export.drafts.head_size import TARGET_ROWS, speed
+from edgerun.export.drafts.own_draft import adopt_own_draft
+from edgerun.export.drafts.skipped_layers import SubLayer, as_bundle, inner_parts, without
+from edgerun.export.progress import silent
+from edgerun.models.bundle import open_bundle
+
+SHARES: Final = (0.25, 0.5, 0.75, 1.0)
+CHEAP_ROW: Final = 0.1
+"""Of a pass: what another row costs where weights are read slowly."""
+LONGEST: Final = 256
+TOKENS: Final = 6000
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", type=Path, nargs="+")
+    parser.add_argument("--choose", action="store_true")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--seconds", type=float, default=180.0, help="most that a search takes")
+    parser.add_argument("--rounds", type=int, default=8)
+    options = parser.parse_args()
+    results = [measured(bundle, options) for bundle in options.bundles]
+    print(json.dumps({"benchmark": "own_draft", "edgerun": edgerun.__version__, "results": results}))
+
+
+def measured(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One bundle's figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder) / bundle.name
+        shutil.copytree(bundle, copied)
+        found = {"model": bundle.name, "steps": steps(copied, options.rounds)}
+        if options.choose:
+            found["chosen"] = chosen(copied, options)
+    return found
+
+
+def steps(bundle: Path, rounds: int) -> list[dict[str, float]]:
+    """What the draft's step takes, by the share of the parts that it does without."""
+    manifest = open_bundle(bundle).manifest
+    if manifest is None:
+        raise SystemExit(f"{bundle} is no bundle")
+    parts = inner_parts(manifest.architecture.layers)
+    whole = onnx.load(bundle / "model.onnx", load_external_data=False)
+    with ExitStack() as stack:
+        made = [
+            stack.enter_context(as_bundle(bundle, manifest, without(whole, spread(parts, share)))) for share in SHARES
+        ]
+        target, *drafts = bench_of_this_machine().time([bundle, *made], TARGET_ROWS, rounds)
+    curve = ", ".join(f"t({rows}) {target[rows] / target[1]:.2f}" for rows in TARGET_ROWS[1:])
+    print(f"{bundle.name}: {1e3 * target[1]:.2f} ms a pass, {curve}")
+    print(f"{'left out':>10} {'step ms':>9} {'of target':>10} {'pays from':>10} {'with cheap rows':>16}")
+    cheap = {rows: target[1] * (1 + CHEAP_ROW * (rows - 1)) for rows in TARGET_ROWS}
+    results = []
+    for share, times in zip(SHARES, drafts, strict=True):
+        row = {
+            "left_out": len(spread(parts, share)),
+            "parts": len(parts),
+            "step_ms": 1e3 * times[1],
+            "of_target": times[1] / target[1],
+            "pays_from": break_even(times[1], target),
+            "pays_from_with_cheap_rows": break_even(times[1], cheap),
+        }
+        results.append(row)
+        facts = f"{row['step_ms']:9.3f} {row['of_target']:10.3f} {row['pays_from']:10.3f}"
+        print(f"{row['left_out']:>4} of {row['parts']:<3} {facts} {row['pays_from_with_cheap_rows']:16.3f}", flush=True)
+    return results
+
+
+def spread(parts: list[SubLayer], share: float) -> list[SubLayer]:
+    """A share of the parts, evenly."""
+    count = round(share * len(parts))
+    return [parts[place] for place in np.linspace(0, len(parts) - 1, count).round().astype(int)]
+
+
+def break_even(step: float, target: Mapping[int, float]) -> float:
+    """The agreement from which guessing is faster than not; above 1 for never."""
+    ladder = np.linspace(0, 1, 1001)
+    return next((float(each) for each in ladder if speed(float(each), step, target) > 1 / target[1]), 1.001)
+
+
+def chosen(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """What a draft that was chosen does."""
+    bench = bench_of_this_machine()
+    if options.text is None:
+        texts, origin = bench.write(bundle, TOKENS, LONGEST, 0), "its own words"
+    else:
+        texts, origin = bench.read(bundle, options.text, LONGEST), options.text.name
+        texts = texts[: next((n for n in range(len(texts)) if sum(map(len, texts[:n])) > TOKENS), len(texts))]
+    text = divided(texts, origin, LONGEST)
+    report = adopt_own_draft(bundle, None, text.calibration, text.held_out, bench.time, silent, seconds=options.seconds)
+    found = bench.judge(bundle, text.held_out)
+    print(f"chosen on {origin}, {report.judged} choices judged: without {', '.join(report.skips)}")
+    print(
+        f"  agreement {report.agreement:.3f}, step {report.step_ms:.3f} of {report.target_ms:.3f} ms, expected "
+        f"{report.tokens_per_second / report.plain_tokens_per_second:.2f} times plain; replayed: agreement "
+        f"{found.agreement:.3f}, {found.tokens_per_pass:.2f} tokens a pass, "
+        f"{found.plain_seconds / found.speculative_seconds:.2f} times plain",
+        flush=True,
+    )
+    return {**dataclasses.asdict(report), "judged_by_replay": dataclasses.asdict(found)}
+
+
+if __name__ == "__main__":
+    main()
