@@ -132,8 +132,7 @@ class _RandomSource:
         random = np.random.default_rng((crc32(rows.name.encode()), rows.start))
         packed = random.integers(0, 256, (count, blocks, form.block * form.bits // 8), np.uint8)
         scales = np.full((count, blocks), _MAGNITUDE / (1 << form.bits - 1), np.float32)
-        points = random.integers(0, 256, (count, -(-blocks * form.bits // 8)), np.uint8) if form.zero_points else None
-        return Coded(packed, scales, zero_points=points)
+        return Coded(packed, scales)
 
     def own_format(self, name: str) -> WeightFormat:
         raise ValueError(f"{name} has the format that is asked for")

@@ -87,7 +87,7 @@ class UnitTimes:
         """A plain object that `from_json` reads."""
         units: dict[str, dict[str, Times]] = {}
         for (kind, form), times in self.units.items():
-            units.setdefault(kind, {})[_written(form)] = times
+            units.setdefault(kind, {})[f"{form.bits}/{form.block}"] = times
         return {"units": units, "rest": self.rest}
 
     @classmethod
@@ -221,8 +221,12 @@ def kind_of(unit: str) -> str:
 
 
 def timed_form(form: WeightFormat) -> WeightFormat:
-    """What of a format its time depends on: not on how codes were chosen, nor on what the scales are."""
-    return WeightFormat(form.bits, form.block, offsets=form.offsets, zero_points=form.zero_points)
+    """What of a format its time depends on: bits and blocks.
+
+    How codes were chosen does not matter, nor what the scales are; and zero points are packed into the sums of blocks,
+    which are read in any case.
+    """
+    return WeightFormat(form.bits, form.block)
 
 
 def at_rows(times: Times, rows: int) -> float:
@@ -246,14 +250,9 @@ def _times(data: Mapping[str, Any]) -> Times:
     return times
 
 
-def _written(form: WeightFormat) -> str:
-    return f"{form.bits}/{form.block}" + "+zero-points" * form.zero_points
-
-
 def _read(text: str) -> WeightFormat:
-    size, mark, _ = text.partition("+")
-    bits, block = map(int, size.split("/"))
-    return WeightFormat(bits, block, zero_points=bool(mark))
+    bits, block = map(int, text.split("/"))
+    return WeightFormat(bits, block)
 
 
 def _file(config: DecoderConfig, forms: Sequence[WeightFormat], conditions: str) -> Path:

@@ -1,0 +1,206 @@
+"""Times of units: measured on models of their shape, told apart, and added up for any plan."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun.edge.node_stopwatch import BundleNodeStopwatch
+from edgerun.edge.stopwatch import packed_graphs
+from edgerun.export import WeightFormat
+from edgerun.export.allocation.costs import cost_of
+from edgerun.export.allocation.ladder import LADDER, chosen_units, with_embedding
+from edgerun.export.allocation.timing_bundles import TimingBundle, timing_bundles
+from edgerun.export.allocation.unit_times import (
+    ROWS,
+    UnitTimes,
+    at_rows,
+    kind_of,
+    known_or_measured,
+    measure,
+    timed_form,
+)
+from edgerun.export.config import DecoderConfig, read_config
+from edgerun.export.workbench import PassTimes
+from edgerun.models.bundle import open_bundle
+from edgerun.models.manifest import Method
+from edgerun.runtime import prepacked
+from edgerun.runtime.device import choose_device
+from edgerun.runtime.session import GraphSession, SessionConfig
+from tiny import write_checkpoint
+
+FORMS = (WeightFormat(2, 32), WeightFormat(4, 32), WeightFormat(8, 32))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def config_of(folder: Path, family: str = "qwen2", **settings: object) -> DecoderConfig:
+    return read_config(write_checkpoint(folder / "checkpoint", family, **settings))
+
+
+class KnownMachine:
+    """A stopwatch of a machine whose times are known: a stand-in for one that is measured."""
+
+    conditions = "known"
+    _LAYER = 0.001
+    _PASS = 0.002
+    _NOTING = 0.0005
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def unit(self, kind: str, form: WeightFormat, rows: int) -> float:
+        """Seconds."""
+        places = {"qkv": 1, "o": 2, "gate_up": 3, "down": 4, "head": 5}
+        return 1e-4 * places[kind] * (form.bits + 64 / form.block) * rows
+
+    def rest(self, layers: int, rows: int) -> float:
+        """Seconds."""
+        return (self._PASS + self._LAYER * layers) * rows
+
+    def pass_of(self, plan: Mapping[str, WeightFormat], layers: int, rows: int) -> float:
+        """Seconds."""
+        units = sum(self.unit(kind_of(name), form, rows) for name, form in plan.items() if name != "embedding")
+        return self.rest(layers, rows) + units
+
+    def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, PassTimes]]:
+        self.calls += 1
+        found = []
+        for path in bundles:
+            manifest = open_bundle(path).manifest
+            assert manifest is not None
+            plan, layers = manifest.weights, manifest.architecture.layers
+            names = {name: "logits" if name == "head" else name for name in plan if name != "embedding"}
+            found.append(
+                {
+                    each: PassTimes(
+                        self.pass_of(plan, layers, each),
+                        {
+                            "embedded": 1.0,
+                            "layers.0.qkv.product": 0.0,
+                            **{
+                                node: self.unit(kind_of(name), plan[name], each) + self._NOTING
+                                for name, node in names.items()
+                            },
+                        },
+                    )
+                    for each in rows
+                }
+            )
+        return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layers", [2, 30])
+def test_any_plan_is_predicted_where_times_add_up(cache: Path, tmp_path: Path, tied: bool, layers: int) -> None:
+    config = config_of(tmp_path, tie_word_embeddings=tied)
+    config = replace(config, layers=layers, attention=config.attention[:1] * layers)
+    machine = KnownMachine()
+    times = measure(config, machine)
+    rng = np.random.default_rng(0)
+    units = [unit.name for unit in chosen_units(config)]
+    plan = with_embedding(config, {unit: LADDER[rng.integers(len(LADDER))] for unit in units})
+    for rows in ROWS:
+        assert times.milliseconds(plan, rows) == pytest.approx(1e3 * machine.pass_of(plan, layers, rows))
+        assert cost_of(plan, times.costs(rows), config) == pytest.approx(times.milliseconds(plan, rows))
+        assert times.scaled(2).milliseconds(plan, rows) == pytest.approx(2 * times.milliseconds(plan, rows))
+    assert list(cache.glob("units-*")) == []
+
+
+def test_times_are_measured_once_for_a_shape_and_its_conditions(cache: Path, tmp_path: Path) -> None:
+    config, machine = config_of(tmp_path), KnownMachine()
+    first = known_or_measured(config, machine, FORMS)
+    again = known_or_measured(config, machine, FORMS)
+    assert (machine.calls, again) == (1, first)
+    known_or_measured(config, machine, [replace(FORMS[0], method=Method.HQQ, zero_points=True), *FORMS])
+    assert machine.calls == 1
+    known_or_measured(replace(config, hidden_size=2 * config.hidden_size), machine, FORMS)
+    machine.conditions = "another"
+    known_or_measured(config, machine, FORMS)
+    assert machine.calls == 3
+    for file in (cache / "unit-times").iterdir():
+        file.write_text("{}")
+    assert known_or_measured(config, machine, FORMS) == first
+    assert machine.calls == 4
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {},
+        {"units": 3, "rest": {"1": 1.0}},
+        {"units": {"o": {"four/32": {"1": 1.0}}}, "rest": {"1": 1.0}},
+        {"units": {"o": {"4/32": {"1": "x"}}}, "rest": {"1": 1.0}},
+        {"units": {"o": {"4/32": {}}}, "rest": {"1": 1.0}},
+    ],
+)
+def test_damaged_times_are_not_read(damaged: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        UnitTimes.from_json(damaged, config_of(tmp_path))
+
+
+def test_times_survive_json(tmp_path: Path, cache: Path) -> None:
+    config = config_of(tmp_path)
+    times = measure(config, KnownMachine(), FORMS)
+    assert UnitTimes.from_json(json.loads(json.dumps(times.to_json())), config) == times
+
+
+@given(st.dictionaries(st.integers(1, 64), st.floats(0.1, 10), min_size=1), st.integers(1, 80))
+def test_rows_between_are_interpolated(times: dict[int, float], rows: int) -> None:
+    found = at_rows(times, rows)
+    assert math.isfinite(found)
+    if rows in times:
+        assert found == pytest.approx(times[rows])
+    elif min(times) < rows < max(times):
+        assert min(times.values()) - 1e-9 <= found <= max(times.values()) + 1e-9
+
+
+def test_every_kind_of_unit_has_every_format_somewhere(tmp_path: Path) -> None:
+    for layers in (1, 2, 40):
+        config = config_of(tmp_path)
+        config = replace(config, layers=layers, attention=config.attention[:1] * layers)
+        bundles = timing_bundles(config, LADDER)
+        found = {(kind_of(name), form) for bundle in bundles for name, form in bundle.plan.items()}
+        assert found == {(k, form) for k in ("embedding", "head", "qkv", "o", "gate_up", "down") for form in LADDER}
+        assert bundles[0].config.layers == layers
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "phi3"])
+def test_the_models_run_and_their_nodes_are_timed(family: str, cache: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, family)
+    times = measure(config, BundleNodeStopwatch(threads=1), FORMS, rounds=1)
+    assert {kind for kind, _ in times.units} == {"qkv", "o", "gate_up", "down", "head"}
+    assert all(min(each.values()) > 0 for each in times.units.values())
+    assert set(times.rest) == set(ROWS)
+    plan = {name: timed_form(WeightFormat(4, 32, method=Method.K_QUANT)) for name in ("embedding", "head")}
+    plan |= {unit.name: FORMS[1] for unit in chosen_units(config)}
+    assert math.isfinite(times.milliseconds(plan, 3))
+    with pytest.raises(KeyError):
+        times.milliseconds(plan | {"head": WeightFormat(4, 128)}, 1)
+
+
+def test_no_two_matrices_share_a_place_in_memory(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepacked, "_WORTH_IT_FROM", 0)
+    config = config_of(tmp_path, hidden_size=256, intermediate_size=512)
+    sizes = []
+    for layers in (1, 2):
+        short = replace(config, layers=layers, attention=config.attention[:layers], tied_head=True)
+        names = [unit.name for unit in chosen_units(short)]
+        TimingBundle(short, with_embedding(short, dict.fromkeys(names, FORMS[1]))).write(tmp_path / str(layers))
+        with packed_graphs([tmp_path / str(layers)]) as [(bundle, graph)]:
+            GraphSession(graph, SessionConfig(choose_device("cpu"), 1))
+            sizes.append(sum(file.stat().st_size for file in graph.parent.iterdir()) - bundle.weight_bytes)
+    layer = 256 * (512 + 256 + 1024 + 512) // 2
+    assert sizes[1] - sizes[0] > layer
