@@ -13,7 +13,7 @@ from ..models.manifest import Method, WeightFormat
 from .allocation.allocate import Allocation, allocate, measures_for
 from .allocation.budget import Measure
 from .allocation.choices import Divergence
-from .allocation.ladder import LADDER, levels, weight_count
+from .allocation.ladder import LADDER, chosen_units, levels, weight_count
 from .allocation.plan_file import read_plan
 from .allocation.search import SearchSettings
 from .allocation.unit_store import UnitStore
@@ -105,9 +105,18 @@ def prepare(
         allocation = _allocated(model, text, recipe, recipe.mix, store, times, folder, progress)
         plan = dict(allocation.plan)
     formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
+    _round(config, formats, store, progress)
     content = Content(store.view(formats), checkpoint, config, formats, context, recipe.layout, command)
     judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
     return Prepared(content, text, judge, allocation, times)
+
+
+def _round(config: DecoderConfig, plan: Mapping[str, WeightFormat], store: UnitStore, progress: Progress) -> None:
+    """Round all units of a plan that are not yet: here, one after the other, not from the threads that write."""
+    units = list(chosen_units(config))
+    for number, unit in enumerate(units, 1):
+        store.make(unit, plan[unit.name])
+        progress("rounding", number / len(units))
 
 
 def settings_of(recipe: ExportRecipe, context: int) -> str:
