@@ -5,7 +5,8 @@ All of it lies in a work folder, so that an interrupted export goes on where it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,7 @@ from .allocation.unit_store import UnitStore
 from .allocation.unit_times import UnitTimes, known_or_measured
 from .calibration.calibrated import CalibratedSource
 from .calibration.divergence import PlanEvaluator
+from .calibration.folding import fold
 from .calibration.obtained import obtain_text
 from .calibration.statistics import collect_statistics
 from .calibration.text import CalibrationText
@@ -31,6 +33,8 @@ from .requests import CalibrationRequest, MixRequest
 from .source import ModelSource
 from .workbench import Workbench
 
+FOLDED_FOR: Final = WeightFormat(4, 64)
+"""The format by which factors are chosen where units have several: the one in the middle."""
 _SOLO_WORK: Final = 1.5e11
 _PLAN_WORK: Final = 2e12
 """Weights times tokens of one measurement, of a unit and of a plan: seconds of two cores."""
@@ -144,7 +148,12 @@ def _observed(
         _wants_moments(recipe),
         lambda fraction: progress("observing", fraction),
     )
-    return CalibratedSource(model.source, model.config, statistics)
+    if not recipe.folded:
+        return CalibratedSource(model.source, model.config, statistics)
+    form = FOLDED_FOR if recipe.mix is not None or recipe.body is None else recipe.body
+    form = replace(form, method=recipe.methods.get(form.bits))
+    folded, of_folded = fold(model.source, model.config, statistics, form, progress)
+    return CalibratedSource(folded, model.config, of_folded)
 
 
 def _wants_moments(recipe: ExportRecipe) -> bool:
