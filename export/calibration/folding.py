@@ -58,7 +58,7 @@ class FoldedSource:
     def __init__(self, source: ModelSource, config: DecoderConfig, folds: Folds) -> None:
         self._source = source
         self._plus = np.float32(config.traits.norms_add_one)
-        self._folds = folds
+        self.folds: Final = folds
 
     @property
     def folder(self) -> Path:
@@ -78,10 +78,10 @@ class FoldedSource:
         value = self._source.read(name)
         if value.ndim == 2:
             return self._multiplied(value, RowRange(name, 0, len(value)))
-        if name in self._folds.norms:
-            scaled: Float32Array = (value + self._plus) * self._folds.norms[name] - self._plus
+        if name in self.folds.norms:
+            scaled: Float32Array = (value + self._plus) * self.folds.norms[name] - self._plus
             return scaled
-        return value * self._folds.rows[name] if name in self._folds.rows else value
+        return value * self.folds.rows[name] if name in self.folds.rows else value
 
     def read_rows(self, rows: RowRange) -> Float32Array:
         """See `ModelSource.read_rows`."""
@@ -104,10 +104,10 @@ class FoldedSource:
         return WeightFormat(32)
 
     def _multiplied(self, weights: Float32Array, rows: RowRange) -> Float32Array:
-        if rows.name in self._folds.columns:
-            weights = weights * self._folds.columns[rows.name]
-        if rows.name in self._folds.rows:
-            weights = weights * self._folds.rows[rows.name][rows.start : rows.stop, None]
+        if rows.name in self.folds.columns:
+            weights = weights * self.folds.columns[rows.name]
+        if rows.name in self.folds.rows:
+            weights = weights * self.folds.rows[rows.name][rows.start : rows.stop, None]
         return weights
 
 

@@ -1,0 +1,150 @@
+"""AWQ's scaling: the model stays what it is, its statistics are those of the scaled model, and rounding costs less."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from edgerun.export import FP32, Method, WeightFormat
+from edgerun.export.calibration.calibrated import CalibratedSource
+from edgerun.export.calibration.folding import FoldedSource, FoldedStatistics, fold
+from edgerun.export.calibration.statistics import StatisticsStore, collect_statistics
+from edgerun.export.calibration.text import CalibrationText
+from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.config import DecoderConfig, read_config
+from edgerun.export.layout import units_of
+from edgerun.export.progress import silent
+from edgerun.export.quantization.codes import decoded
+from edgerun.export.quantization.methods import QUANTIZERS
+from edgerun.export.quantization.statistics import InputStatistics
+from edgerun.export.reference import reference_logits
+from edgerun.export.source import RowRange
+from tiny import write_checkpoint
+
+FORM = WeightFormat(2, 32, method=Method.K_QUANT)
+FAMILIES = {
+    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "phi3": {"num_key_value_heads": 2},
+    "gemma2": {},
+    "gemma3_text": {},
+    "olmo2": {},
+    "granite": {},
+}
+TOKENS = np.array([7, 200, 31, 4, 299, 18, 31, 4])
+
+
+class Uneven:
+    """Statistics of inputs whose sizes differ far more than those of a model of random weights."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self._columns = {unit.name: unit.columns for unit in units_of(config)}
+
+    def of(self, unit: str) -> InputStatistics:
+        """Of a unit's inputs."""
+        size = np.exp(2 * np.random.default_rng(self._columns[unit]).standard_normal(self._columns[unit]))
+        return InputStatistics((size**2).astype(np.float32), (0.8 * size).astype(np.float32))
+
+
+def folded(
+    folder, family: str = "llama", **overrides
+) -> tuple[Checkpoint, DecoderConfig, FoldedSource, FoldedStatistics]:
+    source = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
+    config = read_config(source.folder)
+    return source, config, *fold(source, config, Uneven(config), FORM, silent)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_stays_what_it_is(tmp_path, family: str) -> None:
+    source, config, model, statistics = folded(tmp_path, family, **FAMILIES[family])
+    settings = json.loads((source.folder / "config.json").read_text())
+    expected = reference_logits(source, settings, TOKENS, 256)
+    np.testing.assert_allclose(reference_logits(model, settings, TOKENS, 256), expected, rtol=1e-4, atol=1e-4)
+    # And yet units of every kind were folded that can be.
+    before, changed = Uneven(config), set()
+    for unit in units_of(config):
+        known = statistics.of(unit.name)
+        assert known is not None
+        if not np.array_equal(known.mean_square, before.of(unit.name).mean_square):
+            changed.add(unit.name.split(".")[-1])
+    after_norms = set() if family == "olmo2" else {"qkv", "gate_up"}
+    assert changed == {"o", "down"} | after_norms | (set() if config.tied_head else {"head"})
+
+
+def test_heads_of_a_group_share_their_factors(tmp_path) -> None:
+    _, config, _, statistics = folded(tmp_path, num_attention_heads=8, num_key_value_heads=2)
+    before, after = Uneven(config).of("layers.0.o"), statistics.of("layers.0.o")
+    assert after is not None
+    factors = (after.mean_magnitude / before.mean_magnitude).reshape(2, 4, config.head_dim)
+    np.testing.assert_allclose(factors, np.broadcast_to(factors[:, :1], factors.shape), rtol=1e-5)
+    assert np.ptp(factors) > 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_statistics_are_those_of_the_folded_model(tmp_path, family: str) -> None:
+    source, config, model, _ = folded(tmp_path, family, tie_word_embeddings=False)
+    texts = tuple(np.random.default_rng(0).integers(0, 300, (6, 40)))
+    text = CalibrationText(texts, (), "random")
+
+    def observed(which, name: str) -> StatisticsStore:
+        return collect_statistics(which, config, text, tmp_path / name, 256, True, lambda fraction: None)
+
+    expected, known = observed(model, "after"), FoldedStatistics(observed(source, "before"), model.folds)
+    for unit in units_of(config):
+        first, second = known.of(unit.name), expected.of(unit.name)
+        assert (first is None) == (second is None) == (unit.name == "embedding")
+        if first is not None and second is not None:
+            np.testing.assert_allclose(first.mean_square, second.mean_square, rtol=1e-3)
+            np.testing.assert_allclose(first.mean_magnitude, second.mean_magnitude, rtol=1e-3)
+            largest = np.abs(second.second_moment).max()
+            np.testing.assert_allclose(first.second_moment, second.second_moment, rtol=1e-2, atol=1e-4 * largest)
+
+
+def test_rounding_costs_less(tmp_path) -> None:
+    source, config, model, statistics = folded(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    unfolded = CalibratedSource(source, config, Uneven(config))
+    with_factors = CalibratedSource(model, config, statistics)
+    mean_square = Uneven(config).of("layers.0.down").mean_square
+    exact = source.read(name)
+    rows = RowRange(name, 0, len(exact))
+    columns = exact.shape[1]
+    plain = decoded(unfolded.coded(rows, FORM), columns, FORM)
+    # Back where the inputs are as they were.
+    scaled = decoded(with_factors.coded(rows, FORM), columns, FORM) * (exact / model.read(name))
+    first, second = (float((np.square(each - exact) @ mean_square).sum()) for each in (plain, scaled))
+    assert second < 0.9 * first
+
+
+def test_even_inputs_are_left_alone(tmp_path) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "model"))
+    config = read_config(source.folder)
+
+    class Even:
+        def of(self, unit: str) -> InputStatistics | None:
+            columns = next(each.columns for each in units_of(config) if each.name == unit)
+            return InputStatistics(np.ones(columns, np.float32), np.ones(columns, np.float32))
+
+    model, statistics = fold(source, config, Even(), FORM, silent)
+    for unit in units_of(config):
+        for name in unit.weights:
+            np.testing.assert_array_equal(model.read(name), source.read(name))
+        known = statistics.of(unit.name)
+        assert known is not None
+        assert (known.mean_square == 1).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_methods_get_the_statistics_of_the_unit(tmp_path, tied: bool) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "model", tie_word_embeddings=tied))
+    config = read_config(source.folder)
+    statistics = Uneven(config)
+    calibrated = CalibratedSource(source, config, statistics)
+    for unit in units_of(config):
+        for name in unit.weights:
+            (rows,) = source.row_ranges(name)
+            expected = QUANTIZERS[Method.K_QUANT](source.read(name), FORM, statistics.of(unit.name))
+            np.testing.assert_array_equal(calibrated.coded(rows, FORM).packed, expected.packed)
+    assert calibrated.own_format("model.embed_tokens.weight") == FP32
