@@ -18,13 +18,15 @@ FORMATS = [
 ]
 
 
-def run_operators(coded: Coded, columns: int, form: WeightFormat, accuracy_level: int = 1):
-    """MatMulNBits of the identity, which is the transposed weight, and GatherBlockQuantized of every row."""
+def run_operators(coded: Coded, columns: int, form: WeightFormat, accuracy_level: int = 1, inputs=None):
+    """MatMulNBits of `inputs` or the identity, which is the transposed weight; GatherBlockQuantized of every row."""
     rows = len(coded.packed)
+    # Fed from outside: a product of constants would be computed while the graph is loaded, by other kernels.
+    inputs = np.eye(columns, dtype=np.float32) if inputs is None else inputs
     points = coded.zero_points
     product = helper.make_node(
         "MatMulNBits",
-        ["identity", "codes", "scales", *(["zero_points"] if points is not None else [])],
+        ["inputs", "codes", "scales", *(["zero_points"] if points is not None else [])],
         ["product"],
         domain="com.microsoft",
         K=columns,
@@ -44,7 +46,6 @@ def run_operators(coded: Coded, columns: int, form: WeightFormat, accuracy_level
         quantize_axis=2,
     )
     constants = {
-        "identity": np.eye(columns, dtype=np.float32),
         "codes": coded.packed,
         "scales": coded.scales,
         "gather_scales": coded.scales[..., None],
@@ -56,7 +57,7 @@ def run_operators(coded: Coded, columns: int, form: WeightFormat, accuracy_level
     graph = helper.make_graph(
         [product, gathered],
         "operators",
-        [],
+        [helper.make_tensor_value_info("inputs", TensorProto.FLOAT, ["m", columns])],
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("product", "gathered")],
         [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
@@ -65,4 +66,4 @@ def run_operators(coded: Coded, columns: int, form: WeightFormat, accuracy_level
     options = ort.SessionOptions()
     options.log_severity_level = 3
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, {})
+    return session.run(None, {"inputs": inputs})
