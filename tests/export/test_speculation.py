@@ -1,0 +1,145 @@
+"""Plans ranked by what they are expected to do beside a draft."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun.edge.errors import InputError
+from edgerun.export import WeightFormat
+from edgerun.export.allocation.allocate import Allocation, Limited
+from edgerun.export.allocation.budget import Budget
+from edgerun.export.allocation.costs import cost_of
+from edgerun.export.allocation.joint import fastest_with_draft, usual_draft
+from edgerun.export.allocation.ladder import chosen_units, with_embedding
+from edgerun.export.allocation.speculation import (
+    Candidate,
+    DraftSpeed,
+    SpeculativeCosts,
+    expected_tokens,
+    fastest,
+    speculation,
+    with_draft,
+)
+from edgerun.export.allocation.unit_times import UnitTimes, kind_of
+from edgerun.export.config import DecoderConfig, read_config
+from tiny import write_checkpoint
+
+TWO, FOUR, EIGHT = WeightFormat(2, 64), WeightFormat(4, 64), WeightFormat(8, 64)
+MILLISECONDS: Mapping[WeightFormat, Mapping[int, float]] = {
+    TWO: {1: 1.0, 4: 4.0},
+    FOUR: {1: 1.5, 4: 3.0},
+    EIGHT: {1: 2.5, 4: 2.8},
+}
+"""A row more costs least with 8 bits."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
+    return read_config(write_checkpoint(tmp_path_factory.mktemp("shape")))
+
+
+@pytest.fixture(scope="module")
+def times(config: DecoderConfig) -> UnitTimes:
+    kinds = {kind_of(unit.name) for unit in chosen_units(config)}
+    units = {(kind, form): each for kind in kinds for form, each in MILLISECONDS.items()}
+    return UnitTimes(config, units, {1: 0.5, 4: 0.5})
+
+
+def uniform(config: DecoderConfig, form: WeightFormat) -> dict[str, WeightFormat]:
+    return with_embedding(config, {unit.name: form for unit in chosen_units(config)})
+
+
+@given(st.floats(0, 1), st.integers(0, 8), st.integers(0, 99))
+def test_expected_tokens_are_those_of_rounds_played(agreement: float, guesses: int, seed: int) -> None:
+    drawn = random.Random(seed)
+    rounds = 4000
+    total = 0
+    for _ in range(rounds):
+        right = 0
+        while right < guesses and drawn.random() < agreement:
+            right += 1
+        total += 1 + right
+    assert expected_tokens(agreement, guesses) == pytest.approx(total / rounds, abs=0.05 * (1 + guesses))
+
+
+@given(st.floats(0, 1), st.floats(0.01, 5), st.floats(0, 3))
+def test_the_number_of_guesses_is_the_best_one(agreement: float, row: float, step: float) -> None:
+    draft = DraftSpeed(agreement, step)
+    best = speculation(lambda rows: 1 + row * (rows - 1), draft)
+    for guesses in range(12):
+        tokens = sum(agreement**depth for depth in range(guesses + 1))
+        assert 1e3 * tokens / (1 + row * guesses + guesses * step) <= best.tokens_per_second * (1 + 1e-9)
+    assert best.tokens_per_second >= 1e3 * (1 - 1e-9)
+
+
+def test_a_draft_that_is_never_right_is_not_asked() -> None:
+    assert speculation(lambda rows: 1.0, DraftSpeed(0.0, 0.0)).guesses == 0
+    with pytest.raises(ValueError, match="no share"):
+        speculation(lambda rows: 1.0, DraftSpeed(1.5, 0.1))
+
+
+def test_the_best_width_depends_on_the_draft(config: DecoderConfig, times: UnitTimes) -> None:
+    plans = {form: uniform(config, form) for form in MILLISECONDS}
+    good, bad = DraftSpeed(0.9, 0.1), DraftSpeed(0.05, 1.0)
+    assert fastest(times, [Candidate(plan, 0.1, bad) for plan in plans.values()], 0.1).plan == plans[TWO]  # type: ignore[union-attr]
+    assert fastest(times, [Candidate(plan, 0.1, good) for plan in plans.values()], 0.1).plan == plans[EIGHT]  # type: ignore[union-attr]
+    assert fastest(times, [Candidate(plans[TWO], 0.2, good), Candidate(plans[FOUR], 0.1, good)], 0.1) == Candidate(
+        plans[FOUR], 0.1, good
+    )
+    assert fastest(times, [Candidate(plans[TWO], 0.2, good)], 0.1) is None
+
+
+@pytest.mark.parametrize("guesses", [0, 1, 3, 5])
+def test_costs_of_plans_are_what_a_token_takes(config: DecoderConfig, times: UnitTimes, guesses: int) -> None:
+    draft = DraftSpeed(0.8, 0.3)
+    plan = uniform(config, FOUR)
+    plan["layers.1.down"] = EIGHT
+    spent = times.milliseconds(plan, guesses + 1) + guesses * draft.milliseconds
+    expected = spent / expected_tokens(draft.agreement, guesses)
+    assert cost_of(plan, SpeculativeCosts(times, draft, guesses), config) == pytest.approx(expected)
+
+
+def _allocation(plan: Mapping[str, WeightFormat], divergence: float) -> Allocation:
+    return Allocation(plan, divergence, (), {}, (), ())
+
+
+def test_searches_go_on_while_plans_get_faster_and_no_worse(config: DecoderConfig, times: UnitTimes) -> None:
+    draft = DraftSpeed(0.9, 0.1)
+    wider = uniform(config, EIGHT)
+    half = {name: EIGHT if number % 2 else TWO for number, name in enumerate(wider)}
+    half["embedding"] = half["head"]
+    asked: list[tuple[Budget, Limited]] = []
+
+    def search(budget: Budget, limited: Limited) -> Allocation:
+        asked.append((budget, limited))
+        return _allocation(half if len(asked) == 1 else wider, 0.1)
+
+    plain = _allocation(uniform(config, TWO), 0.1)
+    chosen, speed = fastest_with_draft(plain, times, draft, search)
+    assert chosen.plan == wider
+    assert speed == with_draft(times, wider, draft)
+    assert speed.tokens_per_second > with_draft(times, plain.plan, draft).tokens_per_second
+    assert [budget.rows for budget, _ in asked] == [2, 2, 2, 4]
+    assert all(budget.amount == limited.limit for budget, limited in asked)
+    for (budget, limited), before in zip(asked, (plain.plan, half, wider, wider), strict=True):
+        token = 1e3 / with_draft(times, before, draft).tokens_per_second
+        guesses = budget.rows - 1
+        allowed = (limited.limit + guesses * draft.milliseconds) / expected_tokens(draft.agreement, guesses)
+        assert 0.9 * token < allowed < token
+
+
+def test_a_plan_that_diverges_more_is_not_taken(config: DecoderConfig, times: UnitTimes) -> None:
+    plain = _allocation(uniform(config, TWO), 0.1)
+    worse = _allocation(uniform(config, EIGHT), 0.1001)
+    draft = usual_draft(times, plain)
+    assert fastest_with_draft(plain, times, draft, lambda *_: worse)[0] is plain
+
+    def unreachable(budget: Budget, limited: Limited) -> Allocation:
+        raise InputError("no plan is that fast")
+
+    assert fastest_with_draft(plain, times, draft, unreachable)[0] is plain
