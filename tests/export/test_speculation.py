@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.edge.errors import InputError
 from edgerun.export import WeightFormat
-from edgerun.export.allocation.allocate import Allocation, Limited
-from edgerun.export.allocation.budget import Budget
 from edgerun.export.allocation.costs import cost_of
-from edgerun.export.allocation.joint import fastest_with_draft, usual_draft
 from edgerun.export.allocation.ladder import chosen_units, with_embedding
 from edgerun.export.allocation.speculation import (
     Candidate,
@@ -23,7 +19,6 @@ from edgerun.export.allocation.speculation import (
     expected_tokens,
     fastest,
     speculation,
-    with_draft,
 )
 from edgerun.export.allocation.unit_times import UnitTimes, kind_of
 from edgerun.export.config import DecoderConfig, read_config
@@ -102,44 +97,3 @@ def test_costs_of_plans_are_what_a_token_takes(config: DecoderConfig, times: Uni
     spent = times.milliseconds(plan, guesses + 1) + guesses * draft.milliseconds
     expected = spent / expected_tokens(draft.agreement, guesses)
     assert cost_of(plan, SpeculativeCosts(times, draft, guesses), config) == pytest.approx(expected)
-
-
-def _allocation(plan: Mapping[str, WeightFormat], divergence: float) -> Allocation:
-    return Allocation(plan, divergence, (), {}, (), ())
-
-
-def test_searches_go_on_while_plans_get_faster_and_no_worse(config: DecoderConfig, times: UnitTimes) -> None:
-    draft = DraftSpeed(0.9, 0.1)
-    wider = uniform(config, EIGHT)
-    half = {name: EIGHT if number % 2 else TWO for number, name in enumerate(wider)}
-    half["embedding"] = half["head"]
-    asked: list[tuple[Budget, Limited]] = []
-
-    def search(budget: Budget, limited: Limited) -> Allocation:
-        asked.append((budget, limited))
-        return _allocation(half if len(asked) == 1 else wider, 0.1)
-
-    plain = _allocation(uniform(config, TWO), 0.1)
-    chosen, speed = fastest_with_draft(plain, times, draft, search)
-    assert chosen.plan == wider
-    assert speed == with_draft(times, wider, draft)
-    assert speed.tokens_per_second > with_draft(times, plain.plan, draft).tokens_per_second
-    assert [budget.rows for budget, _ in asked] == [2, 2, 2, 4]
-    assert all(budget.amount == limited.limit for budget, limited in asked)
-    for (budget, limited), before in zip(asked, (plain.plan, half, wider, wider), strict=True):
-        token = 1e3 / with_draft(times, before, draft).tokens_per_second
-        guesses = budget.rows - 1
-        allowed = (limited.limit + guesses * draft.milliseconds) / expected_tokens(draft.agreement, guesses)
-        assert 0.9 * token < allowed < token
-
-
-def test_a_plan_that_diverges_more_is_not_taken(config: DecoderConfig, times: UnitTimes) -> None:
-    plain = _allocation(uniform(config, TWO), 0.1)
-    worse = _allocation(uniform(config, EIGHT), 0.1001)
-    draft = usual_draft(times, plain)
-    assert fastest_with_draft(plain, times, draft, lambda *_: worse)[0] is plain
-
-    def unreachable(budget: Budget, limited: Limited) -> Allocation:
-        raise InputError("no plan is that fast")
-
-    assert fastest_with_draft(plain, times, draft, unreachable)[0] is plain
