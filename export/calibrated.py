@@ -5,20 +5,20 @@ All of it lies in a work folder, so that an interrupted export goes on where it 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from ..models.manifest import Method, WeightFormat
-from .allocation.allocate import Allocation, allocate, measures_for
-from .allocation.budget import Measure
-from .allocation.choices import Divergence
-from .allocation.ladder import LADDER, chosen_units, levels, weight_count
+from .allocation.allocate import Allocation
+from .allocation.ladder import LADDER, chosen_units
 from .allocation.plan_file import read_plan
-from .allocation.search import SearchSettings
+from .allocation.speculation import DraftSpeed
 from .allocation.unit_store import UnitStore
 from .allocation.unit_times import UnitTimes, known_or_measured
+from .bundle_writer import write_bundle
 from .calibration.calibrated import CalibratedSource
 from .calibration.divergence import PlanEvaluator
 from .calibration.folding import fold
@@ -26,24 +26,18 @@ from .calibration.obtained import obtain_text
 from .calibration.statistics import collect_statistics
 from .calibration.text import CalibrationText
 from .config import DecoderConfig
-from .content import Content
+from .content import Content, Model
+from .draft_making import make_draft
+from .faster_mix import faster_with_guesses
+from .mixing import Mixing
 from .progress import Progress
 from .recipe import ExportRecipe, with_methods
-from .requests import CalibrationRequest, MixRequest
+from .requests import CalibrationRequest, Objective
 from .source import ModelSource
 from .workbench import Workbench
 
 FOLDED_FOR: Final = WeightFormat(4, 64)
 """The format by which factors are chosen where units have several: the one in the middle."""
-_SOLO_WORK: Final = 1.5e11
-_PLAN_WORK: Final = 2e12
-"""Weights times tokens of one measurement, of a unit and of a plan: seconds of two cores."""
-_FEWEST_TOKENS: Final = 256
-_STAGES: Final = (1 / 16, 1 / 4, 1.0)
-"""Shares of the text on which plans are measured, one after the other."""
-_SEARCH_SECONDS: Final = 600.0
-_TIMED_ROWS: Final = (1, 4)
-"""Rows of the passes in which a level must not be spent in vain."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +50,6 @@ class Prepared:
     """Measures divergences on the text that nothing was chosen by."""
     allocation: Allocation | None = None
     times: UnitTimes | None = None
-
-
-@dataclass(frozen=True)
-class _Model:
-    """What is to be exported."""
-
-    source: ModelSource
-    config: DecoderConfig
-    context: int
 
 
 def prepare(
@@ -100,13 +85,17 @@ def prepare(
     plan = None if recipe.mix is None or recipe.mix.plan is None else read_plan(recipe.mix.plan, config)
     source = checkpoint
     if recipe.observed:
-        source = _observed(_Model(checkpoint, config, context), text, recipe, folder, progress)
+        source = _observed(Model(checkpoint, config, context), text, recipe, folder, progress)
     store = UnitStore(source, config, folder / "units")
-    model = _Model(source, config, context)
+    model = Model(source, config, context)
     allocation = times = None
     if recipe.mix is not None and plan is None:
         times = known_or_measured(config, workbench.time_nodes, LADDER, progress)
-        allocation = _allocated(model, text, recipe, recipe.mix, store, times, folder, progress)
+        mixing = Mixing(model, text, recipe, recipe.mix, store, times, folder)
+        allocation = mixing.allocation(progress)
+        if recipe.mix.objective is Objective.SPECULATION:
+            draft = _draft_speed(allocation.plan, model, store, text, recipe, folder, workbench, progress)
+            allocation = faster_with_guesses(allocation, mixing.divergence, times, draft, progress).allocation
         plan = dict(allocation.plan)
     formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
     _round(config, formats, store, progress)
@@ -136,7 +125,7 @@ def settings_of(recipe: ExportRecipe, context: int) -> str:
 
 
 def _observed(
-    model: _Model, text: CalibrationText, recipe: ExportRecipe, folder: Path, progress: Progress
+    model: Model, text: CalibrationText, recipe: ExportRecipe, folder: Path, progress: Progress
 ) -> ModelSource:
     """The checkpoint, rounded by what is known of the inputs of its linears."""
     statistics = collect_statistics(
@@ -160,43 +149,25 @@ def _wants_moments(recipe: ExportRecipe) -> bool:
     return recipe.folded or recipe.mix is not None or recipe.method is Method.GPTQ
 
 
-def _allocated(
-    model: _Model,
+def _draft_speed(
+    plan: Mapping[str, WeightFormat],
+    model: Model,
+    store: UnitStore,
     text: CalibrationText,
     recipe: ExportRecipe,
-    mix: MixRequest,
-    store: UnitStore,
-    times: UnitTimes,
     folder: Path,
+    workbench: Workbench,
     progress: Progress,
-) -> Allocation:
-    config = model.config
-    evaluator = PlanEvaluator(
-        model.source, config, text.calibration, store.weights, folder / "calibration", model.context
-    )
-    weights = weight_count(config)
-
-    def tokens_for(work: float) -> int:
-        return max(_FEWEST_TOKENS, int(work / weights))
-
-    def solo(unit: str, form: WeightFormat) -> float:
-        return evaluator.solo(unit, form, tokens_for(_SOLO_WORK))
-
-    def stage(share: float) -> Divergence:
-        tokens = max(_FEWEST_TOKENS, int(share * min(tokens_for(_PLAN_WORK), text.tokens)))
-        return lambda plan: evaluator.divergence(plan, tokens).mean_kl
-
-    assert mix.budget is not None  # noqa: S101 -- a mix without a plan has one
-    rows = dict.fromkeys((mix.budget.rows, *_TIMED_ROWS)) if mix.budget.measure is Measure.MILLISECONDS else _TIMED_ROWS
-    seed = 0 if recipe.calibration is None else recipe.calibration.seed
-    return allocate(
-        config,
-        solo,
-        [stage(share) for share in _STAGES],
-        mix.budget,
-        measures_for(mix.budget, config, [times.costs(count) for count in rows]),
-        levels([recipe.methods], mix.zero_points, mix.powers_of_two),
-        folder=folder,
-        settings=SearchSettings(seed=seed, seconds=mix.seconds or _SEARCH_SECONDS),
-        progress=progress,
-    )
+) -> DraftSpeed:
+    """What the draft that is asked for does beside a target of that plan, from a trial export of both."""
+    assert recipe.draft is not None  # noqa: S101 -- the recipe sees to it
+    formats = with_methods(plan, recipe.methods)
+    _round(model.config, formats, store, progress)
+    content = Content(store.view(formats), model.source, model.config, formats, model.context, recipe.layout, "")
+    trial = folder / "trial"
+    shutil.rmtree(trial, ignore_errors=True)
+    trial.mkdir()
+    write_bundle(trial, content)
+    speed = make_draft(trial, content, text, recipe, recipe.draft, workbench, progress).speed
+    shutil.rmtree(trial)
+    return speed

@@ -8,23 +8,18 @@ from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Final
 
-from ..edge.errors import EdgeError
 from ..models.atomic import write_atomically
-from ..models.bundle import DRAFT_FOLDER, GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
+from ..models.bundle import GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
 from ..models.manifest import MANIFEST_NAME, Calibration, Manifest, WeightFormat
 from .allocation.ladder import LADDER, bytes_read, chosen_units
 from .allocation.plan_file import write_plan
-from .bundle_writer import Written, write_bundle
+from .bundle_writer import Written
 from .calibrated import Prepared
 from .calibration.divergence import Divergence
-from .content import Content
-from .drafts.companion import adopt_draft
-from .drafts.own_draft import adopt_own_draft
-from .opened import opened
+from .draft_making import make_draft
 from .progress import Progress
-from .recipe import INT4, ExportRecipe, with_methods
+from .recipe import ExportRecipe
 from .report import (
-    DraftFigures,
     ModelReport,
     PlanFigures,
     PlanKind,
@@ -35,7 +30,6 @@ from .report import (
     unit_figures,
     write_report,
 )
-from .requests import DraftRequest
 from .workbench import Workbench
 
 _STAGE: Final = "judging"
@@ -82,7 +76,10 @@ def complete(
     _amend(folder, calibration, shipped)
     (measured,) = workbench.time([folder], _ROWS, _ROUNDS)
     progress(_STAGE, 1.0)
-    drafts = [] if recipe.draft is None else [_draft(folder, prepared, recipe, recipe.draft, workbench, progress)]
+    drafts = []
+    if recipe.draft is not None:
+        made = make_draft(folder, content, text, recipe, recipe.draft, workbench, progress)
+        drafts = [] if made.figures is None else [made.figures]
     times = prepared.times
     predicted = {} if times is None else {rows: times.milliseconds(content.plan, rows) for rows in _ROWS}
     report = ModelReport(
@@ -99,7 +96,7 @@ def complete(
         shipped=shipped,
         speed=Speed(predicted, {rows: 1e3 * seconds for rows, seconds in measured.items()}),
         bandwidths=[] if recipe.mix is None or recipe.mix.bandwidth is None else [recipe.mix.bandwidth / 1e9],
-        drafts=[draft for draft in drafts if draft is not None],
+        drafts=drafts,
         budget="" if recipe.mix is None or recipe.mix.budget is None else str(recipe.mix.budget),
         search=[] if prepared.allocation is None else search_steps(prepared.allocation.history),
         machine={"processor": platform.machine(), "system": platform.system()},
@@ -117,45 +114,6 @@ def _amend(folder: Path, calibration: Calibration, quality: Divergence) -> None:
     named = zip((field.name for field in fields(quality)), astuple(quality), strict=True)
     numbers = {key: float(value) for key, value in named if key != "tokens"}
     write_atomically(path, replace(manifest, calibration=calibration, quality=numbers).to_json().encode())
-
-
-def _draft(
-    folder: Path,
-    prepared: Prepared,
-    recipe: ExportRecipe,
-    request: DraftRequest,
-    workbench: Workbench,
-    progress: Progress,
-) -> DraftFigures | None:
-    """Make the draft that was asked for, in the bundle; None where it guesses too little to be judged."""
-    text = prepared.text
-    counted, held_out = text.calibration, text.held_out
-    if request.source is None:
-        own = adopt_own_draft(folder, request.vocabulary, counted, held_out, workbench.time, progress)
-        made_of = f"the model without {', '.join(own.skips)}" if own.skips else "the model itself"
-        tokens = own.tokens if request.vocabulary is not None else None
-        coverage = None
-    else:
-        _write_companion(folder / DRAFT_FOLDER, request.source, prepared.content, recipe, request)
-        head = adopt_draft(folder, request.vocabulary, counted, held_out, workbench.time, progress)
-        made_of = request.source.resolve().name
-        tokens, coverage = (None, None) if head is None else (head.tokens, head.coverage)
-    try:
-        acceptance = workbench.judge(folder, held_out)
-    except EdgeError:
-        return None
-    return DraftFigures(made_of, acceptance, tokens, coverage)
-
-
-def _write_companion(folder: Path, source: Path, target: Content, recipe: ExportRecipe, request: DraftRequest) -> None:
-    """Export the draft's own checkpoint into a folder of the target's."""
-    form = request.form or (recipe.body if recipe.mix is None else INT4)
-    folder.mkdir()
-    with opened(source) as (config, checkpoint):
-        own = replace(recipe, body=form, head=None, method=None, mix=None, draft=None, folded=False, calibration=None)
-        context = min(own.context_for(config), target.context)
-        plan = with_methods(own.plan_for(config), own.methods)
-        write_bundle(folder, Content(checkpoint, checkpoint, config, plan, context, recipe.layout, target.command))
 
 
 def _solo(prepared: Prepared) -> dict[str, dict[WeightFormat, float]] | None:

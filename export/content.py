@@ -11,6 +11,17 @@ from .source import ModelSource
 
 
 @dataclass(frozen=True)
+class Model:
+    """What is to be exported."""
+
+    source: ModelSource
+    """Its tensors, perhaps folded."""
+    config: DecoderConfig
+    context: int
+    """Positions that the graph will serve."""
+
+
+@dataclass(frozen=True)
 class Content:
     """Weights, their formats, and what the manifest says of them."""
 

@@ -1,0 +1,94 @@
+"""The draft that an export is asked for: another checkpoint's, or one of the target's own layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ..edge.errors import EdgeError
+from ..models.bundle import DRAFT_FOLDER
+from .allocation.speculation import DraftSpeed
+from .bundle_writer import write_bundle
+from .calibration.text import CalibrationText
+from .content import Content
+from .drafts.companion import adopt_draft
+from .drafts.own_draft import adopt_own_draft
+from .opened import opened
+from .progress import Progress
+from .recipe import INT4, ExportRecipe, with_methods
+from .report import DraftFigures
+from .requests import DraftRequest
+from .workbench import Workbench
+
+_ROUNDS: Final = 12
+"""Turns in which the draft's step is timed."""
+
+
+@dataclass(frozen=True)
+class MadeDraft:
+    """A draft in its target's bundle."""
+
+    speed: DraftSpeed
+    figures: DraftFigures | None
+    """None where no text is long enough to judge it by."""
+
+
+def make_draft(
+    folder: Path,
+    target: Content,
+    text: CalibrationText,
+    recipe: ExportRecipe,
+    request: DraftRequest,
+    workbench: Workbench,
+    progress: Progress,
+) -> MadeDraft:
+    """Make a draft in the bundle of its target.
+
+    Args:
+        folder: the target's bundle.
+        target: what it was written from.
+        text: of the target.
+        recipe: what was asked for.
+        request: the draft that was.
+        workbench: runs models.
+        progress: hears the stage "draft".
+
+    Raises:
+        EdgeError: the draft cannot be made.
+        OSError: the disk refused a write.
+    """
+    if request.source is None:
+        own = adopt_own_draft(folder, request.vocabulary, text.calibration, text.held_out, workbench.time, progress)
+        made_of = f"the model without {', '.join(own.skips)}" if own.skips else "the model itself"
+        tokens = own.tokens if request.vocabulary is not None else None
+        figures = _judged(folder, text, workbench, made_of, tokens, None)
+        return MadeDraft(DraftSpeed(own.agreement, own.step_ms), figures)
+    _write_companion(folder / DRAFT_FOLDER, request.source, target, recipe, request)
+    head = adopt_draft(folder, request.vocabulary, text.calibration, text.held_out, workbench.time, progress)
+    tokens, coverage = (None, None) if head is None else (head.tokens, head.coverage)
+    figures = _judged(folder, text, workbench, request.source.resolve().name, tokens, coverage)
+    ((step),) = workbench.time([folder / DRAFT_FOLDER], (1,), _ROUNDS)
+    agreement = 0.0 if figures is None else figures.acceptance.agreement
+    return MadeDraft(DraftSpeed(agreement, 1e3 * step[1]), figures)
+
+
+def _judged(
+    folder: Path, text: CalibrationText, workbench: Workbench, made_of: str, tokens: int | None, coverage: float | None
+) -> DraftFigures | None:
+    try:
+        acceptance = workbench.judge(folder, text.held_out)
+    except EdgeError:
+        return None
+    return DraftFigures(made_of, acceptance, tokens, coverage)
+
+
+def _write_companion(folder: Path, source: Path, target: Content, recipe: ExportRecipe, request: DraftRequest) -> None:
+    """Export the draft's own checkpoint into a folder of the target's."""
+    form = request.form or (recipe.body if recipe.mix is None else INT4)
+    folder.mkdir()
+    with opened(source) as (config, checkpoint):
+        own = ExportRecipe(form, context=recipe.context)
+        context = min(own.context_for(config), target.context)
+        plan = with_methods(own.plan_for(config), own.methods)
+        write_bundle(folder, Content(checkpoint, checkpoint, config, plan, context, target.layout, target.command))
