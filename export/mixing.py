@@ -25,8 +25,8 @@ from .progress import Progress
 from .recipe import ExportRecipe
 from .requests import MixRequest
 
-_SOLO_WORK: Final = 1.5e11
-_PLAN_WORK: Final = 2e12
+_SOLO_WORK: Final = 3e10
+_PLAN_WORK: Final = 5e11
 """Weights times tokens of one measurement, of a unit and of a plan: seconds of two cores."""
 _FEWEST_TOKENS: Final = 256
 _STAGES: Final = (1 / 16, 1 / 4, 1.0)
