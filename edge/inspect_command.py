@@ -116,6 +116,8 @@ def _draft(bundle: Bundle) -> dict[str, Any] | None:
     facts: dict[str, Any] = {"name": pair.name}
     if not pair.own:
         facts["bytes"] = pair.draft.weight_bytes
+    elif bundle.manifest is not None and bundle.manifest.draft is not None:
+        facts["without"] = ", ".join(bundle.manifest.draft.skips)
     if pair.draft.manifest is not None:
         facts["weights"] = dict(Counter(str(form) for form in pair.draft.manifest.weights.values()))
     if pair.target_ids is not None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import edgerun
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import BundleError, Engine, GenerateOptions
+from edgerun.edge.cli import main
 from edgerun.export.drafts.skipped_layers import Part, SubLayer, write_own_draft
 from edgerun.models.bundle import open_bundle
 from edgerun.models.pairing import find_draft
@@ -263,3 +264,14 @@ def test_a_missing_or_foreign_graph_is_one_line(bundle: Path, tmp_path: Path) ->
     )
     with edgerun.load(copied, threads=1, cache=False, draft=None) as engine:
         assert engine.generate("the", max_tokens=3).stats.completion_tokens == 3
+
+
+def test_inspect_and_bench_name_it(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(bundle), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["draft"] == {"name": "draft of its own", "without": "2.attention, 2.feed-forward, 3.attention"}
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the other thing\n", encoding="utf-8")
+    measured = ["bench", str(bundle), "--prompts", str(prompts), "--max-tokens", "6", "--no-cache", "--json"]
+    assert main([*measured, "--spec", "model"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["draft"] == "draft of its own"
