@@ -30,13 +30,15 @@ def show_report(console: Console, report: ModelReport) -> None:
 
 def _plans(report: ModelReport) -> Table:
     """Plans by bytes, with the KL and, where passes were timed, the rate of each."""
+    from ..export.report import megabytes  # noqa: PLC0415 -- an extra
+
     table = Table(title="plans", title_justify="left", title_style="bold")
     timed = any(1 in plan.milliseconds for plan in report.compared)
     table.add_column("")
     for name in ("bits a weight", "MB a token", "KL", *("tokens/s",) * timed):
         table.add_column(name, justify="right")
     for plan in report.compared:
-        cells = [plan.name, f"{plan.bits_per_weight:.2f}", f"{plan.bytes_read / 1e6:.1f}"]
+        cells = [plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read)]
         cells.append("-" if plan.kl is None else f"{plan.kl:#.3g}")
         if timed:
             cells.append(f"{1e3 / plan.milliseconds[1]:.1f}" if 1 in plan.milliseconds else "-")

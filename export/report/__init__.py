@@ -12,7 +12,7 @@ from .figures import (
 )
 from .gather import plan_figures, search_steps, unit_figures
 from .page import as_values, page, write_report
-from .tables import heads_of
+from .tables import heads_of, megabytes
 
 __all__ = [
     "DraftFigures",
@@ -25,6 +25,7 @@ __all__ = [
     "as_values",
     "compared_plans",
     "heads_of",
+    "megabytes",
     "page",
     "plan_figures",
     "search_steps",

@@ -11,12 +11,10 @@ from ..allocation.costs import ByteCosts, cost_of
 from ..allocation.unit_times import UnitTimes
 from ..config import DecoderConfig
 from ..progress import Progress, silent
-from .figures import PlanFigures, PlanKind
+from .figures import ALIKE, PlanFigures, PlanKind
 from .gather import plan_figures
 
 STAGE: Final = "comparing plans"
-_AS_LARGE: Final = 0.97
-"""A plan by rule with less of the chosen one's bytes is not held against it, unless none comes nearer."""
 
 
 def compared_plans(
@@ -86,5 +84,5 @@ def _as_large(
         uniform = len(set(plan.values())) == 1  # what is left over may have raised all the rest
         if not uniform and all(plan != other for _, other in sized):
             sized.append((cost_of(plan, ByteCosts(), config), plan))
-    least = min(_AS_LARGE * limit, max((size for size, _ in sized), default=0.0))
+    least = min((1 - ALIKE) * limit, max((size for size, _ in sized), default=0.0))
     return [plan for size, plan in sized if size >= least]

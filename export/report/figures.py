@@ -18,6 +18,8 @@ from ..calibration.divergence import Divergence
 from ..workbench import Acceptance
 
 GIGA: Final = 1e9
+ALIKE: Final = 0.03
+"""Plans whose bytes differ by less than this share are taken to be of one size."""
 
 
 class PlanKind(Enum):
@@ -161,10 +163,14 @@ class ModelReport:
 
     @property
     def against_rule(self) -> float | None:
-        """The chosen plan's KL over that of rule-based plans with as many bytes; None where there is none."""
-        rules = [plan for plan in self.plans if plan.kind is PlanKind.RULE]
-        expected = log_line(self.chosen.bytes_read, rules)
-        return None if expected is None or self.chosen.kl is None else self.chosen.kl / expected
+        """The chosen plan's KL over that of the best rule-based plan of about as many bytes; None without one."""
+        size = self.chosen.bytes_read
+        rules = [
+            plan.kl
+            for plan in self.plans
+            if plan.kind is PlanKind.RULE and plan.kl and abs(plan.bytes_read - size) <= ALIKE * size
+        ]
+        return None if not rules or self.chosen.kl is None else self.chosen.kl / min(rules)
 
 
 def log_line(bytes_read: float, plans: Sequence[PlanFigures]) -> float | None:

@@ -28,7 +28,7 @@ def plots_of(report: ModelReport) -> dict[str, str]:
         "bits": bits_grid(report.units),
         "kl": solo_kl_grid(report.units),
         "frontier": _plans(
-            report.plans, "Size against quality", "MB read for a token", lambda plan: plan.bytes_read / 1e6
+            report.plans, "Size against quality", "MB read for a token", lambda plan: plan.bytes_read / 1e6, joined=True
         ),
         "latency": _plans(
             report.plans, "Time against quality", "milliseconds of a token", lambda plan: plan.milliseconds.get(1)
@@ -40,9 +40,14 @@ def plots_of(report: ModelReport) -> dict[str, str]:
 
 
 def _plans(
-    plans: Sequence[PlanFigures], title: str, label: str, cost: Callable[[PlanFigures], float | None]
+    plans: Sequence[PlanFigures],
+    title: str,
+    label: str,
+    cost: Callable[[PlanFigures], float | None],
+    *,
+    joined: bool = False,
 ) -> str | None:
-    """KL, in a logarithmic scale, over what plans cost."""
+    """KL, in a logarithmic scale, over what plans cost; `joined` draws a line through the uniform ones."""
     known = [(plan, price, plan.kl) for plan in plans if (price := cost(plan)) is not None and plan.kl and plan.kl > 0]
     if len(known) < 2:
         return None
@@ -55,7 +60,7 @@ def _plans(
         if not points:
             continue
         shown.append((kind.value, name))
-        if kind is PlanKind.UNIFORM:
+        if kind is PlanKind.UNIFORM and joined:
             marks.append(path([(x.at(price), y.at(kl)) for price, kl, _ in points], kind.value))
         for price, kl, plan_name in points:
             hint = f"{plan_name}: {price:.4g} {label.partition(' ')[0]}, KL {kl:.4g}"

@@ -49,7 +49,7 @@ def heads_of(report: ModelReport) -> list[Head]:
     """The headline figures."""
     chosen, quality, speed = report.chosen, report.shipped or report.quality, report.speed
     heads = [
-        Head("bits a weight", f"{chosen.bits_per_weight:.2f}", f"{chosen.bytes_read / _MEGA:.1f} MB read for a token")
+        Head("bits a weight", f"{chosen.bits_per_weight:.2f}", f"{megabytes(chosen.bytes_read)} MB read for a token")
     ]
     if chosen.kl is not None:
         ratio = report.against_uniform
@@ -98,7 +98,7 @@ def _plans(report: ModelReport) -> Table | None:
     columns += tuple(f"tokens/s at {bandwidth:g} GB/s" for bandwidth in report.bandwidths)
 
     def cells(plan: PlanFigures) -> tuple[str, ...]:
-        size = (plan.name, f"{plan.bits_per_weight:.2f}", f"{plan.bytes_read / _MEGA:.2f}", _number(plan.kl, "#.3g"))
+        size = (plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read), _number(plan.kl, "#.3g"))
         against = plan.kl / report.chosen.kl if plan.kl is not None and report.chosen.kl else None
         times = (_number(plan.milliseconds.get(count), "#.3g") for count in rows)
         guessing = (_number(plan.speculative_rate, ".1f"),) * speculative
@@ -214,7 +214,7 @@ def _units(units: Sequence[UnitFigures]) -> Table:
 
     def cells(unit: UnitFigures) -> tuple[str, ...]:
         method = "-" if unit.form.method is None else unit.form.method.value
-        shape = (str(unit.rows), str(unit.columns), f"{unit.bytes_read / _MEGA:.3f}", f"{unit.bits_per_weight:.2f}")
+        shape = (str(unit.rows), str(unit.columns), megabytes(unit.bytes_read), f"{unit.bits_per_weight:.2f}")
         found = (_number(unit.milliseconds, ".3f"),) * timed + (_number(unit.solo_kl, "#.3g"),) * judged
         return (unit.name, str(unit.form), method, *shape, *found)
 
@@ -235,11 +235,16 @@ def _conditions(report: ModelReport) -> Table:
         "against the reference decoder": ", ".join(
             f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.items()
         ),
-        "files": f"{report.file_bytes / _MEGA:.1f} MB",
-        "export took": f"{report.seconds:.1f} s",
+        "files": f"{megabytes(report.file_bytes)} MB",
+        "export took": f"{report.seconds:.1f} s" if report.seconds else "",
         **report.machine,
     }
     return Table("What the numbers hold for", (), tuple(Row((name, value)) for name, value in facts.items() if value))
+
+
+def megabytes(size: int) -> str:
+    """Bytes in millions, to three digits or a tenth."""
+    return f"{size / _MEGA:.1f}" if size >= 100 * _MEGA else f"{size / _MEGA:#.3g}"
 
 
 def _less(ratio: float) -> str:

@@ -25,6 +25,7 @@ from edgerun.export.report import (
     PlanKind,
     as_values,
     compared_plans,
+    megabytes,
     page,
     plan_figures,
     unit_figures,
@@ -160,6 +161,21 @@ def test_no_line_beyond_the_uniform_plans() -> None:
     assert log_line((low + high) / 2, uniform) == pytest.approx(math.sqrt(0.1 * 0.05))
     exact = [*uniform, plan("exact", PlanKind.UNIFORM, 32.0, 0.0)]
     assert log_line(high, exact) == pytest.approx(0.05)
+
+
+def test_the_rule_is_compared_where_it_has_about_the_same_bytes() -> None:
+    report = whole_report(1)
+    (chosen,) = [each for each in report.plans if each.kind is PlanKind.CHOSEN]
+    near = [plan("by rule", PlanKind.RULE, 3.5 * share, kl) for share, kl in ((0.98, 0.2), (1.02, 0.16))]
+    far = plan("by rule", PlanKind.RULE, 3.5 * 0.96, 0.01)
+    kl = chosen.kl or 0.0
+    for plans, expected in (((near[0],), kl / 0.2), (near, kl / 0.16), ((*near, far), kl / 0.16), ((far,), None)):
+        assert dataclasses.replace(report, plans=[chosen, *plans]).against_rule == expected
+
+
+def test_sizes_have_three_digits_or_a_tenth() -> None:
+    sizes = (85_123, 1_234_567, 12_345_678, 123_456_789, 1_234_567_890)
+    assert [megabytes(size) for size in sizes] == ["0.0851", "1.23", "12.3", "123.5", "1234.6"]
 
 
 def test_a_memory_bound_machine_reads_the_weights_once_a_token() -> None:
