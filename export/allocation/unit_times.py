@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
@@ -35,6 +36,8 @@ from .timing_bundles import TimingBundle, timing_bundles
 ROWS: Final = (1, 2, 4, 8)
 """Of the passes that are measured; what lies between is interpolated."""
 _ROUNDS: Final = 16
+_SAME: Final = 0.03
+"""Difference of speed that is not told from noise."""
 _FORM: Final = 1
 _STAGE: Final = "timing units"
 
@@ -133,15 +136,21 @@ def known_or_measured(
 ) -> UnitTimes:
     """The times of a model of that shape under the stopwatch's conditions, from the cache or measured now.
 
+    Times from the cache are compared with those of one small model, and scaled if the machine has become slower or
+    faster since, as it does when it gets hot.
+
     Raises:
         BundleError, EdgeError: ONNX Runtime cannot run the models that are measured.
         OSError: the disk refused a write.
     """
     timed = tuple(dict.fromkeys(map(timed_form, forms)))
     file = _file(config, timed, stopwatch.conditions)
-    with suppress(OSError, ValueError):
-        return UnitTimes.from_json(parse_json_object(file.read_bytes()), config)
-    times = measure(config, stopwatch, timed, progress)
+    try:
+        known = UnitTimes.from_json(parse_json_object(file.read_bytes()), config)
+    except (OSError, ValueError):
+        times = measure(config, stopwatch, timed, progress)
+    else:
+        return known.scaled(_slower_by(known, timed, stopwatch, progress))
     with suppress(OSError):
         write_atomically(file, json.dumps(times.to_json(), indent=1).encode())
     return times
@@ -168,6 +177,13 @@ def measure(
         OSError: the disk refused a write.
     """
     bundles = timing_bundles(config, tuple(dict.fromkeys(map(timed_form, forms))))
+    return _told_apart(config, bundles, _timed(bundles, stopwatch, rounds, progress))
+
+
+def _timed(
+    bundles: Sequence[TimingBundle], stopwatch: NodeStopwatch, rounds: int, progress: Progress
+) -> list[Mapping[int, PassTimes]]:
+    """Times of models that are written for it."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="units-", dir=cache_folder()) as folder:
         paths = [Path(folder) / str(number) for number in range(len(bundles))]
@@ -177,7 +193,26 @@ def measure(
         progress(_STAGE, 0.5)
         passes = stopwatch(paths, ROWS, rounds)
     progress(_STAGE, 1.0)
-    return _told_apart(config, bundles, passes)
+    return passes
+
+
+def _slower_by(known: UnitTimes, forms: Sequence[WeightFormat], stopwatch: NodeStopwatch, progress: Progress) -> float:
+    """How much longer units take now than they did, by those of one model; 1 where it is hardly any longer."""
+    bundle = timing_bundles(known.config, forms)[-1]
+    (passes,) = _timed([bundle], stopwatch, _ROUNDS, progress)
+    now = sum(
+        1e3 * unit_seconds(times.nodes, name, known.config)
+        for times in passes.values()
+        for name in bundle.plan
+        if name != EMBEDDING_UNIT
+    )
+    before = sum(
+        at_rows(known.units[kind_of(name), form], rows)
+        for rows in passes
+        for name, form in bundle.plan.items()
+        if name != EMBEDDING_UNIT
+    )
+    return now / before if abs(math.log(now / before)) > _SAME else 1.0
 
 
 def _told_apart(

@@ -29,6 +29,7 @@ from edgerun.export.allocation.unit_times import (
     timed_form,
 )
 from edgerun.export.config import DecoderConfig, read_config
+from edgerun.export.layout import units_of
 from edgerun.export.workbench import PassTimes
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import Method
@@ -59,16 +60,18 @@ class KnownMachine:
     _NOTING = 0.0005
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.bundles: list[int] = []
+        """How many there were in each call."""
+        self.slow = 1.0
 
     def unit(self, kind: str, form: WeightFormat, rows: int) -> float:
         """Seconds."""
         places = {"qkv": 1, "o": 2, "gate_up": 3, "down": 4, "head": 5}
-        return 1e-4 * places[kind] * (form.bits + 64 / form.block) * rows
+        return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block) * rows
 
     def rest(self, layers: int, rows: int) -> float:
         """Seconds."""
-        return (self._PASS + self._LAYER * layers) * rows
+        return self.slow * (self._PASS + self._LAYER * layers) * rows
 
     def pass_of(self, plan: Mapping[str, WeightFormat], layers: int, rows: int) -> float:
         """Seconds."""
@@ -76,7 +79,7 @@ class KnownMachine:
         return self.rest(layers, rows) + units
 
     def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, PassTimes]]:
-        self.calls += 1
+        self.bundles.append(len(bundles))
         found = []
         for path in bundles:
             manifest = open_bundle(path).manifest
@@ -91,7 +94,7 @@ class KnownMachine:
                             "embedded": 1.0,
                             "layers.0.qkv.product": 0.0,
                             **{
-                                node: self.unit(kind_of(name), plan[name], each) + self._NOTING
+                                node: self.unit(kind_of(name), plan[name], each) + self.slow * self._NOTING
                                 for name, node in names.items()
                             },
                         },
@@ -122,18 +125,28 @@ def test_any_plan_is_predicted_where_times_add_up(cache: Path, tmp_path: Path, t
 def test_times_are_measured_once_for_a_shape_and_its_conditions(cache: Path, tmp_path: Path) -> None:
     config, machine = config_of(tmp_path), KnownMachine()
     first = known_or_measured(config, machine, FORMS)
-    again = known_or_measured(config, machine, FORMS)
-    assert (machine.calls, again) == (1, first)
+    assert known_or_measured(config, machine, FORMS) == first
     known_or_measured(config, machine, [replace(FORMS[0], method=Method.HQQ, zero_points=True), *FORMS])
-    assert machine.calls == 1
+    assert machine.bundles == [3, 1, 1]
     known_or_measured(replace(config, hidden_size=2 * config.hidden_size), machine, FORMS)
     machine.conditions = "another"
     known_or_measured(config, machine, FORMS)
-    assert machine.calls == 3
+    assert machine.bundles == [3, 1, 1, 3, 3]
     for file in (cache / "unit-times").iterdir():
         file.write_text("{}")
     assert known_or_measured(config, machine, FORMS) == first
-    assert machine.calls == 4
+    assert machine.bundles[5:] == [3]
+
+
+def test_known_times_are_scaled_to_the_machine_as_it_is(cache: Path, tmp_path: Path) -> None:
+    config, machine = config_of(tmp_path), KnownMachine()
+    first = known_or_measured(config, machine, FORMS)
+    plan = dict.fromkeys((unit.name for unit in units_of(config)), FORMS[1])
+    for slow, factor in ((1.5, 1.5), (0.7, 0.7), (1.01, 1.0)):
+        machine.slow = slow
+        again = known_or_measured(config, machine, FORMS)
+        for rows in ROWS:
+            assert again.milliseconds(plan, rows) == pytest.approx(factor * first.milliseconds(plan, rows))
 
 
 @pytest.mark.parametrize(
