@@ -1,12 +1,13 @@
 """What few bits cost in quality: mean KL from the float32 model, by method and format.
 
-Example: python benchmarks/quantization.py CHECKPOINT --text conversations.jsonl --formats 4/32 2/32
+Example: python benchmarks/quantization.py CHECKPOINT --text conversations.jsonl --formats 4/32 2/32+z
 
 Exports the checkpoint once in float32 and once for each method and format, and runs the same texts through all of them:
 the lines of a text file, or of a .jsonl file the `messages`, in the model's chat template where it has one; without
---text, what the float32 model itself makes of --prompt with as many seeds. Prints a table (mean KL in nats over all
-positions, of several with the same tokens before them only one; share of positions that prefer the same token; seconds
-of the export), then one JSON line.
+--text, what the float32 model itself makes of --prompt with as many seeds. Methods that observe the model do so on
+--calibration-tokens of its own words, or with --same-kind of the rest of the text file. Of the methods that need not,
+those with "+text" do too. Prints a table (mean KL in nats over all positions, of several with the same tokens before
+them only one; share of positions that prefer the same token; seconds of the export), then one JSON line.
 """
 
 from __future__ import annotations
@@ -15,18 +16,51 @@ import argparse
 import json
 import random
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 import edgerun
-from edgerun.export import FP32, ExportRecipe, Method, WeightFormat, export_checkpoint
+from edgerun.edge.workbench import bench_of_this_machine
+from edgerun.export import (
+    FP32,
+    USUAL_TOKENS,
+    CalibrationRequest,
+    ExportRecipe,
+    Method,
+    WeightFormat,
+    export_checkpoint,
+)
 from edgerun.export.config import read_config
 from edgerun.export.session import GraphSession
 
 Tokens = list[npt.NDArray[np.int64]]
 Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to few bits."""
+
+    rounding: Method
+    observed: bool = True
+    folded: bool = False
+
+    def recipe(self, form: WeightFormat, text: CalibrationRequest) -> ExportRecipe:
+        """For all units in one format."""
+        return ExportRecipe(form, method=self.rounding, folded=self.folded, calibration=text if self.observed else None)
+
+
+CHOICES: Final = {
+    **{each.value: Choice(each, observed=False) for each in (Method.RTN, Method.K_QUANT, Method.HQQ)},
+    **{f"{each.value}+text": Choice(each) for each in (Method.K_QUANT, Method.HQQ)},
+    "gptq": Choice(Method.GPTQ),
+    "awq": Choice(Method.RTN, folded=True),
+    **{f"awq+{each.value}": Choice(each, folded=True) for each in (Method.K_QUANT, Method.GPTQ)},
+}
 
 
 def main() -> None:
@@ -35,8 +69,10 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--prompt", default="Once upon a time")
-    parser.add_argument("--formats", nargs="+", default=["4/32", "4/128", "2/32", "8/32"], help="bits/block")
-    parser.add_argument("--methods", nargs="+", choices=[each.value for each in Method], default=[*Method])
+    parser.add_argument("--formats", nargs="+", default=["4/32", "4/128", "2/32", "8/32"], help="bits/block[+z][+p]")
+    parser.add_argument("--methods", nargs="+", choices=CHOICES, default=[*CHOICES])
+    parser.add_argument("--calibration-tokens", type=int, default=USUAL_TOKENS)
+    parser.add_argument("--same-kind", action="store_true", help="observe on the lines of --text that are not measured")
     parser.add_argument("--texts", type=int, default=100)
     parser.add_argument("--longest", type=int, default=256, help="tokens of a text that are read")
     options = parser.parse_args()
@@ -47,23 +83,49 @@ def main() -> None:
             texts = sampled_texts(exact, options.prompt, options.texts, options.longest)
         else:
             texts = read_texts(exact, options.text, options.texts, options.longest)
+        rest = unread_lines(options.text, options.texts, Path(folder)) if options.same_kind else None
+        observed = CalibrationRequest(rest, options.calibration_tokens)
         print(f"{options.checkpoint.name}, {sum(map(len, texts))} tokens in {len(texts)} texts")
-        print(f"{'weights':8} {'method':8} {'mean KL':>9} {'top-1':>7} {'bits':>6} {'seconds':>8}")
+        print(f"{'weights':8} {'method':12} {'mean KL':>9} {'top-1':>7} {'bits':>6} {'seconds':>8}")
         for name in options.formats:
-            form = WeightFormat(*map(int, name.split("/")))
-            for method in map(Method, options.methods):
-                report = export_checkpoint(options.checkpoint, Path(folder) / "few", ExportRecipe(form, method=method))
+            form = read_format(name)
+            for method in options.methods:
+                recipe = CHOICES[method].recipe(form, observed)
+                destination = Path(folder) / "few"
+                report = export_checkpoint(options.checkpoint, destination, recipe, workbench=bench_of_this_machine())
                 kl, agreement = compare(exact, report.bundle, texts)
-                results.append({"format": name, "method": method.value, "mean_kl": kl, "top1_agreement": agreement})
+                results.append({"format": name, "method": method, "mean_kl": kl, "top1_agreement": agreement})
                 facts = f"{kl:9.5f} {agreement:7.4f} {report.bits_per_weight:6.3f} {report.seconds:8.1f}"
-                print(f"{name:8} {method.value:8} {facts}", flush=True)
+                print(f"{name:8} {method:12} {facts}", flush=True)
     print(json.dumps({"benchmark": "quantization", "edgerun": edgerun.__version__, "results": results}))
+
+
+def read_format(name: str) -> WeightFormat:
+    """A format as --formats spells it."""
+    plain, *marks = name.split("+")
+    form = WeightFormat(*map(int, plain.split("/")))
+    return replace(form, zero_points="z" in marks, powers_of_two="p" in marks)
+
+
+def shuffled_lines(source: Path) -> list[str]:
+    """The lines of a file that say something, in the same order every time."""
+    lines = [line for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    random.Random(0).shuffle(lines)
+    return lines
+
+
+def unread_lines(source: Path, count: int, folder: Path) -> Path:
+    """A file of the lines that `read_texts` leaves and that are none of those it takes."""
+    lines = shuffled_lines(source)
+    taken = set(lines[:count])
+    rest = folder / f"rest{source.suffix}"
+    rest.write_text("\n".join(line for line in lines[count:] if line not in taken), encoding="utf-8")
+    return rest
 
 
 def read_texts(bundle: Path, source: Path, count: int, longest: int) -> Tokens:
     """Some texts as tokens, the same ones every time."""
-    lines = [line for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
-    random.Random(0).shuffle(lines)
+    lines = shuffled_lines(source)
     with edgerun.load(bundle) as engine:
         texts = []
         for line in lines[:count]:
