@@ -24,7 +24,7 @@ from ..session import GraphSession
 from ..source import Float32Array, ModelSource
 from ..workbench import TokenArray
 from .judging import Believed, Judged, LogitsJudge
-from .layers import LayerRunner
+from .layers import AT_ONCE, LayerRunner
 from .packing import Batch, packed
 from .states import PinnedArrays, RecentArrays
 
@@ -166,7 +166,9 @@ class PlanEvaluator:
         counts = np.cumsum([batch.count for batch in self._batches])
         if tokens is None or tokens >= counts[-1]:
             return list(range(len(counts)))
-        return list(range(int(np.searchsorted(counts, tokens)) + 1))
+        needed = int(np.searchsorted(counts, tokens)) + 1
+        # Those that run beside each other take no longer than one.
+        return list(range(min(len(counts), -(-needed // AT_ONCE) * AT_ONCE)))
 
     def _complete(self, plan: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
         """A plan with a format for every unit; a tied head has its embedding's."""
