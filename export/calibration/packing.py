@@ -45,7 +45,7 @@ class Batch:
     @property
     def filled(self) -> BoolArray:
         """Slots that hold a token, bool [B, S]."""
-        return self.texts != _NOTHING
+        return np.asarray(self.texts != _NOTHING)
 
     def bias(self, window: int | None) -> Float32Array:
         """What to add to attention scores, float32 [B, 1, S, S]: a token sees those before it in its text.
