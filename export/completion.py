@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Final
@@ -11,7 +11,7 @@ from typing import Final
 from ..models.atomic import write_atomically
 from ..models.bundle import GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
 from ..models.manifest import MANIFEST_NAME, Calibration, Manifest, WeightFormat
-from .allocation.ladder import LADDER, bytes_read, chosen_units
+from .allocation.ladder import bytes_read, chosen_units, weight_count
 from .allocation.plan_file import write_plan
 from .bundle_writer import Written
 from .calibrated import Prepared
@@ -33,7 +33,13 @@ from .report import (
 from .workbench import Workbench
 
 _STAGE: Final = "judging"
-_ROWS: Final = (1, 4)
+_ROWS: Final = (1, 2, 4, 8)
+_USUAL_BANDWIDTHS: Final = (25.0, 50.0, 100.0)
+"""GB/s of memory in laptops of some years ago, of today, and with wide buses."""
+_COMPARED_WORK: Final = 2.5e11
+"""Weights times tokens of a plan that the chosen one is compared with: seconds of two cores."""
+_FEWEST_TOKENS: Final = 256
+_CHOSEN: Final = "this model"
 _ROUNDS: Final = 12
 """Turns in which the bundle's passes are timed."""
 
@@ -46,6 +52,7 @@ def complete(
     recipe: ExportRecipe,
     workbench: Workbench,
     progress: Progress,
+    started: float,
 ) -> ModelReport:
     """Judge a bundle that has just been written, and add what belongs to it.
 
@@ -57,6 +64,7 @@ def complete(
         recipe: what was asked for.
         workbench: runs models.
         progress: hears what is being done.
+        started: seconds of `time.perf_counter` when the export began.
 
     Raises:
         EdgeError: the draft cannot be made, or ONNX Runtime failed.
@@ -95,11 +103,12 @@ def complete(
         quality=rounded,
         shipped=shipped,
         speed=Speed(predicted, {rows: 1e3 * seconds for rows, seconds in measured.items()}),
-        bandwidths=[] if recipe.mix is None or recipe.mix.bandwidth is None else [recipe.mix.bandwidth / 1e9],
+        bandwidths=_bandwidths(recipe),
         drafts=drafts,
         budget="" if recipe.mix is None or recipe.mix.budget is None else str(recipe.mix.budget),
         search=[] if prepared.allocation is None else search_steps(prepared.allocation.history),
-        machine={"processor": platform.machine(), "system": platform.system()},
+        seconds=time.perf_counter() - started,
+        machine=workbench.machine,
     )
     if recipe.mix is not None:
         write_atomically(folder / PLAN_NAME, _plan_text(prepared, rounded).encode())
@@ -116,6 +125,12 @@ def _amend(folder: Path, calibration: Calibration, quality: Divergence) -> None:
     write_atomically(path, replace(manifest, calibration=calibration, quality=numbers).to_json().encode())
 
 
+def _bandwidths(recipe: ExportRecipe) -> Sequence[float]:
+    """GB/s that the report speaks of: that of the machine that was asked about, else usual ones."""
+    asked = None if recipe.mix is None else recipe.mix.bandwidth
+    return _USUAL_BANDWIDTHS if asked is None else (asked / 1e9,)
+
+
 def _solo(prepared: Prepared) -> dict[str, dict[WeightFormat, float]] | None:
     if prepared.allocation is None:
         return None
@@ -123,18 +138,24 @@ def _solo(prepared: Prepared) -> dict[str, dict[WeightFormat, float]] | None:
 
 
 def _plans(prepared: Prepared, rounded: Divergence, progress: Progress) -> list[PlanFigures]:
-    """The chosen plan and, where it was one of many, those it is compared with."""
-    content, times = prepared.content, prepared.times
-    chosen = plan_figures(content.config, content.plan, "this one", PlanKind.CHOSEN, rounded.mean_kl, times)
-    if prepared.allocation is None:
-        return [chosen]
+    """The chosen plan and, where it was one of many, those it is compared with, on as much text as they are."""
+    content, times, allocation = prepared.content, prepared.times, prepared.allocation
+    config = content.config
+    if allocation is None:
+        return [plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, rounded.mean_kl, times)]
+    tokens = max(_FEWEST_TOKENS, int(_COMPARED_WORK / weight_count(config)))
 
     def divergence(plan: Mapping[str, WeightFormat]) -> float:
-        return prepared.judge.divergence(plan).mean_kl
+        return prepared.judge.divergence(plan, tokens).mean_kl
 
-    forms = list(dict.fromkeys(each.form for solos in prepared.allocation.solos.values() for each in solos))
-    others = compared_plans(content.config, forms or LADDER, chosen.bytes_read, divergence, times, progress)
-    return [chosen, *others]
+    chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, divergence(content.plan), times)
+    forms = {(each.form, each.form.method): each.form for solos in allocation.solos.values() for each in solos}
+    return [
+        chosen,
+        *compared_plans(
+            config, list(forms.values()), chosen.bytes_read, divergence, times, progress, others=allocation.seeds
+        ),
+    ]
 
 
 def _plan_text(prepared: Prepared, rounded: Divergence) -> str:

@@ -71,7 +71,9 @@ def export_checkpoint(
                 prepared = prepare(checkpoint, config, context, recipe, command, folder, workbench, progress)
                 with bundle_written_whole(destination) as staging:
                     written = write_bundle(staging, prepared.content, progress)
-                    found = complete(staging, source.resolve().name, prepared, written, recipe, workbench, progress)
+                    found = complete(
+                        staging, source.resolve().name, prepared, written, recipe, workbench, progress, started
+                    )
                     sizes = sizes_of(staging)
     seconds = time.perf_counter() - started
     return ExportReport(destination, sizes, written.bits_per_weight, seconds, written.parity, report=found)

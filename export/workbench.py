@@ -114,3 +114,5 @@ class Workbench:
     time: Stopwatch
     time_nodes: NodeStopwatch
     judge: Judge
+    machine: Mapping[str, str]
+    """Names and versions that times depend on, for a reader."""
