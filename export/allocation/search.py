@@ -20,6 +20,7 @@ from ...models.atomic import write_atomically
 from ...models.json_file import parse_json_object
 from ..progress import Progress, silent
 from .choices import Choice, Divergence, Picks, fits, plan_of
+from .plan_file import spelled
 
 STAGE: Final = "searching"
 _MOST_RAISED: Final = 3
@@ -129,7 +130,7 @@ def evolve(
         if state.seconds > settings.seconds:
             break
         _advance(state, choices, limits, measured, settings)
-        _save(checkpoint, state)
+        _save(checkpoint, state, choices)
         progress(STAGE, _share_done(state, settings))
     progress(STAGE, 1.0)
     return Found(state.parent, state.divergence, tuple(state.history))
@@ -199,35 +200,29 @@ def _share_done(state: _State, settings: SearchSettings) -> float:
     )
 
 
-def _save(checkpoint: Path, state: _State) -> None:
+def _save(checkpoint: Path, state: _State, choices: Sequence[Choice]) -> None:
+    plan = {unit: spelled(form) for unit, form in plan_of(choices, state.parent).items()}
     data = {
-        "parent": state.parent,
+        "plan": plan,
         "divergence": state.divergence,
         "generation": state.generation,
         "idle": state.idle,
         "seconds": state.seconds,
         "history": state.history,
     }
-    write_atomically(checkpoint, json.dumps(data).encode())
+    write_atomically(checkpoint, json.dumps(data, indent=1).encode())
 
 
 def _restored(checkpoint: Path, choices: Sequence[Choice], limits: Sequence[float]) -> _State | None:
-    """The state of a file; None where there is none, or one of another search."""
+    """The state of a file; None where there is none, or one whose plan cannot be chosen here."""
     try:
         data: dict[str, Any] = parse_json_object(checkpoint.read_bytes())
-        parent = tuple(map(int, data["parent"]))
+        # By name: times measured again may make other levels pointless, and number the rest otherwise.
+        names = [[spelled(level.form) for level in choice.levels] for choice in choices]
+        parent = tuple(known.index(data["plan"][choice.unit]) for known, choice in zip(names, choices, strict=True))
         history = [(int(when), float(value)) for when, value in data["history"]]
-        state = _State(
-            parent,
-            float(data["divergence"]),
-            int(data["generation"]),
-            int(data["idle"]),
-            float(data["seconds"]),
-            history,
-        )
+        generation, idle = int(data["generation"]), int(data["idle"])
+        state = _State(parent, float(data["divergence"]), generation, idle, float(data["seconds"]), history)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    known = len(parent) == len(choices) and all(
-        0 <= pick < len(choice.levels) for pick, choice in zip(parent, choices, strict=True)
-    )
-    return state if known and fits(choices, parent, limits) else None
+    return state if fits(choices, parent, limits) else None

@@ -211,7 +211,7 @@ class TestSearch:
         assert parts.is_file()
         assert evolve(choices, start, limits, Measured(choices, [divergence]), QUICK, parts) == whole
 
-    @pytest.mark.parametrize("damage", [b"", b"{}", b'{"parent": [9, 9, 9, 9, 9]}', b"\xff"])
+    @pytest.mark.parametrize("damage", [b"", b"{}", b'{"plan": {"unit 0": "int3/64"}}', b"\xff"])
     def test_a_damaged_state_is_no_state(self, tmp_path: Path, damage: bytes) -> None:
         choices = toy_choices(0)
         limits, measured = middling_limit(choices), Measured(choices, [toy_divergence(choices, 0)])
