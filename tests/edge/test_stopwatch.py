@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge import stopwatch
+from edgerun.edge import node_stopwatch, stopwatch
 from edgerun.edge.errors import BundleError
-from edgerun.edge.stopwatch import FIRST_PASSES, PASSES, BundleStopwatch, packed_graphs, ready, take_turns
+from edgerun.edge.node_stopwatch import BundleNodeStopwatch
+from edgerun.edge.stopwatch import FIRST_PASSES, PASSES, BundleStopwatch, packed_graphs, ready, take_turns, undisturbed
 from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.cache import cache_folder
 from edgerun.runtime import prepacked
 from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.device import choose_device
+from edgerun.runtime.node_times import read_passes
 from edgerun.runtime.session import GraphSession, SessionConfig
 from tiny import write_bundle
 
@@ -74,3 +76,31 @@ def test_turns_go_back_and_forth_and_start_with_passes_that_do_not_count(
 def test_what_is_no_bundle_is_said_so(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(BundleError):
         BundleStopwatch()([tmp_path / "nothing"], (1,), 1)
+
+
+def test_nodes_are_those_of_the_passes_that_count(
+    bundles: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = []
+
+    def numbered(profile: Path) -> list[dict[str, float]]:
+        lengths.append(len(read_passes(profile)))
+        return [{"node": float(number), "twice": 2.0 * number} for number in range(lengths[-1])]
+
+    monkeypatch.setattr(node_stopwatch, "read_passes", numbered)
+    found = BundleNodeStopwatch(threads=1)(bundles, (1, 4), rounds=2)
+    turn = FIRST_PASSES + 2 * PASSES
+    assert lengths == [2 * turn] * len(bundles)
+    for of_one in found:
+        for place, rows in enumerate((1, 4)):
+            first = FIRST_PASSES + place * PASSES
+            counted = [first + each for each in range(PASSES)] + [turn + first + each for each in range(PASSES)]
+            chosen = counted[: -(-len(counted) // 3)]
+            mean = sum(chosen) / len(chosen)
+            assert of_one[rows].nodes == pytest.approx({"node": mean, "twice": 2 * mean})
+            assert of_one[rows].seconds > 0
+
+
+def test_the_faster_third_is_averaged() -> None:
+    assert undisturbed([5.0, 1.0, 9.0, 3.0, 7.0, 2.0]) == 1.5
+    assert undisturbed([4.0]) == 4.0
