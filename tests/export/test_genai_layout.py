@@ -14,7 +14,7 @@ import edgerun
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import ExportError, Speculation
 from edgerun.edge.cli import main
-from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.config import read_config
 from edgerun.export.genai_layout import write_genai_layout
 from edgerun.models.bundle import open_bundle
@@ -36,7 +36,8 @@ FAMILIES = {
 }
 """Settings by case; heads of 8 channels are rotated in front of the attention, which takes positions.
 GenAI has no name of its own for olmo2."""
-CASES = [(case, form) for case in FAMILIES for form in (FP32, INT4)]
+POINTS = WeightFormat(4, 32, zero_points=True)
+CASES = [*((case, form) for case in FAMILIES for form in (FP32, INT4)), ("llama", POINTS)]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from edgerun.export.initializers import Initializers
 from edgerun.export.quantization.codes import decoded, powers_of_two, unpack_zero_points
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
-from edgerun.models.manifest import GraphLayout
 from tiny import write_bundle, write_checkpoint
 from weight_operators import FORMATS, run_operators
 
@@ -160,13 +159,6 @@ def test_the_manifest_tells_forms_apart(tmp_path) -> None:
     manifest = open_bundle(bundle).manifest
     assert manifest.weights["layers.0.o"] == form != replace(form, powers_of_two=False)
     assert str(form) == "int4/64+zero-points+powers-of-two"
-
-
-def test_the_genai_layout_keeps_zero_points(tmp_path) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint")
-    recipe = ExportRecipe(WeightFormat(4, 32, zero_points=True), layout=GraphLayout.GENAI)
-    report = export_checkpoint(source, tmp_path / "bundle", recipe)
-    assert report.parity.max_abs_diff < 1e-4
 
 
 def test_experts_take_no_zero_points(tmp_path) -> None:
