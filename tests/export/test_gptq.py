@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from correlated import correlated_inputs, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,23 +16,6 @@ from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.export.quantization.statistics import InputStatistics
 from edgerun.export.source import Coded
 from weight_operators import FORMATS
-
-
-def random_rows(seed: int, rows: int, columns: int):
-    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
-
-
-def correlated_inputs(seed: int, columns: int, tokens: int = 400) -> InputStatistics:
-    """Of inputs that are mixtures of a few, some far larger than others."""
-    random = np.random.default_rng(seed)
-    mixture = random.standard_normal((columns // 4, columns)) * np.exp(random.standard_normal(columns))
-    values = random.standard_normal((tokens, columns // 4)) @ mixture + 0.1 * random.standard_normal((tokens, columns))
-    return InputStatistics(
-        np.square(values).mean(axis=0).astype(np.float32),
-        np.abs(values).mean(axis=0).astype(np.float32),
-        (values.T @ values / tokens).astype(np.float32),
-        tokens,
-    )
 
 
 def cost(weights, coded, form: WeightFormat, inputs: InputStatistics) -> float:

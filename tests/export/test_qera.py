@@ -1,0 +1,71 @@
+"""Repairs of low rank: no other of that rank leaves less error of the output."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from correlated import correlated_inputs, random_rows
+
+from edgerun.edge.errors import InputError
+from edgerun.export.quantization.qera import repair
+from edgerun.export.quantization.statistics import InputStatistics
+
+
+def cost(errors, inputs: InputStatistics) -> float:
+    assert inputs.second_moment is not None
+    return float(np.einsum("nk,nk->", errors.astype(np.float64) @ inputs.second_moment, errors))
+
+
+def by_decomposition(errors, inputs: InputStatistics, rank: int):
+    """As the paper has it: the root of the second moments, and singular values."""
+    values, vectors = np.linalg.eigh(inputs.second_moment.astype(np.float64))
+    values = np.maximum(values, values.max() * 1e-12)
+    root, inverse = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
+    left, sizes, right = np.linalg.svd(errors @ root, full_matrices=False)
+    return (left[:, :rank] * sizes[:rank]) @ (right[:rank] @ inverse)
+
+
+@pytest.mark.parametrize("rows", [24, 64, 100])
+@pytest.mark.parametrize("rank", [1, 8, 24])
+def test_as_good_as_the_decomposition_of_the_paper(rows: int, rank: int) -> None:
+    errors, inputs = random_rows(rows, rows, 64), correlated_inputs(rank, 64)
+    found = repair(errors, inputs, rank)
+    assert found.down.shape == (rank, 64)
+    assert found.up.shape == (rows, rank)
+    np.testing.assert_allclose(found.up.T @ found.up, np.eye(rank), atol=1e-5)
+    whole, left = cost(errors, inputs), cost(errors - found.up @ found.down, inputs)
+    expected = cost(errors - by_decomposition(errors, inputs, rank), inputs)
+    assert left <= expected * 1.001 + 1e-6 * whole
+    assert found.left == pytest.approx(left / whole, abs=1e-4)
+    if rank < min(rows, 64):
+        # A rank of the plain errors, which knows nothing of the inputs, leaves more.
+        u, s, v = np.linalg.svd(errors, full_matrices=False)
+        assert left < cost(errors - (u[:, :rank] * s[:rank]) @ v[:rank], inputs)
+
+
+def test_errors_of_low_rank_are_repaired_wholly() -> None:
+    errors = (random_rows(0, 50, 3) @ random_rows(1, 3, 40)).astype(np.float32)
+    for each in (errors, errors.T.copy()):
+        found = repair(each, correlated_inputs(0, each.shape[1]), 3)
+        np.testing.assert_allclose(found.up @ found.down, each, atol=1e-3)
+    nothing = repair(np.zeros((50, 40), np.float32), correlated_inputs(0, 40), 3)
+    assert not (nothing.up @ nothing.down).any()
+    assert nothing.left == 0
+
+
+def test_inputs_of_which_only_the_sizes_are_known() -> None:
+    errors, inputs = random_rows(0, 30, 40), correlated_inputs(0, 40)
+    alone = InputStatistics(inputs.mean_square, inputs.mean_magnitude)
+    unrelated = InputStatistics(inputs.mean_square, inputs.mean_magnitude, np.diag(inputs.mean_square))
+    np.testing.assert_array_equal(repair(errors, alone, 4).down, repair(errors, unrelated, 4).down)
+
+
+@pytest.mark.parametrize("rank", [0, 31])
+def test_ranks_that_do_not_exist(rank: int) -> None:
+    with pytest.raises(InputError, match=f"a matrix of 30 x 40 has no repair of rank {rank}"):
+        repair(random_rows(0, 30, 40), correlated_inputs(0, 40), rank)
+
+
+def test_moments_of_other_columns() -> None:
+    with pytest.raises(InputError, match="second moments of 40 columns"):
+        repair(random_rows(0, 30, 40), correlated_inputs(0, 32), 2)
