@@ -48,6 +48,8 @@ class Prepared:
     text: CalibrationText
     judge: PlanEvaluator
     """Measures divergences on the text that nothing was chosen by."""
+    unobserved: PlanEvaluator
+    """The same of the checkpoint as it is: nothing folded, and rounded without knowing any inputs."""
     allocation: Allocation | None = None
     times: UnitTimes | None = None
 
@@ -101,7 +103,9 @@ def prepare(
     _round(config, formats, store, progress)
     content = Content(store.view(formats), checkpoint, config, formats, context, recipe.layout, command)
     judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
-    return Prepared(content, text, judge, allocation, times)
+    plain = UnitStore(checkpoint, config, folder / "unobserved" / "units")
+    unobserved = PlanEvaluator(checkpoint, config, text.held_out, plain.weights, folder / "unobserved", context)
+    return Prepared(content, text, judge, unobserved, allocation, times)
 
 
 def _round(config: DecoderConfig, plan: Mapping[str, WeightFormat], store: UnitStore, progress: Progress) -> None:

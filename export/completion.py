@@ -11,20 +11,24 @@ from typing import Final
 from ..models.atomic import write_atomically
 from ..models.bundle import GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
 from ..models.manifest import MANIFEST_NAME, Calibration, Manifest, WeightFormat
-from .allocation.ladder import bytes_read, chosen_units, weight_count
+from .allocation.ladder import chosen_units, weight_count
 from .allocation.plan_file import write_plan
+from .allocation.sensitivity import Solo
 from .bundle_writer import Written
 from .calibrated import Prepared
 from .calibration.divergence import Divergence
+from .content import Content
 from .draft_making import make_draft
 from .progress import Progress
-from .recipe import ExportRecipe
+from .recipe import FP32, ExportRecipe
 from .report import (
     ModelReport,
     PlanFigures,
     PlanKind,
     Speed,
     compared_plans,
+    megabytes,
+    nearest_plans,
     plan_figures,
     search_steps,
     unit_figures,
@@ -38,6 +42,10 @@ _USUAL_BANDWIDTHS: Final = (25.0, 50.0, 100.0)
 """GB/s of memory in laptops of some years ago, of today, and with wide buses."""
 _COMPARED_WORK: Final = 2.5e11
 """Weights times tokens of a plan that the chosen one is compared with: seconds of two cores."""
+_SOLO_WORK: Final = 3e10
+"""The same of a unit by itself."""
+_MOST_SOLO_WEIGHTS: Final = 1_000_000_000
+"""Weights of a model above which units are not measured for the report alone: it would take longer than the export."""
 _FEWEST_TOKENS: Final = 256
 _CHOSEN: Final = "this model"
 _ROUNDS: Final = 12
@@ -88,15 +96,13 @@ def complete(
     if recipe.draft is not None:
         made = make_draft(folder, content, text, recipe, recipe.draft, workbench, progress)
         drafts = [] if made.figures is None else [made.figures]
-    times = prepared.times
+    times, solos = prepared.times, _solos(prepared, progress)
     predicted = {} if times is None else {rows: times.milliseconds(content.plan, rows) for rows in _ROWS}
     report = ModelReport(
         model=name,
         command=content.command,
-        units=unit_figures(
-            content.config, content.plan, None if prepared.allocation is None else prepared.allocation.solos, times
-        ),
-        plans=_plans(prepared, rounded, progress),
+        units=unit_figures(content.config, content.plan, solos, times),
+        plans=_plans(prepared, rounded, recipe, progress),
         file_bytes=sum((folder / file).stat().st_size for file in (GRAPH_NAME, WEIGHTS_NAME)),
         parity=written.parity.as_mapping(),
         calibration=calibration,
@@ -111,7 +117,7 @@ def complete(
         machine=workbench.machine,
     )
     if recipe.mix is not None:
-        write_atomically(folder / PLAN_NAME, _plan_text(prepared, rounded).encode())
+        write_atomically(folder / PLAN_NAME, _plan_text(content, solos, rounded).encode())
     write_report(folder, report)
     return report
 
@@ -131,42 +137,56 @@ def _bandwidths(recipe: ExportRecipe) -> Sequence[float]:
     return _USUAL_BANDWIDTHS if asked is None else (asked / 1e9,)
 
 
-def _solo(prepared: Prepared) -> dict[str, dict[WeightFormat, float]] | None:
-    if prepared.allocation is None:
-        return None
-    return {unit: {each.form: each.divergence for each in solos} for unit, solos in prepared.allocation.solos.items()}
+def _solos(prepared: Prepared, progress: Progress) -> Mapping[str, Sequence[Solo]]:
+    """What formats do to units by themselves: all that were tried, or those of the plan where there was no choice."""
+    if prepared.allocation is not None:
+        return prepared.allocation.solos
+    config, plan = prepared.content.config, prepared.content.plan
+    weights = weight_count(config)
+    if weights > _MOST_SOLO_WEIGHTS:
+        return {}
+    units = [unit.name for unit in chosen_units(config) if plan[unit.name] != FP32]
+    tokens = max(_FEWEST_TOKENS, int(_SOLO_WORK / weights))
+    found = {}
+    for number, unit in enumerate(units, 1):
+        found[unit] = (Solo(plan[unit], prepared.judge.solo(unit, plan[unit], tokens)),)
+        progress("measuring units", number / len(units))
+    return found
 
 
-def _plans(prepared: Prepared, rounded: Divergence, progress: Progress) -> list[PlanFigures]:
-    """The chosen plan and, where it was one of many, those it is compared with, on as much text as they are."""
+def _plans(prepared: Prepared, rounded: Divergence, recipe: ExportRecipe, progress: Progress) -> list[PlanFigures]:
+    """The chosen plan and those it is compared with, on as much text as they are."""
     content, times, allocation = prepared.content, prepared.times, prepared.allocation
     config = content.config
-    if allocation is None:
-        return [plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, rounded.mean_kl, times)]
     tokens = max(_FEWEST_TOKENS, int(_COMPARED_WORK / weight_count(config)))
 
     def divergence(plan: Mapping[str, WeightFormat]) -> float:
         return prepared.judge.divergence(plan, tokens).mean_kl
 
+    def nearest(plan: Mapping[str, WeightFormat]) -> float:
+        return prepared.unobserved.divergence(plan, tokens).mean_kl
+
     chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, divergence(content.plan), times)
-    forms = {(each.form, each.form.method): each.form for solos in allocation.solos.values() for each in solos}
+    if allocation is None:
+        used = {content.plan[unit.name] for unit in chosen_units(config)}
+        if not recipe.observed or len(used) > 1 or FP32 in used:
+            return [replace(chosen, kl=rounded.mean_kl)]
+        return [chosen, *nearest_plans(config, list(used), nearest, times, progress)]
+    tried = {(each.form, each.form.method): each.form for solos in allocation.solos.values() for each in solos}
+    forms = list(tried.values())
     return [
         chosen,
-        *compared_plans(
-            config, list(forms.values()), chosen.bytes_read, divergence, times, progress, others=allocation.seeds
-        ),
+        *compared_plans(config, forms, chosen.bytes_read, divergence, times, progress, others=allocation.seeds),
+        *nearest_plans(config, forms, nearest, times, progress),
     ]
 
 
-def _plan_text(prepared: Prepared, rounded: Divergence) -> str:
+def _plan_text(content: Content, solos: Mapping[str, Sequence[Solo]], rounded: Divergence) -> str:
     """The plan as a file, with what each unit costs."""
-    content, solo = prepared.content, _solo(prepared) or {}
     notes = {}
-    for unit in chosen_units(content.config):
-        form = content.plan[unit.name]
-        note = f"{bytes_read(unit, form) / 1e6:.2f} MB"
-        kl = solo.get(unit.name, {}).get(form)
-        notes[unit.name] = note if kl is None else f"{note}, KL {kl:.2g} by itself"
+    for unit in unit_figures(content.config, content.plan, solos):
+        note = f"{megabytes(unit.bytes_read)} MB"
+        notes[unit.name] = note if unit.solo_kl is None else f"{note}, KL {unit.solo_kl:.2g} by itself"
     heading = [
         f"Weights of {content.source.folder.resolve().name}: mean KL {rounded.mean_kl:.4g} from the float32 model.",
         "Edit formats and export again with --plan and this file.",

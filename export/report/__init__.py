@@ -1,6 +1,6 @@
 """What an export chose and what that costs, as tables and plots."""
 
-from .comparison import compared_plans
+from .comparison import compared_plans, nearest_plans
 from .figures import (
     DraftFigures,
     ModelReport,
@@ -26,6 +26,7 @@ __all__ = [
     "compared_plans",
     "heads_of",
     "megabytes",
+    "nearest_plans",
     "page",
     "plan_figures",
     "search_steps",

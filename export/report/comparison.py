@@ -1,11 +1,11 @@
-"""What a chosen plan stands beside in the report: uniform ones, and the best that the rule makes of its bytes."""
+"""What a chosen plan stands beside in the report: uniform plans, and the best that the rule makes of its bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from ...models.manifest import WeightFormat
+from ...models.manifest import Method, WeightFormat
 from ..allocation.comparison import rule_plans, uniform_plan
 from ..allocation.costs import ByteCosts, cost_of
 from ..allocation.unit_times import UnitTimes
@@ -65,6 +65,33 @@ def compared_plans(
         by_rule = [measured(plan, "by rule", PlanKind.RULE) for plan in ruled]
         found.append(min(by_rule, key=lambda figures: figures.kl or 0.0))
     return found + [measured(plan, "for another budget", PlanKind.SEARCHED) for plan in others]
+
+
+def nearest_plans(
+    config: DecoderConfig,
+    forms: Sequence[WeightFormat],
+    divergence: Callable[[Mapping[str, WeightFormat]], float],
+    times: UnitTimes | None = None,
+    progress: Progress = silent,
+) -> list[PlanFigures]:
+    """Measure rounding to nearest, which needs no text, in one format for all units.
+
+    Args:
+        config: the model's numbers.
+        forms: their bits and blocks are measured.
+        divergence: mean KL in nats of a plan of the checkpoint itself, with nothing folded.
+        times: of passes on this machine; None where they were not measured.
+        progress: hears stage "comparing plans".
+    """
+    plain = [
+        WeightFormat(bits, block, method=Method.RTN) for bits, block in dict.fromkeys((f.bits, f.block) for f in forms)
+    ]
+    found = []
+    for number, form in enumerate(plain, 1):
+        plan = uniform_plan(config, form)
+        found.append(plan_figures(config, plan, f"{form} rtn", PlanKind.NEAREST, divergence(plan), times))
+        progress(STAGE, number / len(plain))
+    return found
 
 
 def _alike(forms: Sequence[WeightFormat]) -> list[list[WeightFormat]]:

@@ -29,6 +29,8 @@ class PlanKind(Enum):
     """The one the bundle has."""
     UNIFORM = "uniform"
     """One format for all units."""
+    NEAREST = "nearest"
+    """One format for all units, weights rounded to nearest without any text."""
     RULE = "rule"
     """Formats by a unit's place: more bits for the head and some of the layers."""
     SEARCHED = "searched"
@@ -151,14 +153,20 @@ class ModelReport:
 
     @property
     def compared(self) -> list[PlanFigures]:
-        """The plans without those that the search only came by, the smallest first."""
-        kept = [plan for plan in self.plans if plan.kind is not PlanKind.SEARCHED]
+        """The plan and what it is chosen instead of, the smallest first."""
+        kept = [plan for plan in self.plans if plan.kind in (PlanKind.CHOSEN, PlanKind.UNIFORM, PlanKind.RULE)]
         return sorted(kept, key=lambda plan: (plan.bytes_read, plan.kind is PlanKind.CHOSEN))
 
     @property
     def against_uniform(self) -> float | None:
         """The chosen plan's KL over that of uniform plans with as many bytes; None without one on either side."""
-        expected = log_line(self.chosen.bytes_read, _uniform(self.plans))
+        expected = log_line(self.chosen.bytes_read, _of_kind(self.plans, PlanKind.UNIFORM))
+        return None if expected is None or self.chosen.kl is None else self.chosen.kl / expected
+
+    @property
+    def against_nearest(self) -> float | None:
+        """The chosen plan's KL over that of rounding to nearest in as many bytes; None where that was not measured."""
+        expected = log_line(self.chosen.bytes_read, _of_kind(self.plans, PlanKind.NEAREST))
         return None if expected is None or self.chosen.kl is None else self.chosen.kl / expected
 
     @property
@@ -190,5 +198,5 @@ def log_line(bytes_read: float, plans: Sequence[PlanFigures]) -> float | None:
     return next((kl for size, kl in kept if size == bytes_read), None)
 
 
-def _uniform(plans: Sequence[PlanFigures]) -> list[PlanFigures]:
-    return [plan for plan in plans if plan.kind is PlanKind.UNIFORM]
+def _of_kind(plans: Sequence[PlanFigures], kind: PlanKind) -> list[PlanFigures]:
+    return [plan for plan in plans if plan.kind is kind]

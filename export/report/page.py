@@ -45,6 +45,7 @@ def as_values(report: ModelReport) -> dict[str, Any]:
     values: dict[str, Any] = _plain(report)
     values["bits_per_weight"] = _plain(report.chosen.bits_per_weight)
     values["kl_against_uniform"] = _plain(report.against_uniform)
+    values["kl_against_nearest"] = _plain(report.against_nearest)
     values["kl_against_rule"] = _plain(report.against_rule)
     return values
 

@@ -10,7 +10,8 @@ from .figures import ModelReport, PlanFigures, PlanKind
 from .grids import bits_grid, solo_kl_grid
 
 _KINDS: Final[Mapping[PlanKind, str]] = {
-    PlanKind.UNIFORM: "one format for all",
+    PlanKind.NEAREST: "one format, rounded to nearest",
+    PlanKind.UNIFORM: "one format",
     PlanKind.RULE: "by rule",
     PlanKind.SEARCHED: "other mixes",
     PlanKind.CHOSEN: "this model",
@@ -60,7 +61,7 @@ def _plans(
         if not points:
             continue
         shown.append((kind.value, name))
-        if kind is PlanKind.UNIFORM and joined:
+        if kind in (PlanKind.UNIFORM, PlanKind.NEAREST) and joined:
             marks.append(path([(x.at(price), y.at(kl)) for price, kl, _ in points], kind.value))
         for price, kl, plan_name in points:
             hint = f"{plan_name}: {price:.4g} {label.partition(' ')[0]}, KL {kl:.4g}"

@@ -52,8 +52,10 @@ def heads_of(report: ModelReport) -> list[Head]:
         Head("bits a weight", f"{chosen.bits_per_weight:.2f}", f"{megabytes(chosen.bytes_read)} MB read for a token")
     ]
     if chosen.kl is not None:
-        ratio = report.against_uniform
-        beside = "nats from the float32 model" if ratio is None else f"{_less(ratio)} than uniform plans of its size"
+        ratio, beside = report.against_uniform, "than uniform plans of its size"
+        if ratio is None:
+            ratio, beside = report.against_nearest, "than rounded to nearest"
+        beside = "nats from the float32 model" if ratio is None else f"{_less(ratio)} {beside}"
         heads.append(Head("mean KL", f"{chosen.kl:#.3g}", beside, "" if ratio is None else _tone(ratio < 1)))
     if quality is not None:
         heads.append(
@@ -121,6 +123,8 @@ def _comparisons(report: ModelReport) -> str:
             f"KL is {_less(report.against_uniform)} than that of uniform plans at the same bytes, "
             "read off a line of log KL over bytes."
         )
+    if report.against_nearest is not None:
+        said.append(f"It is {_less(report.against_nearest)} than that of rounding to nearest at the same bytes.")
     if report.against_rule is not None:
         said.append(f"It is {_less(report.against_rule)} than that of a rule-based mix of the same bytes.")
     if report.bandwidths:

@@ -26,6 +26,7 @@ from edgerun.export.report import (
     as_values,
     compared_plans,
     megabytes,
+    nearest_plans,
     page,
     plan_figures,
     unit_figures,
@@ -171,6 +172,29 @@ def test_the_rule_is_compared_where_it_has_about_the_same_bytes() -> None:
     kl = chosen.kl or 0.0
     for plans, expected in (((near[0],), kl / 0.2), (near, kl / 0.16), ((*near, far), kl / 0.16), ((far,), None)):
         assert dataclasses.replace(report, plans=[chosen, *plans]).against_rule == expected
+
+
+def test_rounding_to_nearest_is_measured_once_for_bits_and_blocks(tmp_path: Path) -> None:
+    config = read_config(write_checkpoint(tmp_path))
+    forms = [WeightFormat(4, 64, method=Method.GPTQ), WeightFormat(4, 64, zero_points=True), WeightFormat(8, 32)]
+    measured: list[set[tuple[str, Method | None]]] = []
+
+    def divergence(plan: dict[str, WeightFormat]) -> float:
+        measured.append({(str(form), form.method) for form in plan.values()})
+        return 0.5
+
+    found = nearest_plans(config, forms, divergence)
+    assert [each.name for each in found] == ["int4/64 rtn", "int8/32 rtn"]
+    assert measured == [{("int4/64", Method.RTN)}, {("int8/32", Method.RTN)}]
+    assert {each.kind for each in found} == {PlanKind.NEAREST}
+    report = whole_report(1)
+    assert report.against_nearest is None
+    near = [plan("rtn", PlanKind.NEAREST, bits, 2 * (report.chosen.kl or 0.0)) for bits in (3.5, 4.5)]
+    report = dataclasses.replace(report, plans=[*report.plans, *near])
+    assert report.against_nearest == pytest.approx(0.5)
+    assert "50% less than that of rounding to nearest at the same bytes" in page(report)
+    assert as_values(report)["kl_against_nearest"] == 0.5
+    assert near[0] not in report.compared
 
 
 def test_sizes_have_three_digits_or_a_tenth() -> None:

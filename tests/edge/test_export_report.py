@@ -1,0 +1,65 @@
+"""Exports from the command line that write a report: page, JSON, manifest and terminal say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgerun.edge.cli import main
+
+tiny = pytest.importorskip("tiny", reason="needs the export extra")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("reported") / "source")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+
+
+def exported(checkpoint: Path, out: Path, *options: str) -> None:
+    assert main(["export", str(checkpoint), str(out), "--calibration-tokens", "1100", *options]) == 0
+
+
+def test_an_observed_export_is_reported(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    exported(checkpoint, out, "--weights", "int4", "--block", "64", "--method", "awq+gptq")
+    shown = capsys.readouterr().out
+    report, manifest = (json.loads((out / name).read_text()) for name in ("report.json", "edge.json"))
+    assert report["shipped"] | {"tokens": 0} == pytest.approx(manifest["quality"] | {"tokens": 0}, rel=1e-5)
+    assert report["calibration"] == manifest["calibration"]
+    assert report["calibration"]["folded"] is True
+    assert report["command"] == manifest["command"]
+    assert [unit["name"] for unit in report["units"]] == [name for name in manifest["weights"] if name != "embedding"]
+    assert all(unit["solo_kl"] > 0 for unit in report["units"])
+    assert {unit["form"]["method"] for unit in report["units"]} == {"gptq"}
+    chosen, nearest = report["plans"]
+    assert (chosen["kind"], nearest["kind"], nearest["name"]) == ("chosen", "nearest", "int4/64 rtn")
+    assert chosen["bytes_read"] == nearest["bytes_read"] == sum(unit["bytes_read"] for unit in report["units"])
+    assert report["kl_against_nearest"] == pytest.approx(chosen["kl"] / nearest["kl"], rel=1e-4)
+    assert sorted(map(int, report["speed"]["measured"])) == [1, 2, 4, 8]
+    assert report["seconds"] > 0
+    assert {"processor", "onnxruntime"} <= report["machine"].keys()
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    assert f"mean KL: {chosen['kl']:#.3g}" in shown
+    assert "than rounded to nearest" in shown
+
+
+def test_any_checkpoint_can_be_reported_and_reported_bundles_are_replaced(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    exported(checkpoint, out, "--weights", "int8", "--report", "--method", "rtn")
+    report = json.loads((out / "report.json").read_text())
+    assert report["shipped"]["mean_kl"] < 0.1
+    assert report["bits_per_weight"] == pytest.approx(10.0)
+    exported(checkpoint, out, "--weights", "int4", "--report")
+    assert json.loads((out / "report.json").read_text())["bits_per_weight"] == pytest.approx(6.0)
+    assert main(["export", str(checkpoint), str(out), "--weights", "int4"]) == 0
+    assert not (out / "report.json").exists()
+    assert main([str(out), "-p", "the", "-n", "3"]) == 0
