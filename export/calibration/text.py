@@ -59,7 +59,7 @@ def divided(texts: Sequence[TokenArray], origin: str, longest: int, seed: int = 
         )
     found = list(pieces.values())
     if len(found) < _HELD_OUT:
-        found = [part for piece in found for part in np.array_split(piece, _HELD_OUT)]
+        found = [part for piece in found for part in np.array_split(piece, min(_HELD_OUT, len(piece) // 2))]
     order = np.random.default_rng(seed).permutation(len(found))
     held_out: list[TokenArray] = []
     calibration: list[TokenArray] = []

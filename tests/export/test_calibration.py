@@ -29,7 +29,7 @@ def random_texts(count: int, length: int, seed: int = 0):
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 700), min_size=1, max_size=30),
-    longest=st.integers(2, 256),
+    longest=st.one_of(st.integers(2, 256), st.just(2000)),
     seed=st.integers(0, 3),
 )
 def test_both_parts_together_are_the_text(lengths, longest: int, seed: int) -> None:
@@ -135,3 +135,12 @@ def test_an_interrupted_pass_goes_on_where_it_stopped(tmp_path, after: int) -> N
     done: list[float] = []
     collect_statistics(source, config, text, tmp_path / "work", 256, False, done.append)
     assert not done
+
+
+@pytest.mark.parametrize("lengths", [[2000], [1500, 2], [600, 3, 600]])
+def test_a_single_text_is_cut(lengths) -> None:
+    tokens = np.arange(sum(lengths))
+    text = divided(np.split(tokens, np.cumsum(lengths)[:-1]), "a file", 4000)
+    assert all(len(part) > 1 for part in (*text.calibration, *text.held_out))
+    assert sorted(np.concatenate([*text.calibration, *text.held_out]).tolist()) == tokens.tolist()
+    assert 0.2 < sum(map(len, text.held_out)) / text.tokens < 0.6
