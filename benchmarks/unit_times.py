@@ -3,10 +3,12 @@
 Example: python benchmarks/unit_times.py --shape qwen2.5-0.5b --plans 6
 
 Measures the units of a shape in every format (`export.allocation.unit_times`), and in the same turns passes of models
-of that shape with random weights and plans. Plans are of three kinds in turn: every unit any format, every unit one of
-two formats, and every kind of unit one format in all layers. Prints a table (megabytes a pass reads, milliseconds
-predicted and measured, and their ratio), then one JSON line. On Linux, `chrt --rr 1` in front keeps other programs off
-the cores.
+of that shape with random weights. The first has 4 bits in blocks of 128 throughout; the second 2 bits in part of the
+layers' linears, drawn at random, so that a weight has 3.5 bits as packed; then come random plans of three kinds in
+turn: every unit any format, every unit one of two formats, and every kind of unit one format in all layers. Prints a
+table (megabytes of the weights file and as a pass reads them; milliseconds predicted and measured, and their ratio; the
+measured time over that of the first plan), then one JSON line. On Linux, `chrt --rr 1` in front keeps other programs
+off the cores.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ import edgerun
 from checkpoints import SHAPES
 from edgerun.edge.node_stopwatch import BundleNodeStopwatch
 from edgerun.export import WeightFormat
-from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, with_embedding
+from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, weight_count, with_embedding
 from edgerun.export.allocation.timing_bundles import TimingBundle
 from edgerun.export.allocation.unit_times import kind_of, measure
 from edgerun.export.config import DecoderConfig, read_config
 from edgerun.export.workbench import PassTimes
+from edgerun.models.bundle import WEIGHTS_NAME
 
 _ROWS = (1, 4)
+_FOUR = WeightFormat(4, 128)
+_TWO = WeightFormat(2, 128)
+_BITS = 3.5
 
 
 def main() -> None:
@@ -47,23 +53,39 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = config_of(options.shape, folder)
-        plans = random_plans(config, options.plans, options.seed)
+        uniform = with_embedding(config, {unit.name: _FOUR for unit in chosen_units(config)})
+        plans = [
+            uniform,
+            partly_two(config, uniform, options.seed),
+            *random_plans(config, options.plans, options.seed),
+        ]
         paths = [folder / f"plan-{number}" for number in range(len(plans))]
         for plan, path in zip(plans, paths, strict=True):
             TimingBundle(replace(config, tied_head=True), plan).write(path)
         stopwatch = Together(BundleNodeStopwatch(options.threads), paths)
         started = time.perf_counter()
         times = measure(config, stopwatch, rounds=options.rounds)
+        files = [(path / WEIGHTS_NAME).stat().st_size / 1e6 for path in paths]
     print(f"{options.shape}: measured in {time.perf_counter() - started:.0f} s; us a unit at {_ROWS} rows")
     show_units(config, times.to_json())
     results = []
     for rows in _ROWS:
         print(f"passes over {rows} rows:")
-        for plan, passes in zip(plans, stopwatch.measured, strict=True):
+        first = stopwatch.measured[0][rows].seconds
+        for plan, passes, file in zip(plans, stopwatch.measured, files, strict=True):
             size = sum(bytes_read(unit, plan[unit.name]) for unit in chosen_units(config)) / 1e6
             predicted, measured = times.milliseconds(plan, rows), 1e3 * passes[rows].seconds
-            print(f"  {size:7.1f} MB {predicted:8.2f} {measured:8.2f} {predicted / measured:7.3f}")
-            results.append({"rows": rows, "megabytes": size, "predicted_ms": predicted, "measured_ms": measured})
+            ratios = f"{predicted / measured:7.3f} {passes[rows].seconds / first:7.3f}"
+            print(f"  {file:7.1f} MB {size:7.1f} MB {predicted:8.2f} {measured:8.2f} {ratios}")
+            results.append(
+                {
+                    "rows": rows,
+                    "file_megabytes": file,
+                    "megabytes": size,
+                    "predicted_ms": predicted,
+                    "measured_ms": measured,
+                }
+            )
     print(
         json.dumps(
             {"benchmark": "unit_times", "edgerun": edgerun.__version__, "shape": options.shape, "results": results}
@@ -92,6 +114,18 @@ def config_of(shape: str, folder: Path) -> DecoderConfig:
     """The numbers of a shape, as of a checkpoint."""
     (folder / "config.json").write_text(json.dumps(SHAPES[shape].config("bfloat16")))
     return read_config(folder)
+
+
+def partly_two(config: DecoderConfig, uniform: dict[str, WeightFormat], seed: int) -> dict[str, WeightFormat]:
+    """A plan with 2 bits in as many linears, of those it meets in random order, as make 3.5 bits a weight."""
+    units = list(chosen_units(config))
+    plan = dict(uniform)
+    for place in np.random.default_rng(seed).permutation(len(units)):
+        if sum(bytes_read(unit, plan[unit.name]) for unit in units) * 8 <= _BITS * weight_count(config):
+            break
+        if units[place].name != "head":
+            plan[units[place].name] = _TWO
+    return plan
 
 
 def random_plans(config: DecoderConfig, count: int, seed: int) -> list[dict[str, WeightFormat]]:
