@@ -226,7 +226,7 @@ def _named_by_manifest(parts: Parts, path: str) -> dict[str, str]:
     manifest = Manifest.from_json(parts.get([path])[path][0].read_bytes(), f"{path} of {parts.listing.repo}")
     names = [MANIFEST_NAME, *manifest.files]
     wanted = {name: str(folder / name) for name in names if is_safe_path(name)}
-    if manifest.draft is not None and is_safe_path(manifest.draft.path):
+    if manifest.draft is not None and not manifest.draft.graph and is_safe_path(manifest.draft.path):
         draft = folder / manifest.draft.path
         for each in map(PurePosixPath, parts.listing.files):
             if draft in each.parents:

@@ -112,32 +112,35 @@ def adopt_own_draft(
     markers = read_markers(target)
     whole = onnx.load(target / GRAPH_NAME, load_external_data=False)
 
+    chosen_on, judged_on = (_first(texts, _READ) for texts in (counted, held_out))
+
     def judge(texts: Sequence[TokenArray]) -> SkipJudge:
-        some = _first(texts, _READ)
-        return SkipJudge(target, manifest.architecture, some, [answer_start(each, markers) for each in some], _JUDGED)
+        starts = [answer_start(text, markers) for text in texts]
+        return SkipJudge(target, manifest.architecture, texts, starts, _JUDGED)
 
     ranking = None
     if vocabulary is not None:
         ranking = rank_tokens(counted, manifest.architecture.vocab_size, markers.special | markers.ending)
         if vocabulary != CHOSEN:
             ranking.kept(vocabulary)  # before anything that takes long
-    judges = judge(counted), judge(held_out)
     times = _part_times(target, manifest, whole, stopwatch)
     progress(_STAGE, 0.1)
     started = time.monotonic()
     search = LayerSearch(
-        judges[0].agreement,
+        judge(chosen_on).agreement,
         times,
         seed=seed,
         deadline=started + seconds,
         progress=lambda _: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / seconds)),
     )
-    skipped = search.best().skipped
+    skipped, choices = search.best().skipped, search.judged
+    del search  # and with it a session as large as the model
     progress(_STAGE, 0.8)
-    agreement, tokens = judges[1].agreement(skipped), manifest.architecture.vocab_size
+    other = judge(judged_on)
+    agreement, tokens = other.agreement(skipped), manifest.architecture.vocab_size
     write_own_draft(target, skipped)
     if ranking is not None:
-        sizes = _agreement_by_size(judges[1], skipped, ranking)
+        sizes = _agreement_by_size(other, skipped, ranking)
         tokens = vocabulary or _best_head(target, manifest, ranking, sizes, times, stopwatch)
         agreement = float(sizes[tokens])
         if tokens < ranking.order.size:
@@ -154,7 +157,7 @@ def adopt_own_draft(
         target_ms=1e3 * on_target[1],
         tokens_per_second=speed(agreement, on_draft[1], on_target),
         plain_tokens_per_second=1 / on_target[1],
-        judged=search.judged,
+        judged=choices,
     )
 
 

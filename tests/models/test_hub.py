@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -174,6 +175,16 @@ def test_a_bundle_of_our_own_comes_with_its_draft(hub: HubServer, tiny_bundle: P
         assert engine.generate("ab", max_tokens=8).text == plain.generate("ab", max_tokens=8).text
     (asked_for,) = {body for body in hub.bodies() if body.endswith("tokenizer.json")}
     assert hub.bodies().count(asked_for) == 1
+
+
+def test_a_draft_of_a_models_own_layers_comes_along(hub: HubServer, tiny_bundle: Path) -> None:
+    manifest = json.loads((tiny_bundle / "edge.json").read_text())
+    draft = (tiny_bundle / "model.onnx").read_bytes()
+    digest = {"bytes": len(draft), "sha256": hashlib.sha256(draft).hexdigest()}
+    named = {"draft": {"path": ".", "graph": "draft.onnx"}, "files": {**manifest["files"], "draft.onnx": digest}}
+    files = {**files_of(tiny_bundle), "draft.onnx": draft, "edge.json": json.dumps({**manifest, **named}).encode()}
+    hub.repo("org/own", {**files, "notes.txt": b"-"})
+    assert names(fetch_model(HubId("org/own")).folder) == set(files)
 
 
 def test_a_checkpoint_is_for_export(hub: HubServer) -> None:
