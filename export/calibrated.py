@@ -5,6 +5,7 @@ All of it lies in a work folder, so that an interrupted export goes on where it 
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from .progress import Progress
 from .recipe import ExportRecipe, with_methods
 from .requests import CalibrationRequest, Objective
 from .source import ModelSource
+from .successive import round_successively
 from .workbench import Workbench
 
 FOLDED_FOR: Final = WeightFormat(4, 64)
@@ -100,7 +102,11 @@ def prepare(
             allocation = faster_with_guesses(allocation, mixing.divergence, times, draft, progress).allocation
         plan = dict(allocation.plan)
     formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
-    _round(config, formats, store, progress)
+    if any(form.method is Method.GPTQ for form in formats.values()):
+        key = hashlib.sha256(repr(sorted(formats.items())).encode()).hexdigest()[:16]
+        store = round_successively(source, config, text, formats, folder / f"rounded-{key}", context, progress)
+    else:
+        _round(config, formats, store, progress)
     content = Content(store.view(formats), checkpoint, config, formats, context, recipe.layout, command)
     judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
     plain = UnitStore(checkpoint, config, folder / "unobserved" / "units")

@@ -108,10 +108,22 @@ class LayerRunner:
         self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf
     ) -> tuple[Float32Array, dict[str, Float32Array]]:
         """The residual after layer `index`, and by the name of a unit what it multiplies, float32 [B, S, K]."""
-        half = self._attention_half(index)
-        middle, first = self._captured(half, index, hidden, weights_of, self._attention_feeds(half, index, batch))
-        after, second = self._captured(self._feed_forward_half(), index, middle, weights_of, {})
+        middle, first = self.attention_captured(index, hidden, batch, weights_of)
+        after, second = self.feed_forward_captured(index, middle, weights_of)
         return after, {**first, **second}
+
+    def attention_captured(
+        self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf
+    ) -> tuple[Float32Array, dict[str, Float32Array]]:
+        """`attention`, and what its units multiply, as of `captured`."""
+        half = self._attention_half(index)
+        return self._captured(half, index, hidden, weights_of, self._attention_feeds(half, index, batch))
+
+    def feed_forward_captured(
+        self, index: int, hidden: Float32Array, weights_of: WeightsOf
+    ) -> tuple[Float32Array, dict[str, Float32Array]]:
+        """`feed_forward`, and what its units multiply, as of `captured`."""
+        return self._captured(self._feed_forward_half(), index, hidden, weights_of, {})
 
     def head_inputs(self, rows: Float32Array) -> Float32Array:
         """What the head multiplies, of rows [R, hidden] after the last layer."""
