@@ -16,7 +16,7 @@ from .choices import Choice, Divergence, choices_of, plan_of, total_costs
 from .costs import ByteCosts, Costs
 from .ladder import chosen_units, with_embedding
 from .lagrange import cheapest, seed_plan
-from .polish import polished
+from .polish import polished, without_vain_levels
 from .search import Measured, SearchSettings, evolve
 from .sensitivity import Solo, solo_divergences
 
@@ -117,7 +117,8 @@ def allocate(
     measured = Measured(choices, stages)
     start = seed_plan(choices, limits)
     found = evolve(choices, start, limits, measured, settings, folder / f"{budget}-{SEARCH_FILE}", progress)
-    picks = polished(choices, found.picks, limits, measured, _POLISH_SHARE * settings.seconds, progress)
+    best = polished(choices, found.picks, limits, measured, _POLISH_SHARE * settings.seconds, progress)
+    picks = without_vain_levels(choices, best, measured)
     return Allocation(
         with_embedding(config, plan_of(choices, picks)),
         measured(picks),

@@ -24,6 +24,8 @@ _REACH: Final = 2
 _TRIED: Final = 24
 """Combined changes that are measured before a plan counts as the best around."""
 _ROUNDS: Final = 20
+_NEAR: Final = 0.005
+"""A rise of divergence by this part, on some of the text, may be none on all of it."""
 
 
 def polished(
@@ -56,6 +58,26 @@ def polished(
             break
         picks = better
     progress(STAGE, 1.0)
+    return picks
+
+
+def without_vain_levels(choices: Sequence[Choice], start: Picks, measured: Measured) -> Picks:
+    """The plan with every unit lowered whose next cheaper level gives no more divergence.
+
+    A polished plan has no such unit, but a search may run out of time. Units are told by part of the text first: few
+    come near to making no difference.
+    """
+    picks = start
+    for index in reversed(range(len(choices))):
+        while picks[index] > 0:
+            lower = _changed(picks, ((index, picks[index] - 1),))
+            old, new = (choices[index].levels[plan[index]].costs for plan in (picks, lower))
+            if any(one > other for one, other in zip(new, old, strict=True)):
+                break
+            screen = max(0, measured.stages - 2)
+            if measured(lower, screen) > (1 + _NEAR) * measured(picks, screen) or measured(lower) > measured(picks):
+                break
+            picks = lower
     return picks
 
 

@@ -21,7 +21,7 @@ from edgerun.export.allocation.comparison import favoured_units, rule_plans, uni
 from edgerun.export.allocation.costs import ByteCosts, cost_of
 from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, levels, weight_count
 from edgerun.export.allocation.lagrange import cheapest, seed_plan
-from edgerun.export.allocation.polish import polished
+from edgerun.export.allocation.polish import polished, without_vain_levels
 from edgerun.export.allocation.search import Measured, SearchSettings, evolve
 from edgerun.export.allocation.sensitivity import solo_divergences
 from edgerun.export.allocation.unit_store import UnitStore
@@ -242,6 +242,7 @@ class TestSearch:
         measured = Measured(choices, [divergence])
         picks = polished(choices, (2,) * UNITS, [math.inf], measured, 60)
         assert picks == (0, *(2,) * (UNITS - 1))
+        assert without_vain_levels(choices, (2,) * UNITS, measured) == picks
 
 
 class TestSolo:
