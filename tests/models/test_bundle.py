@@ -55,7 +55,8 @@ def test_a_manifest_reads_as_it_was_written() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
     assert Manifest.from_json(MANIFEST.to_json().encode()) == MANIFEST
     assert "draft" not in MANIFEST.to_json()
-    for draft in (DraftPairing("../small"), DraftPairing("draft", "d2t.npy"), DraftPairing("d", "e.npy", True)):
+    own = DraftPairing(".", "d2t.npy", graph="draft.onnx", skips=("1.attention", "2.feed-forward"))
+    for draft in (DraftPairing("../small"), DraftPairing("draft", "d2t.npy"), DraftPairing("d", "e.npy", True), own):
         paired = dataclasses.replace(MANIFEST, draft=draft)
         assert Manifest.from_json(paired.to_json()) == paired
     assert "calibration" not in MANIFEST.to_json()
@@ -113,6 +114,9 @@ BAD: list[tuple[str | bytes, str]] = [
     (changed(put("draft", {"path": "..\\x"})), "which must be a path from the bundle's folder"),
     (changed(put("draft", {"path": "x", "d2t": "../y"})), "it has draft.d2t '../y', which must be the name of a file"),
     (changed(put("draft", {"path": "x", "d2t_offsets": 1})), "draft.d2t_offsets 1, which must be true or false"),
+    (changed(put("draft", {"path": ".", "graph": "../g.onnx"})), "the name of a file in the bundle's own folder"),
+    (changed(put("draft", {"path": "x", "graph": "g.onnx"})), "the name of a file in the bundle's own folder"),
+    (changed(put("draft", {"path": ".", "skips": [1]})), "it has draft.skips [1], which must be a list of texts"),
     (changed(put("command", 1)), "it has command 1, which must be text"),
     (changed(put("calibration", {"origin": "a.txt"})), "it lacks calibration.tokens, calibration.held_out_tokens"),
     (changed(put("quality", {"mean_kl": "0"})), "it has quality.mean_kl '0', which must be a finite number"),
