@@ -32,7 +32,7 @@ from .draft_making import make_draft
 from .faster_mix import faster_with_guesses
 from .mixing import Mixing
 from .progress import Progress
-from .recipe import ExportRecipe, with_methods
+from .recipe import FP32, ExportRecipe, with_methods
 from .requests import CalibrationRequest, Objective
 from .source import ModelSource
 from .successive import round_successively
@@ -149,14 +149,14 @@ def _observed(
     )
     if not recipe.folded:
         return CalibratedSource(model.source, model.config, statistics)
-    form = FOLDED_FOR if recipe.mix is not None or recipe.body is None else recipe.body
+    form = FOLDED_FOR if recipe.mix is not None or recipe.body in (None, FP32) else recipe.body
     form = replace(form, method=recipe.methods.get(form.bits))
     folded, of_folded = fold(model.source, model.config, statistics, form, progress)
     return CalibratedSource(folded, model.config, of_folded)
 
 
 def _wants_moments(recipe: ExportRecipe) -> bool:
-    return recipe.folded or recipe.mix is not None or recipe.method is Method.GPTQ
+    return recipe.folded or recipe.mix is not None or Method.GPTQ in recipe.methods.values()
 
 
 def _draft_speed(
