@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -153,7 +154,9 @@ def export(
     draft: Annotated[
         Path | None,
         typer.Option(
-            metavar="SRC", help="Checkpoint of a draft model, which becomes part of OUT.", rich_help_panel=_DRAFT
+            metavar="SRC",
+            help="Checkpoint of a draft model, also on the hub, which becomes part of OUT.",
+            rich_help_panel=_DRAFT,
         ),
     ] = None,
     draft_weights: Annotated[
@@ -214,12 +217,8 @@ def export(
     from .workbench import bench_of_this_machine
 
     asked = source.as_posix()
-    name = source.resolve().name
-    if is_on_hub(asked):
-        from ..models.hub import fetch_checkpoint
-
-        name, source = asked, fetch_checkpoint(parse_hub_id(asked))
-    source = find_source(source)
+    name = asked if is_on_hub(asked) else source.resolve().name
+    source = find_source(_on_disk(source))
     mixed = weights is WeightChoice.MIXED or plan is not None
     _require_mix(mixed, weights, context)
     if weights is None and not has_own_formats(source):
@@ -246,6 +245,9 @@ def export(
         )
     if calibration is not None or tokens is not None or seed:
         calibrated = CalibrationRequest(calibration_file(calibration), tokens or USUAL_TOKENS, seed)
+    small = draft_request(draft, draft_vocab, draft_layers, form(draft_weights))
+    if small is not None and small.source is not None:
+        small = replace(small, source=find_source(_on_disk(small.source)))
     recipe = ExportRecipe(
         body=form(WeightChoice.INT4 if mixed else weights),
         head=form(head),
@@ -255,13 +257,27 @@ def export(
         calibration=calibrated,
         folded=method is not None and method.folded,
         mix=mix,
-        draft=draft_request(draft, draft_vocab, draft_layers, form(draft_weights)),
+        draft=small,
         report=report,
         work=work,
     )
     with _progress_bar() as progress:
         finished = export_model(source, destination, recipe, progress, _command(context, name), bench_of_this_machine())
     _show(finished)
+
+
+def _on_disk(named: Path) -> Path:
+    """The path that was named, or where a checkpoint of the hub by that name was downloaded to.
+
+    Raises:
+        EdgeError: the hub does not give it.
+    """
+    asked = named.as_posix()
+    if not is_on_hub(asked):
+        return named
+    from ..models.hub import fetch_checkpoint
+
+    return fetch_checkpoint(parse_hub_id(asked))
 
 
 def _require_mix(mixed: bool, weights: WeightChoice | None, context: typer.Context) -> None:
@@ -336,7 +352,9 @@ def _progress_bar() -> Iterator[_Bar]:
 def _show(report: ExportReport) -> None:
     size = sum(report.file_bytes.values()) / 1e6
     parity = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.as_mapping().items())
-    typer.echo(f"{report.bundle}: {size:.1f} MB, {report.bits_per_weight:.2f} bits a weight, {report.seconds:.1f} s")
+    typer.echo(
+        f"{report.bundle}: {size:.1f} MB, {report.bits_per_weight:.2f} bits a weight on disk, {report.seconds:.1f} s"
+    )
     typer.echo(f"against the reference: {parity}")
     if report.report is not None:
         show_report(Console(), report.report)

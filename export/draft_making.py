@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..edge.errors import EdgeError
+from ..edge.errors import EdgeError, InputError
 from ..models.bundle import DRAFT_FOLDER
+from ..models.pairing import vocabulary_difference
 from .allocation.speculation import DraftSpeed
 from .bundle_writer import write_bundle
 from .calibration.text import CalibrationText
@@ -32,6 +33,28 @@ class MadeDraft:
     speed: DraftSpeed
     figures: DraftFigures | None
     """None where no text is long enough to judge it by."""
+
+
+def require_draft(target: Path, request: DraftRequest) -> None:
+    """Check, before anything that takes long, that a draft's checkpoint can be exported and has the target's tokens.
+
+    Args:
+        target: the folder of the target's tokenizer.
+        request: the draft that is asked for.
+
+    Raises:
+        CheckpointError: the draft's checkpoint is damaged, incomplete or not supported.
+        InputError: it has other tokens.
+    """
+    if request.source is None:
+        return
+    with opened(request.source) as (_, draft):
+        difference = vocabulary_difference(target, draft.folder)
+    if difference:
+        raise InputError(
+            f"the draft {request.source} has another vocabulary than the model: {difference}",
+            "give a draft with the same tokenizer",
+        )
 
 
 def make_draft(

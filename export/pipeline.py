@@ -11,6 +11,7 @@ from .calibrated import prepare, settings_of
 from .completion import complete
 from .content import Content
 from .destination import bundle_written_whole, require_apart
+from .draft_making import require_draft
 from .gguf import is_gguf
 from .opened import opened
 from .outcome import ExportReport
@@ -42,7 +43,8 @@ def export_checkpoint(
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
         InputError: the destination holds something that is not a bundle's or overlaps the source, the context is
-            too long, a method is chosen for a GGUF file, or a text, budget or plan does not do (see `prepare`).
+            too long, a method is chosen for a GGUF file, a text, budget or plan does not do (see `prepare`), or the
+            draft has other tokens.
         DestinationError: the disk refused a write.
         ExportError: the graph does not compute what the checkpoint means. As with every error, the destination is as it
             was before.
@@ -56,6 +58,8 @@ def export_checkpoint(
     require_apart(source, destination)
     with opened(source) as (config, checkpoint):
         context = recipe.context_for(config)
+        if recipe.draft is not None:
+            require_draft(checkpoint.folder, recipe.draft)
         if recipe.plain:
             plan = recipe.plan_for(config, checkpoint.own_format)
             if not is_gguf(source):

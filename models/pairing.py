@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..edge.errors import BundleError
 from .atomic import write_atomically
-from .bundle import MAP_NAME, Bundle, open_bundle
+from .bundle import GRAPH_NAME, MAP_NAME, Bundle, open_bundle
 from .external_data import check_external_data
 from .find import find_model
 from .json_file import is_whole, read_json_object
@@ -109,6 +109,17 @@ def pair(target: Bundle, draft: Bundle, named: DraftPairing | None = None) -> Pa
     if difference:
         raise BundleError(f"the draft {draft.folder} has another vocabulary than {target.folder}: {difference}", _HINT)
     return Pair(draft, target_ids)
+
+
+def vocabulary_difference(target: Path, draft: Path) -> str:
+    """Where the tokens of a tokenizer.json in the folder `draft` are not those of the one in `target`, in a few words;
+    empty if they are the same.
+
+    Raises:
+        BundleError: one of them is missing or damaged.
+    """
+    ours, theirs = (Bundle(folder, folder / GRAPH_NAME, None) for folder in (target, draft))
+    return "" if _same_file(ours, theirs) else _read_vocabulary(theirs).difference(_read_vocabulary(ours))
 
 
 def name_draft(target: str | os.PathLike[str], draft: str | os.PathLike[str]) -> None:
