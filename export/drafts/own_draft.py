@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -111,7 +111,6 @@ def adopt_own_draft(
     progress(_STAGE, 0.0)
     markers = read_markers(target)
     whole = onnx.load(target / GRAPH_NAME, load_external_data=False)
-
     chosen_on, judged_on = (_first(texts, _READ) for texts in (counted, held_out))
 
     def judge(texts: Sequence[TokenArray]) -> SkipJudge:
@@ -146,7 +145,7 @@ def adopt_own_draft(
         if tokens < ranking.order.size:
             trim_own_draft(target, ranking.kept(tokens))
     with as_bundle(target, manifest, _draft_of(target)) as draft:
-        on_target, on_draft = stopwatch([target, draft], TARGET_ROWS, _ROUNDS)
+        on_target, on_draft = stopwatch([target, draft], (1,), _ROUNDS)
     progress(_STAGE, 1.0)
     return OwnDraftReport(
         skips=tuple(map(str, sorted(skipped))),
@@ -155,7 +154,7 @@ def adopt_own_draft(
         agreement=agreement,
         step_ms=1e3 * on_draft[1],
         target_ms=1e3 * on_target[1],
-        tokens_per_second=speed(agreement, on_draft[1], on_target),
+        tokens_per_second=speed(agreement, on_draft[1], _at_the_pace_of(on_target[1], times.target)),
         plain_tokens_per_second=1 / on_target[1],
         judged=choices,
     )
@@ -202,14 +201,20 @@ def _part_times(target: Path, manifest: Manifest, whole: ModelProto, stopwatch: 
         as_bundle(target, manifest, without(whole, of_kind[0])) as first,
         as_bundle(target, manifest, without(whole, of_kind[1])) as second,
     ):
-        on_target, *lacking = stopwatch([target, first, second], TARGET_ROWS, _ROUNDS)
+        (curve,) = stopwatch([target], TARGET_ROWS, _ROUNDS)
+        again, *lacking = stopwatch([target, first, second], (1,), _ROUNDS)
     all_bytes = external_bytes(whole)
     seconds: dict[SubLayer, float] = {}
     for kind, times in zip(of_kind, lacking, strict=True):
         sizes = [all_bytes - external_bytes(without(whole, (part,))) for part in kind]
-        saved = max(0.0, on_target[1] - times[1])
+        saved = max(0.0, again[1] - times[1])
         seconds |= {part: saved * size / sum(sizes) for part, size in zip(kind, sizes, strict=True)}
-    return PartTimes(on_target, seconds)
+    return PartTimes(_at_the_pace_of(again[1], curve), seconds)
+
+
+def _at_the_pace_of(one: float, curve: Mapping[int, float]) -> dict[int, float]:
+    """Seconds by rows as they would have been when a pass over one row took `one`."""
+    return {rows: seconds * one / curve[1] for rows, seconds in curve.items()}
 
 
 def _agreement_by_size(judge: SkipJudge, skipped: Collection[SubLayer], ranking: Ranking) -> Agreement:
