@@ -1,7 +1,7 @@
 """How long the nodes of several models' graphs take, beside the passes as a whole.
 
-Nodes are timed by ONNX Runtime itself, in a session of its own beside the one whose passes are timed: noting a node
-takes time. The two take turns on the same weights.
+Nodes are timed by ONNX Runtime itself, in sessions of their own, since noting a node takes time. Those whose passes are
+timed as a whole run after them, on the same weights.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean
 
 from ..export.workbench import PassTimes
+from ..models.bundle import Bundle
+from ..runtime.bound import BoundSession
 from ..runtime.device import choose_device
 from ..runtime.facts import facts_of
 from ..runtime.node_times import read_passes
@@ -40,20 +42,32 @@ class BundleNodeStopwatch:
             BundleError: one of them is damaged, or no model that edge-run can decode with.
             EdgeError: ONNX Runtime failed.
         """
-        with packed_graphs(bundles) as graphs, tempfile.TemporaryDirectory() as folder:
-            noting = [replace(self._config, profile=Path(folder) / str(number)) for number in range(len(graphs))]
-            sessions = [
-                GraphSession(graph, config, facts_of(bundle))
-                for (bundle, graph), own in zip(graphs, noting, strict=True)
-                for config in (self._config, own)
-            ]
-            opened = [bundle for bundle, _ in graphs for _ in range(2)]
-            times = take_turns([ready(*each) for each in zip(sessions, opened, strict=True)], rows, rounds)
-            profiles = [read_passes(session.end_profile()) for session in sessions[1::2]]
+        with packed_graphs(bundles) as graphs:
+            nodes = self._nodes(graphs, rows, rounds)
+            # Sessions of the second kind are loaded when those of the first are gone: each counts all pages it has
+            # mapped as its own.
+            sessions = [GraphSession(graph, self._config, facts_of(bundle)) for bundle, graph in graphs]
+            passes = take_turns(_ready(sessions, graphs), rows, rounds)
         return [
-            {each: PassTimes(undisturbed(passes[each]), nodes[each]) for each in rows}
-            for passes, nodes in zip(times[::2], (_by_rows(profile, rows) for profile in profiles), strict=True)
+            {each: PassTimes(undisturbed(seconds[each]), of_nodes[each]) for each in rows}
+            for seconds, of_nodes in zip(passes, nodes, strict=True)
         ]
+
+    def _nodes(
+        self, graphs: Sequence[tuple[Bundle, Path]], rows: Sequence[int], rounds: int
+    ) -> list[dict[int, dict[str, float]]]:
+        """Seconds by rows and node, for each bundle."""
+        with tempfile.TemporaryDirectory() as folder:
+            sessions = [
+                GraphSession(graph, replace(self._config, profile=Path(folder) / str(number)), facts_of(bundle))
+                for number, (bundle, graph) in enumerate(graphs)
+            ]
+            take_turns(_ready(sessions, graphs), rows, rounds)
+            return [_by_rows(read_passes(session.end_profile()), rows) for session in sessions]
+
+
+def _ready(sessions: Sequence[GraphSession], graphs: Sequence[tuple[Bundle, Path]]) -> list[BoundSession]:
+    return [ready(session, bundle) for session, (bundle, _) in zip(sessions, graphs, strict=True)]
 
 
 def _by_rows(passes: Sequence[Mapping[str, float]], rows: Sequence[int]) -> dict[int, dict[str, float]]:
