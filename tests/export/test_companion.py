@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from known_machine import by_bytes
 
 import edgerun
 from edgerun import BundleError, InputError
@@ -26,12 +27,6 @@ def texts(seed: int) -> list[np.ndarray]:
     """Of few tokens, each behind a template's."""
     random = np.random.default_rng(seed)
     return [np.array([2, *random.integers(20, 60, 9), 3, *random.integers(20, 60, 20), 0]) for _ in range(6)]
-
-
-def by_bytes(bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
-    """A machine that takes a second for a megabyte and nothing for more rows."""
-    assert rounds > 0
-    return [dict.fromkeys(rows, open_bundle(bundle).weight_bytes / 1e6) for bundle in bundles]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from known_machine import KnownMachine
 
 from edgerun.edge.node_stopwatch import BundleNodeStopwatch
 from edgerun.edge.stopwatch import packed_graphs
@@ -30,8 +30,6 @@ from edgerun.export.allocation.unit_times import (
 )
 from edgerun.export.config import DecoderConfig, read_config
 from edgerun.export.layout import units_of
-from edgerun.export.workbench import PassTimes
-from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import Method
 from edgerun.runtime import prepacked
 from edgerun.runtime.device import choose_device
@@ -49,60 +47,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config_of(folder: Path, family: str = "qwen2", **settings: object) -> DecoderConfig:
     return read_config(write_checkpoint(folder / "checkpoint", family, **settings))
-
-
-class KnownMachine:
-    """A stopwatch of a machine whose times are known: a stand-in for one that is measured."""
-
-    conditions = "known"
-    _LAYER = 0.001
-    _PASS = 0.002
-    _NOTING = 0.0005
-
-    def __init__(self) -> None:
-        self.bundles: list[int] = []
-        """How many there were in each call."""
-        self.slow = 1.0
-
-    def unit(self, kind: str, form: WeightFormat, rows: int) -> float:
-        """Seconds."""
-        places = {"qkv": 1, "o": 2, "gate_up": 3, "down": 4, "head": 5}
-        return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block) * rows
-
-    def rest(self, layers: int, rows: int) -> float:
-        """Seconds."""
-        return self.slow * (self._PASS + self._LAYER * layers) * rows
-
-    def pass_of(self, plan: Mapping[str, WeightFormat], layers: int, rows: int) -> float:
-        """Seconds."""
-        units = sum(self.unit(kind_of(name), form, rows) for name, form in plan.items() if name != "embedding")
-        return self.rest(layers, rows) + units
-
-    def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, PassTimes]]:
-        self.bundles.append(len(bundles))
-        found = []
-        for path in bundles:
-            manifest = open_bundle(path).manifest
-            assert manifest is not None
-            plan, layers = manifest.weights, manifest.architecture.layers
-            names = {name: "logits" if name == "head" else name for name in plan if name != "embedding"}
-            found.append(
-                {
-                    each: PassTimes(
-                        self.pass_of(plan, layers, each),
-                        {
-                            "embedded": 1.0,
-                            "layers.0.qkv.product": 0.0,
-                            **{
-                                node: self.unit(kind_of(name), plan[name], each) + self.slow * self._NOTING
-                                for name, node in names.items()
-                            },
-                        },
-                    )
-                    for each in rows
-                }
-            )
-        return found
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -25,9 +25,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave_something(source: Path, settings: str, kept: Path | None = None) -> Path:
-    with pytest.raises(KeyboardInterrupt), work_folder(source, settings, kept) as folder:
-        (folder / "found").write_text("out")
-        raise KeyboardInterrupt
+    run = work_folder(source, settings, kept)
+    folder = run.__enter__()
+    (folder / "found").write_text("out")
+    interrupt = KeyboardInterrupt()
+    assert not run.__exit__(KeyboardInterrupt, interrupt, None)
     return folder
 
 

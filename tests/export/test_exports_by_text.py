@@ -1,0 +1,242 @@
+"""Exports that observe the model first: calibrated, mixed, with a draft; interrupted and gone on with; refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from known_machine import KnownMachine, by_bytes
+
+import edgerun
+from edgerun.edge.errors import CheckpointError, EdgeError, InputError
+from edgerun.edge.judge import DraftJudge
+from edgerun.edge.self_text import read_texts, write_texts
+from edgerun.export import (
+    CalibrationRequest,
+    DraftRequest,
+    ExportRecipe,
+    ExportReport,
+    Method,
+    MixRequest,
+    Objective,
+    WeightFormat,
+    export_checkpoint,
+    export_model,
+    parse_budget,
+)
+from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, weight_count
+from edgerun.export.config import read_config
+from edgerun.export.workbench import Workbench
+from edgerun.models.bundle import open_bundle
+from tiny import tiny_config, tiny_weights, write_checkpoint, write_weights
+
+BENCH = Workbench(write_texts, read_texts, by_bytes, KnownMachine(), DraftJudge(), {"processor": "known"})
+TEXT = CalibrationRequest(Path("text.txt"), tokens=1100)
+WORDS = "the sea and sand of then is in on other thing that was to be or not at an hour".split()
+PROMPT = "the sea and the"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache's folder; `TEXT` is there, too."""
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 1200)))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("by-text") / "checkpoint", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("by-text") / "draft", seed=1, num_hidden_layers=1)
+
+
+def mixed(budget: str, **settings: object) -> ExportRecipe:
+    request = MixRequest(parse_budget(budget), seconds=2, **settings)  # type: ignore[arg-type]
+    return ExportRecipe(method=Method.K_QUANT, calibration=TEXT, mix=request)
+
+
+def export(source: Path, destination: Path, recipe: ExportRecipe) -> ExportReport:
+    return export_checkpoint(source, destination, recipe, workbench=BENCH)
+
+
+def weights_of(bundle: Path) -> dict[str, WeightFormat]:
+    manifest = open_bundle(bundle).manifest
+    assert manifest is not None
+    return dict(manifest.weights)
+
+
+def answer(bundle: Path, **settings: object) -> str:
+    with edgerun.load(bundle, **settings) as engine:  # type: ignore[arg-type]
+        return engine.generate(PROMPT, max_tokens=60, raw=True).text
+
+
+@pytest.mark.parametrize(("method", "folded"), [(Method.K_QUANT, True), (Method.GPTQ, False)])
+def test_a_calibrated_bundle_is_nearer_than_one_without(
+    checkpoint: Path, tmp_path: Path, method: Method, folded: bool
+) -> None:
+    recipe = ExportRecipe(WeightFormat(2, 64), method=method, folded=folded, calibration=TEXT)
+    calibrated = export(checkpoint, tmp_path / "calibrated", recipe).report
+    plain = export(
+        checkpoint, tmp_path / "plain", ExportRecipe(WeightFormat(2, 64), method=Method.RTN, calibration=TEXT)
+    )
+    assert calibrated is not None
+    assert plain.report is not None
+    assert calibrated.quality is not None
+    assert plain.report.quality is not None
+    assert calibrated.quality.mean_kl < 0.9 * plain.report.quality.mean_kl
+    manifest = open_bundle(tmp_path / "calibrated").manifest
+    assert manifest is not None
+    assert manifest.calibration is not None
+    assert manifest.calibration.folded is folded
+    assert {form.method for form in manifest.weights.values()} == {method}
+
+
+def test_a_mix_keeps_to_its_budget_and_is_written_as_a_plan(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
+    done = export(checkpoint, tmp_path / "bundle", mixed("5bpw"))
+    plan, config = weights_of(tmp_path / "bundle"), read_config(checkpoint)
+    spent = sum(bytes_read(unit, plan[unit.name]) for unit in chosen_units(config))
+    assert spent <= 5 * weight_count(config) / 8
+    assert set(plan.values()) <= set(LADDER)
+    assert len(set(plan.values())) > 1
+    assert done.report is not None
+    assert done.report.budget == "5bpw"
+    data = json.loads((tmp_path / "bundle" / "report.json").read_text())
+    assert data["bits_per_weight"] <= 5
+    assert (tmp_path / "bundle" / "report.html").is_file()
+    assert list((own_cache / "exports").iterdir()) == []
+    assert answer(tmp_path / "bundle")
+
+    again = MixRequest(plan=tmp_path / "bundle" / "plan.toml")
+    export(checkpoint, tmp_path / "again", ExportRecipe(calibration=TEXT, mix=again))
+    names = ("model.onnx", "model.onnx.data")
+    first, second = (open_bundle(tmp_path / name).manifest for name in ("bundle", "again"))
+    assert first is not None
+    assert second is not None
+    assert [first.files[name] for name in names] == [second.files[name] for name in names]
+
+
+def test_a_time_budget_is_kept_as_far_as_times_are_known(checkpoint: Path, tmp_path: Path) -> None:
+    config, machine = read_config(checkpoint), KnownMachine()
+
+    def milliseconds(plan: dict[str, WeightFormat]) -> float:
+        return 1e3 * machine.pass_of(plan, config.layers, 1)
+
+    ends = [milliseconds({unit.name: form for unit in chosen_units(config)}) for form in (LADDER[1], LADDER[-1])]
+    budget = sum(ends) / 2
+    export(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms"))
+    assert ends[0] < milliseconds(weights_of(tmp_path / "bundle")) <= budget + 0.01
+
+
+def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
+    recipe = mixed("5bpw")
+
+    def interrupt(stage: str, fraction: float) -> None:
+        if stage == "searching":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_checkpoint(checkpoint, tmp_path / "bundle", recipe, interrupt, workbench=BENCH)
+    assert not (tmp_path / "bundle").exists()
+    (left,) = (own_cache / "exports").iterdir()
+    solos = json.loads((left / "solo.json").read_text())
+    changed = {key: value + 1 for key, value in solos.items()}
+    (left / "solo.json").write_text(json.dumps(changed))
+
+    stages: list[str] = []
+    done = export_checkpoint(
+        checkpoint, tmp_path / "bundle", recipe, lambda stage, _: stages.append(stage), workbench=BENCH
+    )
+    assert "text" not in stages
+    assert done.report is not None
+    assert all(unit.solo_kl is not None and unit.solo_kl > 1 for unit in done.report.units)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("request_", [DraftRequest(Path()), DraftRequest()], ids=["companion", "own layers"])
+@pytest.mark.parametrize("vocabulary", [None, 150, 0])
+def test_a_draft_changes_no_text(
+    checkpoint: Path, draft: Path, tmp_path: Path, request_: DraftRequest, vocabulary: int | None
+) -> None:
+    request_ = DraftRequest(draft if request_.source is not None else None, vocabulary, None)
+    done = export(checkpoint, tmp_path / "bundle", ExportRecipe(calibration=TEXT, draft=request_))
+    manifest = open_bundle(tmp_path / "bundle").manifest
+    assert manifest is not None
+    assert manifest.draft is not None
+    assert bool(manifest.draft.d2t) == (vocabulary == 150) or vocabulary == 0
+    assert answer(tmp_path / "bundle") == answer(tmp_path / "bundle", draft=None)
+    assert done.report is not None
+    assert len(done.report.drafts) == 1
+
+
+def test_a_mix_for_guesses_diverges_no_more(checkpoint: Path, draft: Path, tmp_path: Path) -> None:
+    plain = export(checkpoint, tmp_path / "plain", mixed("5bpw")).report
+    mix = MixRequest(parse_budget("5bpw"), seconds=2, objective=Objective.SPECULATION)
+    request_ = DraftRequest(draft, None, WeightFormat(4, 32))
+    recipe = ExportRecipe(method=Method.K_QUANT, calibration=TEXT, mix=mix, draft=request_)
+    guessing = export(checkpoint, tmp_path / "guessing", recipe).report
+    assert plain is not None
+    assert guessing is not None
+    assert len(guessing.drafts) == 1
+    assert guessing.search[-1].kl <= plain.search[-1].kl * 1.2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (
+            mixed("1bpw"),
+            r"no plan of this model keeps to 1bpw; budgets from 3\.\d+bpw to \d+\.\d+bpw make a difference",
+        ),
+        (mixed("1ms"), r"no plan of this model keeps to 1ms"),
+        (ExportRecipe(calibration=CalibrationRequest(Path("few.txt"))), r"text to calibrate with has \d+ tokens"),
+        (ExportRecipe(calibration=CalibrationRequest(Path("none.txt"))), r"none\.txt"),
+        (ExportRecipe(mix=MixRequest(plan=Path("strange.toml")), calibration=TEXT), "layers.9.qkv"),
+    ],
+    ids=["bytes", "time", "little text", "no text", "unknown unit"],
+)
+def test_what_cannot_be(checkpoint: Path, tmp_path: Path, recipe: ExportRecipe, said: str) -> None:
+    Path("few.txt").write_text("the sea and the sand\n" * 5)
+    Path("strange.toml").write_text('[units]\n"layers.9.qkv" = "int4/64"\n')
+    with pytest.raises(EdgeError, match=said):
+        export(checkpoint, tmp_path / "bundle", recipe)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_no_numbers(tmp_path: Path, value: float) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    weights = tiny_weights(tiny_config())
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    write_weights(source, weights)
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        export(source, tmp_path / "bundle", mixed("5bpw"))
+
+
+def test_only_checkpoints_of_plain_linears(tmp_path: Path, checkpoint: Path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
+    with pytest.raises(InputError, match="models with experts cannot be calibrated"):
+        export(source, tmp_path / "bundle", mixed("5bpw"))
+    bundle = export_checkpoint(checkpoint, tmp_path / "onnx", ExportRecipe()).bundle
+    with pytest.raises(InputError, match="are for checkpoints of the families"):
+        export_model(bundle, tmp_path / "bundle", mixed("5bpw"), workbench=BENCH)
+    with pytest.raises(InputError, match="depends on the draft; add --draft"):
+        mixed("5bpw", objective=Objective.SPECULATION)
+
+
+def test_a_draft_with_other_tokens_is_refused_before_anything_is_written(checkpoint: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", vocab_size=290)
+    with pytest.raises(InputError) as caught:
+        export(checkpoint, tmp_path / "bundle", ExportRecipe(calibration=TEXT, draft=DraftRequest(other)))
+    assert str(caught.value) == (
+        f"the draft {other} has another vocabulary than the model: its highest token id is 289, not 299; "
+        "give a draft with the same tokenizer"
+    )
+    assert not (tmp_path / "bundle").exists()
+    assert not (tmp_path / "cache").exists()
