@@ -48,10 +48,13 @@ def read_weights(bundle: Bundle, config: DecoderConfig) -> Tensors:
     """Tensors by their Hugging Face names.
 
     Raises:
-        ValueError: the bundle has no manifest, or is of a family with other tensors.
+        ValueError: the bundle has no manifest, is of a family with other tensors, or has weights with zero points
+            or offsets.
     """
     if bundle.manifest is None or bundle.manifest.architecture.family not in ("llama", "qwen2"):
         raise ValueError(f"{bundle.folder} is no bundle of the families llama and qwen2")
+    if any(form.offsets or form.zero_points for form in bundle.manifest.weights.values()):
+        raise ValueError(f"{bundle.folder} has weights with more than codes and scales")
     graph = onnx.load(bundle.graph).graph
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     tensors: Tensors = {}
