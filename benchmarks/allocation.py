@@ -6,7 +6,8 @@ For each budget in bits a weight, as a pass reads them, a plan is searched for o
 float32 model is of the other part. Two lines go through the plans with one format for all, straight in log KL over
 bytes: of those rounded by the same methods, with the same text, and of those rounded to nearest. The rule gives more
 bits to the head and to qkv and down of the outer layers; of its plans that fit the budget the best one counts. A level
-is in vain if a cheaper one of that unit would give no more KL. Prints a table, then one JSON line.
+is in vain if a cheaper one of that unit would give no more KL. Mixed plans and those of the same methods are rounded
+once more in the end, layer by layer, as an export does it. Prints a table, then one JSON line.
 
 `--work` keeps everything that is found out, and a second run goes on from there.
 """
@@ -14,8 +15,10 @@ is in vain if a cheaper one of that unit would give no more KL. Prints a table, 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import edgerun
@@ -24,9 +27,10 @@ from edgerun.edge.workbench import bench_of_this_machine
 from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.allocate import Allocation, allocate, measures_for
 from edgerun.export.allocation.budget import Budget, Measure
+from edgerun.export.allocation.choices import choices_of
 from edgerun.export.allocation.comparison import rule_plans, uniform_plan
 from edgerun.export.allocation.costs import ByteCosts, cost_of
-from edgerun.export.allocation.ladder import bytes_read, chosen_units, levels, weight_count
+from edgerun.export.allocation.ladder import levels, weight_count, with_embedding
 from edgerun.export.allocation.search import SearchSettings
 from edgerun.export.allocation.unit_store import UnitStore
 from edgerun.export.calibration.calibrated import CalibratedSource
@@ -36,10 +40,11 @@ from edgerun.export.calibration.statistics import collect_statistics
 from edgerun.export.config import DecoderConfig
 from edgerun.export.opened import opened
 from edgerun.export.progress import silent
-from edgerun.export.recipe import USUAL_METHODS, ExportRecipe
+from edgerun.export.recipe import OBSERVED_METHODS, USUAL_METHODS, ExportRecipe
 from edgerun.export.report.figures import PlanFigures, PlanKind, log_line
 from edgerun.export.requests import CalibrationRequest
 from edgerun.export.source import ModelSource
+from edgerun.export.successive import round_successively
 
 Plan = Mapping[str, WeightFormat]
 
@@ -73,9 +78,11 @@ class Comparison:
         work.mkdir(parents=True, exist_ok=True)
         text = obtain_text(checkpoint, config, context, request, work, bench_of_this_machine(), silent)
         statistics = collect_statistics(checkpoint, config, text, work / "statistics", context, True, lambda _: None)
-        self.methods = {**USUAL_METHODS, 2: options.method, 4: options.method}
+        self.methods = {**OBSERVED_METHODS, 2: options.method, 4: options.method}
         self.forms = levels([self.methods], options.zero_points)
-        store = UnitStore(CalibratedSource(checkpoint, config, statistics), config, work / "units")
+        self.checkpoint, self.context, self.text = checkpoint, context, text
+        self.observed = CalibratedSource(checkpoint, config, statistics)
+        store = UnitStore(self.observed, config, work / "units")
         self.chooser = PlanEvaluator(checkpoint, config, text.calibration, store.weights, work / "search", context)
         self.judge = PlanEvaluator(checkpoint, config, text.held_out, store.weights, work / "judge", context)
         tokens = f"{sum(map(len, text.calibration))} tokens to choose by, {sum(map(len, text.held_out))} to judge by"
@@ -83,11 +90,12 @@ class Comparison:
 
     def print_all(self) -> None:
         """Every budget against what else there is."""
-        uniform = self.uniform(self.forms)
-        rounded = self.uniform(levels([dict.fromkeys(USUAL_METHODS, Method.RTN)]))
-        for plan in (*uniform, *rounded):
-            print(f"{plan.name:28} {plan.bits_per_weight:6.3f} bits, KL {plan.kl:.5f}")
-        titles = ("bits", "seed KL", "KL", "/ uniform", "/ nearest", "/ rule", "in vain")
+        rounded = self.uniform(levels([dict.fromkeys(USUAL_METHODS, Method.RTN)]), self.kl)
+        uniform = self.uniform(self.forms, self.exported_kl)
+        for kind, plans in (("", uniform), ("to nearest", rounded)):
+            for plan in plans:
+                print(f"{plan.name:24} {kind:10} {plan.bits_per_weight:6.3f} bits, KL {plan.kl:.5f}")
+        titles = ("bits", "seed KL", "found KL", "KL", "/ uniform", "/ nearest", "/ rule", "in vain")
         print(f"{'budget':>6}", *(f"{title:>9}" for title in titles))
         results = []
         for amount in self.options.budgets:
@@ -97,26 +105,29 @@ class Comparison:
                 print(f"{amount:6.2f} {error}")
                 continue
             results.append(row)
-            values = (row[name] for name in ("bits", "seed_kl", "kl", "of_uniform", "of_nearest", "of_rule"))
-            print(f"{amount:6.2f}", *(f"{value:9.4f}" for value in values), f"{row['in_vain']:9.0f}", flush=True)
+            values = (f"{'-' if value is None else format(value, '.4f'):>9}" for value in list(row.values())[1:])
+            print(f"{amount:6.2f}", *values, flush=True)
         print(json.dumps({"benchmark": "allocation", "edgerun": edgerun.__version__, "results": results}))
 
-    def row(self, budget: Budget, uniform: Sequence[PlanFigures], rounded: Sequence[PlanFigures]) -> dict[str, float]:
-        """One budget; quotients of KL are those of the mixed plan over the others."""
+    def row(
+        self, budget: Budget, uniform: Sequence[PlanFigures], rounded: Sequence[PlanFigures]
+    ) -> dict[str, float | None]:
+        """One budget; quotients of KL are those of the mixed plan over the others, None where there is no other."""
         found = self.mixed(budget)
-        chosen = self.figures(found.plan, "mixed", PlanKind.CHOSEN)
-        nan = float("nan")
+        kl, size = self.exported_kl(found.plan), self.size(found.plan)
         rules = rule_plans(self.config, self.forms, ByteCosts(), budget.limit(self.config))
-        rule = min((self.kl(plan) for plan in rules), default=nan)
+        best = min(rules, key=self.kl, default=None)
+        lines = log_line(size, uniform), log_line(size, rounded), None if best is None else self.exported_kl(best)
+        of_uniform, of_nearest, of_rule = (None if other is None else kl / other for other in lines)
         return {
             "budget": budget.amount,
-            "bits": chosen.bits_per_weight,
+            "bits": 8 * size / weight_count(self.config),
             "seed_kl": found.history[0][1],
             "search_kl": found.divergence,
-            "kl": chosen.kl,
-            "of_uniform": chosen.kl / (log_line(chosen.bytes_read, uniform) or nan),
-            "of_nearest": chosen.kl / (log_line(chosen.bytes_read, rounded) or nan),
-            "of_rule": chosen.kl / rule,
+            "kl": kl,
+            "of_uniform": of_uniform,
+            "of_nearest": of_nearest,
+            "of_rule": of_rule,
             "in_vain": self.levels_in_vain(found),
         }
 
@@ -125,11 +136,11 @@ class Comparison:
         settings = SearchSettings(
             seconds=self.options.seconds, patience=self.options.patience, offspring=16, survivors=(4,)
         )
-        stages = [self.options.searched // 4, self.options.searched]
+        stages = [partial(self.searched_kl, tokens) for tokens in (self.options.searched // 4, self.options.searched)]
         return allocate(
             self.config,
             lambda unit, form: self.chooser.solo(unit, form, self.options.solo),
-            [lambda plan, tokens=tokens: self.chooser.divergence(plan, tokens).mean_kl for tokens in stages],
+            stages,
             budget,
             measures_for(budget, self.config),
             self.forms,
@@ -137,31 +148,48 @@ class Comparison:
             settings=settings,
         )
 
+    def searched_kl(self, tokens: int, plan: Plan) -> float:
+        """Mean KL of a plan on text that it is chosen by."""
+        return self.chooser.divergence(plan, tokens).mean_kl
+
     def levels_in_vain(self, found: Allocation) -> int:
-        """How many units have a level that a cheaper one would match, on the text of the search."""
+        """How many units have a level that the next cheaper one would match, on the text of the search."""
         vain = 0
-        for unit in chosen_units(self.config):
-            own = bytes_read(unit, found.plan[unit.name])
-            cheaper = [form for form in self.forms if bytes_read(unit, form) < own]
-            dearest = max(cheaper, key=lambda form: bytes_read(unit, form), default=None)
-            if dearest is not None:
-                plan = {**found.plan, unit.name: dearest}
-                if unit.name == "head" and self.config.tied_head:
-                    plan["embedding"] = dearest
+        for choice in choices_of(self.config, found.solos, [ByteCosts()]):
+            forms = [level.form for level in choice.levels]
+            at = forms.index(found.plan[choice.unit])
+            if at > 0:
+                plan = with_embedding(self.config, {**found.plan, choice.unit: forms[at - 1]})
                 vain += self.chooser.divergence(plan, self.options.searched).mean_kl <= found.divergence
         return vain
 
-    def uniform(self, forms: Sequence[WeightFormat]) -> list[PlanFigures]:
+    def uniform(self, forms: Sequence[WeightFormat], kl: Callable[[Plan], float]) -> list[PlanFigures]:
         """A plan for each format."""
-        return [self.figures(uniform_plan(self.config, form), str(form), PlanKind.UNIFORM) for form in forms]
+        found = []
+        for form in forms:
+            plan = uniform_plan(self.config, form)
+            size = self.size(plan)
+            bits = 8 * size / weight_count(self.config)
+            found.append(PlanFigures(str(form), PlanKind.UNIFORM, size, bits, kl(plan)))
+        return found
 
-    def figures(self, plan: Plan, name: str, kind: PlanKind) -> PlanFigures:
-        """A plan's bytes and KL."""
-        size = int(cost_of(plan, ByteCosts(), self.config))
-        return PlanFigures(name, kind, size, 8 * size / weight_count(self.config), self.kl(plan))
+    def size(self, plan: Plan) -> int:
+        """Bytes of a plan that a pass reads."""
+        return int(cost_of(plan, ByteCosts(), self.config))
+
+    def exported_kl(self, plan: Plan) -> float:
+        """Mean KL of a plan as an export rounds it, on text that nothing was chosen by."""
+        whole = with_embedding(self.config, plan)
+        key = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()[:16]
+        folder = self.options.work / f"rounded-{key}"
+        store = round_successively(self.observed, self.config, self.text, whole, folder, self.context, silent)
+        judge = PlanEvaluator(
+            self.checkpoint, self.config, self.text.held_out, store.weights, folder / "judge", self.context
+        )
+        return judge.divergence(whole, self.options.searched).mean_kl
 
     def kl(self, plan: Plan) -> float:
-        """Mean KL of a plan on text that nothing was chosen by."""
+        """Mean KL of a plan, its units rounded by themselves, on text that nothing was chosen by."""
         return self.judge.divergence(plan, self.options.searched).mean_kl
 
 

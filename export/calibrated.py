@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from ..models.manifest import Method, WeightFormat
-from .allocation.allocate import Allocation
+from .allocation.allocate import Allocation, measures_for, require_affordable
+from .allocation.budget import Budget, Measure
 from .allocation.ladder import LADDER, chosen_units
 from .allocation.plan_file import read_plan
 from .allocation.speculation import DraftSpeed
@@ -85,8 +86,10 @@ def prepare(
         OSError: the disk refused a write.
     """
     request = recipe.calibration or CalibrationRequest()
-    text = obtain_text(checkpoint, config, context, request, folder, workbench, progress)
     plan = None if recipe.mix is None or recipe.mix.plan is None else read_plan(recipe.mix.plan, config)
+    if recipe.mix is not None and recipe.mix.budget is not None:
+        _require_affordable(config, recipe.mix.budget)
+    text = obtain_text(checkpoint, config, context, request, folder, workbench, progress)
     source = checkpoint
     if recipe.observed:
         source = _observed(Model(checkpoint, config, context), text, recipe, folder, progress)
@@ -112,6 +115,12 @@ def prepare(
     plain = UnitStore(checkpoint, config, folder / "unobserved" / "units")
     unobserved = PlanEvaluator(checkpoint, config, text.held_out, plain.weights, folder / "unobserved", context)
     return Prepared(content, text, judge, unobserved, allocation, times)
+
+
+def _require_affordable(config: DecoderConfig, budget: Budget) -> None:
+    """Refuse a budget of bytes that no plan keeps to before anything is measured; of times nothing is known yet."""
+    if budget.measure is not Measure.MILLISECONDS:
+        require_affordable(config, budget, measures_for(budget, config)[0], LADDER)
 
 
 def _round(config: DecoderConfig, plan: Mapping[str, WeightFormat], store: UnitStore, progress: Progress) -> None:

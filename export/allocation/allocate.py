@@ -76,6 +76,25 @@ def measures_for(budget: Budget, config: DecoderConfig, times: Sequence[Costs] =
     return [Limited(times[0], limit), Limited(ByteCosts()), *(Limited(costs) for costs in times[1:])]
 
 
+def require_affordable(config: DecoderConfig, budget: Budget, measure: Limited, forms: Sequence[WeightFormat]) -> None:
+    """Check that some plan keeps to a budget.
+
+    Args:
+        config: the model's numbers.
+        budget: for the message; its limit is that of the measure.
+        measure: what is limited.
+        forms: that units may have.
+
+    Raises:
+        InputError: none does.
+    """
+    costs, units = measure.costs, list(chosen_units(config))
+    least, most = (
+        costs.fixed + sum(pick(costs.of(unit, form) for form in forms) for unit in units) for pick in (min, max)
+    )
+    require_reachable(budget, config, least, most)
+
+
 def allocate(
     config: DecoderConfig,
     solo: SoloDivergence,
@@ -108,10 +127,7 @@ def allocate(
     units = list(chosen_units(config))
     costs = [measure.costs for measure in measures]
     limits = [measure.limit - measure.costs.fixed for measure in measures]
-    least, most = (
-        costs[0].fixed + sum(pick(costs[0].of(unit, form) for form in forms) for unit in units) for pick in (min, max)
-    )
-    require_reachable(budget, config, least, most)
+    require_affordable(config, budget, measures[0], forms)
     solos = solo_divergences(units, forms, solo, folder / SOLO_FILE, progress)
     choices = choices_of(config, solos, costs)
     measured = Measured(choices, stages)
