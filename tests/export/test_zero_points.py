@@ -167,6 +167,11 @@ def test_experts_take_no_zero_points(tmp_path) -> None:
         export_checkpoint(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 32, zero_points=True)))
 
 
+def test_experts_take_powers_of_two(tmp_path) -> None:
+    bundle = write_bundle(tmp_path, "qwen3_moe", weights=WeightFormat(4, 32, powers_of_two=True))
+    assert open_bundle(bundle).manifest.parity["max_abs_diff"] < 1e-4
+
+
 @pytest.mark.parametrize(
     ("form", "option"),
     [(WeightFormat(4, 32, zero_points=True), "--zero-points"), (WeightFormat(4, 32, powers_of_two=True), "--powers")],
