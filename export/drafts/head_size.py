@@ -32,6 +32,9 @@ TARGET_ROWS: Final = tuple(range(1, _LONGEST_CHAIN + 2))
 _SIZES: Final = 64
 """How many sizes are considered, evenly spaced in their logarithm."""
 
+_WORTH_IT: Final = 1.01
+"""Times are not known better, and what the head lacks is missed wherever text is of another kind than what was
+counted."""
 _TOGETHER: Final = 32
 """Rows of logits in memory at a time."""
 
@@ -128,10 +131,11 @@ def agreeing_sizes(preferred: Int64Array, logits: Float32Array, place: Int64Arra
 
 
 def best_size(ranking: Ranking, agreement: Agreement, times: StepTimes) -> int:
-    """The size of head with the most tokens a second; of several that are as good, the smallest."""
+    """The size of head with the most tokens a second; all tokens where that gains less than `_WORTH_IT`."""
     sizes = np.unique(np.geomspace(ranking.least, ranking.order.size, _SIZES).round().astype(np.int64))
     speeds = [speed(float(agreement[size]), times.of_head(int(size), ranking), times.target) for size in sizes]
-    return int(sizes[int(np.argmax(speeds))])
+    best = int(np.argmax(speeds))
+    return int(sizes[best]) if speeds[best] >= _WORTH_IT * speeds[-1] else int(sizes[-1])
 
 
 def speed(agreement: float, step: float, target: Mapping[int, float]) -> float:

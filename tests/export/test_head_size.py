@@ -89,6 +89,12 @@ def test_rows_that_gain_nothing_all_go() -> None:
     assert best_size(vocabulary(1000, 7), agreement, StepTimes(FLAT, 0.9, 0.1)) == 7
 
 
+def test_a_gain_that_no_measurement_shows_is_none() -> None:
+    agreement = np.full(1001, 0.5)
+    assert best_size(vocabulary(1000), agreement, StepTimes(FLAT, 0.1, 0.099)) == 1000
+    assert best_size(vocabulary(1000), agreement, StepTimes(FLAT, 0.3, 0.1)) == 1
+
+
 def test_what_is_gained_is_weighed_against_what_it_costs() -> None:
     agreement = 0.8 * (1 - np.exp(-np.arange(1001) / 100))
     chosen = [best_size(vocabulary(1000), agreement, StepTimes(FLAT, whole, 0.05)) for whole in (0.06, 0.3, 3.0)]
