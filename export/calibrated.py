@@ -102,7 +102,8 @@ def prepare(
         allocation = mixing.allocation(progress)
         if recipe.mix.objective is Objective.SPECULATION:
             draft = _draft_speed(allocation.plan, model, store, text, recipe, folder, workbench, progress)
-            allocation = faster_with_guesses(allocation, mixing.divergence, times, draft, progress).allocation
+            limit = mixing.measures[0]
+            allocation = faster_with_guesses(allocation, limit, mixing.divergence, times, draft, progress).allocation
         plan = dict(allocation.plan)
     formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
     if any(form.method is Method.GPTQ for form in formats.values()):

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from .allocation.allocate import Allocation
-from .allocation.choices import Divergence, choices_of, plan_of
+from .allocation.allocate import Allocation, Limited
+from .allocation.choices import Divergence, choices_of, fits, plan_of
 from .allocation.ladder import with_embedding
 from .allocation.lagrange import seed_plan
 from .allocation.speculation import Candidate, DraftSpeed, SpeculativeCosts, fastest, with_draft
@@ -39,12 +39,18 @@ class Faster:
 
 
 def faster_with_guesses(
-    allocation: Allocation, divergence: Divergence, times: UnitTimes, draft: DraftSpeed, progress: Progress
+    allocation: Allocation,
+    limited: Limited,
+    divergence: Divergence,
+    times: UnitTimes,
+    draft: DraftSpeed,
+    progress: Progress,
 ) -> Faster:
     """Look for a plan that diverges no more than another and decodes faster with a draft.
 
     Args:
         allocation: the plan for plain decoding, which stays unless another is better.
+        limited: the budget, which no plan exceeds.
         divergence: measures plans as it was measured.
         times: of passes on this machine.
         draft: beside the model.
@@ -53,7 +59,7 @@ def faster_with_guesses(
     plain = Candidate(allocation.plan, allocation.divergence, draft)
     others: list[Candidate] = []
     for guesses in range(_MOST_GUESSES + 1):
-        others += _candidates(allocation, divergence, times, draft, guesses)
+        others += _candidates(allocation, limited, divergence, times, draft, guesses)
         progress(_STAGE, (guesses + 1) / (_MOST_GUESSES + 1))
     rate = with_draft(times, plain.plan, draft).tokens_per_second
     best = fastest(times, others, allocation.divergence)
@@ -66,20 +72,26 @@ def faster_with_guesses(
 
 
 def _candidates(
-    allocation: Allocation, divergence: Divergence, times: UnitTimes, draft: DraftSpeed, guesses: int
+    allocation: Allocation,
+    limited: Limited,
+    divergence: Divergence,
+    times: UnitTimes,
+    draft: DraftSpeed,
+    guesses: int,
 ) -> Iterator[Candidate]:
     """Plans of little time with so many guesses a round, down to where they diverge more than the given one."""
     config = times.config
     costs = SpeculativeCosts(times, draft, guesses)
-    choices = choices_of(config, allocation.solos, [costs])
+    choices = choices_of(config, allocation.solos, [costs, limited.costs])
+    budget = limited.limit - limited.costs.fixed
     low = sum(min(level.costs[0] for level in choice.levels) for choice in choices)
     high = sum(max(level.costs[0] for level in choice.levels) for choice in choices)
     for _ in range(_STEPS):
         middle = math.sqrt(low * high)
-        picks = seed_plan(choices, [middle])
+        picks = seed_plan(choices, [middle, budget])
         plan = plan_of(choices, picks)
         measured = divergence(plan)
-        if measured <= allocation.divergence:
+        if measured <= allocation.divergence and fits(choices, picks, [math.inf, budget]):
             yield Candidate(with_embedding(config, plan), measured, draft)
             high = middle
         else:

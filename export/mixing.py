@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from ..models.manifest import WeightFormat
-from .allocation.allocate import Allocation, allocate, measures_for
-from .allocation.budget import Measure
+from .allocation.allocate import Allocation, Limited, allocate, measures_for
+from .allocation.budget import Budget, Measure
 from .allocation.ladder import levels, weight_count
 from .allocation.search import SearchSettings
 from .allocation.unit_store import UnitStore
@@ -81,15 +81,13 @@ class Mixing:
             InputError: the budget is out of reach.
             OSError: the disk refused a write.
         """
-        budget, recipe, request = self._request.budget, self._recipe, self._request
-        assert budget is not None  # noqa: S101 -- a mix without a plan has one
-        rows = (budget.rows, *_TIMED_ROWS) if budget.measure is Measure.MILLISECONDS else _TIMED_ROWS
+        recipe, request = self._recipe, self._request
         return allocate(
             self._config,
             self._solo,
             [partial(self._measured, share) for share in _STAGES],
-            budget,
-            measures_for(budget, self._config, [self._times.costs(count) for count in dict.fromkeys(rows)]),
+            self._budget,
+            self.measures,
             levels([recipe.methods], request.zero_points, request.powers_of_two),
             folder=self._folder,
             settings=SearchSettings(
@@ -98,6 +96,17 @@ class Mixing:
             ),
             progress=progress,
         )
+
+    @property
+    def measures(self) -> list[Limited]:
+        """In which plans cost something, that of the budget first."""
+        rows = (self._budget.rows, *_TIMED_ROWS) if self._budget.measure is Measure.MILLISECONDS else _TIMED_ROWS
+        return measures_for(self._budget, self._config, [self._times.costs(count) for count in dict.fromkeys(rows)])
+
+    @property
+    def _budget(self) -> Budget:
+        assert self._request.budget is not None  # noqa: S101 -- a mix without a plan has one
+        return self._request.budget
 
     def divergence(self, plan: Mapping[str, WeightFormat]) -> float:
         """Mean KL in nats of a plan, as the search measured it in the end."""
