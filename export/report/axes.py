@@ -42,7 +42,8 @@ class Axis:
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             parts = (1.0,) if len(decades) > most else _LOG_TICKS
-            found = self._within([part * 10.0**decade for decade in decades for part in parts])
+            step = math.ceil(len(decades) / (2 * most))
+            found = self._within([part * 10.0**decade for decade in decades[::step] for part in parts])
             if len(found) > 1:
                 return found
         raw = (self.high - self.low) / most
@@ -105,10 +106,11 @@ class Frame:
         return svg(self.width, self.height, self.title, [*parts, *marks])
 
 
-def svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    """An SVG element of that many pixels, which scales with its place on the page."""
+def svg(width: float, height: float, title: str, parts: Sequence[str], *, shrinks: bool = True) -> str:
+    """An SVG element that scales with its place on the page; or, if it is not to shrink, has about that many pixels."""
+    size = "" if shrinks else f' style="max-width: {width:g}px; min-width: min(720px, {width:g}px)"'
     inside = "".join(parts)
-    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">{inside}</svg>'
+    return f'<svg viewBox="0 0 {width:g} {height:g}"{size} role="img" aria-label="{escape(title)}">{inside}</svg>'
 
 
 def text(x: float, y: float, words: str, kind: str) -> str:

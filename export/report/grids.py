@@ -16,6 +16,8 @@ _WIDE: Final = 1108
 _LABELS: Final = 74
 _GAP: Final = 10
 _CELL_HEIGHT: Final = 30
+_LETTER: Final = 8
+"""Pixels of a letter of a title, at most."""
 _WIDEST_CELL: Final = 62
 _TWO_LINES: Final = 25
 """Pixels of a cell that has room for more than a digit."""
@@ -89,7 +91,8 @@ def _grid(
         drawn.append(_cell(left, top + row * _CELL_HEIGHT, _WIDEST_CELL, unit, words, shade))
         drawn.append(text(left + _WIDEST_CELL + 8, top + (row + 0.5) * _CELL_HEIGHT + 4, unit.name, "tick"))
     rows = max(len(parts), len(outer))
-    return svg(_WIDE, top + rows * _CELL_HEIGHT + 4, title, drawn)
+    width = max(left + outer_width, _LETTER * len(title))
+    return svg(width, top + rows * _CELL_HEIGHT + 4, title, drawn, shrinks=False)
 
 
 def _cell(

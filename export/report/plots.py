@@ -10,7 +10,7 @@ from .figures import ModelReport, PlanFigures, PlanKind
 from .grids import bits_grid, solo_kl_grid
 
 _KINDS: Final[Mapping[PlanKind, str]] = {
-    PlanKind.NEAREST: "one format, rounded to nearest",
+    PlanKind.NEAREST: "rounded to nearest",
     PlanKind.UNIFORM: "one format",
     PlanKind.RULE: "by rule",
     PlanKind.SEARCHED: "other mixes",
@@ -77,7 +77,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
     at = 62.0
     for kind, words in entries:
         parts += [dot(at, 33, 4, kind, words), text(at + 8, 37, words, "tick")]
-        at += 30 + _LETTER * len(words)
+        at += 24 + _LETTER * len(words)
     return parts
 
 

@@ -103,6 +103,16 @@ def test_a_page_stands_alone_and_shows_everything(layers: int) -> None:
     assert len(re.findall(r'class="fill bits\d', text)) == len(report.units)
 
 
+def test_words_of_plots_end_within_them() -> None:
+    report = whole_report(1)
+    near = [plan("rtn", PlanKind.NEAREST, bits, 0.5) for bits in (3.5, 4.5)]
+    text = page(dataclasses.replace(report, plans=[*report.plans, *near]))
+    for plot in re.findall(r"<svg .*?</svg>", text):
+        width = float(re.findall(r'viewBox="0 0 ([\d.]+)', plot)[0])
+        for x, words in re.findall(r'<text class="tick" x="([\d.]+)"[^>]*>([^<]*)<', plot):
+            assert float(x) + 5.0 * len(words) <= width, words
+
+
 def test_a_page_without_measurements_is_whole() -> None:
     text = page(bare(whole_report(2)))
     structure_of(text)
