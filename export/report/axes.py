@@ -42,8 +42,8 @@ class Axis:
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             parts = (1.0,) if len(decades) > most else _LOG_TICKS
-            step = math.ceil(len(decades) / (2 * most))
-            found = self._within([part * 10.0**decade for decade in decades[::step] for part in parts])
+            every = math.ceil(len(decades) / (2 * most))
+            found = self._within([part * 10.0**decade for decade in decades[::every] for part in parts])
             if len(found) > 1:
                 return found
         raw = (self.high - self.low) / most
