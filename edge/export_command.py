@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -262,7 +262,8 @@ def export(
         work=work,
     )
     with _progress_bar() as progress:
-        finished = export_model(source, destination, recipe, progress, _command(context, name), bench_of_this_machine())
+        said = _command(context, name, {} if mixed or weights is None else {"weights": weights, "block": block})
+        finished = export_model(source, destination, recipe, progress, said, bench_of_this_machine())
     _show(finished)
 
 
@@ -305,14 +306,17 @@ def _is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _command(context: typer.Context, name: str) -> str:
-    """What was typed, for the manifest; files by their last name, so that no private path is published."""
+def _command(context: typer.Context, name: str, meant: Mapping[str, object]) -> str:
+    """What was typed, and what was `meant` unsaid, for the manifest.
+
+    Files are there by their last name, so that no private path is published.
+    """
     words = ["edge-run", "export", name, context.params["destination"].resolve().name]
     for parameter in context.command.params:
         if parameter.name is None or not parameter.opts[0].startswith("--") or parameter.name in _UNTOLD:
             continue
-        if _is_typed(context, parameter.name):
-            value = context.params[parameter.name]
+        if parameter.name in meant or _is_typed(context, parameter.name):
+            value = meant.get(parameter.name, context.params[parameter.name])
             words.append(parameter.opts[0])
             words += [] if value is True else [_spelled(value)]
     return shlex.join(words)

@@ -34,7 +34,7 @@ from tiny import tiny_config, tiny_weights, write_checkpoint, write_weights
 
 BENCH = Workbench(write_texts, read_texts, by_bytes, KnownMachine(), DraftJudge(), {"processor": "known"})
 TEXT = CalibrationRequest(Path("text.txt"), tokens=1100)
-WORDS = "the sea and sand of then is in on other thing that was to be or not at an hour".split()
+WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
 PROMPT = "the sea and the"
 
 
