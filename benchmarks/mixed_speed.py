@@ -192,9 +192,7 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{each['read_mb']:9.1f} {each['resident_mib']:13.0f} {resident:6.3f}  {each['formats']}"
         )
     for rows in map(str, ROWS):
-        print(
-            f"passes of {rows}: milliseconds predicted, measured, their ratio, times as fast as {UNIFORM} (other processes)"
-        )
+        print(f"passes of {rows}: milliseconds predicted, measured, their ratio; in use, times as fast as {UNIFORM}")
         for each in results:
             one = each["passes"][rows]
             predicted, measured = one["predicted_ms"], one["measured_ms"]

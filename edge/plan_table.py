@@ -53,7 +53,7 @@ def plan_table(weights: Mapping[str, WeightFormat]) -> Table:
     parts = sorted({part for run in runs for part in run.units}, key=_place)
     table = Table(title="weights by layer", title_justify="left", title_style="bold", min_width=len("weights by layer"))
     for name in ("", *parts):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for run in runs:
         table.add_row(run.label, *(run.units.get(part, "-") for part in parts))
     return table

@@ -15,7 +15,7 @@ from typing import Final
 from ..models.manifest import Method, WeightFormat
 from .allocation.allocate import Allocation, measures_for, require_affordable
 from .allocation.budget import Budget, Measure
-from .allocation.ladder import LADDER, chosen_units
+from .allocation.ladder import LADDER, REPAIRED, chosen_units
 from .allocation.plan_file import read_plan
 from .allocation.speculation import DraftSpeed
 from .allocation.unit_store import UnitStore
@@ -90,14 +90,16 @@ def prepare(
     if recipe.mix is not None and recipe.mix.budget is not None:
         _require_affordable(config, recipe.mix.budget)
     text = obtain_text(checkpoint, config, context, request, folder, workbench, progress)
-    source = checkpoint
+    source, aims = checkpoint, None
     if recipe.observed:
-        source = _observed(Model(checkpoint, config, context), text, recipe, folder, progress)
-    store = UnitStore(source, config, folder / "units")
+        source = observed = _observed(Model(checkpoint, config, context), text, recipe, folder, progress)
+        aims = observed.aim
+    store = UnitStore(source, config, folder / "units", aims)
     model = Model(source, config, context)
     allocation = times = None
     if recipe.mix is not None and plan is None:
-        times = known_or_measured(config, workbench.time_nodes, LADDER, progress)
+        timed = (*LADDER, *REPAIRED) if recipe.mix.repair else LADDER
+        times = known_or_measured(config, workbench.time_nodes, timed, progress)
         mixing = Mixing(model, text, recipe, recipe.mix, store, times, folder)
         allocation = mixing.allocation(progress)
         if recipe.mix.objective is Objective.SPECULATION:
@@ -108,7 +110,7 @@ def prepare(
     formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
     if any(form.method is Method.GPTQ for form in formats.values()):
         key = hashlib.sha256(repr(sorted(formats.items())).encode()).hexdigest()[:16]
-        store = round_successively(source, config, text, formats, folder / f"rounded-{key}", context, progress)
+        store = round_successively(source, config, text, formats, folder / f"rounded-{key}", context, progress, aims)
     else:
         _round(config, formats, store, progress)
     content = Content(store.view(formats), checkpoint, config, formats, context, recipe.layout, command)
@@ -140,13 +142,13 @@ def settings_of(recipe: ExportRecipe, context: int) -> str:
         about = request.file.stat()
         file = (request.file.name, about.st_size, about.st_mtime_ns)
     mix = recipe.mix
-    marks = None if mix is None else (mix.zero_points, mix.powers_of_two)
+    marks = None if mix is None else (mix.zero_points, mix.powers_of_two, mix.repair)
     return repr((file, request.tokens, request.seed, recipe.method, recipe.folded, recipe.observed, marks, context))
 
 
 def _observed(
     model: Model, text: CalibrationText, recipe: ExportRecipe, folder: Path, progress: Progress
-) -> ModelSource:
+) -> CalibratedSource:
     """The checkpoint, rounded by what is known of the inputs of its linears."""
     statistics = collect_statistics(
         model.source,

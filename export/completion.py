@@ -115,6 +115,7 @@ def complete(
         search=[] if prepared.allocation is None else search_steps(prepared.allocation.history),
         seconds=time.perf_counter() - started,
         machine=workbench.machine,
+        notes=_notes(content.plan),
     )
     if recipe.mix is not None:
         write_atomically(folder / PLAN_NAME, _plan_text(content, solos, rounded).encode())
@@ -129,6 +130,15 @@ def _amend(folder: Path, calibration: Calibration, quality: Divergence) -> None:
     named = zip((field.name for field in fields(quality)), astuple(quality), strict=True)
     numbers = {key: float(value) for key, value in named if key != "tokens"}
     write_atomically(path, replace(manifest, calibration=calibration, quality=numbers).to_json().encode())
+
+
+def _notes(plan: Mapping[str, WeightFormat]) -> list[str]:
+    """What else there is to say: how many units are repaired."""
+    ranks = sorted(form.rank for form in plan.values() if form.rank)
+    if not ranks:
+        return []
+    sizes = f"rank {ranks[0]}" if ranks[0] == ranks[-1] else f"ranks {ranks[0]} to {ranks[-1]}"
+    return [f"{len(ranks)} of the units {'are' if len(ranks) > 1 else 'is'} repaired by factors of {sizes}."]
 
 
 def _bandwidths(recipe: ExportRecipe) -> Sequence[float]:
@@ -173,7 +183,8 @@ def _plans(prepared: Prepared, rounded: Divergence, recipe: ExportRecipe, progre
             return [replace(chosen, kl=rounded.mean_kl)]
         return [chosen, *nearest_plans(config, list(used), nearest, times, progress)]
     tried = {(each.form, each.form.method): each.form for solos in allocation.solos.values() for each in solos}
-    forms = list(tried.values())
+    # What only some units can be is no plan for all.
+    forms = [form for form in tried.values() if not form.rank]
     return [
         chosen,
         *compared_plans(config, forms, chosen.bytes_read, divergence, times, progress, others=allocation.seeds),

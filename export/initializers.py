@@ -14,7 +14,7 @@ from ..models.manifest import WeightFormat
 from .layout import Unit
 from .prefetch import in_order
 from .quantization.codes import OFFSETS, blocks_of, quantize_rows, unpack_zero_points
-from .source import Float32Array, ModelSource, RowRange, UInt8Array
+from .source import Factors, Float32Array, ModelSource, RowRange, UInt8Array
 from .weightfile import WeightFile
 
 _WORKERS: Final = 2
@@ -31,6 +31,8 @@ class _BesideCodes(NamedTuple):
     """[N, blocks], zeros where it has none."""
     points: UInt8Array
     """Zero points as in `Coded`; empty where it has none."""
+    factors: Sequence[Factors]
+    """What repairs the rows of each piece, from top to bottom; empty where nothing does."""
 
 
 class StoredMatrix(NamedTuple):
@@ -105,9 +107,29 @@ class Initializers:
             Names of the codes, uint8 [N, blocks, block * bits / 8], of the scales, float32 [N, blocks], and of the zero
             points, uint8 [N, ceil(blocks * bits / 8)].
         """
+        return self._quantized(unit, form)[0]
+
+    def repaired(self, unit: Unit, form: WeightFormat) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
+        """Add a unit's matrix as `quantized` does, and the two thin ones whose product repairs it.
+
+        Returns:
+            Names for the matrix itself, for the one [rank, K] that inputs meet first, and for the other, [N, rank].
+        """
+        matrix, rest = self._quantized(unit, form)
+        first = rest.factors[0]
+        down = self._factor(unit, "down", first.down_codes, first.down_scales)
+        codes = np.concatenate([part.up_codes for part in rest.factors])
+        scales = np.concatenate([part.up_scales for part in rest.factors])
+        return matrix, down, self._factor(unit, "up", codes, scales)
+
+    def _quantized(self, unit: Unit, form: WeightFormat) -> tuple[StoredMatrix, _BesideCodes]:
         codes, rest = self._codes(unit, form)
         points = self._more(unit, "zero_points", rest.points) if form.zero_points else ""
-        return StoredMatrix(codes, self._more(unit, "scales", rest.scales), points)
+        return StoredMatrix(codes, self._more(unit, "scales", rest.scales), points), rest
+
+    def _factor(self, unit: Unit, name: str, codes: UInt8Array, scales: Float32Array) -> StoredMatrix:
+        stored = self._more(unit, f"{name}_codes", codes)
+        return StoredMatrix(stored, self._more(unit, f"{name}_scales", scales))
 
     def gathered(self, unit: Unit, form: WeightFormat, product: str = "") -> tuple[StoredMatrix, StoredMatrix]:
         """Add a unit's matrix in blocks along K, of which GatherBlockQuantized takes rows.
@@ -158,6 +180,7 @@ class Initializers:
         scales: list[Float32Array] = []
         offsets: list[Float32Array] = []
         points: list[UInt8Array] = []
+        factors: list[Factors] = []
         parts = chain.from_iterable(self._checkpoint.row_ranges(source) for source in unit.weights)
         for piece in in_order(lambda part: self._checkpoint.coded(part, form), parts):
             self._data.append(piece.packed)
@@ -165,9 +188,11 @@ class Initializers:
             offsets.append(np.zeros_like(piece.scales) if piece.offsets is None else piece.offsets)
             if piece.zero_points is not None:
                 points.append(piece.zero_points)
+            if piece.factors is not None:
+                factors.append(piece.factors)
             self._stored(len(piece.packed) * columns)
         all_points = np.concatenate(points) if points else np.empty((0, 0), np.uint8)
-        return name, _BesideCodes(np.concatenate(scales), np.concatenate(offsets), all_points)
+        return name, _BesideCodes(np.concatenate(scales), np.concatenate(offsets), all_points, factors)
 
     def _more(self, unit: Unit, kind: str, value: Float32Array | UInt8Array) -> str:
         """Add what belongs to a unit's codes."""

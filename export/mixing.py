@@ -88,7 +88,7 @@ class Mixing:
             [partial(self._measured, share) for share in _STAGES],
             self._budget,
             self.measures,
-            levels([recipe.methods], request.zero_points, request.powers_of_two),
+            levels([recipe.methods], request.zero_points, request.powers_of_two, request.repair),
             folder=self._folder,
             settings=SearchSettings(
                 seed=0 if recipe.calibration is None else recipe.calibration.seed,

@@ -12,7 +12,7 @@ from ..models.manifest import WeightFormat
 from .config import DecoderConfig
 from .initializers import Initializers, StoredMatrix
 from .layout import Norm, Unit
-from .quantization.codes import OFFSETS, blocks_of
+from .quantization.codes import OFFSETS, blocks_of, factor_form
 
 MICROSOFT: Final = "com.microsoft"
 INT8_ACTIVATIONS: Final = 4
@@ -100,6 +100,8 @@ class Nodes:
         bias = self.weights.vector(f"{unit.name}.bias", unit.biases) if unit.biased else ""
         if form.offsets:
             return self._linear_with_offsets(unit, form, value, bias)
+        if form.rank:
+            return self._repaired_linear(unit, form, value, bias)
         if form.bits != 32:
             stored = self.weights.quantized(unit, form)
             return self.matmul_nbits(unit.shape, form, [value, *stored.inputs(bias)], unit.name)
@@ -117,6 +119,15 @@ class Nodes:
         shape = (unit.shape[0], blocks_of(unit.columns, form))
         offsets = self.matmul_nbits(shape, OFFSETS, [sums, offset_codes, offset_scales], f"{unit.name}.offsets")
         return self.add("Add", [product, offsets], unit.name)
+
+    def _repaired_linear(self, unit: Unit, form: WeightFormat, value: str, bias: str) -> str:
+        """The product with the codes, and that with two thin matrices one after the other."""
+        matrix, down, up = self.weights.repaired(unit, form)
+        stored, (rows, columns) = factor_form(form), unit.shape
+        product = self.matmul_nbits(unit.shape, form, [value, *matrix.inputs(bias)], f"{unit.name}.product")
+        thin = self.matmul_nbits((form.rank, columns), stored, [value, *down.inputs()], f"{unit.name}.thin")
+        repair = self.matmul_nbits((rows, form.rank), stored, [thin, *up.inputs()], f"{unit.name}.repair")
+        return self.add("Add", [product, repair], unit.name)
 
     def matmul_nbits(self, shape: tuple[int, int], form: WeightFormat, inputs: list[str], output: str) -> str:
         """The product with a quantized matrix of that many outputs (N) and inputs (K)."""

@@ -78,6 +78,10 @@ class ExportRecipe:
         for form in filter(None, (self.body, self.head_format)):
             if form.offsets:
                 raise InputError("weights with offsets cannot be asked for", "they are kept where a GGUF file has them")
+            if form.rank:
+                raise InputError(
+                    "repairs cannot be asked for", "mixed weights choose where they pay: set a mix's `repair`"
+                )
             plain = form.bits == FP32.bits and form.block == 0
             if not plain and (form.bits not in QUANTIZED_BITS or form.block not in BLOCKS):
                 raise InputError(

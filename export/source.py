@@ -29,6 +29,19 @@ class RowRange:
     stop: int
 
 
+class Factors(NamedTuple):
+    """Two thin matrices, in `quantization.codes.factor_form`, whose product is added to rows of rounded weights."""
+
+    down_codes: UInt8Array
+    """Of the matrix [rank, K] that inputs meet first, uint8 [rank, blocks, block]; the same for all rows of a unit."""
+    down_scales: Float32Array
+    """[rank, blocks]."""
+    up_codes: UInt8Array
+    """Of the rows of the other one [rows, rank], uint8 [rows, blocks, block]."""
+    up_scales: Float32Array
+    """[rows, blocks]."""
+
+
 class Coded(NamedTuple):
     """Rows of a matrix in few bits (see `quantization.codes`)."""
 
@@ -41,6 +54,8 @@ class Coded(NamedTuple):
     zero_points: UInt8Array | None = None
     """The codes that stand for 0, packed along the blocks of a row, uint8 [rows, ceil(blocks * bits / 8)]; None where
     that is the middle code, 2 ** (bits - 1)."""
+    factors: Factors | None = None
+    """What repairs these rows, where the format has a rank."""
 
 
 class ModelSource(Protocol):

@@ -32,7 +32,7 @@ from .layout import Unit, embedding_layout, head_layout, layer_layout
 from .prefetch import in_order
 from .progress import Progress
 from .quantization.methods import QUANTIZERS
-from .quantization.statistics import InputStatistics
+from .quantization.statistics import Aim, InputStatistics
 from .source import Coded, Float32Array, ModelSource, RowRange
 
 Float64Array = npt.NDArray[np.float64]
@@ -51,14 +51,25 @@ _Half = Callable[[list[Float32Array], int, WeightsOf], _Captured]
 class SuccessiveSource:
     """Reads like the model it is made of; a unit that has targets is rounded to those."""
 
-    def __init__(self, source: ModelSource) -> None:
+    def __init__(self, source: ModelSource, aims: Callable[[Unit], Aim] | None = None) -> None:
+        """`aims` says what units without targets should compute; without it, all their inputs count alike."""
         self._source = source
+        self._aims = aims
         self._targets: dict[str, tuple[Float32Array, InputStatistics]] = {}
 
     def aim(self, unit: Unit, targets: Float32Array, inputs: InputStatistics) -> None:
         """From now on round this unit alone to targets [N, K], by its inputs in the rounded model."""
         parts = np.split(targets, np.cumsum(unit.rows)[:-1])
         self._targets = {name: (part, inputs) for name, part in zip(unit.weights, parts, strict=True)}
+
+    def aim_of(self, unit: Unit) -> Aim:
+        """What a unit should compute, by its targets if it has them."""
+        if unit.weights[0] in self._targets:
+            targets = [self._targets[name] for name in unit.weights]
+            return Aim(np.concatenate([part for part, _ in targets]), targets[0][1])
+        if self._aims is not None:
+            return self._aims(unit)
+        return Aim(np.concatenate([self._source.read(name) for name in unit.weights]), None)
 
     @property
     def folder(self) -> Path:
@@ -109,6 +120,7 @@ def round_successively(
     folder: Path,
     context: int,
     progress: Progress,
+    aims: Callable[[Unit], Aim] | None = None,
 ) -> UnitStore:
     """Round all units of a plan, in the order of the graph; those of GPTQ to targets.
 
@@ -120,6 +132,7 @@ def round_successively(
         folder: of the store, for this plan alone. Units that an interrupted run has rounded are not rounded again.
         context: positions the exported graph will serve.
         progress: hears the stage "rounding".
+        aims: what repaired units without targets should compute; see `UnitStore`.
 
     Returns:
         The units so rounded.
@@ -129,8 +142,8 @@ def round_successively(
         InputError: the model has experts.
         OSError: the disk refused a write.
     """
-    aimed = SuccessiveSource(source)
-    store = UnitStore(aimed, config, folder)
+    aimed = SuccessiveSource(source, aims)
+    store = UnitStore(aimed, config, folder, aimed.aim_of)
     passes = _Passes(LayerRunner(source, config, context), packed(text.calibration), aimed, store, plan)
     for index in range(config.layers):
         progress("rounding", index / (config.layers + 1))

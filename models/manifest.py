@@ -74,6 +74,8 @@ class WeightFormat:
     """Whether each block says which code stands for 0; else it is the middle one."""
     powers_of_two: bool = False
     """Whether scales are powers of two, perhaps negative, so that a shift does for the product with one."""
+    rank: int = 0
+    """Of the product of two thin matrices of 8 bits that is added to the weights; 0 for none."""
     method: Method | None = field(default=None, compare=False)
     """How codes and scales were chosen, which makes no other format; None where nothing was chosen: plain weights, and
     codes that came with a model (older bundles have it for rounding to nearest, too)."""
@@ -82,6 +84,7 @@ class WeightFormat:
         if self.bits == 32:
             return "fp32"
         marks = {"+offsets": self.offsets, "+zero-points": self.zero_points, "+powers-of-two": self.powers_of_two}
+        marks[f"+rank{self.rank}"] = self.rank > 0
         return f"int{self.bits}/{self.block}" + "".join(mark for mark, has in marks.items() if has)
 
 
@@ -160,7 +163,7 @@ class Manifest:
         else:
             data["draft"] = {name: value for name, value in data["draft"].items() if value}
         for form in data["weights"].values():
-            for name in ("offsets", "zero_points", "powers_of_two", "method"):
+            for name in ("offsets", "zero_points", "powers_of_two", "rank", "method"):
                 if not form[name]:
                     del form[name]
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
@@ -333,6 +336,7 @@ def _weight_format(data: _Fields) -> WeightFormat:
         offsets=data.flag("offsets") if "offsets" in data else False,
         zero_points=data.flag("zero_points") if "zero_points" in data else False,
         powers_of_two=data.flag("powers_of_two") if "powers_of_two" in data else False,
+        rank=data.whole("rank", 0) if "rank" in data else 0,
         method=data.choice("method", Method) if "method" in data else None,
     )
 

@@ -27,7 +27,7 @@ class KnownMachine:
     def unit(self, kind: str, form: WeightFormat, rows: int) -> float:
         """Seconds."""
         places = {"qkv": 1, "o": 2, "gate_up": 3, "down": 4, "head": 5}
-        return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block) * rows
+        return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block + form.rank / 24) * rows
 
     def rest(self, layers: int, rows: int) -> float:
         """Seconds."""

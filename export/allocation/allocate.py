@@ -14,7 +14,7 @@ from ..progress import Progress, silent
 from .budget import Budget, Measure, require_reachable
 from .choices import Choice, Divergence, choices_of, plan_of, total_costs
 from .costs import ByteCosts, Costs
-from .ladder import chosen_units, with_embedding
+from .ladder import chosen_units, may_have, with_embedding
 from .lagrange import cheapest, seed_plan
 from .polish import polished, without_vain_levels
 from .search import Measured, SearchSettings, evolve
@@ -90,7 +90,8 @@ def require_affordable(config: DecoderConfig, budget: Budget, measure: Limited, 
     """
     costs, units = measure.costs, list(chosen_units(config))
     least, most = (
-        costs.fixed + sum(pick(costs.of(unit, form) for form in forms) for unit in units) for pick in (min, max)
+        costs.fixed + sum(pick(costs.of(unit, form) for form in forms if may_have(unit, form)) for unit in units)
+        for pick in (min, max)
     )
     require_reachable(budget, config, least, most)
 

@@ -44,7 +44,7 @@ def choices_of(
     solos: Mapping[str, Sequence[Solo]],
     measures: Sequence[Costs],
 ) -> tuple[Choice, ...]:
-    """The choices of a model; levels that another one makes pointless are left out.
+    """The choices of a model; levels that others make pointless are left out.
 
     Args:
         config: the model's numbers.
@@ -57,8 +57,28 @@ def choices_of(
             Level(form, tuple(costs.of(unit, form) for costs in measures), divergence)
             for form, divergence in solos[unit.name]
         ]
-        found.append(Choice(unit.name, worthwhile(levels)))
+        found.append(Choice(unit.name, worthwhile(without_beaten_repairs(levels))))
     return tuple(found)
+
+
+def without_beaten_repairs(levels: Sequence[Level]) -> list[Level]:
+    """The levels, of those with a rank such as win at equal cost, in the leading measure.
+
+    They have to lie below the line between any two levels without a rank. For two units that suffer alike, one of them
+    in the dearer level and one in the cheaper costs as much as both half way, and the line says what that gives.
+    """
+    plain = sorted((level.costs[0], level.divergence) for level in levels if not level.form.rank)
+    return [level for level in levels if not level.form.rank or not _beaten(level.costs[0], level.divergence, plain)]
+
+
+def _beaten(cost: float, divergence: float, plain: Sequence[tuple[float, float]]) -> bool:
+    """Whether a level is no better than another that is no dearer, or than the line between two."""
+    cheaper = [each for each in plain if each[0] <= cost]
+    if any(known <= divergence for _, known in cheaper):
+        return True
+    dearer = [each for each in plain if each[0] > cost]
+    shares = ((one, other, (cost - one[0]) / (other[0] - one[0])) for one in cheaper for other in dearer)
+    return any(one[1] + share * (other[1] - one[1]) <= divergence for one, other, share in shares)
 
 
 def worthwhile(levels: Iterable[Level]) -> tuple[Level, ...]:

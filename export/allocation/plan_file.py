@@ -20,7 +20,7 @@ from ...models.json_file import shown
 from ...models.manifest import Method, WeightFormat
 from ..config import DecoderConfig
 from ..layout import units_of
-from .ladder import EMBEDDING_UNIT, HEAD_UNIT, chosen_units, with_embedding
+from .ladder import EMBEDDING_UNIT, HEAD_UNIT, chosen_units, may_have, with_embedding
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,11 +32,12 @@ _FORMS: Final = {
     for form in (
         WeightFormat(32),
         *(
-            WeightFormat(bits, block, zero_points=points, powers_of_two=powers)
+            WeightFormat(bits, block, zero_points=points, powers_of_two=powers, rank=rank)
             for bits in (2, 4, 8)
             for block in (32, 64, 128)
             for points in (False, True)
             for powers in (False, True)
+            for rank in ((0, 16, 32, 64) if bits == 2 else (0,))
         ),
     )
 }
@@ -78,13 +79,19 @@ def read_plan(file: Path, config: DecoderConfig) -> dict[str, WeightFormat]:
             format is none.
     """
     units = _units(file)
-    known = {unit.name for unit in units_of(config)}
+    known = {unit.name: unit for unit in units_of(config)}
     needed = [unit.name for unit in chosen_units(config)]
     if strange := [name for name in units if name not in known]:
         raise InputError(f"{file} names {_listed(strange, 'unit')} that the model does not have", _units_hint(needed))
     if missing := [name for name in needed if name not in units]:
         raise InputError(f"{file} lacks {_listed(missing, 'unit')} of the model", _units_hint(needed))
     plan = {name: _form(file, name, value) for name, value in units.items()}
+    for name, form in plan.items():
+        if not may_have(known[name], form):
+            raise InputError(
+                f"{file} gives {name} the format {form}, which it cannot have",
+                "a rank is for the linears of layers, and no larger than they",
+            )
     if config.tied_head and plan.get(EMBEDDING_UNIT, plan[HEAD_UNIT]) != plan[HEAD_UNIT]:
         raise InputError(
             f"{file} stores embedding and head in two ways, and they are one matrix", "leave the embedding out"
@@ -130,7 +137,8 @@ def _form(file: Path, name: str, value: object) -> WeightFormat:
     if form is None:
         raise InputError(
             f"{file} gives {name} the format {shown(value)}, which is none",
-            'write "fp32", or "int4/64", or "int4/64 gptq": 2, 4 or 8 bits, blocks of 32, 64 or 128',
+            'write "fp32", or "int4/64", or "int4/64 gptq": 2, 4 or 8 bits, blocks of 32, 64 or 128; of 2 bits also '
+            '"int2/64+rank32", with 16, 32 or 64',
         )
     return form
 

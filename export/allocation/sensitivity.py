@@ -12,6 +12,7 @@ from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
 from ..layout import Unit
 from ..progress import Progress, silent
+from .ladder import may_have
 from .plan_file import spelled
 
 STAGE: Final = "measuring units"
@@ -36,7 +37,7 @@ def solo_divergences(
 
     Args:
         units: to be measured.
-        forms: to be tried on each.
+        forms: to be tried on each that may have them.
         solo: the measurement, mean KL in nats with only that unit rounded.
         file: keeps every value as soon as it is known; of this model, this text and these methods alone.
         progress: hears stage "measuring units".
@@ -45,20 +46,21 @@ def solo_divergences(
         OSError: the disk refused a write.
     """
     known = _read(file)
-    total = len(units) * len(forms)
+    tried = {unit.name: [form for form in forms if may_have(unit, form)] for unit in units}
+    total = sum(map(len, tried.values()))
+    done = 0
 
-    def measured(unit: str, form: WeightFormat, number: int) -> Solo:
+    def measured(unit: str, form: WeightFormat) -> Solo:
+        nonlocal done
         key = f"{unit} {spelled(form)}"
         if key not in known:
             known[key] = solo(unit, form)
             write_atomically(file, json.dumps(known, indent=0).encode())
-        progress(STAGE, (number + 1) / total)
+        done += 1
+        progress(STAGE, done / total)
         return Solo(form, known[key])
 
-    return {
-        unit.name: tuple(measured(unit.name, form, index * len(forms) + place) for place, form in enumerate(forms))
-        for index, unit in enumerate(units)
-    }
+    return {unit: tuple(measured(unit, form) for form in of_unit) for unit, of_unit in tried.items()}
 
 
 def _read(file: Path) -> dict[str, float]:

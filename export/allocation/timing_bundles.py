@@ -22,10 +22,10 @@ from ..config import DecoderConfig
 from ..graph import build_graph
 from ..initializers import Initializers
 from ..layout import expected_tensors, layer_layout, units_of
-from ..quantization.codes import blocks_of
-from ..source import Coded, Float32Array, RowRange
+from ..quantization.codes import blocks_of, factor_form
+from ..source import Coded, Factors, Float32Array, RowRange, UInt8Array
 from ..weightfile import WeightFile
-from .ladder import EMBEDDING_UNIT, HEAD_UNIT
+from .ladder import EMBEDDING_UNIT, HEAD_UNIT, may_have
 
 _CONTEXT: Final = 1024
 _SMALL: Final = 64_000_000
@@ -82,11 +82,12 @@ def _bundle(config: DecoderConfig, layers: int, forms: Sequence[WeightFormat], t
     The head is tied, whatever the model's is: there is one matrix less to write, and a pass takes the same.
     """
     short = replace(config, layers=layers, attention=config.attention[:layers], tied_head=True)
-    outer = forms[turn]
+    outer = replace(forms[turn], rank=0)
     plan = {EMBEDDING_UNIT: outer, HEAD_UNIT: outer}
     for index in range(layers):
         for place, unit in enumerate(layer_layout(short, index).units):
-            plan[unit.name] = forms[(index + place + turn) % len(forms)]
+            form = forms[(index + place + turn) % len(forms)]
+            plan[unit.name] = form if may_have(unit, form) else replace(form, rank=0)
     return TimingBundle(short, plan)
 
 
@@ -126,13 +127,15 @@ class _RandomSource:
             yield self.read_rows(rows)
 
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
-        count, blocks = rows.stop - rows.start, blocks_of(self._shapes[rows.name][1], form)
+        count, columns = rows.stop - rows.start, self._shapes[rows.name][1]
         # A generator for each piece: they are made on several threads, and no two may be alike, or ONNX Runtime packs
         # equal matrices once and reads them from a cache.
         random = np.random.default_rng((crc32(rows.name.encode()), rows.start))
-        packed = random.integers(0, 256, (count, blocks, form.block * form.bits // 8), np.uint8)
-        scales = np.full((count, blocks), _MAGNITUDE / (1 << form.bits - 1), np.float32)
-        return Coded(packed, scales)
+        factors = None
+        if form.rank:
+            stored = factor_form(form)
+            factors = Factors(*_codes(random, form.rank, columns, stored), *_codes(random, count, form.rank, stored))
+        return Coded(*_codes(random, count, columns, form), factors=factors)
 
     def own_format(self, name: str) -> WeightFormat:
         raise ValueError(f"{name} has the format that is asked for")
@@ -140,3 +143,10 @@ class _RandomSource:
     def _normal(self, shape: tuple[int, ...]) -> Float32Array:
         numbers: Float32Array = self._numbers.standard_normal(shape, np.float32) * _MAGNITUDE
         return numbers
+
+
+def _codes(random: np.random.Generator, rows: int, columns: int, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
+    """Codes and scales of a matrix."""
+    shape = rows, blocks_of(columns, form)
+    packed = random.integers(0, 256, (*shape, form.block * form.bits // 8), np.uint8)
+    return packed, np.full(shape, _MAGNITUDE / (1 << form.bits - 1), np.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,28 @@ from ..config import DecoderConfig
 from ..layout import Unit, units_of
 from ..prefetch import in_order
 from ..quantization.codes import decoded
-from ..source import Coded, Float32Array, ModelSource, RowRange
+from ..quantization.qera import factors_for
+from ..quantization.statistics import Aim, InputStatistics
+from ..source import Coded, Factors, Float32Array, ModelSource, RowRange
 from .ladder import EMBEDDING_UNIT, HEAD_UNIT
 
 
 class UnitStore:
     """The units of a source in few bits, on disk."""
 
-    def __init__(self, source: ModelSource, config: DecoderConfig, folder: Path) -> None:
+    def __init__(
+        self, source: ModelSource, config: DecoderConfig, folder: Path, aims: Callable[[Unit], Aim] | None = None
+    ) -> None:
         """Open a store, with what is in it.
 
         Args:
             source: what rounds the units; the same whenever the folder is used.
             config: the model's numbers.
             folder: of the store's files; made if need be.
+            aims: what a repaired unit should compute; without it, the source's weights, and all inputs count alike.
         """
         self._source = source
+        self._aims = aims or self._own_weights
         self._folder = folder
         self._units = {unit.name: unit for unit in units_of(config)}
         self._tied = config.tied_head
@@ -51,6 +58,9 @@ class UnitStore:
         folder = self._place(unit, form)
         if form.bits == 32 or folder.is_dir():
             return
+        if form.rank:
+            self._make_factors(unit, form)
+            return
         ranges = (rows for name in unit.weights for rows in self._source.row_ranges(name))
         pieces = list(in_order(lambda rows: self._source.coded(rows, form), ranges))
         with folder_written_atomically(folder, replaceable=lambda _: False) as staging:
@@ -62,6 +72,9 @@ class UnitStore:
         """All rows of a unit in few bits, mapped from disk; rounded first if need be."""
         self.make(unit, form)
         folder = self._place(unit, form)
+        if form.rank:
+            mapped = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in Factors._fields)
+            return self.coded(unit, replace(form, rank=0))._replace(factors=Factors(*mapped))
         return Coded(
             np.load(folder / "packed.npy", mmap_mode="r", allow_pickle=False),
             np.load(folder / "scales.npy", mmap_mode="r", allow_pickle=False),
@@ -72,7 +85,7 @@ class UnitStore:
     def weights(self, unit: Unit, form: WeightFormat) -> Float32Array:
         """A unit's matrix, float32 [N, K], rounded to a format and back."""
         if form.bits == 32:
-            return np.concatenate([self._source.read(name) for name in unit.weights])
+            return self._own_weights(unit).weights
         return decoded(self.coded(unit, form), unit.columns, form)
 
     def view(self, plan: Mapping[str, WeightFormat]) -> StoredSource:
@@ -82,6 +95,20 @@ class UnitStore:
     def remove(self) -> None:
         """Delete the store's files."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _make_factors(self, unit: Unit, form: WeightFormat) -> None:
+        """What repairs the unit as it is without a rank, which shares its codes."""
+        weights, inputs = self._aims(unit)
+        if inputs is None:
+            alike = np.ones(unit.columns, np.float32)
+            inputs = InputStatistics(alike, alike)
+        factors = factors_for(weights - self.weights(unit, replace(form, rank=0)), inputs, form)
+        with folder_written_atomically(self._place(unit, form), replaceable=lambda _: False) as staging:
+            for field, values in factors._asdict().items():
+                np.save(staging / f"{field}.npy", values, allow_pickle=False)
+
+    def _own_weights(self, unit: Unit) -> Aim:
+        return Aim(np.concatenate([self._source.read(name) for name in unit.weights]), None)
 
     def _place(self, unit: Unit, form: WeightFormat) -> Path:
         name = HEAD_UNIT if self._tied and unit.name == EMBEDDING_UNIT else unit.name
@@ -140,12 +167,15 @@ class StoredSource:
             return self._source.coded(rows, form)
         unit, first = self._places[rows.name]
         part = slice(first + rows.start, first + rows.stop)
-        packed, scales, offsets, points = self._stored(unit, form)
+        packed, scales, offsets, points, factors = self._stored(unit, form)
         return Coded(
             packed[part],
             scales[part],
             None if offsets is None else offsets[part],
             None if points is None else points[part],
+            None
+            if factors is None
+            else factors._replace(up_codes=factors.up_codes[part], up_scales=factors.up_scales[part]),
         )
 
     def own_format(self, name: str) -> WeightFormat:

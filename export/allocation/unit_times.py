@@ -90,7 +90,7 @@ class UnitTimes:
         """A plain object that `from_json` reads."""
         units: dict[str, dict[str, Times]] = {}
         for (kind, form), times in self.units.items():
-            units.setdefault(kind, {})[f"{form.bits}/{form.block}"] = times
+            units.setdefault(kind, {})[f"{form.bits}/{form.block}" + f"/{form.rank}" * (form.rank > 0)] = times
         return {"units": units, "rest": self.rest}
 
     @classmethod
@@ -256,12 +256,12 @@ def kind_of(unit: str) -> str:
 
 
 def timed_form(form: WeightFormat) -> WeightFormat:
-    """What of a format its time depends on: bits and blocks.
+    """What of a format its time depends on: bits, blocks and rank.
 
     How codes were chosen does not matter, nor what the scales are; and zero points are packed into the sums of blocks,
     which are read in any case.
     """
-    return WeightFormat(form.bits, form.block)
+    return WeightFormat(form.bits, form.block, rank=form.rank)
 
 
 def at_rows(times: Times, rows: int) -> float:
@@ -286,8 +286,8 @@ def _times(data: Mapping[str, Any]) -> Times:
 
 
 def _read(text: str) -> WeightFormat:
-    bits, block = map(int, text.split("/"))
-    return WeightFormat(bits, block)
+    bits, block, *rank = map(int, text.split("/"))
+    return WeightFormat(bits, block, rank=sum(rank))
 
 
 def _file(config: DecoderConfig, forms: Sequence[WeightFormat], conditions: str) -> Path:

@@ -8,11 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, Protocol
 
+import numpy as np
+
 from ...models.manifest import Method, WeightFormat
 from ..config import DecoderConfig
-from ..layout import units_of
+from ..layout import Unit, units_of
 from ..quantization.methods import QUANTIZERS
-from ..quantization.statistics import InputStatistics
+from ..quantization.statistics import Aim, InputStatistics
 from ..source import Coded, Float32Array, ModelSource, RowRange
 
 _KEPT: Final = 2
@@ -70,9 +72,15 @@ class CalibratedSource:
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
         """Some rows of a matrix in few bits, by the method that the format names and what is known of their inputs."""
         weights = self._source.read_rows(rows)
+        return QUANTIZERS[form.method or Method.RTN](weights, form, self._inputs(self._units[rows.name]))
+
+    def aim(self, unit: Unit) -> Aim:
+        """A unit's weights, and what is known of its inputs."""
+        return Aim(np.concatenate([self._source.read(name) for name in unit.weights]), self._inputs(unit.name))
+
+    def _inputs(self, unit: str) -> InputStatistics | None:
         with self._reading:  # or two threads would have statistics of one unit apart, and what is made of them
-            inputs = self._statistics(self._units[rows.name])
-        return QUANTIZERS[form.method or Method.RTN](weights, form, inputs)
+            return self._statistics(unit)
 
     def own_format(self, name: str) -> WeightFormat:
         """See `ModelSource.own_format`."""

@@ -21,23 +21,28 @@ Scales may also be powers of two, perhaps negative (`powers_of_two`). They are m
 Blocks that come with a minimum of their own have an offset beside the scale, w ~ (code - half) * scale + offset. Zero
 points, which are whole codes, cannot say that; but what the offsets add to a product is another product, of the sums of
 the inputs block by block with the matrix of the offsets, [N, blocks]. That one is kept in `OFFSETS`.
+
+Weights with a rank are those of their codes and the product of two thin matrices besides (`qera`), which are rounded to
+nearest in their turn.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
-from ..source import Coded
+from ..source import Coded, Factors
 
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
 
 OFFSETS: Final = WeightFormat(8, 32)
 """How the matrix of a unit's offsets is stored in its turn."""
+_FACTORS: Final = WeightFormat(8, 32)
 
 _NEGLIGIBLE: Final = np.float32(1e-30)
 """A block whose largest weight is smaller is stored as zeros: the reciprocal of its scale would overflow."""
@@ -49,6 +54,11 @@ off, the one above makes steps wider; of 8 bits, whose steps are narrow, cutting
 def blocks_of(columns: int, form: WeightFormat) -> int:
     """Blocks in a row of that many columns, the last one perhaps padded."""
     return -(-columns // form.block)
+
+
+def factor_form(form: WeightFormat) -> WeightFormat:
+    """How the two thin matrices are stored that repair weights of that format."""
+    return replace(_FACTORS, powers_of_two=form.powers_of_two)
 
 
 def quantize_rows(weights: Float32Array, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
@@ -181,9 +191,18 @@ def dequantize_rows(
 
 
 def decoded(coded: Coded, columns: int, form: WeightFormat) -> Float32Array:
-    """The weights a graph computes with, float32 [N, columns]; offsets are taken as they are once stored."""
+    """The weights a graph computes with, float32 [N, columns]; offsets and factors are taken as once stored."""
     offsets = None if coded.offsets is None else rounded_offsets(coded.offsets)
-    return dequantize_rows(coded.packed, coded.scales, columns, form, offsets, coded.zero_points)
+    weights = dequantize_rows(coded.packed, coded.scales, columns, form, offsets, coded.zero_points)
+    return weights if coded.factors is None else weights + product_of(coded.factors, columns, form)
+
+
+def product_of(factors: Factors, columns: int, form: WeightFormat) -> Float32Array:
+    """What factors add to weights of that format, float32 [N, columns]."""
+    stored = factor_form(form)
+    up = dequantize_rows(factors.up_codes, factors.up_scales, form.rank, stored)
+    product: Float32Array = up @ dequantize_rows(factors.down_codes, factors.down_scales, columns, stored)
+    return product
 
 
 def rounded_offsets(offsets: Float32Array) -> Float32Array:

@@ -8,19 +8,17 @@ the square root of R and a singular value decomposition; this needs neither.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...edge.errors import InputError
-from ..source import Float32Array
+from ...models.manifest import WeightFormat
+from ..source import Factors, Float32Array
+from .codes import factor_form, quantize_rows
 from .statistics import InputStatistics
 
 Float64Array = npt.NDArray[np.float64]
-
-_DAMPING: Final = 1e-6
-"""Added to the moments' diagonal, as a share of its mean, where their Cholesky factor is needed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,16 @@ def repair(errors: Float32Array, inputs: InputStatistics, rank: int) -> Repair:
     return Repair((vectors.T @ exact).astype(np.float32), vectors.astype(np.float32), 1 - share)
 
 
+def factors_for(errors: Float32Array, inputs: InputStatistics, form: WeightFormat) -> Factors:
+    """The best repair of the format's rank, as it is stored; arguments and errors are those of `repair`."""
+    found, stored = repair(errors, inputs, form.rank), factor_form(form)
+    # Columns of one block share a scale: each is as long here as its row of the other matrix, by the root of both.
+    sizes = np.sqrt(np.linalg.norm(found.down, axis=1))
+    shares = np.divide(1, sizes, out=np.zeros_like(sizes), where=sizes > 0)
+    down = quantize_rows(found.down * shares[:, None], stored)
+    return Factors(*down, *quantize_rows(found.up * sizes, stored))
+
+
 def _by_rows(errors: Float64Array, moments: Float64Array, rank: int) -> tuple[Float64Array, float]:
     """First eigenvectors of E R ET [N, rank], and their share of its trace."""
     values, vectors = np.linalg.eigh(errors @ moments @ errors.T)
@@ -65,9 +73,9 @@ def _by_rows(errors: Float64Array, moments: Float64Array, rank: int) -> tuple[Fl
 
 def _by_columns(errors: Float64Array, moments: Float64Array, rank: int) -> tuple[Float64Array, float]:
     """The same by way of a K x K matrix: with R = L LT, they are E L v for the eigenvectors v of LT ET E L."""
-    damping = _DAMPING * np.trace(moments) / len(moments) + np.finfo(np.float64).tiny
-    lower = np.linalg.cholesky(moments + damping * np.eye(len(moments)))
-    weighted = errors @ lower
+    sizes, directions = np.linalg.eigh(moments)
+    # Moments of few tokens have no more directions than those, and in float32 less than none of the others.
+    weighted = errors @ (directions * np.sqrt(np.maximum(sizes, 0)))
     values, vectors = np.linalg.eigh(weighted.T @ weighted)
     # What has no length is no direction; the decomposition finds some other at right angles.
     orthogonal, _ = np.linalg.qr(weighted @ vectors[:, ::-1][:, :rank])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,3 +23,12 @@ class InputStatistics:
     """E[x xT], float32 [K, K], symmetric; None where no method asked for it, since it is large."""
     tokens: int = 0
     """How many tokens it is an average of."""
+
+
+class Aim(NamedTuple):
+    """What a linear should compute, of the inputs it gets."""
+
+    weights: Float32Array
+    """[N, K]."""
+    inputs: InputStatistics | None
+    """None where nothing is known of them."""

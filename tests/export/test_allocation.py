@@ -16,14 +16,23 @@ from hypothesis import strategies as st
 from edgerun.edge.errors import InputError
 from edgerun.export.allocation.allocate import allocate, measures_for
 from edgerun.export.allocation.budget import Budget, Measure, parse_budget
-from edgerun.export.allocation.choices import Choice, Level, fits, plan_of, total_costs, worthwhile
+from edgerun.export.allocation.choices import (
+    Choice,
+    Level,
+    choices_of,
+    fits,
+    plan_of,
+    total_costs,
+    without_beaten_repairs,
+    worthwhile,
+)
 from edgerun.export.allocation.comparison import favoured_units, rule_plans, uniform_plan
 from edgerun.export.allocation.costs import ByteCosts, cost_of
-from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, levels, weight_count
+from edgerun.export.allocation.ladder import LADDER, REPAIRED, bytes_read, chosen_units, levels, weight_count
 from edgerun.export.allocation.lagrange import cheapest, seed_plan
 from edgerun.export.allocation.polish import polished, without_vain_levels
 from edgerun.export.allocation.search import Measured, SearchSettings, evolve
-from edgerun.export.allocation.sensitivity import solo_divergences
+from edgerun.export.allocation.sensitivity import Solo, solo_divergences
 from edgerun.export.allocation.unit_store import UnitStore
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.checkpoint import Checkpoint
@@ -145,6 +154,36 @@ class TestWorthwhile:
                 and all(ours <= theirs for ours, theirs in zip(other.costs, level.costs, strict=True))
             ]
             assert at_most == [level] if level in kept else at_most
+
+
+class TestRepairs:
+    PLAIN = (Level(WeightFormat(2, 64), (10.0,), 1.0), Level(WeightFormat(4, 64), (20.0,), 0.2))
+
+    @pytest.mark.parametrize(
+        ("cost", "divergence", "wins"),
+        [
+            (15.0, 0.61, False),
+            (15.0, 0.59, True),
+            (10.0, 1.0, False),
+            (9.0, 1.5, True),
+            (20.0, 0.2, False),
+            (25.0, 0.2, False),
+            (25.0, 0.1, True),
+        ],
+    )
+    def test_they_have_to_win_at_equal_cost(self, cost: float, divergence: float, wins: bool) -> None:
+        level = Level(WeightFormat(2, 64, rank=32), (cost,), divergence)
+        assert (level in without_beaten_repairs([*self.PLAIN, level])) is wins
+        assert without_beaten_repairs(self.PLAIN) == list(self.PLAIN)
+
+    def test_choices_have_only_those_that_win(self, config: DecoderConfig) -> None:
+        def solos(kl: float) -> list[Solo]:
+            found = {"int2/64": 1.0, "int8/32": 0.0, "int2/64+rank16": kl}
+            return [Solo(form, found[str(form)]) for form in (*LADDER, *REPAIRED) if str(form) in found]
+
+        for kl, kept in ((0.001, 3), (0.9, 2)):
+            choices = choices_of(config, {unit.name: solos(kl) for unit in chosen_units(config)}, [ByteCosts()])
+            assert len({choice.unit: choice for choice in choices}["layers.0.gate_up"].levels) == kept
 
 
 class TestSeed:

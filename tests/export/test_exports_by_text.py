@@ -122,6 +122,52 @@ def test_a_mix_keeps_to_its_budget_and_is_written_as_a_plan(checkpoint: Path, tm
     assert [first.files[name] for name in names] == [second.files[name] for name in names]
 
 
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers attend to a few of their inputs only: factors of so low a rank repair all that counts."""
+    source = tmp_path_factory.mktemp("by-text") / "narrow"
+    settings = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}
+    write_checkpoint(source, "llama", **settings)
+    weights = tiny_weights(tiny_config("llama", **settings))
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        weights[f"model.layers.0.{norm}.weight"] = np.full(256, 0.01, np.float32)
+        weights[f"model.layers.0.{norm}.weight"][::20] = 4
+    write_weights(source, weights)
+    return source
+
+
+def test_repairs_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None:
+    plain = export(narrow, tmp_path / "plain", mixed("4.8bpw")).report
+    repaired = export(narrow, tmp_path / "bundle", mixed("4.8bpw", repair=True)).report
+    assert plain is not None
+    assert repaired is not None
+    plan, config = weights_of(tmp_path / "bundle"), read_config(narrow)
+    spent = sum(bytes_read(unit, plan[unit.name]) for unit in chosen_units(config))
+    assert spent <= 4.8 * weight_count(config) / 8
+    ranked = {unit for unit, form in plan.items() if form.rank}
+    assert ranked & {"layers.0.qkv", "layers.0.gate_up"}
+    assert not ranked & {"embedding", "head"}
+    assert repaired.search[-1].kl < plain.search[-1].kl
+    assert len(repaired.notes) == 1
+    assert f"{len(ranked)} of the units" in repaired.notes[0]
+    assert not plain.notes
+    assert all(unit.milliseconds is not None for unit in repaired.units)
+    assert answer(tmp_path / "bundle")
+    assert "+rank" in (tmp_path / "bundle" / "plan.toml").read_text()
+
+    again = MixRequest(plan=tmp_path / "bundle" / "plan.toml")
+    export(narrow, tmp_path / "again", ExportRecipe(calibration=TEXT, mix=again))
+    first, second = (open_bundle(tmp_path / name).manifest for name in ("bundle", "again"))
+    assert first is not None
+    assert second is not None
+    assert first.files["model.onnx.data"] == second.files["model.onnx.data"]
+
+
+def test_repairs_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "bundle", mixed("5bpw", repair=True))
+    assert set(weights_of(tmp_path / "bundle").values()) <= set(LADDER)
+
+
 def test_a_time_budget_is_kept_as_far_as_times_are_known(checkpoint: Path, tmp_path: Path) -> None:
     config, machine = read_config(checkpoint), KnownMachine()
 

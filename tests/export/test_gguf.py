@@ -141,7 +141,7 @@ def test_minima_become_offsets(tmp_path, kind: str) -> None:
     name = "blk.0.ffn_up.weight"
     rows = RowRange("model.layers.0.mlp.up_proj.weight", 3, 250)
     with opened_gguf(write_gguf(tmp_path / "model.gguf", source, {name: kind}, raw={name: raw})) as model:
-        exact, (codes, scales, offsets, _) = model.read_rows(rows), model.coded(rows, OFFSETS)
+        exact, (codes, scales, offsets, *_) = model.read_rows(rows), model.coded(rows, OFFSETS)
     ours = dequantize_rows(codes, scales, 256, OFFSETS, offsets)
     np.testing.assert_allclose(ours, exact, atol=1e-6 * np.abs(exact).max())
     stored = dequantize_rows(codes, scales, 256, OFFSETS, rounded_offsets(offsets))

@@ -25,6 +25,14 @@ FEW_BITS = st.builds(
     method=st.none() | st.sampled_from(Method),
 )
 FORMS = st.just(WeightFormat(32)) | FEW_BITS
+REPAIRED = st.builds(
+    WeightFormat,
+    st.just(2),
+    st.sampled_from([32, 64, 128]),
+    zero_points=st.booleans(),
+    rank=st.sampled_from([16, 32, 64]),
+    method=st.none() | st.sampled_from(Method),
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
 def test_what_is_written_is_read_again(tmp_path_factory, config: DecoderConfig, data, tied: bool) -> None:
     model = replace(config, tied_head=tied)
     names = [unit.name for unit in chosen_units(model)]
-    plan = {name: data.draw(FORMS) for name in names}
+    plan = {name: data.draw(FORMS | REPAIRED if name.startswith("layers") else FORMS) for name in names}
     notes = {name: data.draw(st.text(max_size=20)) for name in names[::2]}
     file = tmp_path_factory.mktemp("plan") / "plan.toml"
     text = write_plan(plan, notes, ["Weights of a model", data.draw(st.text(max_size=20))])
@@ -65,6 +73,9 @@ def test_what_is_written_is_read_again(tmp_path_factory, config: DecoderConfig, 
         ({"head": '"fp32 rtn"'}, "which is none"),
         ({"head": "4"}, "gives head the format 4, which is none"),
         ({"head": '"int4/64+offsets"'}, "which is none"),
+        ({"layers.0.o": '"int4/64+rank32"'}, "gives layers.0.o the format 'int4/64+rank32', which is none"),
+        ({"layers.0.o": '"int2/64+rank24"'}, "which is none"),
+        ({"head": '"int2/64+rank32 hqq"'}, "gives head the format int2/64+rank32, which it cannot have; a rank is for"),
         ({"embedding": '"int8/64"'}, "stores embedding and head in two ways"),
         ({"head": '"int4'}, "is no plan"),
     ],

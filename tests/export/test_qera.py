@@ -53,6 +53,17 @@ def test_errors_of_low_rank_are_repaired_wholly() -> None:
     assert nothing.left == 0
 
 
+@pytest.mark.parametrize("rows", [24, 100])
+def test_moments_of_fewer_tokens_than_columns(rows: int) -> None:
+    inputs, errors = correlated_inputs(0, 64, tokens=8), random_rows(rows, rows, 64)
+    moment = inputs.second_moment.copy()
+    moment[np.diag_indices(64)] -= 1e-6 * np.diagonal(moment).max()  # as sums in float32 may come out
+    few = InputStatistics(inputs.mean_square, inputs.mean_magnitude, moment)
+    found = repair(errors, few, 8)
+    assert np.isfinite(found.up).all()
+    assert cost(errors - found.up @ found.down, inputs) < 1e-4 * cost(errors, inputs)
+
+
 def test_inputs_of_which_only_the_sizes_are_known() -> None:
     errors, inputs = random_rows(0, 30, 40), correlated_inputs(0, 40)
     alone = InputStatistics(inputs.mean_square, inputs.mean_magnitude)

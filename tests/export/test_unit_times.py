@@ -17,7 +17,7 @@ from edgerun.edge.node_stopwatch import BundleNodeStopwatch
 from edgerun.edge.stopwatch import packed_graphs
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.costs import cost_of
-from edgerun.export.allocation.ladder import LADDER, chosen_units, with_embedding
+from edgerun.export.allocation.ladder import LADDER, REPAIRED, chosen_units, with_embedding
 from edgerun.export.allocation.timing_bundles import TimingBundle, timing_bundles
 from edgerun.export.allocation.unit_times import (
     ROWS,
@@ -55,10 +55,12 @@ def test_any_plan_is_predicted_where_times_add_up(cache: Path, tmp_path: Path, t
     config = config_of(tmp_path, tie_word_embeddings=tied)
     config = replace(config, layers=layers, attention=config.attention[:1] * layers)
     machine = KnownMachine()
-    times = measure(config, machine)
+    times = measure(config, machine, (*LADDER, *REPAIRED))
     rng = np.random.default_rng(0)
     units = [unit.name for unit in chosen_units(config)]
     plan = with_embedding(config, {unit: LADDER[rng.integers(len(LADDER))] for unit in units})
+    plan |= {"layers.0.qkv": REPAIRED[0], "layers.1.o": REPAIRED[2], "layers.1.down": REPAIRED[4]}
+    assert UnitTimes.from_json(json.loads(json.dumps(times.to_json())), config) == times
     for rows in ROWS:
         assert times.milliseconds(plan, rows) == pytest.approx(1e3 * machine.pass_of(plan, layers, rows))
         assert cost_of(plan, times.costs(rows), config) == pytest.approx(times.milliseconds(plan, rows))
@@ -137,12 +139,13 @@ def test_every_kind_of_unit_has_every_format_somewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "phi3"])
 def test_the_models_run_and_their_nodes_are_timed(family: str, cache: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, family)
-    times = measure(config, BundleNodeStopwatch(threads=1), FORMS, rounds=1)
+    times = measure(config, BundleNodeStopwatch(threads=1), (*FORMS, REPAIRED[0]), rounds=1)
     assert {kind for kind, _ in times.units} == {"qkv", "o", "gate_up", "down", "head"}
     assert all(min(each.values()) > 0 for each in times.units.values())
     assert set(times.rest) == set(ROWS)
     plan = {name: timed_form(WeightFormat(4, 32, method=Method.K_QUANT)) for name in ("embedding", "head")}
     plan |= {unit.name: FORMS[1] for unit in chosen_units(config)}
+    plan |= {"layers.0.down": REPAIRED[0], "layers.0.gate_up": REPAIRED[0]}
     assert math.isfinite(times.milliseconds(plan, 3))
     with pytest.raises(KeyError):
         times.milliseconds(plan | {"head": WeightFormat(4, 128)}, 1)

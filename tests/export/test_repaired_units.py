@@ -1,0 +1,237 @@
+"""Units of 2 bits with factors of low rank: in the graph, in the store, in bytes, and chosen where they win."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from correlated import correlated_inputs, random_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun.edge.errors import ExportError, InputError
+from edgerun.export import ExportRecipe, Method, WeightFormat
+from edgerun.export import graph as graph_module
+from edgerun.export.allocation.comparison import uniform_plan
+from edgerun.export.allocation.ladder import (
+    LADDER,
+    REPAIRED,
+    bytes_read,
+    chosen_units,
+    levels,
+    may_have,
+    with_embedding,
+)
+from edgerun.export.allocation.sensitivity import solo_divergences
+from edgerun.export.allocation.unit_store import UnitStore
+from edgerun.export.bundle_writer import write_bundle
+from edgerun.export.calibration.calibrated import CalibratedSource
+from edgerun.export.calibration.divergence import PlanEvaluator
+from edgerun.export.calibration.statistics import collect_statistics
+from edgerun.export.calibration.text import CalibrationText
+from edgerun.export.checkpoint import Checkpoint
+from edgerun.export.config import read_config
+from edgerun.export.content import Content
+from edgerun.export.layout import Unit, units_of
+from edgerun.export.progress import silent
+from edgerun.export.quantization.codes import decoded, factor_form, product_of
+from edgerun.export.quantization.nearest import nearest_rows
+from edgerun.export.quantization.qera import factors_for, repair
+from edgerun.export.quantization.statistics import Aim, InputStatistics
+from edgerun.export.recipe import USUAL_METHODS
+from edgerun.export.successive import round_successively
+from edgerun.models.manifest import FileDigest, GraphLayout, Manifest
+from tiny import write_checkpoint
+
+TWO = WeightFormat(2, 64, method=Method.K_QUANT)
+RANK = replace(TWO, rank=32)
+PLACES = ("qkv", "o", "gate_up", "down")
+
+
+def content_of(folder: Path, family: str, repaired: dict[str, WeightFormat]) -> Content:
+    """A tiny model of 2 bits, some of whose units are repaired."""
+    source = Checkpoint(write_checkpoint(folder / "checkpoint", family))
+    config = read_config(source.folder)
+    plan = with_embedding(config, {**uniform_plan(config, TWO), **repaired})
+    store = UnitStore(source, config, folder / "units")
+    for unit in chosen_units(config):
+        store.make(unit, plan[unit.name])
+    return Content(store.view(plan), source, config, plan, 64, GraphLayout.EDGE, "")
+
+
+def file_size(folder: Path, content: Content) -> int:
+    folder.mkdir()
+    write_bundle(folder, content)
+    return (folder / "model.onnx.data").stat().st_size
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_graph_is_the_reference_wherever_a_unit_is_repaired(tmp_path, family: str, place: str) -> None:
+    name = f"layers.1.{place}"
+    content = content_of(tmp_path, family, {name: RANK})
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    written = write_bundle(folder, content)  # fails where the graph is not the reference
+    nodes = {node.name: node for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node}
+    assert list(nodes[name].input) == [f"{name}.product", f"{name}.repair"]
+    assert [nodes[f"{name}.{part}"].op_type for part in ("product", "thin", "repair")] == ["MatMulNBits"] * 3
+    manifest = Manifest.from_json((folder / "edge.json").read_bytes())
+    assert str(manifest.weights[name]) == "int2/64+rank32"
+    assert manifest.weights == content.plan
+    plain = content_of(tmp_path, family, {})
+    (tmp_path / "plain").mkdir()
+    assert write_bundle(tmp_path / "plain", plain).bits_per_weight < written.bits_per_weight
+
+
+@pytest.mark.parametrize("change", ["forgotten", "twice"])
+def test_a_graph_that_repairs_otherwise_is_not_written(tmp_path, monkeypatch, change: str) -> None:
+    right = graph_module.build_graph
+
+    def wrong(*arguments):
+        model = right(*arguments)
+        node = next(node for node in model.graph.node if node.name == "layers.0.down")
+        node.input[1 if change == "forgotten" else 0] = node.input[0 if change == "forgotten" else 1]
+        return model
+
+    monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", wrong)
+    content = content_of(tmp_path, "llama", {"layers.0.down": RANK})
+    (tmp_path / "bundle").mkdir()
+    with pytest.raises(ExportError, match="differs from the reference"):
+        write_bundle(tmp_path / "bundle", content)
+
+
+@pytest.mark.parametrize("powers_of_two", [False, True])
+@pytest.mark.parametrize("shape", [(96, 64), (64, 200)])
+def test_factors_lower_the_error_of_the_output(shape: tuple[int, int], powers_of_two: bool) -> None:
+    weights, inputs = random_rows(0, *shape), correlated_inputs(1, shape[1])
+    form = WeightFormat(2, 64, powers_of_two=powers_of_two)
+    coded = nearest_rows(weights, form)
+
+    def cost(errors) -> float:
+        return float(np.sum((errors @ inputs.second_moment) * errors))
+
+    errors = weights - decoded(coded, shape[1], form)
+    before = whole = cost(errors)
+    for rank in (4, 16, 32, 64):
+        ranked = replace(form, rank=rank)
+        factors = factors_for(errors, inputs, ranked)
+        repaired = decoded(coded._replace(factors=factors), shape[1], ranked)
+        np.testing.assert_allclose(
+            repaired - decoded(coded, shape[1], form), product_of(factors, shape[1], ranked), atol=1e-5
+        )
+        left = cost(weights - repaired)
+        assert left < (1 if powers_of_two else 0.9) * before
+        # Eight bits of the factors are nearly as good as they are exactly; powers of two lose some.
+        assert left <= repair(errors, inputs, rank).left * whole + (0.02 if powers_of_two else 0.002) * whole
+        before = left
+
+
+def test_nothing_is_repaired_by_nothing() -> None:
+    factors = factors_for(np.zeros((40, 64), np.float32), correlated_inputs(0, 64), replace(TWO, rank=8))
+    assert not product_of(factors, 64, replace(TWO, rank=8)).any()
+
+
+def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "checkpoint"))
+    config = read_config(source.folder)
+    inputs = {unit.columns: correlated_inputs(0, unit.columns) for unit in units_of(config)}
+
+    def aim(unit: Unit) -> Aim:
+        return Aim(np.concatenate([source.read(name) for name in unit.weights]), inputs[unit.columns])
+
+    def cost(errors, known: InputStatistics) -> float:
+        return float(np.sum((errors @ known.second_moment) * errors))
+
+    store, blind = (UnitStore(source, config, tmp_path / name, aims) for name, aims in (("a", aim), ("b", None)))
+    for unit in (unit for unit in chosen_units(config) if may_have(unit, RANK)):
+        plain, repaired = store.coded(unit, TWO), store.coded(unit, RANK)
+        np.testing.assert_array_equal(plain.packed, repaired.packed)
+        weights, known = aim(unit)
+        errors = [weights - each.weights(unit, form) for each, form in ((store, TWO), (store, RANK), (blind, RANK))]
+        without, by_inputs, alike = (cost(each, known) for each in errors)
+        assert by_inputs < alike < without
+        assert (errors[2] ** 2).sum() < (errors[1] ** 2).sum()
+        view = store.view({unit.name: RANK})
+        parts = [view.coded(rows, RANK) for name in unit.weights for rows in source.row_ranges(name)]
+        np.testing.assert_allclose(
+            np.concatenate([decoded(part, unit.columns, RANK) for part in parts]), store.weights(unit, RANK), atol=1e-6
+        )
+    again = UnitStore(source, config, tmp_path / "a", _never)
+    for unit in (unit for unit in chosen_units(config) if may_have(unit, RANK)):
+        np.testing.assert_array_equal(again.weights(unit, RANK), store.weights(unit, RANK))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(64, 2000), st.integers(64, 2000), st.sampled_from(REPAIRED))
+def test_budgets_count_factors(rows: int, columns: int, form: WeightFormat) -> None:
+    unit = Unit("layers.0.o", ("o_proj",), (rows,), columns)
+    factors = factor_form(form)
+    thin = Unit("layers.0.o", ("down",), (form.rank,), columns), Unit("layers.0.o", ("up",), (rows,), form.rank)
+    parts = bytes_read(unit, replace(form, rank=0)) + sum(bytes_read(each, factors) for each in thin)
+    assert bytes_read(unit, form) == parts
+
+
+def test_the_file_grows_by_the_factors(tmp_path) -> None:
+    name = "layers.1.down"
+    repaired = content_of(tmp_path, "llama", {name: RANK})
+    grown = file_size(tmp_path / "repaired", repaired) - file_size(
+        tmp_path / "plain", content_of(tmp_path, "llama", {})
+    )
+    unit = next(unit for unit in units_of(repaired.config) if unit.name == name)
+    stored = (
+        UnitStore(Checkpoint(tmp_path / "checkpoint"), repaired.config, tmp_path / "units").coded(unit, RANK).factors
+    )
+    assert stored is not None
+    needed = sum(part.nbytes for part in stored)
+    assert needed <= grown < needed + 4 * 4096 + 64  # each begins on a page
+
+
+def test_only_linears_of_layers_may_be_repaired(tmp_path) -> None:
+    config = read_config(write_checkpoint(tmp_path, tie_word_embeddings=False))
+    tried = levels([USUAL_METHODS], repaired=True)
+    assert set(tried) == {*LADDER, *REPAIRED}
+    solos = solo_divergences(list(chosen_units(config)), tried, lambda *_: 1.0, tmp_path / "solo.json")
+    for unit in chosen_units(config):
+        ranks = {solo.form.rank for solo in solos[unit.name]}
+        assert ranks == ({0} if unit.name in ("embedding", "head") else {0, 16, 32, 64})
+    assert not may_have(Unit("layers.0.o", ("o",), (48,), 96), WeightFormat(2, 64, rank=64))
+
+
+def test_no_format_for_all_weights_has_a_rank() -> None:
+    with pytest.raises(InputError, match="repairs cannot be asked for"):
+        ExportRecipe(RANK)
+
+
+def test_units_that_make_up_for_others_are_repaired_too(tmp_path) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "model", num_hidden_layers=3))
+    config, random = read_config(source.folder), np.random.default_rng(0)
+    text = CalibrationText(tuple(random.integers(0, 300, (30, 40))), tuple(random.integers(0, 300, (10, 40))), "random")
+    statistics = collect_statistics(source, config, text, tmp_path / "statistics", 64, True, lambda _: None)
+    known = CalibratedSource(source, config, statistics)
+    plain, found = WeightFormat(2, 64, method=Method.GPTQ), []
+    for form in (plain, replace(plain, rank=32)):
+        plan = {unit.name: form if may_have(unit, form) else plain for unit in units_of(config)}
+        folder = tmp_path / str(form.rank)
+        store = round_successively(known, config, text, plan, folder, 64, silent, known.aim)
+        evaluator = PlanEvaluator(source, config, text.held_out, store.weights, folder / "states", 64)
+        found.append(evaluator.divergence(plan).mean_kl)
+    assert found[1] < 0.9 * found[0]
+
+
+def test_a_manifest_names_ranks_where_there_are_any(tmp_path) -> None:
+    content = content_of(tmp_path, "llama", {"layers.0.o": RANK})
+    (tmp_path / "bundle").mkdir()
+    write_bundle(tmp_path / "bundle", content)
+    manifest = Manifest.from_json((tmp_path / "bundle" / "edge.json").read_bytes())
+    assert isinstance(manifest.files["model.onnx"], FileDigest)
+    text = manifest.to_json()
+    assert text.count('"rank"') == 1
+    assert Manifest.from_json(text) == manifest
+
+
+def _never(unit: Unit) -> Aim:
+    raise AssertionError(unit.name)
