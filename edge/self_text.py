@@ -69,7 +69,7 @@ def write_texts(bundle: Path, tokens: int, longest: int, seed: int) -> list[Toke
     raise AssertionError("a model's words do not end")
 
 
-def read_texts(bundle: Path, file: Path, longest: int) -> list[TokenArray]:
+def read_texts(bundle: Path, file: Path, tokens: int, longest: int) -> list[TokenArray]:
     """Texts of a file, as tokens of the model of a bundle; see `Reader`.
 
     Raises:
@@ -80,9 +80,13 @@ def read_texts(bundle: Path, file: Path, longest: int) -> list[TokenArray]:
     content = read_text(file)
     with load(bundle, device="cpu", cache=False, draft=None, learned=False) as engine:
         found = _conversations(engine, content, file) if file.suffix == ".jsonl" else _pieces(engine, content, longest)
-        texts = [
-            np.array(ids[start : start + longest], np.int64) for ids in found for start in range(0, len(ids), longest)
-        ]
+        texts = []
+        total = 0
+        for ids in found:
+            texts += [np.array(ids[start : start + longest], np.int64) for start in range(0, len(ids), longest)]
+            total += len(ids)
+            if total >= tokens and file.suffix == ".jsonl":
+                break
     texts = [text for text in texts if len(text) > 1]
     if not texts:
         raise InputError(f"{file} holds no text", "give a file with text")
@@ -171,9 +175,13 @@ class _Frame:
 
 
 def _conversations(engine: Engine, content: str, file: Path) -> Iterator[list[int]]:
-    """Conversations of JSON lines with `messages`: in the chat template, or one message under the other."""
-    for number, row in enumerate(json_lines(content, file), 1):
-        messages = _messages(row, file, number)
+    """Conversations of JSON lines with `messages`: in the chat template, or one message under the other.
+
+    They come in an order drawn once and for all, so that the first of them are from all over the file.
+    """
+    rows = list(json_lines(content, file))
+    for place in np.random.default_rng(0).permutation(len(rows)).tolist():
+        messages = _messages(rows[place], file, place + 1)
         if engine.template is None:
             text = "\n".join(message["content"] for message in messages)
             yield engine.tokenizer.encode(text, add_special_tokens=True)

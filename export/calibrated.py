@@ -38,6 +38,7 @@ from .requests import CalibrationRequest, Objective
 from .source import ModelSource
 from .successive import round_successively
 from .workbench import Workbench
+from .zero_points import require_zero_points
 
 FOLDED_FOR: Final = WeightFormat(4, 64)
 """The format by which factors are chosen where units have several: the one in the middle."""
@@ -55,6 +56,8 @@ class Prepared:
     """The same of the checkpoint as it is: nothing folded, and rounded without knowing any inputs."""
     allocation: Allocation | None = None
     times: UnitTimes | None = None
+    speculative_rate: float | None = None
+    """Tokens a second that are expected beside the draft, where the mix was chosen for that."""
 
 
 def prepare(
@@ -87,6 +90,8 @@ def prepare(
     """
     request = recipe.calibration or CalibrationRequest()
     plan = None if recipe.mix is None or recipe.mix.plan is None else read_plan(recipe.mix.plan, config)
+    if recipe.mix is not None and recipe.mix.zero_points:
+        require_zero_points([WeightFormat(4, 32, zero_points=True)])
     if recipe.mix is not None and recipe.mix.budget is not None:
         _require_affordable(config, recipe.mix.budget)
     text = obtain_text(checkpoint, config, context, request, folder, workbench, progress)
@@ -96,7 +101,7 @@ def prepare(
         aims = observed.aim
     store = UnitStore(source, config, folder / "units", aims)
     model = Model(source, config, context)
-    allocation = times = None
+    allocation = times = rate = None
     if recipe.mix is not None and plan is None:
         timed = (*LADDER, *REPAIRED) if recipe.mix.repair else LADDER
         times = known_or_measured(config, workbench.time_nodes, timed, progress)
@@ -105,7 +110,8 @@ def prepare(
         if recipe.mix.objective is Objective.SPECULATION:
             draft = _draft_speed(allocation.plan, model, store, text, recipe, folder, workbench, progress)
             limit = mixing.measures[0]
-            allocation = faster_with_guesses(allocation, limit, mixing.divergence, times, draft, progress).allocation
+            faster = faster_with_guesses(allocation, limit, mixing.divergence, times, draft, progress)
+            allocation, rate = faster.allocation, faster.rate
         plan = dict(allocation.plan)
     formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
     if any(form.method is Method.GPTQ for form in formats.values()):
@@ -117,7 +123,7 @@ def prepare(
     judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
     plain = UnitStore(checkpoint, config, folder / "unobserved" / "units")
     unobserved = PlanEvaluator(checkpoint, config, text.held_out, plain.weights, folder / "unobserved", context)
-    return Prepared(content, text, judge, unobserved, allocation, times)
+    return Prepared(content, text, judge, unobserved, allocation, times, rate)
 
 
 def _require_affordable(config: DecoderConfig, budget: Budget) -> None:

@@ -92,10 +92,11 @@ def complete(
     _amend(folder, calibration, shipped)
     (measured,) = workbench.time([folder], _ROWS, _ROUNDS)
     progress(_STAGE, 1.0)
-    drafts = []
+    drafts, notes = [], _notes(content.plan)
     if recipe.draft is not None:
         made = make_draft(folder, content, text, recipe, recipe.draft, workbench, progress)
         drafts = [] if made.figures is None else [made.figures]
+        notes += [made.note] if made.note else []
     times, solos = prepared.times, _solos(prepared, progress)
     predicted = {} if times is None else {rows: times.milliseconds(content.plan, rows) for rows in _ROWS}
     report = ModelReport(
@@ -115,7 +116,7 @@ def complete(
         search=[] if prepared.allocation is None else search_steps(prepared.allocation.history),
         seconds=time.perf_counter() - started,
         machine=workbench.machine,
-        notes=_notes(content.plan),
+        notes=notes,
     )
     if recipe.mix is not None:
         write_atomically(folder / PLAN_NAME, _plan_text(content, solos, rounded).encode())
@@ -176,7 +177,8 @@ def _plans(prepared: Prepared, rounded: Divergence, recipe: ExportRecipe, progre
     def nearest(plan: Mapping[str, WeightFormat]) -> float:
         return prepared.unobserved.divergence(plan, tokens).mean_kl
 
-    chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, divergence(content.plan), times)
+    kl, rate = divergence(content.plan), prepared.speculative_rate
+    chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, kl, times, rate)
     if allocation is None:
         used = {content.plan[unit.name] for unit in chosen_units(config)}
         if not recipe.observed or len(used) > 1 or FP32 in used:

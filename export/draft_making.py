@@ -33,6 +33,8 @@ class MadeDraft:
     speed: DraftSpeed
     figures: DraftFigures | None
     """None where no text is long enough to judge it by."""
+    note: str = ""
+    """What the user should know of it."""
 
 
 def require_draft(target: Path, request: DraftRequest) -> None:
@@ -86,7 +88,12 @@ def make_draft(
         made_of = f"the model without {', '.join(own.skips)}" if own.skips else "the model itself"
         tokens = own.tokens if request.vocabulary is not None else None
         figures = _judged(folder, text, workbench, made_of, tokens, None)
-        return MadeDraft(DraftSpeed(own.agreement, own.step_ms), figures)
+        note = (
+            f"the draft does not pay on this machine: {own.tokens_per_second:.0f} tokens a second are expected "
+            f"with it, {own.plain_tokens_per_second:.0f} without; it is asked only where it pays"
+        )
+        note = "" if own.pays else note
+        return MadeDraft(DraftSpeed(own.agreement, own.step_ms), figures, note)
     _write_companion(folder / DRAFT_FOLDER, request.source, target, recipe, request)
     head = adopt_draft(folder, request.vocabulary, text.calibration, text.held_out, workbench.time, progress)
     tokens, coverage = (None, None) if head is None else (head.tokens, head.coverage)

@@ -38,9 +38,11 @@ class Writer(Protocol):
 class Reader(Protocol):
     """Reads a text file the way a model reads it."""
 
-    def __call__(self, bundle: Path, file: Path, longest: int) -> list[TokenArray]:
+    def __call__(self, bundle: Path, file: Path, tokens: int, longest: int) -> list[TokenArray]:
         """Texts of a file: each line's `messages` in the chat template where it is a .jsonl file, else the text itself,
         cut into pieces of `longest` tokens.
+
+        At least as many as have `tokens` in all, or all there are; conversations are taken from all over the file.
 
         Raises:
             InputError: the file cannot be read, or holds no text.

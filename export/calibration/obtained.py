@@ -61,7 +61,7 @@ def obtain_text(
         if request.file is None:
             texts = workbench.write(trial, request.tokens, longest, request.seed)
         else:
-            texts = _first(workbench.read(trial, request.file, longest), request.tokens)
+            texts = _first(workbench.read(trial, request.file, request.tokens, longest), request.tokens)
         shutil.rmtree(trial)
         _keep(folder, texts)
         progress(_STAGE, 1.0)

@@ -95,14 +95,26 @@ def test_conversations_of_a_file(tmp_path: Path) -> None:
         {"messages": [{"role": role, "content": content} for role, content in turns[:count]]} for count in (1, 2, 3)
     ]
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
-    assert shown(BUNDLED, read_texts(BUNDLED, file, 100)) == [
+    assert sorted(shown(BUNDLED, read_texts(BUNDLED, file, 10_000, 100))) == [
+        "<|user|>all of them<|assistant|>",  # as the template has it
         "<|user|>list files<|assistant|>",
         "<|user|>list files<|assistant|>ls<|end|>",
-        "<|user|>all of them<|assistant|>",  # as the template has it
     ]
-    pieces = read_texts(BUNDLED, file, 4)
+    pieces = read_texts(BUNDLED, file, 10_000, 4)
     assert all(len(piece) <= 4 for piece in pieces)
-    assert total(pieces) >= total(read_texts(BUNDLED, file, 100)) - 3
+    assert total(pieces) >= total(read_texts(BUNDLED, file, 10_000, 100)) - 3
+
+
+def test_no_more_conversations_are_read_than_are_wanted(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"show file {number}"}]} for number in range(500)]
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    texts = read_texts(BUNDLED, file, 300, 100)
+    assert 300 <= total(texts) < 400
+    numbers = [int(text.removesuffix("<|assistant|>").split()[-1]) for text in shown(BUNDLED, texts)]
+    assert min(numbers) < 150  # from all over the file
+    assert max(numbers) > 350
+    assert [text.tolist() for text in texts] == [text.tolist() for text in read_texts(BUNDLED, file, 300, 100)]
 
 
 def test_plain_text_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +122,7 @@ def test_plain_text_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     text = "\n".join(f"{number} files in the folder" for number in range(200))
     file.write_text(text, encoding="utf-8")
     monkeypatch.setattr(self_text, "_CHARACTERS", 100)
-    pieces = read_texts(BUNDLED, file, 50)
+    pieces = read_texts(BUNDLED, file, 10_000, 50)
     assert all(len(piece) == 50 for piece in pieces[:-1])
     assert "".join(shown(BUNDLED, pieces)) == text
 
@@ -131,6 +143,6 @@ def test_files_that_hold_no_text(tmp_path: Path, name: str, content: str, messag
     file = tmp_path / name
     file.write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=message):
-        read_texts(BUNDLED, file, 50)
+        read_texts(BUNDLED, file, 10_000, 50)
     with pytest.raises(InputError, match="cannot be read"):
-        read_texts(BUNDLED, tmp_path / "absent", 50)
+        read_texts(BUNDLED, tmp_path / "absent", 10_000, 50)
