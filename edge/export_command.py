@@ -262,7 +262,7 @@ def export(
         work=work,
     )
     with _progress_bar() as progress:
-        said = _command(context, name, {} if mixed or weights is None else {"weights": weights, "block": block})
+        said = _command(context, name, _meant(None if mixed else weights, head, block))
         finished = export_model(source, destination, recipe, progress, said, bench_of_this_machine())
     _show(finished)
 
@@ -304,6 +304,12 @@ def _typed(context: typer.Context, names: Collection[str]) -> list[str]:
 def _is_typed(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def _meant(weights: WeightChoice | None, head: WeightChoice | None, block: int) -> dict[str, object]:
+    """The weights of an export by the names of the options, whether they were typed or not."""
+    blocks = any(choice not in (None, WeightChoice.FP32) for choice in (weights, head))
+    return {} if weights is None else {"weights": weights, **({"block": block} if blocks else {})}
 
 
 def _command(context: typer.Context, name: str, meant: Mapping[str, object]) -> str:

@@ -52,6 +52,8 @@ class Prepared:
     text: CalibrationText
     judge: PlanEvaluator
     """Measures divergences on the text that nothing was chosen by."""
+    candidates: PlanEvaluator
+    """The same, with each unit rounded by itself, as plans are searched for."""
     unobserved: PlanEvaluator
     """The same of the checkpoint as it is: nothing folded, and rounded without knowing any inputs."""
     allocation: Allocation | None = None
@@ -114,6 +116,7 @@ def prepare(
             allocation, rate = faster.allocation, faster.rate
         plan = dict(allocation.plan)
     formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
+    candidates = PlanEvaluator(source, config, text.held_out, store.weights, folder / "candidates", context)
     if any(form.method is Method.GPTQ for form in formats.values()):
         key = hashlib.sha256(repr(sorted(formats.items())).encode()).hexdigest()[:16]
         store = round_successively(source, config, text, formats, folder / f"rounded-{key}", context, progress, aims)
@@ -123,7 +126,7 @@ def prepare(
     judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
     plain = UnitStore(checkpoint, config, folder / "unobserved" / "units")
     unobserved = PlanEvaluator(checkpoint, config, text.held_out, plain.weights, folder / "unobserved", context)
-    return Prepared(content, text, judge, unobserved, allocation, times, rate)
+    return Prepared(content, text, judge, candidates, unobserved, allocation, times, rate)
 
 
 def _require_affordable(config: DecoderConfig, budget: Budget) -> None:

@@ -160,7 +160,7 @@ def _solos(prepared: Prepared, progress: Progress) -> Mapping[str, Sequence[Solo
     tokens = max(_FEWEST_TOKENS, int(_SOLO_WORK / weights))
     found = {}
     for number, unit in enumerate(units, 1):
-        found[unit] = (Solo(plan[unit], prepared.judge.solo(unit, plan[unit], tokens)),)
+        found[unit] = (Solo(plan[unit], prepared.candidates.solo(unit, plan[unit], tokens)),)
         progress("measuring units", number / len(units))
     return found
 
@@ -172,7 +172,9 @@ def _plans(prepared: Prepared, rounded: Divergence, recipe: ExportRecipe, progre
     tokens = max(_FEWEST_TOKENS, int(_COMPARED_WORK / weight_count(config)))
 
     def divergence(plan: Mapping[str, WeightFormat]) -> float:
-        return prepared.judge.divergence(plan, tokens).mean_kl
+        # Against mixes and formats that were not written, each unit is rounded by itself, as theirs are.
+        evaluator = prepared.judge if allocation is None else prepared.candidates
+        return evaluator.divergence(plan, tokens).mean_kl
 
     def nearest(plan: Mapping[str, WeightFormat]) -> float:
         return prepared.unobserved.divergence(plan, tokens).mean_kl

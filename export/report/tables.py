@@ -56,7 +56,8 @@ def heads_of(report: ModelReport) -> list[Head]:
         if ratio is None:
             ratio, beside = report.against_nearest, "than rounded to nearest"
         beside = "nats from the float32 model" if ratio is None else f"{_less(ratio)} {beside}"
-        heads.append(Head("mean KL", f"{chosen.kl:#.3g}", beside, "" if ratio is None else _tone(ratio < 1)))
+        kl = chosen.kl if report.quality is None else report.quality.mean_kl
+        heads.append(Head("mean KL", f"{kl:#.3g}", beside, "" if ratio is None else _tone(ratio < 1)))
     if quality is not None:
         heads.append(
             Head(
@@ -127,6 +128,11 @@ def _comparisons(report: ModelReport) -> str:
         said.append(f"It is {_less(report.against_nearest)} than that of rounding to nearest at the same bytes.")
     if report.against_rule is not None:
         said.append(f"It is {_less(report.against_rule)} than that of a rule-based mix of the same bytes.")
+    if report.quality is not None and any(plan.kind is PlanKind.UNIFORM for plan in report.plans):
+        said.append(
+            "Here every unit is rounded by itself, in all plans alike; in the model as written, units may make up for "
+            f"those before them, and its mean KL is {report.quality.mean_kl:#.3g}."
+        )
     if report.bandwidths:
         said.append("Rates at a bandwidth hold where reading weights is all that takes time.")
     return " ".join(said)

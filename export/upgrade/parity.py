@@ -66,7 +66,7 @@ class Reference:
     @property
     def allowed(self) -> float:
         """Largest difference of a logit that rounding explains."""
-        return (HALF_TOLERANCE if self.half else TOLERANCE) * max(1.0, float(self.logits.std()))
+        return (HALF_TOLERANCE if self.half else TOLERANCE) * max(1.0, float(self.logits.std(dtype=np.float64)))
 
 
 def reference_of(graph: EditableGraph, ports: Ports, form: CacheForm, vocabulary: int) -> Reference:
@@ -192,7 +192,8 @@ class _Source:
         """
         logits, _ = self._pass(tokens, self._empty(), 0)
         alone, _ = self._pass(tokens[:1], self._empty(), 0)
-        if len(logits) == len(tokens) and np.abs(logits[0] - alone[0]).max() <= _NOTHING * max(1.0, logits.std()):
+        allowed = _NOTHING * max(1.0, float(logits.std(dtype=np.float64)))
+        if len(logits) == len(tokens) and np.abs(logits[0] - alone[0]).max() <= allowed:
             return logits
         caches, rows = self._empty(), []
         for index in range(len(tokens)):
