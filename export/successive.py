@@ -28,6 +28,7 @@ from .calibration.layers import LayerRunner, WeightsOf
 from .calibration.packing import Batch, packed
 from .calibration.text import CalibrationText
 from .config import DecoderConfig
+from .derived_source import DerivedSource
 from .layout import Unit, embedding_layout, head_layout, layer_layout
 from .prefetch import in_order
 from .progress import Progress
@@ -48,12 +49,12 @@ _Half = Callable[[list[Float32Array], int, WeightsOf], _Captured]
 """Half a layer, of one of several batches of hidden states."""
 
 
-class SuccessiveSource:
+class SuccessiveSource(DerivedSource):
     """Reads like the model it is made of; a unit that has targets is rounded to those."""
 
     def __init__(self, source: ModelSource, aims: Callable[[Unit], Aim] | None = None) -> None:
         """`aims` says what units without targets should compute; without it, all their inputs count alike."""
-        self._source = source
+        super().__init__(source)
         self._aims = aims
         self._targets: dict[str, tuple[Float32Array, InputStatistics]] = {}
 
@@ -71,45 +72,12 @@ class SuccessiveSource:
             return self._aims(unit)
         return Aim(np.concatenate([self._source.read(name) for name in unit.weights]), None)
 
-    @property
-    def folder(self) -> Path:
-        """See `ModelSource.folder`."""
-        return self._source.folder
-
-    def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """See `ModelSource.require`."""
-        self._source.require(name, shape)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `ModelSource.shape`."""
-        return self._source.shape(name)
-
-    def read(self, name: str) -> Float32Array:
-        """See `ModelSource.read`."""
-        return self._source.read(name)
-
-    def read_rows(self, rows: RowRange) -> Float32Array:
-        """See `ModelSource.read_rows`."""
-        return self._source.read_rows(rows)
-
-    def row_ranges(self, name: str) -> Iterator[RowRange]:
-        """See `ModelSource.row_ranges`."""
-        return self._source.row_ranges(name)
-
-    def pieces(self, name: str) -> Iterator[Float32Array]:
-        """See `ModelSource.pieces`."""
-        return self._source.pieces(name)
-
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
         """Some rows of a matrix in few bits."""
         if rows.name not in self._targets:
             return self._source.coded(rows, form)
         targets, inputs = self._targets[rows.name]
         return QUANTIZERS[form.method or Method.RTN](targets[rows.start : rows.stop], form, inputs)
-
-    def own_format(self, name: str) -> WeightFormat:
-        """See `ModelSource.own_format`."""
-        return self._source.own_format(name)
 
 
 def round_successively(

@@ -8,7 +8,7 @@ interrupted run has made is found by the next.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ...models.atomic import folder_written_atomically
 from ...models.manifest import WeightFormat
 from ..config import DecoderConfig
+from ..derived_source import DerivedSource
 from ..layout import Unit, units_of
 from ..prefetch import in_order
 from ..quantization.codes import decoded
@@ -116,13 +117,13 @@ class UnitStore:
         return self._folder / f"{name}-{str(form).replace('/', '-')}{method}"
 
 
-class StoredSource:
+class StoredSource(DerivedSource):
     """A source whose units are rounded already."""
 
     def __init__(
         self, source: ModelSource, units: Mapping[str, Unit], stored: Callable[[Unit, WeightFormat], Coded]
     ) -> None:
-        self._source = source
+        super().__init__(source)
         self._stored = stored
         self._places: dict[str, tuple[Unit, int]] = {}
         """By a matrix's name the unit it belongs to and its first row there."""
@@ -131,35 +132,6 @@ class StoredSource:
             for name, rows in zip(unit.weights, unit.rows, strict=True):
                 self._places[name] = unit, first
                 first += rows
-
-    @property
-    def folder(self) -> Path:
-        """Where config.json and the tokenizer's files lie."""
-        return self._source.folder
-
-    def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """See `ModelSource`."""
-        self._source.require(name, shape)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's dimensions."""
-        return self._source.shape(name)
-
-    def read(self, name: str) -> Float32Array:
-        """A whole tensor, finite."""
-        return self._source.read(name)
-
-    def read_rows(self, rows: RowRange) -> Float32Array:
-        """Some rows of a matrix, not rounded."""
-        return self._source.read_rows(rows)
-
-    def row_ranges(self, name: str) -> Iterator[RowRange]:
-        """Ranges that cover a matrix from top to bottom."""
-        return self._source.row_ranges(name)
-
-    def pieces(self, name: str) -> Iterator[Float32Array]:
-        """A matrix from top to bottom, not rounded."""
-        return self._source.pieces(name)
 
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
         """Some rows of a matrix in few bits, from the store."""
@@ -177,10 +149,6 @@ class StoredSource:
             if factors is None
             else factors._replace(up_codes=factors.up_codes[part], up_scales=factors.up_scales[part]),
         )
-
-    def own_format(self, name: str) -> WeightFormat:
-        """See `ModelSource`."""
-        return self._source.own_format(name)
 
 
 def _mapped(file: Path) -> npt.NDArray[Any] | None:

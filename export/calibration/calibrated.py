@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
 
 from ...models.manifest import Method, WeightFormat
 from ..config import DecoderConfig
+from ..derived_source import DerivedSource
 from ..layout import Unit, units_of
 from ..quantization.methods import QUANTIZERS
 from ..quantization.statistics import Aim, InputStatistics
-from ..source import Coded, Float32Array, ModelSource, RowRange
+from ..source import Coded, ModelSource, RowRange
 
 _KEPT: Final = 2
 """Units whose statistics stay in memory, with what methods make of them: one written and the next one begun."""
@@ -29,45 +28,16 @@ class Statistics(Protocol):
         ...
 
 
-class CalibratedSource:
+class CalibratedSource(DerivedSource):
     """Reads like the model it is made of; `coded` gives each method the statistics of the unit."""
 
     def __init__(self, source: ModelSource, config: DecoderConfig, statistics: Statistics) -> None:
         """`statistics` are of the model that `source` is."""
-        self._source = source
+        super().__init__(source)
         # A tied head comes after the embedding, and it is the head that multiplies.
         self._units = {name: unit.name for unit in units_of(config) for name in unit.weights}
         self._statistics = lru_cache(_KEPT)(statistics.of)
         self._reading = threading.Lock()
-
-    @property
-    def folder(self) -> Path:
-        """See `ModelSource.folder`."""
-        return self._source.folder
-
-    def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """See `ModelSource.require`."""
-        self._source.require(name, shape)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `ModelSource.shape`."""
-        return self._source.shape(name)
-
-    def read(self, name: str) -> Float32Array:
-        """See `ModelSource.read`."""
-        return self._source.read(name)
-
-    def read_rows(self, rows: RowRange) -> Float32Array:
-        """See `ModelSource.read_rows`."""
-        return self._source.read_rows(rows)
-
-    def row_ranges(self, name: str) -> Iterator[RowRange]:
-        """See `ModelSource.row_ranges`."""
-        return self._source.row_ranges(name)
-
-    def pieces(self, name: str) -> Iterator[Float32Array]:
-        """See `ModelSource.pieces`."""
-        return self._source.pieces(name)
 
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
         """Some rows of a matrix in few bits, by the method that the format names and what is known of their inputs."""
@@ -81,7 +51,3 @@ class CalibratedSource:
     def _inputs(self, unit: str) -> InputStatistics | None:
         with self._reading:  # or two threads would have statistics of one unit apart, and what is made of them
             return self._statistics(unit)
-
-    def own_format(self, name: str) -> WeightFormat:
-        """See `ModelSource.own_format`."""
-        return self._source.own_format(name)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from ...models.manifest import Method, WeightFormat
 from ..config import DecoderConfig
+from ..derived_source import DerivedSource
 from ..layout import Layer, Norm, Unit, final_norm, head_layout, layer_layout
 from ..prefetch import in_order
 from ..progress import Progress
@@ -52,26 +52,13 @@ class Folds:
     """Factors of a unit's inputs [K], by the unit's name."""
 
 
-class FoldedSource:
+class FoldedSource(DerivedSource):
     """Reads like a model multiplied by `Folds`."""
 
     def __init__(self, source: ModelSource, config: DecoderConfig, folds: Folds) -> None:
-        self._source = source
+        super().__init__(source)
         self._plus = np.float32(config.traits.norms_add_one)
         self.folds: Final = folds
-
-    @property
-    def folder(self) -> Path:
-        """See `ModelSource.folder`."""
-        return self._source.folder
-
-    def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """See `ModelSource.require`."""
-        self._source.require(name, shape)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `ModelSource.shape`."""
-        return self._source.shape(name)
 
     def read(self, name: str) -> Float32Array:
         """See `ModelSource.read`."""
@@ -86,10 +73,6 @@ class FoldedSource:
     def read_rows(self, rows: RowRange) -> Float32Array:
         """See `ModelSource.read_rows`."""
         return self._multiplied(self._source.read_rows(rows), rows)
-
-    def row_ranges(self, name: str) -> Iterator[RowRange]:
-        """See `ModelSource.row_ranges`."""
-        return self._source.row_ranges(name)
 
     def pieces(self, name: str) -> Iterator[Float32Array]:
         """See `ModelSource.pieces`."""
