@@ -100,7 +100,7 @@ def export(
     minutes: Annotated[
         float | None,
         typer.Option(
-            "--time-limit", min=0, help="Minutes that the search may take.", show_default="none", rich_help_panel=_MIX
+            "--time-limit", min=0, help="Minutes that the search may take.", show_default="10", rich_help_panel=_MIX
         ),
     ] = None,
     optimize: Annotated[

@@ -49,7 +49,7 @@ class MixRequest:
     plan: Path | None = None
     """A plan file to follow and not to search for."""
     seconds: float | None = None
-    """Most that the search may take; None for as long as it finds something."""
+    """Most that the search may take; None for ten minutes."""
     objective: Objective = Objective.PLAIN
     repair: bool = False
     """Whether units of 2 bits may be repaired by factors of low rank."""
