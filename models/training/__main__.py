@@ -27,6 +27,7 @@ from .distill import (
 from .evaluate import answer_all, answer_loss, by_group, validate
 from .model import DRAFT_SHAPE, TARGET_SHAPE, CausalLM
 from .recipe import load_pairs, tokenizer_texts
+from .rounding import BlockRounding
 from .tasks import TaskMaker
 from .tokenizer import ChatCodec, train_tokenizer
 from .train import TrainOptions, answer_cross_entropy, train
@@ -53,6 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--average", type=float, default=default.average, help="decay of the weight average")
     run.add_argument("--label-smoothing", type=float, default=default.label_smoothing)
     run.add_argument("--dropout", type=float, default=0.1)
+    run.add_argument(
+        "--round",
+        dest="rounding",
+        metavar="BITS/BLOCK",
+        type=BlockRounding.parse,
+        help="train for this format: passes see the weights rounded to it, and so they are written",
+    )
     run.add_argument("--evaluate-every", type=int, default=default.evaluate_every)
     run.add_argument("--save-every", type=int, default=default.save_every)
     run.add_argument("--seed", type=int, default=default.seed)
@@ -112,6 +120,7 @@ def run_target(arguments: argparse.Namespace) -> None:
         else:
             codec = ChatCodec(train_tokenizer(tokenizer_texts(pairs.train), TARGET_SHAPE.vocab_size))
     model.to(arguments.device)
+    model.round_weights(arguments.rounding)
     maker = TaskMaker(pairs.train, pairs.heldout + pairs.validation)
     record = train(
         model,
@@ -138,6 +147,7 @@ def run_draft(arguments: argparse.Namespace) -> None:
     else:
         draft = CausalLM(replace(DRAFT_SHAPE, vocab_size=target.shape.vocab_size), arguments.dropout)
     draft.to(arguments.device)
+    draft.round_weights(arguments.rounding)
     taught_file = arguments.out / "taught.safetensors"
     if not taught_file.exists():
         maker = TaskMaker(pairs.train, pairs.heldout + pairs.validation)

@@ -19,11 +19,15 @@ STATE_TENSORS, STATE_NUMBERS = "state.safetensors", "state.json"
 
 
 def save_model(folder: Path, model: CausalLM, tokenizer: Tokenizer) -> None:
-    """Write a Hugging Face folder with bfloat16 weights; `model.safetensors` is written last."""
-    shape = model.shape
+    """Write a Hugging Face folder; `model.safetensors` is written last.
+
+    Weights are bfloat16, but float32 where the model's passes see them rounded: those are written as rounded, and
+    bfloat16 would move them off the codes that they stand for.
+    """
+    shape, dtype = model.shape, torch.bfloat16 if model.rounding is None else torch.float32
     generation = {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False}
     texts = {
-        "config.json": json.dumps(shape.to_config(), indent=2),
+        "config.json": json.dumps(shape.to_config(dtype), indent=2),
         "generation_config.json": json.dumps(generation, indent=2),
         "tokenizer.json": tokenizer.to_str(pretty=True),
         "tokenizer_config.json": tokenizer_config(shape.max_position_embeddings),
@@ -31,7 +35,7 @@ def save_model(folder: Path, model: CausalLM, tokenizer: Tokenizer) -> None:
     }
     for name, text in texts.items():
         write_atomically(folder / name, text.encode())
-    weights = {name: p.detach().to("cpu", torch.bfloat16).contiguous().clone() for name, p in model.named_parameters()}
+    weights = {name: p.to("cpu", dtype).contiguous().clone() for name, p in model.stored().items()}
     write_atomically(folder / "model.safetensors", save(weights, metadata={"format": "pt"}))
 
 

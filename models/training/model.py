@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .rounding import BlockRounding
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -38,8 +40,8 @@ class ModelShape:
             )
         return cls(**{name: config[name] for name in cls.__dataclass_fields__ if name in config})
 
-    def to_config(self) -> dict[str, Any]:
-        """Return the complete Hugging Face `config.json` for this shape."""
+    def to_config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the complete Hugging Face `config.json` for this shape, with weights of a type."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -51,7 +53,7 @@ class ModelShape:
             "bos_token_id": None,
             "eos_token_id": 0,
             "pad_token_id": 0,
-            "torch_dtype": "bfloat16",
+            "torch_dtype": str(dtype).removeprefix("torch."),
         }
 
 
@@ -91,6 +93,18 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., C]; float32 out."""
         return functional.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    """A linear map without bias, whose weight [N, K] passes may see rounded."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.rounding: BlockRounding | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform x [..., K] into [..., N]."""
+        return functional.linear(x, self.weight if self.rounding is None else self.rounding(self.weight))
 
 
 class ChannelDropout(nn.Module):
@@ -139,10 +153,10 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
+        self.q_proj = Linear(shape.hidden_size, self.heads * self.head_dim)
+        self.k_proj = Linear(shape.hidden_size, self.kv_heads * self.head_dim)
+        self.v_proj = Linear(shape.hidden_size, self.kv_heads * self.head_dim)
+        self.o_proj = Linear(self.heads * self.head_dim, shape.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: LayerCache | None) -> Tensor:
         """Mix x [B, T, C] along T; cos, sin [T, D], mask [.., T, past + T] with 0 or a large negative number."""
@@ -169,9 +183,9 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform x [B, T, C] position by position."""
@@ -206,9 +220,15 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Layer(shape, dropout) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.dropout = ChannelDropout(dropout)
+        self.rounding: BlockRounding | None = None
         cos, sin = rotary_tables(shape)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    def embeddings(self) -> Tensor:
+        """The rows [V, C] that tokens stand for, and that the head compares with."""
+        weight = self.embed_tokens.weight
+        return weight if self.rounding is None else self.rounding(weight)
 
     def forward(self, ids: Tensor, cache: Sequence[LayerCache] | None = None, padding: Tensor | None = None) -> Tensor:
         """Normalised hidden states [B, T, C] for token ids int64 [B, T]; the rest is as for `CausalLM.hidden`."""
@@ -220,7 +240,7 @@ class Backbone(nn.Module):
             # Finite, so that a padding row, which may attend to nothing, does not become NaN.
             padded = torch.arange(total, device=ids.device) < padding[:, None]
             mask = (mask.clamp(min=-1e9) - 1e9 * padded[:, None, :])[:, None]
-        x = self.dropout(self.embed_tokens(ids))
+        x = self.dropout(functional.embedding(ids, self.embeddings()))
         for number, layer in enumerate(self.layers):
             x = layer(x, cos, sin, mask, cache[number] if cache else None)
         out: Tensor = self.norm(x)
@@ -237,6 +257,7 @@ class CausalLM(nn.Module):
     def __init__(self, shape: ModelShape, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape = shape
+        self.rounding: BlockRounding | None = None
         self.model = Backbone(shape, dropout)
         self._compiled: Callable[[Tensor], Tensor] | None = None
         for name, parameter in self.named_parameters():
@@ -260,9 +281,24 @@ class CausalLM(nn.Module):
         """Fuse training passes with torch.compile; evaluation, whose shapes vary with the cache, stays as it is."""
         self._compiled = torch.compile(self.model.forward, dynamic=True)
 
+    def round_weights(self, rounding: BlockRounding | None) -> None:
+        """Let all passes from now on see every matrix rounded, or none."""
+        self.rounding = rounding
+        for module in self.modules():
+            if isinstance(module, Linear | Backbone):
+                module.rounding = rounding
+
+    def stored(self) -> dict[str, Tensor]:
+        """The parameters as passes see them, by name, float32."""
+        rounding = self.rounding
+        return {
+            name: p.detach() if rounding is None or p.dim() != 2 else rounding.rounded(p.detach())
+            for name, p in self.named_parameters()
+        }
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab_size] for hidden states [..., hidden_size]."""
-        return functional.linear(hidden, self.model.embed_tokens.weight)
+        return functional.linear(hidden, self.model.embeddings())
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [B, T, vocab_size] for token ids int64 [B, T]."""
