@@ -56,7 +56,7 @@ def heads_of(report: ModelReport) -> list[Head]:
         if ratio is None:
             ratio, beside = report.against_nearest, "than rounded to nearest"
         beside = "nats from the float32 model" if ratio is None else f"{_less(ratio)} {beside}"
-        kl = chosen.kl if report.quality is None else report.quality.mean_kl
+        kl = chosen.kl if quality is None else quality.mean_kl
         heads.append(Head("mean KL", f"{kl:#.3g}", beside, "" if ratio is None else _tone(ratio < 1)))
     if quality is not None:
         heads.append(

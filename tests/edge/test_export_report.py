@@ -46,7 +46,7 @@ def test_an_observed_export_is_reported(checkpoint: Path, tmp_path: Path, capsys
     assert report["seconds"] > 0
     assert {"processor", "onnxruntime"} <= report["machine"].keys()
     assert (out / "report.html").read_text().startswith("<!doctype html>")
-    assert f"mean KL: {chosen['kl']:#.3g}" in shown
+    assert f"mean KL: {report['shipped']['mean_kl']:#.3g}" in shown
     assert "than rounded to nearest" in shown
 
 
