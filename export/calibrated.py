@@ -107,8 +107,9 @@ def prepare(
     if recipe.mix is not None and plan is None:
         timed = (*LADDER, *REPAIRED) if recipe.mix.repair else LADDER
         times = known_or_measured(config, workbench.time_nodes, timed, progress)
-        mixing = Mixing(model, text, recipe, recipe.mix, store, times, folder)
+        mixing = Mixing(model, text, recipe, recipe.mix, store, times, workbench.time, folder)
         allocation = mixing.allocation(progress)
+        times = mixing.times
         if recipe.mix.objective is Objective.SPECULATION:
             draft = _draft_speed(allocation.plan, model, store, text, recipe, folder, workbench, progress)
             limit = mixing.measures[0]

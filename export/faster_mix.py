@@ -83,7 +83,7 @@ def _candidates(
     config = times.config
     costs = SpeculativeCosts(times, draft, guesses)
     choices = choices_of(config, allocation.solos, [costs, limited.costs])
-    budget = limited.limit - limited.costs.fixed
+    budget = limited.room
     low = sum(min(level.costs[0] for level in choice.levels) for choice in choices)
     high = sum(max(level.costs[0] for level in choice.levels) for choice in choices)
     for _ in range(_STEPS):

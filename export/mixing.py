@@ -18,12 +18,14 @@ from .allocation.ladder import levels, weight_count
 from .allocation.search import SearchSettings
 from .allocation.unit_store import UnitStore
 from .allocation.unit_times import UnitTimes
+from .allocation.whole_passes import slower_than_predicted
 from .calibration.divergence import PlanEvaluator
 from .calibration.text import CalibrationText
 from .content import Model
 from .progress import Progress
 from .recipe import ExportRecipe
 from .requests import MixRequest
+from .workbench import Stopwatch
 
 _SOLO_WORK: Final = 3e10
 _PLAN_WORK: Final = 5e11
@@ -47,6 +49,7 @@ class Mixing:
         request: MixRequest,
         store: UnitStore,
         times: UnitTimes,
+        stopwatch: Stopwatch,
         folder: Path,
     ) -> None:
         """Nothing runs yet.
@@ -58,6 +61,7 @@ class Mixing:
             request: what is asked for; it has a budget.
             store: has the units in all formats.
             times: of passes on this machine.
+            stopwatch: measures passes of whole plans.
             folder: keeps what is found out.
 
         Raises:
@@ -66,7 +70,9 @@ class Mixing:
         self._config = model.config
         self._recipe = recipe
         self._request = request
-        self._times = times
+        self.times = times
+        """As measured unit by unit; once plans have been measured as a whole, of the machine as it is."""
+        self._stopwatch = stopwatch
         self._folder = folder
         self._evaluator = PlanEvaluator(
             model.source, model.config, text.calibration, store.weights, folder / "calibration", model.context
@@ -82,7 +88,7 @@ class Mixing:
             OSError: the disk refused a write.
         """
         recipe, request = self._recipe, self._request
-        return allocate(
+        found = allocate(
             self._config,
             self._solo,
             [partial(self._measured, share) for share in _STAGES],
@@ -95,13 +101,19 @@ class Mixing:
                 seconds=_SEARCH_SECONDS if request.seconds is None else request.seconds,
             ),
             progress=progress,
+            slowness=self._slowness if self._budget.measure is Measure.MILLISECONDS else None,
         )
+        self.times = self.times.scaled(found.slowness)
+        return found
+
+    def _slowness(self, plan: Mapping[str, WeightFormat]) -> float:
+        return slower_than_predicted(self.times, plan, [self._budget.rows], self._stopwatch)
 
     @property
     def measures(self) -> list[Limited]:
         """In which plans cost something, that of the budget first."""
         rows = (self._budget.rows, *_TIMED_ROWS) if self._budget.measure is Measure.MILLISECONDS else _TIMED_ROWS
-        return measures_for(self._budget, self._config, [self._times.costs(count) for count in dict.fromkeys(rows)])
+        return measures_for(self._budget, self._config, [self.times.costs(count) for count in dict.fromkeys(rows)])
 
     @property
     def _budget(self) -> Budget:

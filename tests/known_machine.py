@@ -38,6 +38,10 @@ class KnownMachine:
         units = sum(self.unit(kind_of(name), form, rows) for name, form in plan.items() if name != "embedding")
         return self.rest(layers, rows) + units
 
+    def whole(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
+        """A `Stopwatch` of the same machine."""
+        return [{each: times.seconds for each, times in found.items()} for found in self(bundles, rows, rounds)]
+
     def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, PassTimes]]:
         self.bundles.append(len(bundles))
         found = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -12,7 +12,7 @@ from ...models.manifest import WeightFormat
 from ..config import DecoderConfig
 from ..progress import Progress, silent
 from .budget import Budget, Measure, require_reachable
-from .choices import Choice, Divergence, choices_of, plan_of, total_costs
+from .choices import Choice, Divergence, Picks, choices_of, lowered, plan_of, total_costs
 from .costs import ByteCosts, Costs
 from .ladder import chosen_units, may_have, with_embedding
 from .lagrange import cheapest, seed_plan
@@ -24,6 +24,12 @@ SOLO_FILE: Final = "solo.json"
 SEARCH_FILE: Final = "search.json"
 _POLISH_SHARE: Final = 0.3
 """Of the time of a search, what its end may take."""
+_EXACT: Final = 0.015
+"""How far a measured plan may be from what it was taken to cost."""
+_CORRECTIONS: Final = 3
+
+Slowness = Callable[[Mapping[str, WeightFormat]], float]
+"""What a plan costs when it is measured as a whole, by the sum of what its units cost, in the leading measure."""
 
 
 class SoloDivergence(Protocol):
@@ -41,6 +47,13 @@ class Limited:
     costs: Costs
     limit: float = math.inf
     """Infinite where the measure only says which levels are spent in vain."""
+    slowness: float = 1.0
+    """What a plan costs, measured as a whole, by the sum of what its parts cost."""
+
+    @property
+    def room(self) -> float:
+        """What the units may cost together."""
+        return self.limit / self.slowness - self.costs.fixed
 
 
 @dataclass(frozen=True)
@@ -52,13 +65,15 @@ class Allocation:
     divergence: float
     """Mean KL in nats on the text it was chosen by."""
     costs: tuple[float, ...]
-    """In each measure."""
+    """In each measure, as the sum of what units cost."""
     solos: Mapping[str, Sequence[Solo]]
     """What each format does to each unit by itself."""
     history: tuple[tuple[int, float], ...]
     """Generation and best divergence, whenever it fell."""
     seeds: tuple[Mapping[str, WeightFormat], ...]
     """Plans for other budgets, chosen as if divergences added up: from the cheapest to the dearest."""
+    slowness: float = 1.0
+    """What the plan costs in the leading measure, measured as a whole, by that sum; 1 where it was not measured."""
 
 
 def measures_for(budget: Budget, config: DecoderConfig, times: Sequence[Costs] = ()) -> list[Limited]:
@@ -90,7 +105,8 @@ def require_affordable(config: DecoderConfig, budget: Budget, measure: Limited, 
     """
     costs, units = measure.costs, list(chosen_units(config))
     least, most = (
-        costs.fixed + sum(pick(costs.of(unit, form) for form in forms if may_have(unit, form)) for unit in units)
+        measure.slowness
+        * (costs.fixed + sum(pick(costs.of(unit, form) for form in forms if may_have(unit, form)) for unit in units))
         for pick in (min, max)
     )
     require_reachable(budget, config, least, most)
@@ -107,6 +123,7 @@ def allocate(
     folder: Path,
     settings: SearchSettings,
     progress: Progress = silent,
+    slowness: Slowness | None = None,
 ) -> Allocation:
     """Choose a format for every unit within a budget.
 
@@ -120,6 +137,8 @@ def allocate(
         folder: keeps what has been found out, so that an interrupted run goes on from there.
         settings: how long to search.
         progress: hears what is being done.
+        slowness: measures a plan as a whole; where it is given, the budget limits what that gives. It is asked of
+            plans near the one that is chosen, until what that one is taken to cost is what it does cost.
 
     Raises:
         InputError: no plan keeps to the budget.
@@ -127,15 +146,37 @@ def allocate(
     """
     units = list(chosen_units(config))
     costs = [measure.costs for measure in measures]
-    limits = [measure.limit - measure.costs.fixed for measure in measures]
-    require_affordable(config, budget, measures[0], forms)
+    leading, *others = measures
+    require_affordable(config, budget, leading, forms)
     solos = solo_divergences(units, forms, solo, folder / SOLO_FILE, progress)
     choices = choices_of(config, solos, costs)
     measured = Measured(choices, stages)
-    start = seed_plan(choices, limits)
-    found = evolve(choices, start, limits, measured, settings, folder / f"{budget}-{SEARCH_FILE}", progress)
-    best = polished(choices, found.picks, limits, measured, _POLISH_SHARE * settings.seconds, progress)
+
+    def limits() -> list[float]:
+        return [each.room for each in (leading, *others)]
+
+    def mistaken(picks: Picks) -> bool:
+        """Whether a plan costs something else than was thought; from then on it is taken to cost what it does."""
+        nonlocal leading
+        if slowness is None:
+            return False
+        before = leading.slowness
+        leading = replace(leading, slowness=slowness(with_embedding(config, plan_of(choices, picks))))
+        return abs(leading.slowness / before - 1) > _EXACT
+
+    start = seed_plan(choices, limits())
+    if mistaken(start):
+        require_affordable(config, budget, leading, forms)
+        start = seed_plan(choices, limits())
+    found = evolve(choices, start, limits(), measured, settings, folder / f"{budget}-{SEARCH_FILE}", progress)
+    seconds = _POLISH_SHARE * settings.seconds
+    best = polished(choices, found.picks, limits(), measured, seconds, progress)
     picks = without_vain_levels(choices, best, measured)
+    for _ in range(_CORRECTIONS):
+        if not mistaken(picks):
+            break
+        best = polished(choices, lowered(choices, picks, limits()), limits(), measured, seconds, progress)
+        picks = without_vain_levels(choices, best, measured)
     return Allocation(
         with_embedding(config, plan_of(choices, picks)),
         measured(picks),
@@ -143,6 +184,7 @@ def allocate(
         solos,
         (*found.history, (found.history[-1][0] + 1, measured(picks))),
         _seeds(config, choices),
+        leading.slowness,
     )
 
 

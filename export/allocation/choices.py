@@ -108,6 +108,25 @@ def fits(choices: Sequence[Choice], picks: Picks, limits: Sequence[float]) -> bo
     return all(cost <= limit for cost, limit in zip(costs, limits, strict=True))
 
 
+def lowered(choices: Sequence[Choice], picks: Picks, limits: Sequence[float]) -> Picks:
+    """The plan with levels taken back until it fits, such as lose least for what they free of the leading measure.
+
+    `limits` leave room for the first level of every choice.
+    """
+    current = list(picks)
+    while not fits(choices, tuple(current), limits):
+        losses = []
+        for index, pick in enumerate(current):
+            if pick > 0:
+                lower, own = choices[index].levels[pick - 1], choices[index].levels[pick]
+                freed = max(own.costs[0] - lower.costs[0], 1e-12)
+                losses.append(((lower.divergence - own.divergence) / freed, index))
+        if not losses:
+            break
+        current[min(losses)[1]] -= 1
+    return tuple(current)
+
+
 def plan_of(choices: Sequence[Choice], picks: Picks) -> dict[str, WeightFormat]:
     """Format by unit."""
     return {choice.unit: choice.levels[pick].form for choice, pick in zip(choices, picks, strict=True)}

@@ -19,7 +19,7 @@ from typing import Any, Final
 from ...models.atomic import write_atomically
 from ...models.json_file import parse_json_object
 from ..progress import Progress, silent
-from .choices import Choice, Divergence, Picks, fits, plan_of
+from .choices import Choice, Divergence, Picks, fits, lowered, plan_of
 from .plan_file import spelled
 
 STAGE: Final = "searching"
@@ -120,10 +120,14 @@ def evolve(
         OSError: the disk refused a write.
     """
     began = clock()
-    state = _restored(checkpoint, choices, limits)
+    state = _restored(checkpoint, choices)
     if state is None:
         first = measured(start)
         state = _State(start, first, history=[(0, first)])
+    elif not fits(choices, state.parent, limits):
+        # A limit of time is another one whenever the machine's speed is.
+        state.parent = lowered(choices, state.parent, limits)
+        state.divergence = measured(state.parent)
     earlier = state.seconds
     while state.generation < settings.generations and state.idle < settings.patience:
         state.seconds = earlier + clock() - began
@@ -213,7 +217,7 @@ def _save(checkpoint: Path, state: _State, choices: Sequence[Choice]) -> None:
     write_atomically(checkpoint, json.dumps(data, indent=1).encode())
 
 
-def _restored(checkpoint: Path, choices: Sequence[Choice], limits: Sequence[float]) -> _State | None:
+def _restored(checkpoint: Path, choices: Sequence[Choice]) -> _State | None:
     """The state of a file; None where there is none, or one whose plan cannot be chosen here."""
     try:
         data: dict[str, Any] = parse_json_object(checkpoint.read_bytes())
@@ -225,4 +229,4 @@ def _restored(checkpoint: Path, choices: Sequence[Choice], limits: Sequence[floa
         state = _State(parent, float(data["divergence"]), generation, idle, float(data["seconds"]), history)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return state if fits(choices, parent, limits) else None
+    return state

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
@@ -36,8 +35,6 @@ from .timing_bundles import TimingBundle, timing_bundles
 ROWS: Final = (1, 2, 4, 8)
 """Of the passes that are measured; what lies between is interpolated."""
 _ROUNDS: Final = 16
-_SAME: Final = 0.03
-"""Difference of speed that is not told from noise."""
 _FORM: Final = 1
 _STAGE: Final = "timing units"
 
@@ -136,8 +133,7 @@ def known_or_measured(
 ) -> UnitTimes:
     """The times of a model of that shape under the stopwatch's conditions, from the cache or measured now.
 
-    Times from the cache are compared with those of one small model, and scaled if the machine has become slower or
-    faster since, as it does when it gets hot.
+    Those from the cache are of the machine as it was; see `whole_passes`.
 
     Raises:
         BundleError, EdgeError: ONNX Runtime cannot run the models that are measured.
@@ -148,12 +144,10 @@ def known_or_measured(
     try:
         known = UnitTimes.from_json(parse_json_object(file.read_bytes()), config)
     except (OSError, ValueError):
-        times = measure(config, stopwatch, timed, progress)
-    else:
-        return known.scaled(_slower_by(known, timed, stopwatch, progress))
-    with suppress(OSError):
-        write_atomically(file, json.dumps(times.to_json(), indent=1).encode())
-    return times
+        known = measure(config, stopwatch, timed, progress)
+        with suppress(OSError):
+            write_atomically(file, json.dumps(known.to_json(), indent=1).encode())
+    return known
 
 
 def measure(
@@ -194,25 +188,6 @@ def _timed(
         passes = stopwatch(paths, ROWS, rounds)
     progress(_STAGE, 1.0)
     return passes
-
-
-def _slower_by(known: UnitTimes, forms: Sequence[WeightFormat], stopwatch: NodeStopwatch, progress: Progress) -> float:
-    """How much longer units take now than they did, by those of one model; 1 where it is hardly any longer."""
-    bundle = timing_bundles(known.config, forms)[-1]
-    (passes,) = _timed([bundle], stopwatch, _ROUNDS, progress)
-    now = sum(
-        1e3 * unit_seconds(times.nodes, name, known.config)
-        for times in passes.values()
-        for name in bundle.plan
-        if name != EMBEDDING_UNIT
-    )
-    before = sum(
-        at_rows(known.units[kind_of(name), form], rows)
-        for rows in passes
-        for name, form in bundle.plan.items()
-        if name != EMBEDDING_UNIT
-    )
-    return now / before if abs(math.log(now / before)) > _SAME else 1.0
 
 
 def _told_apart(

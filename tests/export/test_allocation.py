@@ -21,6 +21,7 @@ from edgerun.export.allocation.choices import (
     Level,
     choices_of,
     fits,
+    lowered,
     plan_of,
     total_costs,
     without_beaten_repairs,
@@ -271,6 +272,33 @@ class TestSearch:
         evolve(choices, cheapest(choices, limits), limits, measured, short, tmp_path / "search.json", clock=clock)
         assert next(ticks) < 8
 
+    def test_a_state_that_no_longer_fits_is_lowered(self, tmp_path: Path) -> None:
+        choices = toy_choices(3, units=9)
+        roomy, narrow = (middling_limit(choices, share) for share in (0.6, 0.3))
+        measured, state = Measured(choices, [toy_divergence(choices, 3)]), tmp_path / "search.json"
+        whole = evolve(choices, seed_plan(choices, roomy), roomy, measured, QUICK, state)
+        none_left = replace(QUICK, generations=0)
+        found = evolve(choices, cheapest(choices, narrow), narrow, measured, none_left, state)
+        assert fits(choices, found.picks, narrow)
+        assert not fits(choices, whole.picks, narrow)
+        assert found.picks == lowered(choices, whole.picks, narrow)
+        assert found.divergence == measured(found.picks)
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_what_loses_least_is_lowered_first(self, seed: int) -> None:
+        choices = toy_choices(seed)
+        highest = (len(FORMS) - 1,) * UNITS
+        for share in (0.0, 0.2, 0.5, 0.8, 1.0):
+            limits = middling_limit(choices, share)
+            limits[0] *= 1 + 1e-12
+            picks = lowered(choices, highest, limits)
+            assert fits(choices, picks, limits)
+            free = [index for index in range(UNITS) if picks[index] < highest[index]]
+            for index in free:
+                raised = (*picks[:index], picks[index] + 1, *picks[index + 1 :])
+                assert total_costs(choices, raised)[0] > total_costs(choices, picks)[0]
+        assert lowered(choices, highest, middling_limit(choices, 2.0)) == highest
+
     def test_a_level_that_buys_nothing_goes(self, tmp_path: Path) -> None:
         """What a unit gains by itself may be worth nothing beside the others."""
         choices = toy_choices(2)
@@ -388,6 +416,32 @@ class TestAllocate:
         assert costs == sorted(costs)
         again = allocate(config, _refused, [divergence], budget, measures, forms, folder=tmp_path, settings=QUICK)
         assert again.plan == found.plan
+
+    @pytest.mark.parametrize("noise", [0.0, 0.004])
+    def test_what_a_plan_costs_as_a_whole_is_limited(self, tmp_path: Path, config: DecoderConfig, noise: float) -> None:
+        chance = np.random.default_rng(0)
+
+        def slowness(plan: Mapping[str, WeightFormat]) -> float:
+            few = np.mean([form.bits == 2 for form in plan.values()])
+            return float((1.2 + 0.2 * few) * (1 + noise * chance.standard_normal()))
+
+        def alone(unit: str, form: WeightFormat) -> float:
+            return (1 + len(unit)) * 4.0**-form.bits * form.block
+
+        def together(plan: Mapping[str, WeightFormat]) -> float:
+            return sum(alone(unit, form) for unit, form in plan.items())
+
+        budget = Budget(6.0, Measure.BITS)
+        measures = measures_for(budget, config)
+        found = allocate(
+            config, alone, [together], budget, measures, LADDER, folder=tmp_path, settings=QUICK, slowness=slowness
+        )
+        limit = budget.limit(config)
+        few = np.mean([form.bits == 2 for unit, form in found.plan.items() if unit != "embedding"])
+        cost = cost_of(found.plan, ByteCosts(), config)
+        assert found.slowness == pytest.approx(1.2 + 0.2 * few, rel=0.05)
+        assert 0.9 * limit < found.slowness * cost < 1.02 * limit
+        assert found.costs[0] == pytest.approx(cost)
 
     def test_an_unreachable_budget_is_named(self, tmp_path: Path, checkpoint: Path, config: DecoderConfig) -> None:
         budget = parse_budget("1.5bpw")

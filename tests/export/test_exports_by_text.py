@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from edgerun.export import (
     parse_budget,
 )
 from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, weight_count
+from edgerun.export.allocation.unit_times import known_or_measured
 from edgerun.export.config import read_config
 from edgerun.export.workbench import Workbench
 from edgerun.models.bundle import open_bundle
@@ -168,16 +170,31 @@ def test_repairs_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> Non
     assert set(weights_of(tmp_path / "bundle").values()) <= set(LADDER)
 
 
-def test_a_time_budget_is_kept_as_far_as_times_are_known(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", [1.0, 1.4])
+def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
+    checkpoint: Path, tmp_path: Path, slow: float
+) -> None:
     config, machine = read_config(checkpoint), KnownMachine()
 
     def milliseconds(plan: dict[str, WeightFormat]) -> float:
         return 1e3 * machine.pass_of(plan, config.layers, 1)
 
-    ends = [milliseconds({unit.name: form for unit in chosen_units(config)}) for form in (LADDER[1], LADDER[-1])]
-    budget = sum(ends) / 2
-    export(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms"))
-    assert ends[0] < milliseconds(weights_of(tmp_path / "bundle")) <= budget + 0.01
+    def alike(form: WeightFormat) -> dict[str, WeightFormat]:
+        return {unit.name: form for unit in chosen_units(config)}
+
+    bench = replace(BENCH, time=machine.whole, time_nodes=machine)
+    known_or_measured(config, machine, LADDER)
+    machine.slow = slow
+    budget = (milliseconds(alike(LADDER[1])) + milliseconds(alike(LADDER[-1]))) / 2
+    export_checkpoint(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms"), workbench=bench)
+    spent = milliseconds(weights_of(tmp_path / "bundle"))
+    assert 0.9 * budget < spent <= budget + 0.01
+    report = json.loads((tmp_path / "bundle" / "report.json").read_text())
+    assert report["speed"]["predicted"]["1"] == pytest.approx(spent, rel=1e-4)
+
+    machine.slow = 20
+    with pytest.raises(InputError, match=r"no plan of this model keeps to .*ms; budgets from \d+\.\d+ms to"):
+        export_checkpoint(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms"), workbench=bench)
 
 
 def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:

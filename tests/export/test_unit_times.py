@@ -28,8 +28,8 @@ from edgerun.export.allocation.unit_times import (
     measure,
     timed_form,
 )
+from edgerun.export.allocation.whole_passes import slower_than_predicted
 from edgerun.export.config import DecoderConfig, read_config
-from edgerun.export.layout import units_of
 from edgerun.models.manifest import Method
 from edgerun.runtime import prepacked
 from edgerun.runtime.device import choose_device
@@ -73,26 +73,27 @@ def test_times_are_measured_once_for_a_shape_and_its_conditions(cache: Path, tmp
     first = known_or_measured(config, machine, FORMS)
     assert known_or_measured(config, machine, FORMS) == first
     known_or_measured(config, machine, [replace(FORMS[0], method=Method.HQQ, zero_points=True), *FORMS])
-    assert machine.bundles == [3, 1, 1]
+    assert machine.bundles == [3]
     known_or_measured(replace(config, hidden_size=2 * config.hidden_size), machine, FORMS)
     machine.conditions = "another"
     known_or_measured(config, machine, FORMS)
-    assert machine.bundles == [3, 1, 1, 3, 3]
+    assert machine.bundles == [3, 3, 3]
     for file in (cache / "unit-times").iterdir():
         file.write_text("{}")
     assert known_or_measured(config, machine, FORMS) == first
-    assert machine.bundles[5:] == [3]
+    assert machine.bundles[3:] == [3]
 
 
-def test_known_times_are_scaled_to_the_machine_as_it_is(cache: Path, tmp_path: Path) -> None:
-    config, machine = config_of(tmp_path), KnownMachine()
-    first = known_or_measured(config, machine, FORMS)
-    plan = dict.fromkeys((unit.name for unit in units_of(config)), FORMS[1])
-    for slow, factor in ((1.5, 1.5), (0.7, 0.7), (1.01, 1.0)):
+@pytest.mark.parametrize("tied", [True, False])
+def test_whole_passes_say_how_much_slower_the_machine_is(cache: Path, tmp_path: Path, tied: bool) -> None:
+    config, machine = config_of(tmp_path, tie_word_embeddings=tied), KnownMachine()
+    times = known_or_measured(config, machine, FORMS)
+    forms = {unit.name: FORMS[place % 3] for place, unit in enumerate(chosen_units(config))}
+    plan = with_embedding(config, forms)
+    for slow in (1.5, 0.7, 1.0):
         machine.slow = slow
-        again = known_or_measured(config, machine, FORMS)
-        for rows in ROWS:
-            assert again.milliseconds(plan, rows) == pytest.approx(factor * first.milliseconds(plan, rows))
+        assert slower_than_predicted(times, plan, [1, 4], machine.whole) == pytest.approx(slow)
+    assert list(cache.glob("plan-*")) == []
 
 
 @pytest.mark.parametrize(

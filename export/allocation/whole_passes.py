@@ -1,0 +1,51 @@
+"""What whole passes of a plan take now, against the sum of its units' times.
+
+Times of units are added up as they once were measured. A machine gets slower when it is hot or has other work, and a
+unit takes a little more or less by what comes before it. So where time is the budget, models of random weights with the
+plans in question are timed as a whole: what counts in the end is a pass, not a sum.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Final
+
+from ...models.cache import cache_folder
+from ...models.manifest import WeightFormat
+from ..layout import units_of
+from ..workbench import Stopwatch
+from .ladder import EMBEDDING_UNIT, HEAD_UNIT
+from .timing_bundles import TimingBundle
+from .unit_times import UnitTimes
+
+_ROUNDS: Final = 16
+
+
+def slower_than_predicted(
+    times: UnitTimes, plan: Mapping[str, WeightFormat], rows: Sequence[int], stopwatch: Stopwatch
+) -> float:
+    """Measured by predicted time of passes of a model with that plan; over several rows the geometric mean.
+
+    Args:
+        times: of its units.
+        plan: format by unit, for every unit of the graph.
+        rows: of the passes.
+        stopwatch: runs the model that is made for it.
+
+    Raises:
+        BundleError, EdgeError: ONNX Runtime cannot run it.
+        OSError: the disk refused a write.
+    """
+    # A tied head saves writing a matrix, and takes the same time.
+    tied = replace(times.config, tied_head=True)
+    formats = {unit.name: plan[unit.name] for unit in units_of(tied)} | {EMBEDDING_UNIT: plan[HEAD_UNIT]}
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=cache_folder()) as folder:
+        path = Path(folder) / "model"
+        TimingBundle(tied, formats).write(path)
+        (seconds,) = stopwatch([path], rows, _ROUNDS)
+    return geometric_mean(1e3 * seconds[count] / times.milliseconds(plan, count) for count in rows)
