@@ -59,7 +59,7 @@ def main() -> None:
         lines = options.requests.read_text(encoding="utf-8").splitlines()
         requests = [json.loads(line)["request"] for line in lines]
     else:
-        requests = [each.turns[0].prompt for each in our_prompts(for_shell=True)]
+        requests = [each.exchanges[0].prompt for each in our_prompts(for_shell=True)]
     requests = requests[: options.limit]
     console = Console()
     if not console.is_terminal:

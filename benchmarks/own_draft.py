@@ -57,7 +57,7 @@ def measured(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / bundle.name
         shutil.copytree(bundle, copied)
-        found = {"model": bundle.name, "steps": steps(copied, options.rounds)}
+        found: dict[str, Any] = {"model": bundle.name, "steps": steps(copied, options.rounds)}
         if options.choose:
             found["chosen"] = chosen(copied, options)
     return found
@@ -113,7 +113,7 @@ def chosen(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
     if options.text is None:
         texts, origin = bench.write(bundle, TOKENS, LONGEST, 0), "its own words"
     else:
-        texts, origin = bench.read(bundle, options.text, LONGEST), options.text.name
+        texts, origin = bench.read(bundle, options.text, TOKENS, LONGEST), options.text.name
         texts = texts[: next((n for n in range(len(texts)) if sum(map(len, texts[:n])) > TOKENS), len(texts))]
     text = divided(texts, origin, LONGEST)
     report = adopt_own_draft(bundle, None, text.calibration, text.held_out, bench.time, silent, seconds=options.seconds)

@@ -16,7 +16,7 @@ import argparse
 import json
 import random
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -103,8 +103,8 @@ def main() -> None:
 def read_format(name: str) -> WeightFormat:
     """A format as --formats spells it."""
     plain, *marks = name.split("+")
-    form = WeightFormat(*map(int, plain.split("/")))
-    return replace(form, zero_points="z" in marks, powers_of_two="p" in marks)
+    bits, block = map(int, plain.split("/"))
+    return WeightFormat(bits, block, zero_points="z" in marks, powers_of_two="p" in marks)
 
 
 def shuffled_lines(source: Path) -> list[str]:

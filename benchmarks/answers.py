@@ -1,0 +1,89 @@
+"""Which of several models answers faster: the same requests, by turns, in one run.
+
+Example: python benchmarks/answers.py old/shell-helper models/bundled/shell-helper --requests heldout.jsonl
+
+For models that differ in their weights, so that their answers differ as well: what counts is the time of a token after
+the first one. Every model answers a few requests, then the next one does, in the opposite order every other time,
+plainly and with speculation. Each line of the file is an object with `request`; without a file, the requests of
+`edge-run bench` are taken. Prints a table (medians and quartiles over the turns, against the first model decoding
+plainly), then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Final
+
+import edgerun
+from edgerun.edge.bench.conversations import our_prompts
+from rounds import Series, median_ratio, spread
+
+_SETTLE_S: Final = 0.05
+"""Pause before a turn: the threads of the model before spin for a moment after their last task."""
+_LONGEST: Final = 96
+_MODES: Final = (edgerun.Speculation.OFF, edgerun.Speculation.AUTO)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, nargs="+", help="model folders, the one to compare with first")
+    parser.add_argument("--requests", type=Path, metavar="FILE", help="JSON lines with `request`")
+    parser.add_argument("--limit", type=int, default=200, metavar="N", help="requests (200)")
+    parser.add_argument("--turn", type=int, default=5, metavar="N", help="requests of a turn (5)")
+    options = parser.parse_args()
+    if options.requests is not None:
+        lines = options.requests.read_text(encoding="utf-8").splitlines()
+        requests = [json.loads(line)["request"] for line in lines]
+    else:
+        requests = [each.exchanges[0].prompt for each in our_prompts(for_shell=True)]
+    requests = requests[: options.limit]
+    turns = [requests[start : start + options.turn] for start in range(0, len(requests), options.turn)]
+
+    series: Series = {}
+    with ExitStack() as stack:
+        engines = [stack.enter_context(edgerun.load(model)) for model in options.models]
+        runs = list(product(range(len(engines)), _MODES))
+        for which, mode in runs:  # what is measured or packed once is so before
+            seconds_a_token(engines[which], turns[0], mode)
+        for number, asked in enumerate(turns):
+            for which, mode in runs if number % 2 == 0 else reversed(runs):
+                time.sleep(_SETTLE_S)
+                seconds = seconds_a_token(engines[which], asked, mode)
+                series.setdefault(label_of(options.models[which], mode), []).append(seconds)
+
+    base = label_of(options.models[0], _MODES[0])
+    results = []
+    print(f"{'':44} {'ms a token':>10} {'of the first':>13} {'quartiles':>15}")
+    for label, times in series.items():
+        ratio, (lower, upper) = median_ratio(series, label, base), spread(series, label, base)
+        median = 1e3 * statistics.median(times)
+        print(f"{label:44} {median:10.4f} {ratio:13.3f} {lower:8.3f} {upper:6.3f}")
+        results.append({"model": label, "ms": median, "ratio": ratio, "quartiles": [lower, upper]})
+    print(json.dumps({"benchmark": "answers", "edgerun": edgerun.__version__, "results": results}))
+
+
+def seconds_a_token(engine: edgerun.Engine, requests: Sequence[str], mode: edgerun.Speculation) -> float:
+    """Of all tokens but the first ones of greedy answers."""
+    seconds, tokens = 0.0, 0
+    for request in requests:
+        stats = engine.generate(request, temperature=0.0, max_tokens=_LONGEST, speculation=mode).stats
+        seconds += stats.total_s - stats.first_token_s
+        tokens += stats.completion_tokens - 1
+    return seconds / tokens
+
+
+def label_of(model: Path, mode: edgerun.Speculation) -> str:
+    """How a row is named."""
+    return f"{model.parent.name}/{model.name} {mode}"
+
+
+if __name__ == "__main__":
+    main()
