@@ -3,9 +3,9 @@
 Example: python benchmarks/mixed_speed.py --shape qwen2.5-0.5b --budgets 3.5bpw 8ms
 
 Weights are random (see checkpoints.py), so there is no quality to measure by: units are taken to suffer alike, each
-weight by a quarter for every bit more and by the size of its block, and plans are those that the exporter's Lagrangian
-seed makes of that within a budget. They are written as real bundles, rounded to nearest. Every bundle runs in a process
-of its own, in turn with the others, for passes of 1 and of 4 rows. Prints tables (bytes on disk and
+weight by a quarter for every bit more and by the size of its block, and plans are those that the exporter makes of that
+within a budget; of a time it measures whole passes. They are written as real bundles, rounded to nearest. Every bundle
+runs in a process of its own, in turn with the others, for passes of 1 and of 4 rows. Prints tables (bytes on disk and
 resident, time by that of uniform int4/128, predicted and measured milliseconds), then one JSON line.
 """
 
@@ -28,19 +28,19 @@ from artifacts import checkpoint
 from checkpoints import SHAPES
 from edgerun.edge.workbench import bench_of_this_machine
 from edgerun.export import Method, WeightFormat
-from edgerun.export.allocation.allocate import measures_for
+from edgerun.export.allocation.allocate import allocate, measures_for
 from edgerun.export.allocation.budget import Budget, Measure, parse_budget
-from edgerun.export.allocation.choices import choices_of, plan_of
 from edgerun.export.allocation.comparison import uniform_plan
 from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, weight_count, with_embedding
-from edgerun.export.allocation.lagrange import seed_plan
-from edgerun.export.allocation.sensitivity import Solo
+from edgerun.export.allocation.search import SearchSettings
 from edgerun.export.allocation.unit_times import UnitTimes, known_or_measured
+from edgerun.export.allocation.whole_passes import slower_than_predicted
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.config import DecoderConfig
 from edgerun.export.content import Content
 from edgerun.export.opened import opened
 from edgerun.export.recipe import ExportRecipe, with_methods
+from edgerun.export.workbench import Stopwatch
 from processes import Worker
 from rounds import Series, Stillness, alternate, join, median_ratio, spread
 
@@ -74,7 +74,9 @@ def main() -> None:
     with opened(source) as (config, _):
         times = known_or_measured(config, bench.time_nodes, LADDER)
         plans = {UNIFORM: with_embedding(config, uniform_plan(config, WeightFormat(4, 128)))}
-        plans |= {str(budget): plan_within(budget, config, times) for budget in options.budgets}
+        # The machine as it is, not as it was when the units were measured.
+        times = times.scaled(slower_than_predicted(times, plans[UNIFORM], ROWS, bench.time))
+        plans |= {str(budget): plan_within(budget, config, times, bench.time) for budget in options.budgets}
     try:
         bundles = {
             label: write(source, folder / str(number), plan) for number, (label, plan) in enumerate(plans.items())
@@ -96,17 +98,34 @@ def main() -> None:
     )
 
 
-def plan_within(budget: Budget, config: DecoderConfig, times: UnitTimes) -> Plan:
-    """The seed of a search where all weights count alike."""
-    rows = dict.fromkeys((budget.rows, *ROWS) if budget.measure is Measure.MILLISECONDS else ROWS)
-    measures = measures_for(budget, config, [times.costs(count) for count in rows])
-    solos = {
-        unit.name: [Solo(form, unit.weight_count * 4.0**-form.bits * math.log(form.block)) for form in LADDER]
-        for unit in chosen_units(config)
-    }
-    choices = choices_of(config, solos, [each.costs for each in measures])
-    picks = seed_plan(choices, [each.limit - each.costs.fixed for each in measures])
-    return with_embedding(config, plan_of(choices, picks))
+def plan_within(budget: Budget, config: DecoderConfig, times: UnitTimes, stopwatch: Stopwatch) -> Plan:
+    """What the exporter chooses where all weights count alike."""
+    timed = budget.measure is Measure.MILLISECONDS
+    rows = dict.fromkeys((budget.rows, *ROWS) if timed else ROWS)
+    sizes = {unit.name: unit.weight_count for unit in chosen_units(config)}
+
+    def alone(unit: str, form: WeightFormat) -> float:
+        return sizes[unit] * 4.0**-form.bits * math.log(form.block)
+
+    def together(plan: Mapping[str, WeightFormat]) -> float:
+        return sum(alone(unit, plan[unit]) for unit in sizes)
+
+    def slowness(plan: Mapping[str, WeightFormat]) -> float:
+        return slower_than_predicted(times, plan, [budget.rows], stopwatch)
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = allocate(
+            config,
+            alone,
+            [together],
+            budget,
+            measures_for(budget, config, [times.costs(count) for count in rows]),
+            LADDER,
+            folder=Path(folder),
+            settings=SearchSettings(generations=0),
+            slowness=slowness if timed else None,
+        )
+    return dict(found.plan)
 
 
 def write(source: Path, folder: Path, plan: Plan) -> Path:
