@@ -7,7 +7,7 @@ is asked a few neutral things instead, and one without a template goes on from i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, cycle, islice
 from pathlib import Path
@@ -46,7 +46,9 @@ _CHARACTERS: Final = 1 << 16
 """About how many of a file are made tokens at a time."""
 
 
-def write_texts(bundle: Path, tokens: int, longest: int, seed: int) -> list[TokenArray]:
+def write_texts(
+    bundle: Path, tokens: int, longest: int, seed: int, done: Callable[[float], None] = lambda _: None
+) -> list[TokenArray]:
     """Texts that the model of a bundle samples at temperature 1; see `Writer`.
 
     They may have fewer tokens in all where the model has nothing to say.
@@ -64,7 +66,9 @@ def write_texts(bundle: Path, tokens: int, longest: int, seed: int) -> list[Toke
             fruitless = fruitless + 1 if text is None else 0
             if text is not None:
                 texts.append(np.array(text, np.int64))
-            if sum(map(len, texts)) >= tokens or fruitless == _FRUITLESS:
+            written = sum(map(len, texts))
+            done(min(1.0, written / tokens))
+            if written >= tokens or fruitless == _FRUITLESS:
                 return texts
     raise AssertionError("a model's words do not end")
 

@@ -6,7 +6,7 @@ bundle the way its users will. The command line's are in `edge/workbench.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,9 @@ TokenArray = npt.NDArray[np.int64]
 class Writer(Protocol):
     """Lets a model write."""
 
-    def __call__(self, bundle: Path, tokens: int, longest: int, seed: int) -> list[TokenArray]:
+    def __call__(
+        self, bundle: Path, tokens: int, longest: int, seed: int, done: Callable[[float], None] = ...
+    ) -> list[TokenArray]:
         """Texts that the model samples at temperature 1, in its chat template where it has one.
 
         Args:
@@ -28,6 +30,7 @@ class Writer(Protocol):
             tokens: how many there are to be in all, at least.
             longest: most tokens of one text.
             seed: the same seed gives the same texts.
+            done: hears the share that is written, 0 to 1.
 
         Returns:
             Token ids, int64 [n], template and prompt included.

@@ -59,7 +59,9 @@ def obtain_text(
         content = Content(checkpoint, checkpoint, config, plan, context, recipe.layout, "")
         write_bundle(trial, content, lambda _, fraction: progress(_STAGE, 0.5 * fraction))
         if request.file is None:
-            texts = workbench.write(trial, request.tokens, longest, request.seed)
+            texts = workbench.write(
+                trial, request.tokens, longest, request.seed, lambda share: progress(_STAGE, 0.5 + 0.5 * share)
+            )
         else:
             texts = _first(workbench.read(trial, request.file, request.tokens, longest), request.tokens)
         shutil.rmtree(trial)

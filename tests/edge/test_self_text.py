@@ -29,8 +29,11 @@ def total(texts: list[np.ndarray]) -> int:
 
 
 def test_a_chat_model_writes_both_sides() -> None:
-    texts = write_texts(BUNDLED, 300, 100, 0)
+    heard: list[float] = []
+    texts = write_texts(BUNDLED, 300, 100, 0, heard.append)
     assert 300 <= total(texts) < 400
+    assert heard == sorted(heard)
+    assert 0 < heard[0] < heard[-1] == 1
     assert all(text.dtype == np.int64 and len(text) <= 100 for text in texts)
     for text in shown(BUNDLED, texts):
         user, found, answer = text.partition("<|assistant|>")
