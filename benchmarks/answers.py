@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Final
 
 import edgerun
-from edgerun.edge.bench.conversations import our_prompts
 from rounds import Series, median_ratio, spread
+from shell_requests import shell_requests
 
 _SETTLE_S: Final = 0.05
 """Pause before a turn: the threads of the model before spin for a moment after their last task."""
@@ -39,12 +39,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=200, metavar="N", help="requests (200)")
     parser.add_argument("--turn", type=int, default=5, metavar="N", help="requests of a turn (5)")
     options = parser.parse_args()
-    if options.requests is not None:
-        lines = options.requests.read_text(encoding="utf-8").splitlines()
-        requests = [json.loads(line)["request"] for line in lines]
-    else:
-        requests = [each.exchanges[0].prompt for each in our_prompts(for_shell=True)]
-    requests = requests[: options.limit]
+    requests = shell_requests(options.requests, options.limit)
     turns = [requests[start : start + options.turn] for start in range(0, len(requests), options.turn)]
 
     series: Series = {}

@@ -23,7 +23,6 @@ from rich.console import Console
 import edgerun
 from artifacts import bundle
 from checkpoints import SHAPES
-from edgerun.edge.bench.conversations import our_prompts
 from edgerun.edge.bench.machine import load as machine_load
 from edgerun.edge.bench.measure import Contender, Plan, TurnRange, measure
 from edgerun.edge.bench.recordings import read_recording
@@ -31,6 +30,7 @@ from edgerun.edge.bench.result import Conditions, Result
 from edgerun.edge.bench.show import show
 from edgerun.models.find import bundled_folder
 from edgerun.runtime.speculation import Speculation
+from shell_requests import shell_requests
 
 _SHAPE: Final = "qwen2.5-0.5b"
 _LONGEST: Final = 96
@@ -55,12 +55,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
     options = parser.parse_args()
 
-    if options.requests is not None:
-        lines = options.requests.read_text(encoding="utf-8").splitlines()
-        requests = [json.loads(line)["request"] for line in lines]
-    else:
-        requests = [each.exchanges[0].prompt for each in our_prompts(for_shell=True)]
-    requests = requests[: options.limit]
+    requests = shell_requests(options.requests, options.limit)
     console = Console()
     if not console.is_terminal:
         console.width = 120
