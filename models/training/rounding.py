@@ -46,7 +46,7 @@ class BlockRounding:
         half = 2 ** (self.bits - 1)
         columns = weight.shape[-1]
         padded = functional.pad(weight, (0, -columns % self.block))
-        blocks = padded.unflatten(-1, (-1, self.block))
+        blocks = padded.reshape(*padded.shape[:-1], -1, self.block)
         largest, smallest = blocks.amax(-1, keepdim=True), blocks.amin(-1, keepdim=True)
         extreme = torch.where(largest >= -smallest, largest, smallest)
         scale = extreme / -half
