@@ -81,6 +81,8 @@ def complete(
     content, text = prepared.content, prepared.text
     progress(_STAGE, 0.0)
     rounded = prepared.judge.divergence(content.plan)
+    # A large model's matrices are not to lie in memory beside the next one's that is measured.
+    prepared.judge.release()
     shipped = prepared.judge.divergence_of_bundle(folder)
     progress(_STAGE, 0.5)
     calibration = Calibration(
@@ -180,6 +182,8 @@ def _plans(prepared: Prepared, rounded: Divergence, recipe: ExportRecipe, progre
         return prepared.unobserved.divergence(plan, tokens).mean_kl
 
     kl, rate = divergence(content.plan), prepared.speculative_rate
+    if allocation is None:
+        prepared.judge.release()
     chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, kl, times, rate)
     if allocation is None:
         used = {content.plan[unit.name] for unit in chosen_units(config)}

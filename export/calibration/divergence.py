@@ -132,6 +132,11 @@ class PlanEvaluator:
         judged = [each for of_batch in in_order(judge, numbers) for each in of_batch]
         return _summary(judged, [each for number in numbers for each in self._believed[number]])
 
+    def release(self) -> None:
+        """Give back the memory of matrices and recent plans; what is asked for again is computed again."""
+        self._matrices.clear()
+        self._recent.clear()
+
     def divergence_of_bundle(self, bundle: Path, tokens: int | None = None) -> Divergence:
         """Measure a bundle's graph as it is, 8-bit activations included.
 

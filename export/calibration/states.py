@@ -40,6 +40,11 @@ class RecentArrays:
             _, oldest = self._arrays.popitem(last=False)
             self._bytes -= oldest.nbytes
 
+    def clear(self) -> None:
+        """Keep nothing of what there was."""
+        self._arrays.clear()
+        self._bytes = 0
+
 
 class PinnedArrays:
     """Arrays that stay: in memory up to a limit, further ones in the files of a folder."""

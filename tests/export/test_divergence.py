@@ -127,6 +127,20 @@ def test_what_ran_before_makes_no_difference(shared, plans, states: int, tokens:
         assert shared(states).divergence(plan, tokens) == shared(1).divergence(plan, tokens)
 
 
+def test_what_is_released_is_computed_again(tmp_path, monkeypatch) -> None:
+    evaluator, asked = evaluator_of(tmp_path), []
+    plan = {unit.name: INT4 for unit in units_of(evaluator._config)}
+    weights_of = evaluator._weights_of
+    monkeypatch.setattr(evaluator, "_weights_of", lambda unit, form: asked.append(unit.name) or weights_of(unit, form))
+    first = evaluator.divergence(plan)
+    once = len(asked)
+    assert evaluator.divergence(plan) == first
+    assert len(asked) == once
+    evaluator.release()
+    assert evaluator.divergence(plan) == first
+    assert len(asked) == 2 * once
+
+
 def test_two_methods_of_one_format_are_two_forms(tmp_path) -> None:
     """Formats compare equal whatever their method; what they cost does not."""
     source = Checkpoint(write_checkpoint(tmp_path / "model"))
