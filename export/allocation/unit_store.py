@@ -124,8 +124,8 @@ class UnitStore:
 def _blas() -> ThreadpoolController:
     """The library of matrix products.
 
-    Pieces are worked on side by side, and its own threads would wait for each other, spinning: an export by GPTQ took a
-    fifth longer on a quiet machine, and several times as long on one with other work.
+    Pieces are worked on side by side, and its own threads would wait for each other, spinning: an export by GPTQ took
+    twice as long on a machine with other work.
     """
     return ThreadpoolController()
 
