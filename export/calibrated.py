@@ -34,7 +34,7 @@ from .faster_mix import faster_with_guesses
 from .mixing import Mixing
 from .progress import Progress
 from .recipe import FP32, ExportRecipe, with_methods
-from .requests import CalibrationRequest, Objective
+from .requests import CalibrationRequest, MixRequest, Objective
 from .source import ModelSource
 from .successive import round_successively
 from .workbench import Workbench
@@ -105,16 +105,7 @@ def prepare(
     model = Model(source, config, context)
     allocation = times = rate = None
     if recipe.mix is not None and plan is None:
-        timed = (*LADDER, *REPAIRED) if recipe.mix.repair else LADDER
-        times = known_or_measured(config, workbench.time_nodes, timed, progress)
-        mixing = Mixing(model, text, recipe, recipe.mix, store, times, workbench.time, folder)
-        allocation = mixing.allocation(progress)
-        times = mixing.times
-        if recipe.mix.objective is Objective.SPECULATION:
-            draft = _draft_speed(allocation.plan, model, store, text, recipe, folder, workbench, progress)
-            limit = mixing.measures[0]
-            faster = faster_with_guesses(allocation, limit, mixing.divergence, times, draft, progress)
-            allocation, rate = faster.allocation, faster.rate
+        allocation, times, rate = _mixed(model, text, recipe, recipe.mix, store, folder, workbench, progress)
         plan = dict(allocation.plan)
     formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
     candidates = PlanEvaluator(source, config, text.held_out, store.weights, folder / "candidates", context)
@@ -142,6 +133,29 @@ def _round(config: DecoderConfig, plan: Mapping[str, WeightFormat], store: UnitS
     for number, unit in enumerate(units, 1):
         store.make(unit, plan[unit.name])
         progress("rounding", number / len(units))
+
+
+def _mixed(
+    model: Model,
+    text: CalibrationText,
+    recipe: ExportRecipe,
+    mix: MixRequest,
+    store: UnitStore,
+    folder: Path,
+    workbench: Workbench,
+    progress: Progress,
+) -> tuple[Allocation, UnitTimes, float | None]:
+    """Formats chosen under the budget, the times of units, and the tokens a second expected beside the draft."""
+    timed = (*LADDER, *REPAIRED) if mix.repair else LADDER
+    times = known_or_measured(model.config, workbench.time_nodes, timed, progress)
+    mixing = Mixing(model, text, recipe, mix, store, times, workbench.time, folder)
+    allocation = mixing.allocation(progress)
+    if mix.objective is not Objective.SPECULATION:
+        return allocation, mixing.times, None
+    draft = _draft_speed(allocation.plan, model, store, text, recipe, folder, workbench, progress)
+    limit = mixing.measures[0]
+    faster = faster_with_guesses(allocation, limit, mixing.divergence, mixing.times, draft, progress)
+    return faster.allocation, mixing.times, faster.rate
 
 
 def settings_of(recipe: ExportRecipe, context: int) -> str:

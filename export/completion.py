@@ -84,6 +84,7 @@ def complete(
     # A large model's matrices are not to lie in memory beside the next one's that is measured.
     prepared.judge.release()
     shipped = prepared.judge.divergence_of_bundle(folder)
+    prepared.judge.release()
     progress(_STAGE, 0.5)
     calibration = Calibration(
         text.origin,

@@ -79,13 +79,14 @@ class PlanEvaluator:
         Raises:
             InputError: the model has experts.
         """
-        self._runner = LayerRunner(source, config, context)
+        self._source = source
+        self._context = context
         self._config = config
         self._weights_of = weights_of
         self._text = tuple(text)
         self._batches = packed(self._text)
-        self._judge = LogitsJudge(config.vocab_size)
         self._units = {unit.name: unit for unit in units_of(config)}
+        self._runner, self._judge = self._loaded()
         self._matrices = RecentArrays(_MATRICES)
         self._exact = PinnedArrays(2 * _STATES, folder)
         self._recent = RecentArrays(_STATES)
@@ -133,7 +134,9 @@ class PlanEvaluator:
         return _summary(judged, [each for number in numbers for each in self._believed[number]])
 
     def release(self) -> None:
-        """Give back the memory of matrices and recent plans; what is asked for again is computed again."""
+        """Give back the memory of matrices, recent plans and passes; what is asked for again is computed again."""
+        # ONNX Runtime keeps the most that a pass took for as long as a session lives.
+        self._runner, self._judge = self._loaded()
         self._matrices.clear()
         self._recent.clear()
 
@@ -165,6 +168,10 @@ class PlanEvaluator:
                 part = slice(start, start + step)
                 judged.append(self._judge.judged(logits[part], following[part], believed))
         return _summary(judged, [each for number in numbers for each in self._believed[number]])
+
+    def _loaded(self) -> tuple[LayerRunner, LogitsJudge]:
+        """What runs the model, and what compares its logits."""
+        return LayerRunner(self._source, self._config, self._context), LogitsJudge(self._config.vocab_size)
 
     def _enough(self, tokens: int | None) -> list[int]:
         """Numbers of the first batches that have that many counted tokens."""

@@ -19,6 +19,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from ..graph import IR_VERSION, OPSET
 from ..session import FreeSession
 from ..source import Float32Array
+from .states import owned
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -70,9 +71,9 @@ class LogitsJudge:
         feeds = {"logits": logits, "following": np.maximum(following, 0)[:, None]}
         if self._whole:
             log_probs, best, next_ = self._believe.run(["log_probs", "best", "next"], feeds)
-            return Believed(log_probs, None, best, _surprise(next_, following))
+            return Believed(owned(log_probs), None, owned(best), _surprise(next_, following))
         kept, tokens, best, next_ = self._believe.run(["kept", "tokens", "best", "next"], feeds)
-        return Believed(kept, tokens.astype(np.int32), best, _surprise(next_, following))
+        return Believed(owned(kept), tokens.astype(np.int32), owned(best), _surprise(next_, following))
 
     def judged(self, logits: Float32Array, following: npt.NDArray[np.int64], believed: Believed) -> Judged:
         """Compare another model's logits of the same rows."""

@@ -32,7 +32,7 @@ WeightsOf = Callable[[Unit], Float32Array]
 
 AT_ONCE: Final = 2
 """How many passes may run beside each other: two that share the cores are faster than one that has them all."""
-LOGITS_OF_PASS: Final = 1 << 25
+LOGITS_OF_PASS: Final = 1 << 24
 """About how many logits are in memory at a time."""
 
 

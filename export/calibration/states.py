@@ -1,14 +1,22 @@
-"""Hidden states that were computed before and may be wanted again, within a limit of memory."""
+"""Hidden states that were computed before and may be wanted again, within a limit of memory.
+
+What a pass of ONNX Runtime returns lies in its session's memory, all of which stays for as long as one result does. So
+what is kept is copied out of it.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..source import Float32Array
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 class RecentArrays:
@@ -35,7 +43,7 @@ class RecentArrays:
         if key in self._arrays or array.nbytes > self.limit:
             return
         self._bytes += array.nbytes
-        self._arrays[key] = array
+        self._arrays[key] = owned(array)
         while self._bytes > self.limit:
             _, oldest = self._arrays.popitem(last=False)
             self._bytes -= oldest.nbytes
@@ -71,7 +79,7 @@ class PinnedArrays:
         """
         if array.nbytes <= self._room:
             self._room -= array.nbytes
-            self._arrays[name] = array
+            self._arrays[name] = owned(array)
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         np.save(self._path(name), array, allow_pickle=False)
@@ -79,3 +87,11 @@ class PinnedArrays:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.npy"
+
+
+def owned(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+    """The array itself if NumPy holds its memory, else a copy."""
+    holder: npt.NDArray[Any] = array
+    while isinstance(holder.base, np.ndarray):
+        holder = holder.base
+    return array if holder.base is None else array.copy()

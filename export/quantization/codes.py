@@ -179,12 +179,13 @@ def dequantize_rows(
 
     Offsets and zero points are those of a `Coded`.
     """
-    codes = unpack_codes(packed, form.bits).astype(np.float32)
+    # Changed in place: of an embedding a second copy would be a gigabyte.
+    weights: Float32Array = unpack_codes(packed, form.bits).astype(np.float32)
     if zero_points is None:
-        codes -= np.float32(1 << (form.bits - 1))
+        weights -= np.float32(1 << (form.bits - 1))
     else:
-        codes -= unpack_zero_points(zero_points, scales.shape[1], form.bits)[:, :, None]
-    weights: Float32Array = codes * scales[:, :, None]
+        weights -= unpack_zero_points(zero_points, scales.shape[1], form.bits)[:, :, None]
+    weights *= scales[:, :, None]
     if offsets is not None:
         weights += offsets[:, :, None]
     return weights.reshape(len(packed), -1)[:, :columns]
