@@ -28,6 +28,8 @@ _MOST_CHANGED: Final = 10
 _LEAST_KEPT: Final = 0.8
 """An offspring must spend again at least this part of what it freed, or the other way round."""
 _ATTEMPTS: Final = 50
+_NOTHING: Final = 1e-8
+"""Nats that are less than what float32 arithmetic makes of itself: a checkpoint trained for few bits has no more."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,12 @@ class Measured:
         self._known: list[dict[Picks, float]] = [{} for _ in stages]
 
     def __call__(self, picks: Picks, stage: int = -1) -> float:
-        """Mean KL in nats of a plan at a stage, the last one with all of the text."""
+        """Mean KL in nats of a plan at a stage, the last one with all of the text; 0 where it is next to nothing."""
         known = self._known[stage]
         if picks not in known:
             self.count += stage in (-1, len(self._stages) - 1)
-            known[picks] = self._stages[stage](plan_of(self._choices, picks))
+            divergence = self._stages[stage](plan_of(self._choices, picks))
+            known[picks] = divergence if divergence > _NOTHING else 0.0
         return known[picks]
 
     @property
@@ -129,7 +132,7 @@ def evolve(
         state.parent = lowered(choices, state.parent, limits)
         state.divergence = measured(state.parent)
     earlier = state.seconds
-    while state.generation < settings.generations and state.idle < settings.patience:
+    while state.divergence > 0 and state.generation < settings.generations and state.idle < settings.patience:
         state.seconds = earlier + clock() - began
         if state.seconds > settings.seconds:
             break

@@ -311,6 +311,23 @@ class TestSearch:
         assert picks == (0, *(2,) * (UNITS - 1))
         assert without_vain_levels(choices, (2,) * UNITS, measured) == picks
 
+    def test_what_arithmetic_makes_of_itself_is_nothing(self, tmp_path: Path) -> None:
+        """Levels that hold a checkpoint's weights alike differ by nanonats: the search ends, and the cheapest stays."""
+        choices, asked = toy_choices(2), 0
+
+        def divergence(plan: Mapping[str, WeightFormat]) -> float:
+            nonlocal asked
+            asked += 1
+            return sum(1e-10 / form.bits if form.bits > 2 else 0.01 for form in plan.values())
+
+        measured = Measured(choices, [divergence])
+        dear = (len(FORMS) - 1,) * UNITS
+        found = evolve(choices, dear, [math.inf], measured, QUICK, tmp_path / "search.json")
+        assert (found.picks, found.divergence, asked) == (dear, 0, 1)
+        picks = without_vain_levels(choices, polished(choices, dear, [math.inf], measured, 60), measured)
+        cheapest_alike = next(index for index, level in enumerate(choices[0].levels) if level.form.bits > 2)
+        assert picks == (cheapest_alike,) * UNITS
+
 
 class TestSolo:
     def test_measures_once(self, tmp_path: Path, config: DecoderConfig) -> None:
