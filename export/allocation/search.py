@@ -19,7 +19,7 @@ from typing import Any, Final
 from ...models.atomic import write_atomically
 from ...models.json_file import parse_json_object
 from ..progress import Progress, silent
-from .choices import Choice, Divergence, Picks, fits, lowered, plan_of
+from .choices import Choice, Divergence, Picks, fits, lowered, meant, plan_of
 from .plan_file import spelled
 
 STAGE: Final = "searching"
@@ -28,8 +28,6 @@ _MOST_CHANGED: Final = 10
 _LEAST_KEPT: Final = 0.8
 """An offspring must spend again at least this part of what it freed, or the other way round."""
 _ATTEMPTS: Final = 50
-_NOTHING: Final = 1e-8
-"""Nats that are less than what float32 arithmetic makes of itself: a checkpoint trained for few bits has no more."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,7 @@ class Measured:
         known = self._known[stage]
         if picks not in known:
             self.count += stage in (-1, len(self._stages) - 1)
-            divergence = self._stages[stage](plan_of(self._choices, picks))
-            known[picks] = divergence if divergence > _NOTHING else 0.0
+            known[picks] = meant(self._stages[stage](plan_of(self._choices, picks)))
         return known[picks]
 
     @property

@@ -177,6 +177,13 @@ class TestRepairs:
         assert (level in without_beaten_repairs([*self.PLAIN, level])) is wins
         assert without_beaten_repairs(self.PLAIN) == list(self.PLAIN)
 
+    def test_what_arithmetic_makes_of_itself_buys_nothing(self, config: DecoderConfig) -> None:
+        kl = {"int4/64": 3e-10, "int4/128": 8e-10, "int8/128": -1e-9, "int2/64": 0.2}
+        solos = [Solo(form, kl[str(form)]) for form in LADDER if str(form) in kl]
+        choices = choices_of(config, {unit.name: solos for unit in chosen_units(config)}, [ByteCosts()])
+        assert {str(level.form) for choice in choices for level in choice.levels} <= {"int2/64", "int4/64", "int4/128"}
+        assert all(choice.levels[-1].divergence == 0 for choice in choices)
+
     def test_choices_have_only_those_that_win(self, config: DecoderConfig) -> None:
         def solos(kl: float) -> list[Solo]:
             found = {"int2/64": 1.0, "int8/32": 0.0, "int2/64+rank16": kl}
