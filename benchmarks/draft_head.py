@@ -1,6 +1,6 @@
 """What a draft's step takes by the size of its head: whether time falls with the bytes that need not be read.
 
-Example: python benchmarks/draft_head.py models/bundled/shell-helper-draft --keep 1024 256
+Example: python benchmarks/draft_head.py models/bundled/shell-helper/draft --keep 1024 256
 
 Trims the head of a bundle to its first tokens, which cost as much as any others, and times passes of one row of all the
 results in turn. Bytes are those that a step reads of quantized linears as ONNX Runtime packs them on x86. Without a

@@ -65,7 +65,7 @@ def main() -> None:
     folder = bundled_folder()
     shape = replace(SHAPES[_SHAPE], name=f"{_SHAPE}-shell", vocab=4096, context=2048)
     model = bundle(options.work, shape, options.block, folder)
-    with edgerun.load(model, draft=folder.with_name(f"{folder.name}-draft")) as engine:
+    with edgerun.load(model, draft=folder / "draft") as engine:
         contenders = [Contender(str(each), each) for each in map(Speculation.parse, options.spec or ["auto"])]
         plan = Plan(_LONGEST, TurnRange.parse("all"), replay=True)
         busy = machine_load()
@@ -73,7 +73,7 @@ def main() -> None:
         found = measure(engine, conversations, contenders, plan, lambda _done, _todo: None)
         conditions = Conditions(
             model=shape.name,
-            draft="shell-helper-draft",
+            draft=f"{folder.name}/draft",
             device=str(engine.device),
             threads=None,
             context=engine.context,

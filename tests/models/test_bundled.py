@@ -40,7 +40,7 @@ def test_every_request_of_a_chat_stands_for_itself(llm: edgerun.Engine) -> None:
 
 
 def test_the_draft_shares_the_tokenizer_and_is_much_smaller() -> None:
-    target, draft = open_bundle(bundled_folder()), open_bundle(bundled_folder().with_name("shell-helper-draft"))
+    target, draft = open_bundle(bundled_folder()), open_bundle(bundled_folder() / "draft")
     assert draft.weight_bytes * 5 < target.weight_bytes < 60e6
     tokenizers = [bundle.folder / "tokenizer.json" for bundle in (target, draft)]
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
