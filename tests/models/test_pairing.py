@@ -254,4 +254,4 @@ def test_a_draft_that_does_not_fit_is_not_named(tiny_bundle: Path, tmp_path: Pat
 def test_the_bundled_model_has_its_draft() -> None:
     found = find_draft(open_bundle(bundled_folder()))
     assert found is not None
-    assert (found.draft.folder, found.target_ids) == (bundled_folder() / "draft", None)
+    assert (found.draft.folder, found.target_ids) == (bundled_folder().resolve() / "draft", None)
