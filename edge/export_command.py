@@ -285,7 +285,9 @@ def _require_mix(mixed: bool, weights: WeightChoice | None, context: typer.Conte
     """Check that options about mixed weights come with them, and those about one format without."""
     if mixed and weights not in (None, WeightChoice.MIXED):
         raise InputError(f"--plan and --weights {weights.value} contradict each other", "leave one of them out")
-    strange = _typed(context, ("head", "block") if mixed else ("budget", "minutes", "optimize", "repair", "bandwidth"))
+    # The blocks of a mix are chosen too, but those of the draft's weights are not.
+    of_one_format = ("head",) if _is_typed(context, "draft_weights") else ("head", "block")
+    strange = _typed(context, of_one_format if mixed else ("budget", "minutes", "optimize", "repair", "bandwidth"))
     if strange and mixed:
         raise InputError(f"with mixed weights, {strange[0]} says nothing", "leave it out")
     if strange:

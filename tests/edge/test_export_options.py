@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from edgerun.edge.cli import main
 from edgerun.edge.export_options import MethodChoice
 from edgerun.export import Method
+from edgerun.export.allocation.ladder import chosen_units
+from edgerun.export.config import read_config
+from edgerun.models.bundle import open_bundle
 from tiny import write_checkpoint
 
 
@@ -20,6 +24,10 @@ from tiny import write_checkpoint
         (["--weights", "mixed"], "mixed weights need a budget or a plan, and not both; add --budget 3.5bpw"),
         (["--weights", "mixed", "--budget", "3 bits"], "'3 bits' is no budget"),
         (["--weights", "mixed", "--budget", "3bpw", "--block", "64"], "with mixed weights, --block says nothing"),
+        (
+            ["--weights", "mixed", "--budget", "3bpw", "--block", "64", "--draft", "draft"],
+            "mixed weights, --block says nothing",
+        ),
         (["--weights", "mixed", "--budget", "3bpw", "--head", "int8"], "with mixed weights, --head says nothing"),
         (["--weights", "int4", "--plan", "plan.toml"], "--plan and --weights int4 contradict each other"),
         (["--weights", "mixed", "--budget", "3bpw", "--plan", "plan.toml"], "need a budget or a plan, and not both"),
@@ -40,6 +48,26 @@ def test_contradictions(tmp_path: Path, capsys: pytest.CaptureFixture[str], opti
     assert said in error.replace("\n", " ")
     assert "Traceback" not in error
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_draft_beside_mixed_weights_has_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    draft = write_checkpoint(tmp_path / "draft", seed=1, num_hidden_layers=1)
+    plan, text = tmp_path / "plan.toml", tmp_path / "text.txt"
+    units = (f'"{unit.name}" = "int8/32"\n' for unit in chosen_units(read_config(checkpoint)))
+    plan.write_text("[units]\n" + "".join(units))
+    text.write_text(" ".join(np.random.default_rng(0).choice(["the", "sea", "and", "sand"], 1200)))
+    observed = ["--plan", str(plan), "--calibration", str(text), "--calibration-tokens", "1100"]
+    small = ["--draft", str(draft), "--draft-weights", "int8", "--block", "64"]
+    assert main(["export", str(checkpoint), str(tmp_path / "bundle"), *observed, *small]) == 0, capsys.readouterr().err
+    for folder, block in ((tmp_path / "bundle", 32), (tmp_path / "bundle" / "draft", 64)):
+        manifest = open_bundle(folder).manifest
+        assert manifest is not None
+        assert {form.block for form in manifest.weights.values()} == {block}
+    assert "--block 64" in manifest.command
 
 
 def test_methods_are_a_rounding_and_a_folding() -> None:
