@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from ...models.manifest import WeightFormat
 from ..config import DecoderConfig
@@ -19,8 +18,6 @@ Picks = tuple[int, ...]
 """The number of the level of each choice."""
 Divergence = Callable[[Mapping[str, WeightFormat]], float]
 """Mean KL in nats of a plan for the chosen units."""
-_NOTHING: Final = 1e-8
-"""Nats that are less than what float32 arithmetic makes of itself: a checkpoint trained for few bits has no more."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +29,6 @@ class Level:
     """In each measure that a budget limits or that is not to be spent in vain; the first is the leading one."""
     divergence: float
     """Mean KL in nats with this unit alone in this format."""
-
-
-def meant(divergence: float) -> float:
-    """A measured divergence in nats without the noise of arithmetic: 0 where it is next to nothing."""
-    return divergence if divergence > _NOTHING else 0.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ def choices_of(
     found = []
     for unit in chosen_units(config):
         levels = [
-            Level(form, tuple(costs.of(unit, form) for costs in measures), meant(divergence))
+            Level(form, tuple(costs.of(unit, form) for costs in measures), divergence)
             for form, divergence in solos[unit.name]
         ]
         found.append(Choice(unit.name, worthwhile(without_beaten_repairs(levels))))

@@ -19,7 +19,7 @@ from typing import Any, Final
 from ...models.atomic import write_atomically
 from ...models.json_file import parse_json_object
 from ..progress import Progress, silent
-from .choices import Choice, Divergence, Picks, fits, lowered, meant, plan_of
+from .choices import Choice, Divergence, Picks, fits, lowered, plan_of
 from .plan_file import spelled
 
 STAGE: Final = "searching"
@@ -81,11 +81,11 @@ class Measured:
         self._known: list[dict[Picks, float]] = [{} for _ in stages]
 
     def __call__(self, picks: Picks, stage: int = -1) -> float:
-        """Mean KL in nats of a plan at a stage, the last one with all of the text; 0 where it is next to nothing."""
+        """Mean KL in nats of a plan at a stage, the last one with all of the text."""
         known = self._known[stage]
         if picks not in known:
             self.count += stage in (-1, len(self._stages) - 1)
-            known[picks] = meant(self._stages[stage](plan_of(self._choices, picks)))
+            known[picks] = self._stages[stage](plan_of(self._choices, picks))
         return known[picks]
 
     @property

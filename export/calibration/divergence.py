@@ -33,6 +33,8 @@ _STATES: Final = 1 << 28
 """Bytes of hidden states of recent plans; of the float model's own, twice that before they go to disk."""
 _MATRICES: Final = 1 << 30
 """Bytes of rounded matrices."""
+_NOTHING: Final = 1e-8
+"""Nats that are no more than float32 arithmetic makes of itself: as if weights were rounded to what they are."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Divergence:
     """How far a model is from the float one, over the tokens of some text."""
 
     mean_kl: float
-    """Of KL(float || model) in nats."""
+    """Of KL(float || model) in nats; 0 where there is only the noise of float32 arithmetic."""
     p99_kl: float
     """99 of 100 tokens have less."""
     top1_agreement: float
@@ -288,8 +290,9 @@ class PlanEvaluator:
 
 def _summary(judged: Sequence[Judged], believed: Sequence[Believed]) -> Divergence:
     kl = np.concatenate([each.kl for each in judged])
+    mean_kl = float(kl.mean())
     return Divergence(
-        mean_kl=float(kl.mean()),
+        mean_kl=mean_kl if mean_kl > _NOTHING else 0.0,
         p99_kl=float(np.quantile(kl, 0.99)),
         top1_agreement=float(np.concatenate([each.agrees for each in judged]).mean()),
         perplexity=_perplexity(judged),

@@ -154,6 +154,20 @@ def test_two_methods_of_one_format_are_two_forms(tmp_path) -> None:
     assert evaluator.solo("layers.0.o", replace(INT4, method=Method.HQQ)) > 0
 
 
+def test_weights_that_are_what_they_are_rounded_to_cost_nothing(tmp_path) -> None:
+    """Of a checkpoint trained for few bits what is left is the noise of arithmetic, which may even be less than 0."""
+    source = Checkpoint(write_checkpoint(tmp_path / "model"))
+
+    def weights_of(unit, form):
+        # Off by some last digits, as sums in another order are.
+        return np.concatenate([source.read(name) for name in unit.weights]) * np.float32(1 + 1e-6)
+
+    evaluator = PlanEvaluator(source, read_config(source.folder), TEXTS, weights_of, tmp_path / "work", 256)
+    found = evaluator.divergence(dict.fromkeys(UNITS, INT4))
+    assert found.mean_kl == 0
+    assert found.p99_kl != 0
+
+
 def test_the_first_tokens_only(tmp_path, monkeypatch) -> None:
     texts = list(np.random.default_rng(6).integers(0, 300, (40, 100)))
     evaluator = evaluator_of(tmp_path, texts)
