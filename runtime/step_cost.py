@@ -33,7 +33,7 @@ _TRUSTED: Final = 20
 """Passes after which an estimate moves no slower: the memory of the running estimate."""
 _ASSUMED: Final = 4
 """Passes that an estimate made from its neighbours counts for."""
-_TOLERANCE: Final = 0.02
+TOLERANCE: Final = 0.02
 """Log seconds that the speed may move before curves follow: less than decides anything."""
 _SHAPE_TOLERANCE: Final = 0.06
 """What the widths' estimates may move, all together, before a curve is made again, which takes 50 us."""
@@ -147,7 +147,7 @@ class StepCost:
             return
         self._recent.append(_Pass(index, rows, residual))
         middle = sorted(entry.residual for entry in self._recent)[_MIDDLE]
-        if abs(middle - self._speed) > _TOLERANCE:
+        if abs(middle - self._speed) > TOLERANCE:
             self._change_speed(middle)
         self._shape(self._recent[_MIDDLE], middle)
 

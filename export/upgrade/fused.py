@@ -131,8 +131,6 @@ def _declare_inputs(graph: EditableGraph) -> None:
         elif info.name in graph.inputs:
             graph.inputs[info.name].CopyFrom(info)
         else:
-            if graph.producer(info.name) is not None or info.name in graph.tensors:
-                graph.rename(info.name, graph.fresh(f"{info.name}.before"))
             graph.add_input(info)
 
 

@@ -11,6 +11,7 @@ from typing import Final
 from onnx import TensorProto
 
 from ...edge.errors import BundleError
+from .. import contract
 from .editable import EditableGraph, Node
 
 TOKENS: Final = "input_ids"
@@ -47,6 +48,8 @@ class Ports:
 def settle_ports(graph: EditableGraph, names: Mapping[str, str] = MappingProxyType({})) -> Ports:
     """Find out what the inputs and outputs are, and give tokens, mask and positions their usual names, logits too.
 
+    No other value has the name of an input of the contract afterwards.
+
     Args:
         graph: a foreign decoder.
         names: what its settings say that inputs are called, by their usual names.
@@ -55,6 +58,7 @@ def settle_ports(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTy
         BundleError: this is no decoder with a cache, or one that cannot be upgraded; the message says which.
     """
     _require_known_operators(graph)
+    _free_names(graph)
     for usual, name in names.items():
         if usual in (TOKENS, MASK, POSITIONS) and name in graph.inputs and usual not in graph.inputs:
             graph.rename(name, graph.fresh(usual))
@@ -83,6 +87,13 @@ def _require_known_operators(graph: EditableGraph) -> None:
             f"the model uses operators of {strange[0]}, which ONNX Runtime has only with a library of its maker's",
             "export the model for CPU",
         )
+
+
+def _free_names(graph: EditableGraph) -> None:
+    """Call results and constants something else that have the name of an input that is still to come."""
+    for name in (MASK, *(info.name for info in contract.pass_inputs())):
+        if graph.producer(name) is not None or name in graph.tensors:
+            graph.rename(name, graph.fresh(f"{name}.before"))
 
 
 def _without_cache(graph: EditableGraph) -> BundleError:

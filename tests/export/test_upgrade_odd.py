@@ -85,6 +85,35 @@ def test_narrow_ids_stay_narrow_for_what_works_on_them(tmp_path: Path) -> None:
     assert manifest.architecture.tied_head
 
 
+def call(value: Callable[[ModelProto], str], name: str) -> Change:
+    """Call a result something else."""
+
+    def change(model: ModelProto) -> None:
+        old = value(model)
+        for node in model.graph.node:
+            node.input[:] = [name if each == old else each for each in node.input]
+            node.output[:] = [name if each == old else each for each in node.output]
+        for port in model.graph.output:
+            port.name = name if port.name == old else port.name
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["attention_bias", "seqlens_k", "total_sequence_length", "logit_rows"])
+@pytest.mark.parametrize("place", ["logits", "cache", "embedding"])
+@pytest.mark.parametrize("layout", [OPTIMUM, replace(COMMUNITY, subfolder="")], ids=["plain", "fused"])
+def test_a_result_may_be_called_what_one_of_our_inputs_is(
+    layout: Layout, place: str, name: str, tmp_path: Path
+) -> None:
+    values: dict[str, Callable[[ModelProto], str]] = {
+        "logits": lambda model: model.graph.output[0].name,
+        "cache": lambda model: model.graph.output[1].name,
+        "embedding": lambda model: next(node.output[0] for node in model.graph.node if "input_ids" in node.input),
+    }
+    upgraded(changed(tmp_path / "m", layout, call(values[place], name)), FP32)
+    require_same_text(tmp_path / "upgraded", layout)
+
+
 def tie_by_turning(model: ModelProto) -> None:
     """Make the head the embedding, turned over where it is read."""
     head = next(node for node in model.graph.node if "lm_head.transposed" in node.input)
