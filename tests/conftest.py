@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from foreign import ForeignExports
 
-# A run that decides whether a change may land gives one answer; elsewhere property tests look for new examples.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# How long an example takes says nothing where other programs run. A run that decides whether a change may land gives
+# one answer; elsewhere property tests look for new examples.
+settings.register_profile("usual", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("usual"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "usual")
 
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"

@@ -36,7 +36,7 @@ def written(engine, prompts: Sequence[list[int]], together: int) -> list[tuple[l
     return [(text.tokens, text.end) for text in texts]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     shared=st.lists(st.integers(0, 299), max_size=5),
     rests=st.lists(st.lists(st.integers(0, 299), max_size=29), min_size=1, max_size=8),

@@ -188,7 +188,6 @@ class TestRepairs:
 
 
 class TestSeed:
-    @settings(deadline=None)
     @given(st.integers(0, 1000), st.floats(0.01, 1.2))
     def test_fits_and_leaves_nothing_over(self, seed: int, share: float) -> None:
         choices = toy_choices(seed)
@@ -391,7 +390,7 @@ class TestComparison:
         assert {"layers.23.down", "layers.5.qkv", "layers.8.qkv"} <= set(favoured)
         assert not {"layers.3.qkv", "layers.4.down"} & set(favoured)
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(st.floats(2.0, 12.0))
     def test_rule_plans_fit(self, config: DecoderConfig, bits: float) -> None:
         limit = Budget(bits, Measure.BITS).limit(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.edge.errors import InputError
@@ -26,7 +26,6 @@ def random_texts(count: int, length: int, seed: int = 0):
     return list(np.random.default_rng(seed).integers(0, 300, (count, length)))
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 700), min_size=1, max_size=30),
     longest=st.one_of(st.integers(2, 256), st.just(2000)),

@@ -21,7 +21,7 @@ from edgerun.export.source import RowRange
 from tiny import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(1, 70),
     st.integers(1, 40),

@@ -113,7 +113,7 @@ def shared(tmp_path_factory):
     return of
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     plans=st.lists(
         st.dictionaries(st.sampled_from(UNITS), st.sampled_from([INT4, INT2, FP32])), min_size=1, max_size=4

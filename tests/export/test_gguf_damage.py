@@ -183,7 +183,7 @@ def test_the_command_says_one_line(tmp_path, whole: bytes, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_flipped_bytes_never_escape(tmp_path, whole: bytes, data) -> None:
     """The file reads, or is refused in one line; nothing else, and no list longer than the file."""

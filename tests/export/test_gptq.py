@@ -46,7 +46,7 @@ def codes_of_the_original(weights, form: WeightFormat, coded: Coded, moments):
     return codes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([32, 70, 130, 200]), st.sampled_from(FORMATS))
 def test_codes_are_those_of_the_original(seed: int, columns: int, form: WeightFormat) -> None:
     weights, inputs = random_rows(seed, 5, columns), correlated_inputs(seed, columns)

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.edge.errors import InputError
@@ -87,7 +87,6 @@ def test_models_with_experts_are_refused(tmp_path) -> None:
         runner_of(tmp_path, "qwen3_moe")
 
 
-@settings(deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=12),
     slots=st.integers(1, 40),

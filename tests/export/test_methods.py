@@ -48,7 +48,7 @@ matrices = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(matrices, st.sampled_from(FORMATS), st.sampled_from(SEARCHING), st.booleans())
 def test_never_worse_than_rounding_to_nearest(weights, form: WeightFormat, method: Method, informed: bool) -> None:
     importance = None
@@ -114,7 +114,7 @@ def test_zeros_constants_and_specks_are_exact(method: Method, form: WeightFormat
     assert not result[0].any()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(matrices.filter(lambda rows: 1e-3 < np.abs(rows).max() < 1e4), st.sampled_from(FORMATS))
 def test_operators_decode_what_a_search_found(weights, form: WeightFormat) -> None:
     coded = QUANTIZERS[Method.K_QUANT](weights, form)

@@ -40,7 +40,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
     return read_config(write_checkpoint(tmp_path_factory.mktemp("tiny")))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), st.booleans())
 def test_what_is_written_is_read_again(tmp_path_factory, config: DecoderConfig, data, tied: bool) -> None:
     model = replace(config, tied_head=tied)

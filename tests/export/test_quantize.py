@@ -23,7 +23,6 @@ from weight_operators import FORMATS, run_operators
 SYMMETRIC = [form for form in FORMATS if not form.zero_points]
 
 
-@settings(deadline=None)
 @given(st.sampled_from(FORMATS), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_packing_is_a_bijection(form: WeightFormat, rows: int, blocks: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 1 << form.bits, (rows, blocks, form.block)).astype(np.uint8)
@@ -32,7 +31,6 @@ def test_packing_is_a_bijection(form: WeightFormat, rows: int, blocks: int, seed
     np.testing.assert_array_equal(unpack_codes(packed, form.bits), codes)
 
 
-@settings(deadline=None)
 @given(st.sampled_from([2, 4, 8]), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32 - 1))
 def test_zero_points_take_whole_bytes_of_a_row(bits: int, rows: int, blocks: int, seed: int) -> None:
     zeros = np.random.default_rng(seed).integers(0, 1 << bits, (rows, blocks)).astype(np.uint8)
@@ -46,7 +44,6 @@ def test_the_first_code_is_in_the_low_bits() -> None:
     np.testing.assert_array_equal(pack_codes(np.array([[[1, 2, 3, 0]]], np.uint8), 2), [[[0b00111001]]])
 
 
-@settings(deadline=None)
 @given(
     arrays.arrays(
         np.float32,
@@ -89,7 +86,7 @@ def test_all_codes_are_used(form: WeightFormat) -> None:
     assert scales.reshape(-1)[0] == 1.0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(FORMATS), st.integers(1, 9), st.sampled_from([16, 32, 172, 200, 256]), st.integers(0, 2**32 - 1))
 def test_operators_decode_any_codes_as_we_do(form: WeightFormat, rows: int, columns: int, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -165,7 +165,7 @@ def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
         np.testing.assert_array_equal(again.weights(unit, RANK), store.weights(unit, RANK))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(64, 2000), st.integers(64, 2000), st.sampled_from(REPAIRED))
 def test_budgets_count_factors(rows: int, columns: int, form: WeightFormat) -> None:
     unit = Unit("layers.0.o", ("o_proj",), (rows,), columns)

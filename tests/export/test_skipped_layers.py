@@ -143,7 +143,7 @@ class Toy:
         return max(speed(self.agreement(c), self.times().step(c), TARGET) for c in choices)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shares=st.lists(st.floats(0.3, 1.0), min_size=6, max_size=6), seed=st.integers(0, 9))
 def test_the_search_comes_near_the_best_choice(shares: list[float], seed: int) -> None:
     toy = Toy(shares)

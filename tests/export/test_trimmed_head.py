@@ -65,7 +65,7 @@ def test_kept_logits_are_the_whole_heads(
 
 
 @given(kept=st.sets(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tokens_may_stay(whole: Path, folder: Path, kept: set[int]) -> None:
     ids = np.array(sorted(kept))
     write_trimmed(open_bundle(whole), folder, ids)

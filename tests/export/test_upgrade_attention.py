@@ -55,7 +55,7 @@ def check_upgrade(model: onnx.ModelProto) -> EditableGraph:
     return graph
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     heads=st.sampled_from([(4, 2), (4, 4), (3, 1), (6, 2)]),
     head_dim=st.sampled_from([8, 16, 24]),
@@ -98,7 +98,7 @@ def test_the_usual_scale_is_exact() -> None:
     assert attention.scale == 24**-0.5
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     turning=st.sampled_from([Turning.HALVES, Turning.NEIGHBOURS]),
     turned=st.sampled_from([4, 10, 16, 24]),
@@ -200,7 +200,7 @@ def test_an_output_that_is_no_cache_is_refused() -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_damage_to_one_node_is_refused_in_one_line_or_changes_nothing(data: st.DataObject) -> None:
     """Any one node replaced by another: the upgrade says so, or what it makes agrees with its source."""

@@ -18,7 +18,7 @@ from graph_edits import GraphEdit, graph_edits
 from layouts import LAYOUTS, write_layout
 
 BASES = ("optimum-external-many", "optimum-merged", "renamed-genai", "genai-float16", "community", "genai-window-cache")
-fuzzing = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+fuzzing = settings(max_examples=15, suppress_health_check=list(HealthCheck))
 
 
 @cache

@@ -43,7 +43,7 @@ def result(graph: EditableGraph, x: Floats) -> Floats:
     return out
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     columns=st.sampled_from([20, 32, 96, 128, 256]),
     rows=st.integers(1, 40),

@@ -122,7 +122,7 @@ def test_what_is_to_stay_float_stays() -> None:
     np.testing.assert_allclose(logits_of(graph, ids), expected("its own", ids, FORMS[0], FP32), atol=2e-3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(1, 90),
     columns=st.integers(1, 90),

@@ -170,7 +170,7 @@ def test_an_activation_becomes_one_node_however_it_is_written(build: Build, op: 
     assert ops(changed(gated, fuse_activations)) == sorted(["MatMul", "Mul", op])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(core=st.sampled_from(["Sigmoid", "Tanh", "Erf"]), inner=st.floats(0.2, 3), outer=st.floats(-2, 2))
 def test_other_functions_stay_what_they_are(core: str, inner: float, outer: float) -> None:
     def build(nodes: Nodes, x: str) -> str:

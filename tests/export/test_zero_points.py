@@ -33,7 +33,6 @@ rows_of_weights = arrays.arrays(
 )
 
 
-@settings(deadline=None)
 @given(rows_of_weights, st.sampled_from(WITH_POINTS))
 def test_rounding_to_nearest_loses_at_most_half_a_step_anywhere(weights, form: WeightFormat) -> None:
     coded = QUANTIZERS[Method.RTN](weights, form)
@@ -88,7 +87,7 @@ def test_powers_of_two_are_the_nearest(values, negative: bool) -> None:
     assert (np.abs(above) < 2 * np.abs(values)).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows_of_weights, st.sampled_from(IN_POWERS), st.sampled_from(BLIND))
 def test_every_scale_is_a_power_of_two(weights, form: WeightFormat, method: Method) -> None:
     coded = QUANTIZERS[method](weights, form)

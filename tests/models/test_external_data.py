@@ -93,7 +93,7 @@ def test_lengths_that_are_none_are_left_to_the_runtime(tmp_path: Path, length: s
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.onnx"
     path.write_bytes(data)

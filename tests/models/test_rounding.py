@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -50,7 +50,6 @@ def test_a_format_that_no_export_has_is_refused(text: str) -> None:
         BlockRounding.parse(text)
 
 
-@settings(deadline=None)
 @given(
     bits=st.sampled_from([2, 4, 8]),
     block=st.sampled_from([32, 64, 128]),
@@ -71,7 +70,6 @@ def test_weights_are_rounded_as_an_export_rounds_them(bits: int, block: int, col
     np.testing.assert_allclose(rounded.numpy(), exported, atol=1.001 * step)
 
 
-@settings(deadline=None)
 @given(bits=st.sampled_from([2, 4, 8]), block=st.sampled_from([32, 128]), seed=st.integers(0, 99))
 def test_rounding_once_more_changes_nothing(bits: int, block: int, seed: int) -> None:
     rounding = BlockRounding(bits, block)

@@ -55,7 +55,7 @@ TOKENS = 12
 """To the end of the context, for which guesses must not reach."""
 CLEAR = 0.03
 """Distance between the two highest scores that half precision does not bridge."""
-fuzzing = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+fuzzing = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 
 
 @cache

@@ -177,7 +177,7 @@ def drafts(bundle: Path, target: GraphSession) -> tuple[OwnDraft, OwnDraft]:
     return own_draft(bundle, target), own_draft(bundle, target)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(first=TOKENS, grown=st.lists(st.tuples(TOKENS, st.lists(PATHS, max_size=4)), max_size=4))
 def test_it_says_what_its_graph_says_behind_the_targets_rows(
     target: GraphSession,

@@ -50,7 +50,7 @@ LOGITS = arrays(
     penalty=st.sampled_from([1.0, 2.0, 0.5]),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_law_equals_the_textbook_pipeline(logits, temperature, top_k, top_p, min_p, penalty, data) -> None:
     params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
     seen = set(data.draw(st.lists(st.integers(0, logits.size - 1), max_size=5)))

@@ -104,7 +104,7 @@ def test_every_round_adds_up_and_the_text_is_the_targets(trees: bool, room: int)
 
 
 @given(st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.integers(1, 30)), min_size=1, max_size=4), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_predictors_know_the_text_whatever_was_drafted_or_rested(answers: list[tuple[int, int]], rest: bool) -> None:
     suffix, recycle = SuffixPredictor(), RecyclePredictor(VOCABULARY)
     speculator = eager(suffix, recycle)

@@ -46,7 +46,7 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 
 @given(groups=st.lists(st.lists(st.integers(0, 260), max_size=5), max_size=12))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_pieces_joined_are_the_whole_text(byte_level: TextTokenizer, groups: list[list[int]]) -> None:
     """Also for tokens that are no valid UTF-8 at all, however many come at a time."""
     decoder = StreamDecoder(byte_level)
@@ -55,7 +55,7 @@ def test_pieces_joined_are_the_whole_text(byte_level: TextTokenizer, groups: lis
 
 
 @given(words=st.lists(st.sampled_from(["<s>", "▁hello", "▁world", "lo", "é", "!", *"日👩ß\n"]), max_size=20))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_byte_fallback_pieces_joined_are_the_whole_text(metaspace: TextTokenizer, words: list[str]) -> None:
     """Of valid UTF-8: one invalid byte makes this decoder turn the whole run of bytes around it to U+FFFD."""
     ids: list[int] = []

@@ -50,7 +50,7 @@ def test_texts_come_back_token_by_token(golden: tuple[TextTokenizer, list[str], 
         assert streamed == text or streamed.lstrip(" ") == text.lstrip(" "), repr(text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text(max_size=40))
 def test_any_text_survives_a_byte_level_tokenizer(text: str) -> None:
     tokenizer = _qwen()

@@ -84,7 +84,7 @@ PARAMS = st.one_of(
     most=st.integers(1, 6),
     seed=st.integers(0, 50),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_any_tree_gives_what_choosing_one_by_one_gives(tree, params, ends, most, seed) -> None:
     model = toy_model(4, seed)
     logits = tree_logits(model, PROMPT[:-1], tree)

@@ -80,7 +80,7 @@ def path_of(growth: Growth, node: int) -> tuple[int, ...]:
 
 
 @given(GUESSES, GUESSES, PRICES, st.integers(1, 40), st.booleans(), st.integers(0, TOKENS - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_draft_is_a_tree_of_rows_worth_their_price(one, other, prices, deepest, chain, anchor) -> None:
     grower = Grower([Table(Source.SUFFIX, one), Table(Source.RECYCLED, other)])
     grower.follow([3, anchor])
@@ -108,7 +108,7 @@ def test_every_draft_is_a_tree_of_rows_worth_their_price(one, other, prices, dee
 
 
 @given(GUESSES, PRICES, st.integers(1, 6), st.integers(0, TOKENS - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_guess_left_out_was_worth_its_row(guesses, prices, deepest, anchor) -> None:
     grower = Grower([Table(Source.SUFFIX, guesses)])
     grower.follow([anchor])

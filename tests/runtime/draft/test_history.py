@@ -105,7 +105,7 @@ def test_an_index_is_fresh_until_something_is_added(tmp_path: Path) -> None:
     assert len(store.index) == 2
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(LEAST, 3 * LEAST), st.lists(st.integers(0, 12_000), min_size=5, max_size=40))
 def test_the_oldest_go_and_the_folder_stays_within_its_bound(most: int, sizes: list[int]) -> None:
     with TemporaryDirectory() as place:
@@ -211,7 +211,6 @@ def test_processes_that_append_at_once_lose_nothing(tmp_path: Path) -> None:
         assert [number for owner, number, *_ in sequences if owner == process] == list(range(20))
 
 
-@settings(deadline=None)
 @given(SEQUENCES, st.integers(0, 400))
 def test_a_log_cut_anywhere_keeps_what_came_before(sequences: list[list[int]], end: int) -> None:
     with TemporaryDirectory() as place:
@@ -236,7 +235,6 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-@settings(deadline=None)
 @given(SEQUENCES, st.lists(st.integers(0, 1 << 14), min_size=1, max_size=3), st.binary(max_size=40))
 def test_a_damaged_log_costs_what_was_damaged(sequences: list[list[int]], bits: list[int], junk: bytes) -> None:
     with TemporaryDirectory() as place:
@@ -283,7 +281,6 @@ def index_of(folder: Path) -> Path:
     return path
 
 
-@settings(deadline=None)
 @given(SEQUENCES, st.integers(0, 1 << 14), st.lists(st.integers(0, VOCABULARY - 1), max_size=20))
 def test_a_damaged_index_is_left_aside(sequences: list[list[int]], bit: int, text: list[int]) -> None:
     with TemporaryDirectory() as place:
@@ -332,7 +329,6 @@ def agreeing(context: list[int], before: list[int]) -> int:
     return next((size for size, (mine, other) in enumerate(pairs) if mine != other), len(pairs))
 
 
-@settings(deadline=None)
 @given(SEQUENCES, st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20))
 def test_an_index_finds_the_places_that_agree_most(sequences: list[list[int]], context: list[int]) -> None:
     with TemporaryDirectory() as place:
@@ -399,7 +395,6 @@ def test_tokens_outside_the_vocabulary_are_not_guessed(tmp_path: Path) -> None:
     assert [guess.token for guess in made.guesses((1, 2))] == [7]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=40))
 def test_the_state_is_the_end_of_the_text(text: list[int]) -> None:
     with TemporaryDirectory() as place:

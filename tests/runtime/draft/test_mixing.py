@@ -122,7 +122,7 @@ def test_the_order_of_the_sources_is_part_of_what_is_learned_not_of_the_numbers(
     st.dictionaries(st.sampled_from(list(Source)), st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1),
     st.data(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_probabilities_lie_between_0_and_1_whatever_comes(priors, data) -> None:
     mixer = Mixer(priors)
     sources = sorted(priors)

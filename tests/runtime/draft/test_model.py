@@ -114,7 +114,7 @@ def assert_rows_are_the_texts(graph: GraphSession, model: DraftModel, text: list
         np.testing.assert_allclose(arena.snapshot()[0], plain(graph, text[: arena.length])[1], atol=2e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
 def test_it_says_what_a_fresh_pass_says(

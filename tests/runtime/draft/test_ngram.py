@@ -85,7 +85,7 @@ def expected(
     return {context: entries for context, entries in kept.items() if entries}, undecided
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.one_of(texts, small_texts))
 def test_it_counts_as_a_dictionary_does(sequences: list[list[int]]) -> None:
     table = table_of(sequences)
@@ -105,7 +105,7 @@ def test_it_counts_as_a_dictionary_does(sequences: list[list[int]]) -> None:
             assert value & 3 == (times >= 2) + (times >= 4) + (times >= 16)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(small_texts)
 def test_parts_make_the_same_table(sequences: list[list[int]]) -> None:
     whole = table_of(sequences)
@@ -118,7 +118,7 @@ def test_parts_make_the_same_table(sequences: list[list[int]]) -> None:
             assert parts.find(context) == whole.find(context)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(texts, st.integers(SMALLEST, 1500))
 def test_it_never_takes_more_bytes_than_allowed(sequences: list[list[int]], max_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +175,7 @@ def test_contexts_do_not_reach_from_one_sequence_into_the_next() -> None:
     assert len(table_of([[1, 2], [1, 2]]).find([1])[0]) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(small_texts, st.lists(st.integers(0, VOCABULARY - 1), max_size=8))
 def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) -> None:
     predictor: Predictor = NgramPredictor(table_of(sequences))
@@ -246,7 +246,7 @@ def test_a_cut_or_grown_file_is_set_aside(tmp_path: Path) -> None:
     assert not damage_is_harmless(tmp_path / "table", data)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=300))
 def test_any_other_file_is_set_aside(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -26,7 +26,7 @@ def ranked(logits: np.ndarray) -> list[int]:
 
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 2, 3, 5, 64, 191, 192, 193, 255, 300, 1000]), st.integers(1, 9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_highest_places_are_kept_ties_by_the_lowest_id(seed: int, size: int, values: int) -> None:
     logits = np.random.default_rng(seed).integers(0, values, size).astype(np.float32)
     predictor = RecyclePredictor(size)
@@ -35,7 +35,7 @@ def test_the_highest_places_are_kept_ties_by_the_lowest_id(seed: int, size: int,
 
 
 @given(st.integers(0, 10_000), st.sampled_from([192, 320, 1003, 4096]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_logits_without_ties_are_ranked_as_by_sorting(seed: int, size: int) -> None:
     logits = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
     predictor = RecyclePredictor(size)
@@ -195,7 +195,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_file_never_harms(saved: bytes, tmp_path: Path, data: st.DataObject) -> None:
     damaged = bytearray(saved)
     for _ in range(data.draw(st.integers(0, 3))):

@@ -159,7 +159,7 @@ def graph(tiny_bundle: Path) -> GraphSession:
 
 
 @given(tree=trees(tokens=VOCABULARY, anchor=299, most=10), before=st.integers(1, 40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_graph_sees_every_path_as_it_would_alone(graph: GraphSession, tree: Tree, before: int) -> None:
     text = np.random.default_rng(before).integers(0, VOCABULARY, before).tolist()
     bound = graph.bind(graph.arena(64))
