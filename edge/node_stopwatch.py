@@ -1,7 +1,8 @@
 """How long the nodes of several models' graphs take, beside the passes as a whole.
 
 Nodes are timed by ONNX Runtime itself, in sessions of their own, since noting a node takes time. Those whose passes are
-timed as a whole run after them, on the same weights.
+timed as a whole run after them, on the same weights. Both are loaded several times, in turn: one load of a model is
+some percent faster than another, whatever its weights are, and the machine is faster in one minute than in the next.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Final
 
 from ..export.workbench import PassTimes
 from ..models.bundle import Bundle
@@ -21,6 +23,8 @@ from ..runtime.node_times import read_passes
 from ..runtime.processor import machine
 from ..runtime.session import RUNTIME_VERSION, GraphSession, SessionConfig
 from .stopwatch import FIRST_PASSES, PASSES, faster, packed_graphs, ready, take_turns, undisturbed
+
+_LOADS: Final = 4
 
 
 class BundleNodeStopwatch:
@@ -42,16 +46,30 @@ class BundleNodeStopwatch:
             BundleError: one of them is damaged, or no model that edge-run can decode with.
             EdgeError: ONNX Runtime failed.
         """
+        count = min(_LOADS, rounds)
+        turns = -(-rounds // count)
         with packed_graphs(bundles) as graphs:
-            nodes = self._nodes(graphs, rows, rounds)
             # Sessions of the second kind are loaded when those of the first are gone: each counts all pages it has
             # mapped as its own.
-            sessions = [GraphSession(graph, self._config, facts_of(bundle)) for bundle, graph in graphs]
-            passes = take_turns(_ready(sessions, graphs), rows, rounds)
+            loads = [(self._nodes(graphs, rows, turns), self._passes(graphs, rows, turns)) for _ in range(count)]
         return [
-            {each: PassTimes(undisturbed(seconds[each]), of_nodes[each]) for each in rows}
-            for seconds, of_nodes in zip(passes, nodes, strict=True)
+            {
+                each: PassTimes(
+                    fmean(passes[place][each] for _, passes in loads),
+                    _means([nodes[place][each] for nodes, _ in loads]),
+                )
+                for each in rows
+            }
+            for place in range(len(bundles))
         ]
+
+    def _passes(
+        self, graphs: Sequence[tuple[Bundle, Path]], rows: Sequence[int], rounds: int
+    ) -> list[dict[int, float]]:
+        """Seconds of a pass by rows, for each bundle."""
+        sessions = [GraphSession(graph, self._config, facts_of(bundle)) for bundle, graph in graphs]
+        times = take_turns(_ready(sessions, graphs), rows, rounds)
+        return [{each: undisturbed(passes) for each, passes in of_one.items()} for of_one in times]
 
     def _nodes(
         self, graphs: Sequence[tuple[Bundle, Path]], rows: Sequence[int], rounds: int
@@ -68,6 +86,13 @@ class BundleNodeStopwatch:
 
 def _ready(sessions: Sequence[GraphSession], graphs: Sequence[tuple[Bundle, Path]]) -> list[BoundSession]:
     return [ready(session, bundle) for session, (bundle, _) in zip(sessions, graphs, strict=True)]
+
+
+def _means(loads: Sequence[PassTimes]) -> PassTimes:
+    return PassTimes(
+        fmean(load.seconds for load in loads),
+        {node: fmean(load.nodes[node] for load in loads) for node in loads[0].nodes},
+    )
 
 
 def _by_rows(passes: Sequence[Mapping[str, float]], rows: Sequence[int]) -> dict[int, dict[str, float]]:

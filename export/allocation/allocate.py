@@ -172,9 +172,9 @@ def allocate(
     seconds = _POLISH_SHARE * settings.seconds
     best = polished(choices, found.picks, limits(), measured, seconds, progress)
     picks = without_vain_levels(choices, best, measured)
-    for _ in range(_CORRECTIONS):
-        if not mistaken(picks):
-            break
+    corrections = 0
+    while mistaken(picks) and corrections < _CORRECTIONS:
+        corrections += 1
         best = polished(choices, lowered(choices, picks, limits()), limits(), measured, seconds, progress)
         picks = without_vain_levels(choices, best, measured)
     return Allocation(

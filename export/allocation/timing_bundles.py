@@ -2,7 +2,7 @@
 
 Between them, each of a layer's units and the head have every format; and as many layers as there are, or as make a
 model too large for any cache, come one after the other, so that weights come from where they will come from in use.
-What a pass takes does not depend on the weights' values.
+What a pass takes does not depend on the weights' values. Some models more have a single format.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _SMALL: Final = 64_000_000
 """Weights of all layers up to which the other models have all layers, too: they may lie in a cache, all or in part."""
 _LARGE: Final = 2_000_000_000
 """Weights of all layers beyond which even the first model does not have all of them."""
+_UNIFORM: Final = 600_000_000
+"""Weights of all layers beyond which a model of a single format does not have all of them."""
 _PIECE: Final = 1 << 20
 _MAGNITUDE: Final = np.float32(0.02)
 
@@ -74,6 +76,18 @@ def timing_bundles(config: DecoderConfig, forms: Sequence[WeightFormat]) -> list
     others = config.layers if body <= _SMALL else 1
     depths = [min(config.layers, most)] + [others] * (len(forms) - 1)
     return [_bundle(config, layers, forms, turn) for turn, layers in enumerate(depths)]
+
+
+def uniform_bundles(config: DecoderConfig, forms: Sequence[WeightFormat]) -> list[TimingBundle]:
+    """For every number of bits among the formats a model in that one with the largest blocks."""
+    largest: dict[int, WeightFormat] = {}
+    for form in forms:
+        known = largest.get(form.bits)
+        if not form.rank and (known is None or known.block < form.block):
+            largest[form.bits] = form
+    body = sum(unit.weight_count for index in range(config.layers) for unit in layer_layout(config, index).units)
+    layers = min(config.layers, max(2, int(_UNIFORM * config.layers / body)))
+    return [_bundle(config, layers, [form], 0) for _, form in sorted(largest.items())]
 
 
 def _bundle(config: DecoderConfig, layers: int, forms: Sequence[WeightFormat], turn: int) -> TimingBundle:

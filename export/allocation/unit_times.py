@@ -2,8 +2,8 @@
 
 The time of a pass is that of its units, which depends on their formats, and the rest, which does not: attention, norms,
 activations, and what it takes to start the next node. The models that are measured (`timing_bundles`) have units of all
-formats side by side in one pass, so that whatever slows a pass slows all of them. What the profiler adds to the time of
-a unit is missing from the rest, which is the pass without a profiler less all units: in a sum it cancels.
+formats side by side in one pass, so that whatever slows a pass slows all of them; and passes as a whole are timed
+without a profiler, over these models and over some of a single format, to which the sums are fitted (`pass_fit`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from ..layout import Unit, units_of
 from ..progress import Progress, silent
 from ..workbench import NodeStopwatch, PassTimes
 from .ladder import EMBEDDING_UNIT, HEAD_UNIT, LADDER
-from .timing_bundles import TimingBundle, timing_bundles
+from .pass_fit import WholePass, fit_passes
+from .timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 
 ROWS: Final = (1, 2, 4, 8)
 """Of the passes that are measured; what lies between is interpolated."""
 _ROUNDS: Final = 16
-_FORM: Final = 1
+_FORM: Final = 2
 _STAGE: Final = "timing units"
 
 Times = Mapping[int, float]
@@ -170,8 +171,11 @@ def measure(
         BundleError, EdgeError: ONNX Runtime cannot run them.
         OSError: the disk refused a write.
     """
-    bundles = timing_bundles(config, tuple(dict.fromkeys(map(timed_form, forms))))
-    return _told_apart(config, bundles, _timed(bundles, stopwatch, rounds, progress))
+    timed = tuple(dict.fromkeys(map(timed_form, forms)))
+    mixed, uniform = timing_bundles(config, timed), uniform_bundles(config, timed)
+    passes = _timed([*mixed, *uniform], stopwatch, rounds, progress)
+    units = _units(config, mixed, passes[: len(mixed)])
+    return _fitted(UnitTimes(config, units, dict.fromkeys(ROWS, 0.0)), [*mixed, *uniform], passes)
 
 
 def _timed(
@@ -190,32 +194,41 @@ def _timed(
     return passes
 
 
-def _told_apart(
+def _units(
     config: DecoderConfig, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassTimes]]
-) -> UnitTimes:
-    """Units and rest of passes."""
+) -> dict[tuple[str, WeightFormat], Times]:
+    """Milliseconds of units by kind and format, the mean of all that there are."""
     seen: defaultdict[tuple[str, WeightFormat], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    rests: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for bundle, by_rows in zip(bundles, passes, strict=True):
         for rows, times in by_rows.items():
-            rest = times.seconds
             for name, form in bundle.plan.items():
                 if name != EMBEDDING_UNIT:
-                    seconds = unit_seconds(times.nodes, name, config)
-                    rest -= seconds
-                    seen[kind_of(name), form][rows].append(1e3 * seconds)
-            rests[rows][bundle.config.layers].append(1e3 * rest)
-    units = {key: {rows: fmean(times) for rows, times in by_rows.items()} for key, by_rows in seen.items()}
-    return UnitTimes(config, units, {rows: _at_depth(by_depth, config.layers) for rows, by_depth in rests.items()})
+                    seen[kind_of(name), form][rows].append(1e3 * unit_seconds(times.nodes, name, config))
+    return {key: {rows: fmean(times) for rows, times in by_rows.items()} for key, by_rows in seen.items()}
 
 
-def _at_depth(rests: Mapping[int, Sequence[float]], layers: int) -> float:
-    """The rest of a model of that many layers, from those of models of one or two depths: the same for every layer."""
-    shallow, deep = min(rests), max(rests)
-    if shallow == deep:
-        return fmean(rests[deep]) * layers / deep
-    each = (fmean(rests[deep]) - fmean(rests[shallow])) / (deep - shallow)
-    return fmean(rests[deep]) + each * (layers - deep)
+def _fitted(times: UnitTimes, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassTimes]]) -> UnitTimes:
+    """Times whose sums are near to the passes, and the rest of a pass."""
+    # One layer and a head of another format are there to time the head; most of such a pass may lie in a cache.
+    deep = max(bundle.config.layers for bundle in bundles) > 1
+    counted = [pair for pair in zip(bundles, passes, strict=True) if pair[0].config.layers > 1 or not deep]
+    fits = {
+        rows: fit_passes([_whole(times, bundle, by_rows[rows].seconds, rows) for bundle, by_rows in counted])
+        for rows in times.rest
+    }
+    units = {
+        (kind, form): {rows: each * fits[rows].factors.get(form.bits, 1.0) for rows, each in by_rows.items()}
+        for (kind, form), by_rows in times.units.items()
+    }
+    return UnitTimes(times.config, units, {rows: fit.layer * times.config.layers for rows, fit in fits.items()})
+
+
+def _whole(times: UnitTimes, bundle: TimingBundle, seconds: float, rows: int) -> WholePass:
+    """A pass, and what its units would take by themselves."""
+    units: defaultdict[int, float] = defaultdict(float)
+    for unit in units_of(bundle.config):
+        units[bundle.plan[unit.name].bits] += times.unit(unit, bundle.plan[unit.name], rows)
+    return WholePass(bundle.config.layers, 1e3 * seconds, units)
 
 
 def unit_seconds(nodes: Mapping[str, float], unit: str, config: DecoderConfig) -> float:

@@ -78,25 +78,29 @@ def test_what_is_no_bundle_is_said_so(tmp_path: Path, cache: Path) -> None:
         BundleStopwatch()([tmp_path / "nothing"], (1,), 1)
 
 
+@pytest.mark.parametrize("loads", [1, 3])
 def test_nodes_are_those_of_the_passes_that_count(
-    bundles: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+    bundles: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch, loads: int
 ) -> None:
     lengths = []
 
     def numbered(profile: Path) -> list[dict[str, float]]:
+        """Each load's nodes take a thousandth more than those of the load before."""
         lengths.append(len(read_passes(profile)))
-        return [{"node": float(number), "twice": 2.0 * number} for number in range(lengths[-1])]
+        slower = 1 + (len(lengths) - 1) // len(bundles) / 1000
+        return [{"node": slower * number, "twice": slower * 2 * number} for number in range(lengths[-1])]
 
     monkeypatch.setattr(node_stopwatch, "read_passes", numbered)
-    found = BundleNodeStopwatch(threads=1)(bundles, (1, 4), rounds=2)
+    monkeypatch.setattr(node_stopwatch, "_LOADS", loads)
+    found = BundleNodeStopwatch(threads=1)(bundles, (1, 4), rounds=2 * loads)
     turn = FIRST_PASSES + 2 * PASSES
-    assert lengths == [2 * turn] * len(bundles)
+    assert lengths == [2 * turn] * len(bundles) * loads
     for of_one in found:
         for place, rows in enumerate((1, 4)):
             first = FIRST_PASSES + place * PASSES
             counted = [first + each for each in range(PASSES)] + [turn + first + each for each in range(PASSES)]
             chosen = counted[: -(-len(counted) // 3)]
-            mean = sum(chosen) / len(chosen)
+            mean = sum(chosen) / len(chosen) * (1 + (loads - 1) / 2000)
             assert of_one[rows].nodes == pytest.approx({"node": mean, "twice": 2 * mean})
             assert of_one[rows].seconds > 0
 

@@ -458,6 +458,29 @@ class TestAllocate:
         assert 0.9 * limit < found.slowness * cost < 1.02 * limit
         assert found.costs[0] == pytest.approx(cost)
 
+    def test_a_plan_is_measured_after_its_last_correction_too(self, tmp_path: Path, config: DecoderConfig) -> None:
+        asked: list[Mapping[str, WeightFormat]] = []
+
+        def slowness(plan: Mapping[str, WeightFormat]) -> float:
+            """Of a machine that gets slower all the time."""
+            asked.append(plan)
+            return float(1.1 ** len(asked))
+
+        def alone(unit: str, form: WeightFormat) -> float:
+            return 4.0**-form.bits * form.block
+
+        def together(plan: Mapping[str, WeightFormat]) -> float:
+            return sum(alone(unit, form) for unit, form in plan.items())
+
+        budget = Budget(6.0, Measure.BITS)
+        measures = measures_for(budget, config)
+        found = allocate(
+            config, alone, [together], budget, measures, LADDER, folder=tmp_path, settings=QUICK, slowness=slowness
+        )
+        assert asked[-1] == found.plan
+        assert found.slowness == pytest.approx(1.1 ** len(asked))
+        assert found.slowness * cost_of(found.plan, ByteCosts(), config) < 1.11 * budget.limit(config)
+
     def test_an_unreachable_budget_is_named(self, tmp_path: Path, checkpoint: Path, config: DecoderConfig) -> None:
         budget = parse_budget("1.5bpw")
         measures = measures_for(budget, config)

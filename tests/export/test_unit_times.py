@@ -18,7 +18,7 @@ from edgerun.edge.stopwatch import packed_graphs
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.costs import cost_of
 from edgerun.export.allocation.ladder import LADDER, REPAIRED, chosen_units, with_embedding
-from edgerun.export.allocation.timing_bundles import TimingBundle, timing_bundles
+from edgerun.export.allocation.timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 from edgerun.export.allocation.unit_times import (
     ROWS,
     UnitTimes,
@@ -73,15 +73,15 @@ def test_times_are_measured_once_for_a_shape_and_its_conditions(cache: Path, tmp
     first = known_or_measured(config, machine, FORMS)
     assert known_or_measured(config, machine, FORMS) == first
     known_or_measured(config, machine, [replace(FORMS[0], method=Method.HQQ, zero_points=True), *FORMS])
-    assert machine.bundles == [3]
+    assert machine.bundles == [6]
     known_or_measured(replace(config, hidden_size=2 * config.hidden_size), machine, FORMS)
     machine.conditions = "another"
     known_or_measured(config, machine, FORMS)
-    assert machine.bundles == [3, 3, 3]
+    assert machine.bundles == [6, 6, 6]
     for file in (cache / "unit-times").iterdir():
         file.write_text("{}")
     assert known_or_measured(config, machine, FORMS) == first
-    assert machine.bundles[3:] == [3]
+    assert machine.bundles[3:] == [6]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -125,6 +125,15 @@ def test_rows_between_are_interpolated(times: dict[int, float], rows: int) -> No
         assert found == pytest.approx(times[rows])
     elif min(times) < rows < max(times):
         assert min(times.values()) - 1e-9 <= found <= max(times.values()) + 1e-9
+
+
+def test_there_is_a_model_in_the_largest_blocks_of_each_number_of_bits(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    plans = [set(bundle.plan.values()) for bundle in uniform_bundles(config, (*LADDER, *REPAIRED))]
+    assert plans == [{WeightFormat(bits, 128)} for bits in (2, 4, 8)]
+    deep = replace(config, layers=10**5, attention=config.attention[:1] * 10**5)
+    (bundle,) = uniform_bundles(deep, FORMS[:1])
+    assert 2 < bundle.config.layers < deep.layers
 
 
 def test_every_kind_of_unit_has_every_format_somewhere(tmp_path: Path) -> None:
