@@ -54,10 +54,7 @@ class BundleNodeStopwatch:
             loads = [(self._nodes(graphs, rows, turns), self._passes(graphs, rows, turns)) for _ in range(count)]
         return [
             {
-                each: PassTimes(
-                    fmean(passes[place][each] for _, passes in loads),
-                    _means([nodes[place][each] for nodes, _ in loads]),
-                )
+                each: _means([PassTimes(passes[place][each], nodes[place][each]) for nodes, passes in loads])
                 for each in rows
             }
             for place in range(len(bundles))
