@@ -53,11 +53,8 @@ class BundleNodeStopwatch:
             # mapped as its own.
             loads = [(self._nodes(graphs, rows, turns), self._passes(graphs, rows, turns)) for _ in range(count)]
         return [
-            {
-                each: _means([PassTimes(passes[place][each], nodes[place][each]) for nodes, passes in loads])
-                for each in rows
-            }
-            for place in range(len(bundles))
+            {each: _means([PassTimes(passes[at][each], nodes[at][each]) for nodes, passes in loads]) for each in rows}
+            for at in range(len(bundles))
         ]
 
     def _passes(
