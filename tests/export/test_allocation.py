@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.edge.errors import InputError
-from edgerun.export.allocation.allocate import allocate, measures_for
+from edgerun.export.allocation.allocate import Allocation, allocate, measures_for
 from edgerun.export.allocation.budget import Budget, Measure, parse_budget
 from edgerun.export.allocation.choices import (
     Choice,
@@ -432,13 +432,11 @@ class TestAllocate:
         again = allocate(config, _refused, [divergence], budget, measures, forms, folder=tmp_path, settings=QUICK)
         assert again.plan == found.plan
 
-    @pytest.mark.parametrize("noise", [0.0, 0.004])
-    def test_what_a_plan_costs_as_a_whole_is_limited(self, tmp_path: Path, config: DecoderConfig, noise: float) -> None:
-        chance = np.random.default_rng(0)
-
-        def slowness(plan: Mapping[str, WeightFormat]) -> float:
-            few = np.mean([form.bits == 2 for form in plan.values()])
-            return float((1.2 + 0.2 * few) * (1 + noise * chance.standard_normal()))
+    @staticmethod
+    def _limited_as_a_whole(
+        config: DecoderConfig, folder: Path, slowness: Callable[[Mapping[str, WeightFormat]], float]
+    ) -> tuple[Budget, Allocation]:
+        """A plan of 6 bits, where divergences add up."""
 
         def alone(unit: str, form: WeightFormat) -> float:
             return (1 + len(unit)) * 4.0**-form.bits * form.block
@@ -448,9 +446,19 @@ class TestAllocate:
 
         budget = Budget(6.0, Measure.BITS)
         measures = measures_for(budget, config)
-        found = allocate(
-            config, alone, [together], budget, measures, LADDER, folder=tmp_path, settings=QUICK, slowness=slowness
+        return budget, allocate(
+            config, alone, [together], budget, measures, LADDER, folder=folder, settings=QUICK, slowness=slowness
         )
+
+    @pytest.mark.parametrize("noise", [0.0, 0.004])
+    def test_what_a_plan_costs_as_a_whole_is_limited(self, tmp_path: Path, config: DecoderConfig, noise: float) -> None:
+        chance = np.random.default_rng(0)
+
+        def slowness(plan: Mapping[str, WeightFormat]) -> float:
+            few = np.mean([form.bits == 2 for form in plan.values()])
+            return float((1.2 + 0.2 * few) * (1 + noise * chance.standard_normal()))
+
+        budget, found = self._limited_as_a_whole(config, tmp_path, slowness)
         limit = budget.limit(config)
         few = np.mean([form.bits == 2 for unit, form in found.plan.items() if unit != "embedding"])
         cost = cost_of(found.plan, ByteCosts(), config)
@@ -466,17 +474,7 @@ class TestAllocate:
             asked.append(plan)
             return float(1.1 ** len(asked))
 
-        def alone(unit: str, form: WeightFormat) -> float:
-            return 4.0**-form.bits * form.block
-
-        def together(plan: Mapping[str, WeightFormat]) -> float:
-            return sum(alone(unit, form) for unit, form in plan.items())
-
-        budget = Budget(6.0, Measure.BITS)
-        measures = measures_for(budget, config)
-        found = allocate(
-            config, alone, [together], budget, measures, LADDER, folder=tmp_path, settings=QUICK, slowness=slowness
-        )
+        budget, found = self._limited_as_a_whole(config, tmp_path, slowness)
         assert asked[-1] == found.plan
         assert found.slowness == pytest.approx(1.1 ** len(asked))
         assert found.slowness * cost_of(found.plan, ByteCosts(), config) < 1.11 * budget.limit(config)
