@@ -49,6 +49,6 @@ def fit_passes(passes: Sequence[WholePass]) -> PassFit:
     holds = _HOLD * np.eye(len(bits), len(bits) + 1)
     system = np.vstack([np.array(rows) / milliseconds[:, None], holds])
     wanted = np.concatenate([np.ones(len(passes)), np.full(len(bits), _HOLD)])
-    factors = np.clip(np.linalg.lstsq(system, wanted)[0][:-1], _LEAST, _MOST)
-    (layer,) = np.linalg.lstsq(system[:, -1:], wanted - system[:, :-1] @ factors)[0]
+    factors = np.clip(np.linalg.lstsq(system, wanted, rcond=None)[0][:-1], _LEAST, _MOST)
+    (layer,) = np.linalg.lstsq(system[:, -1:], wanted - system[:, :-1] @ factors, rcond=None)[0]
     return PassFit(dict(zip(bits, map(float, factors), strict=True)), float(layer))
