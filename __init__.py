@@ -9,7 +9,7 @@
 conversations (`session`). Errors derive from `EdgeError`.
 """
 
-from .edge.errors import (
+from .errors import (
     BundleError,
     CheckpointError,
     ContextError,
@@ -21,13 +21,13 @@ from .edge.errors import (
     InputError,
     TemplateError,
 )
-from .runtime.chat import Session
+from .runtime.conversation import Session
 from .runtime.decode import FinishReason
 from .runtime.engine import Engine, load
 from .runtime.options import GenerateOptions
-from .runtime.reply import Chunk, Reply, Stats
-from .runtime.speculation import Speculation
-from .runtime.turns import AnswerStream
+from .runtime.request_queue import AnswerStream
+from .runtime.result import Chunk, Reply, Stats
+from .runtime.speculation.choice import Speculation
 from .version import __version__
 
 __all__ = [

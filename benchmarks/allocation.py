@@ -22,29 +22,29 @@ from functools import partial
 from pathlib import Path
 
 import edgerun
-from edgerun.edge.errors import InputError
 from edgerun.edge.workbench import bench_of_this_machine
+from edgerun.errors import InputError
 from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.allocate import Allocation, allocate, measures_for
+from edgerun.export.allocation.baseline_plans import rule_plans, uniform_plan
 from edgerun.export.allocation.budget import Budget, Measure
 from edgerun.export.allocation.choices import choices_of
-from edgerun.export.allocation.comparison import rule_plans, uniform_plan
 from edgerun.export.allocation.costs import ByteCosts, cost_of
-from edgerun.export.allocation.ladder import levels, weight_count, with_embedding
+from edgerun.export.allocation.format_candidates import levels, weight_count, with_embedding
+from edgerun.export.allocation.quantized_weights import UnitStore
 from edgerun.export.allocation.search import SearchSettings
-from edgerun.export.allocation.unit_store import UnitStore
-from edgerun.export.calibration.calibrated import CalibratedSource
+from edgerun.export.calibration.calibrated_source import CalibratedSource
+from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
-from edgerun.export.calibration.obtained import obtain_text
-from edgerun.export.calibration.statistics import collect_statistics
-from edgerun.export.config import DecoderConfig
-from edgerun.export.opened import opened
+from edgerun.export.calibration.successive import round_successively
+from edgerun.export.calibration.text_source import obtain_text
+from edgerun.export.checkpoint.config import DecoderConfig
+from edgerun.export.checkpoint.open import opened
+from edgerun.export.checkpoint.source import ModelSource
 from edgerun.export.progress import silent
 from edgerun.export.recipe import OBSERVED_METHODS, USUAL_METHODS, ExportRecipe
 from edgerun.export.report.figures import PlanFigures, PlanKind, log_line
 from edgerun.export.requests import CalibrationRequest
-from edgerun.export.source import ModelSource
-from edgerun.export.successive import round_successively
 
 Plan = Mapping[str, WeightFormat]
 

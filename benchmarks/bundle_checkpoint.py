@@ -17,8 +17,8 @@ import numpy.typing as npt
 import onnx
 from safetensors.numpy import save_file
 
-from edgerun.export.config import DecoderConfig, read_config
-from edgerun.export.layout import FINAL_NORM, layer_layout, units_of
+from edgerun.export.checkpoint.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.layout import FINAL_NORM, layer_layout, units_of
 from edgerun.export.quantization.codes import dequantize_rows
 from edgerun.models.bundle import COMPANIONS, Bundle, open_bundle
 

@@ -21,10 +21,10 @@ from rich.table import Table
 
 from artifacts import bundle
 from checkpoints import SHAPES
-from edgerun.edge.stopwatch import BundleStopwatch
 from edgerun.export.drafts.trimmed_head import head_tokens, write_trimmed
-from edgerun.export.upgrade.editable import EditableGraph
+from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.models.bundle import Bundle, open_bundle
+from edgerun.runtime.measure.bundle_timing import BundleStopwatch
 
 
 def main() -> None:

@@ -29,16 +29,16 @@ from checkpoints import SHAPES
 from edgerun.edge.workbench import bench_of_this_machine
 from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.allocate import allocate, measures_for
+from edgerun.export.allocation.baseline_plans import uniform_plan
 from edgerun.export.allocation.budget import Budget, Measure, parse_budget
-from edgerun.export.allocation.comparison import uniform_plan
-from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, weight_count, with_embedding
+from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_units, weight_count, with_embedding
+from edgerun.export.allocation.linear_times import UnitTimes, known_or_measured
 from edgerun.export.allocation.search import SearchSettings
-from edgerun.export.allocation.unit_times import UnitTimes, known_or_measured
 from edgerun.export.allocation.whole_passes import slower_than_predicted
+from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
-from edgerun.export.config import DecoderConfig
-from edgerun.export.content import Content
-from edgerun.export.opened import opened
+from edgerun.export.checkpoint.config import DecoderConfig
+from edgerun.export.checkpoint.open import opened
 from edgerun.export.recipe import ExportRecipe, with_methods
 from edgerun.export.workbench import Stopwatch
 from processes import Worker
@@ -135,7 +135,7 @@ def write(source: Path, folder: Path, plan: Plan) -> Path:
         recipe = ExportRecipe(method=Method.RTN)
         formats = with_methods(plan, recipe.methods)
         context = recipe.context_for(config)
-        write_bundle(folder, Content(weights, weights, config, formats, context, recipe.layout, ""))
+        write_bundle(folder, BundleContent(weights, weights, config, formats, context, recipe.layout, ""))
     return folder
 
 

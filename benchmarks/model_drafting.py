@@ -23,13 +23,13 @@ from rich.console import Console
 import edgerun
 from artifacts import bundle
 from checkpoints import SHAPES
-from edgerun.edge.bench.machine import load as machine_load
-from edgerun.edge.bench.measure import Contender, Plan, TurnRange, measure
+from edgerun.edge.bench.bench_result import Conditions, Result
 from edgerun.edge.bench.recordings import read_recording
-from edgerun.edge.bench.result import Conditions, Result
-from edgerun.edge.bench.show import show
+from edgerun.edge.bench.runner import Contender, Plan, TurnRange, measure
+from edgerun.edge.bench.table import show
 from edgerun.models.find import bundled_folder
-from edgerun.runtime.speculation import Speculation
+from edgerun.runtime.measure.machine import load as machine_load
+from edgerun.runtime.speculation.choice import Speculation
 from shell_requests import shell_requests
 
 _SHAPE: Final = "qwen2.5-0.5b"

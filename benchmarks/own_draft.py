@@ -25,7 +25,7 @@ import onnx
 
 import edgerun
 from edgerun.edge.workbench import bench_of_this_machine
-from edgerun.export.calibration.text import divided
+from edgerun.export.calibration.text_split import divided
 from edgerun.export.drafts.head_size import TARGET_ROWS, speed
 from edgerun.export.drafts.own_draft import adopt_own_draft
 from edgerun.export.drafts.skipped_layers import SubLayer, as_bundle, inner_parts, without

@@ -34,8 +34,8 @@ from edgerun.export import (
     WeightFormat,
     export_checkpoint,
 )
-from edgerun.export.config import read_config
-from edgerun.export.session import GraphSession
+from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.checkpoint.config import read_config
 
 Tokens = list[npt.NDArray[np.int64]]
 Floats = npt.NDArray[np.float64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from edgerun.edge.bench.conversations import our_prompts
+from edgerun.edge.bench.prompt_sets import our_prompts
 
 
 def shell_requests(file: Path | None, limit: int) -> list[str]:

@@ -27,15 +27,15 @@ from rich.table import Table
 import edgerun
 from artifacts import bundle
 from checkpoints import SHAPES
-from edgerun.edge.bench.account import Account
-from edgerun.edge.bench.conversations import chosen, counts
-from edgerun.edge.bench.machine import load as machine_load
-from edgerun.edge.bench.measure import Contender, Plan, TurnRange, measure
+from edgerun.edge.bench.bench_result import Conditions, Result
+from edgerun.edge.bench.prompt_sets import chosen, counts
+from edgerun.edge.bench.ratios import Account
 from edgerun.edge.bench.recordings import read_recording
-from edgerun.edge.bench.result import Conditions, Result
-from edgerun.edge.bench.show import show, times
-from edgerun.runtime.speculation import Speculation
-from edgerun.runtime.workshop import Foresight
+from edgerun.edge.bench.runner import Contender, Plan, TurnRange, measure
+from edgerun.edge.bench.table import show, times
+from edgerun.runtime.measure.machine import load as machine_load
+from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.pool import OracleMode
 
 _SHAPES: Final = ("qwen2.5-0.5b", "qwen2.5-1.5b")
 _CEILING: Final = "knows the answer"
@@ -67,8 +67,8 @@ def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespac
     conversations = chosen(conversations, each)
     contenders = [Contender(str(choice), choice) for choice in map(Speculation.parse, options.spec or ["auto"])]
     if options.wrong:
-        contenders.append(Contender(_WRONG, Speculation.AUTO, foresight=Foresight.WRONG))
-    contenders.append(Contender(_CEILING, Speculation.AUTO, foresight=Foresight.RIGHT))
+        contenders.append(Contender(_WRONG, Speculation.AUTO, foresight=OracleMode.WRONG))
+    contenders.append(Contender(_CEILING, Speculation.AUTO, foresight=OracleMode.RIGHT))
     plan = Plan(options.max_tokens, TurnRange.parse(recording.turns), replay=True)
     busy = machine_load()
     with console.status(recording.name) as status:

@@ -26,14 +26,14 @@ import numpy as np
 
 import edgerun
 from checkpoints import SHAPES
-from edgerun.edge.node_stopwatch import BundleNodeStopwatch
 from edgerun.export import WeightFormat
-from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, weight_count, with_embedding
+from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_units, weight_count, with_embedding
+from edgerun.export.allocation.linear_times import kind_of, measure
 from edgerun.export.allocation.timing_bundles import TimingBundle
-from edgerun.export.allocation.unit_times import kind_of, measure
-from edgerun.export.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.workbench import PassTimes
 from edgerun.models.bundle import WEIGHTS_NAME
+from edgerun.runtime.measure.node_timing import BundleNodeStopwatch
 
 _ROWS = (1, 4)
 _FOUR = WeightFormat(4, 128)

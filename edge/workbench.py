@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..export.workbench import Workbench
-from .bench.machine import machine
-from .judge import DraftJudge
-from .node_stopwatch import BundleNodeStopwatch
-from .self_text import read_texts, write_texts
-from .stopwatch import BundleStopwatch
+from ..runtime.measure.bundle_timing import BundleStopwatch
+from ..runtime.measure.draft_benefit import DraftJudge
+from ..runtime.measure.machine import machine
+from ..runtime.measure.node_timing import BundleNodeStopwatch
+from ..runtime.measure.self_text import read_texts, write_texts
 
 
 def bench_of_this_machine() -> Workbench:

@@ -2,11 +2,11 @@
 
 from ..models.manifest import Method, WeightFormat
 from .allocation.budget import parse_budget
+from .architectures.family import supported_families
+from .check.parity import Parity
 from .dispatch import export_model, find_source, has_own_formats
-from .family import supported_families
 from .gguf import is_gguf
 from .outcome import ExportReport
-from .parity import Parity
 from .pipeline import export_checkpoint
 from .progress import Progress
 from .recipe import FP32, INT2, INT4, INT8, ExportRecipe

@@ -11,15 +11,15 @@ from typing import Final
 from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest
 from ..models.variants import GENAI_CONFIG
-from .config import DecoderConfig
-from .content import Content
-from .genai_layout import write_genai_layout
-from .graph import build_graph
-from .initializers import Initializers
-from .layout import units_of
-from .parity import Parity, check_parity
+from .bundle_content import BundleContent
+from .check.parity import Parity, check_parity
+from .checkpoint.config import DecoderConfig
+from .checkpoint.layout import units_of
+from .genai.genai_layout import write_genai_layout
+from .graph.decoder import build_graph
+from .graph.initializers import Initializers
+from .graph.weight_file import WeightFile
 from .progress import Progress, silent
-from .weightfile import WeightFile
 from .zero_points import require_zero_points
 
 PRODUCER: Final = "edge-run"
@@ -34,7 +34,7 @@ class Written:
     """Stored bits, scales included, over the weights of all units."""
 
 
-def write_bundle(folder: Path, content: Content, progress: Progress = silent) -> Written:
+def write_bundle(folder: Path, content: BundleContent, progress: Progress = silent) -> Written:
     """Write every file of a bundle into an empty folder, and check the graph against the reference.
 
     Raises:

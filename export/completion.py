@@ -11,14 +11,14 @@ from typing import Final
 from ..models.atomic import write_atomically
 from ..models.bundle import GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
 from ..models.manifest import MANIFEST_NAME, Calibration, Manifest, WeightFormat
-from .allocation.ladder import chosen_units, weight_count
+from .allocation.format_candidates import chosen_units, weight_count
 from .allocation.plan_file import write_plan
 from .allocation.sensitivity import Solo
+from .bundle_content import BundleContent
 from .bundle_writer import Written
-from .calibrated import Prepared
 from .calibration.divergence import Divergence
-from .content import Content
-from .draft_making import make_draft
+from .calibration.prepare import CalibratedModel
+from .drafts.draft_making import make_draft
 from .progress import Progress
 from .recipe import FP32, ExportRecipe
 from .report import (
@@ -55,7 +55,7 @@ _ROUNDS: Final = 12
 def complete(
     folder: Path,
     name: str,
-    prepared: Prepared,
+    prepared: CalibratedModel,
     written: Written,
     recipe: ExportRecipe,
     workbench: Workbench,
@@ -151,7 +151,7 @@ def _bandwidths(recipe: ExportRecipe) -> Sequence[float]:
     return _USUAL_BANDWIDTHS if asked is None else (asked / 1e9,)
 
 
-def _solos(prepared: Prepared, progress: Progress) -> Mapping[str, Sequence[Solo]]:
+def _solos(prepared: CalibratedModel, progress: Progress) -> Mapping[str, Sequence[Solo]]:
     """What formats do to units by themselves: all that were tried, or those of the plan where there was no choice."""
     if prepared.allocation is not None:
         return prepared.allocation.solos
@@ -168,7 +168,9 @@ def _solos(prepared: Prepared, progress: Progress) -> Mapping[str, Sequence[Solo
     return found
 
 
-def _plans(prepared: Prepared, rounded: Divergence, recipe: ExportRecipe, progress: Progress) -> list[PlanFigures]:
+def _plans(
+    prepared: CalibratedModel, rounded: Divergence, recipe: ExportRecipe, progress: Progress
+) -> list[PlanFigures]:
     """The chosen plan and those it is compared with, on as much text as they are."""
     content, times, allocation = prepared.content, prepared.times, prepared.allocation
     config = content.config
@@ -201,7 +203,7 @@ def _plans(prepared: Prepared, rounded: Divergence, recipe: ExportRecipe, progre
     ]
 
 
-def _plan_text(content: Content, solos: Mapping[str, Sequence[Solo]], rounded: Divergence) -> str:
+def _plan_text(content: BundleContent, solos: Mapping[str, Sequence[Solo]], rounded: Divergence) -> str:
     """The plan as a file, with what each unit costs."""
     notes = {}
     for unit in unit_figures(content.config, content.plan, solos):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..edge.errors import DestinationError, InputError
+from ..errors import DestinationError, InputError
 from ..models.atomic import folder_written_atomically
 from ..models.bundle import holds_only_bundle_files
 from ..models.text_path import require_text_path

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from ..edge.errors import InputError
-from .family import supported_families
+from ..errors import InputError
+from .architectures.family import supported_families
 from .gguf import is_gguf
 from .optimum_path import export_by_optimum, goes_by_optimum
 from .outcome import ExportReport

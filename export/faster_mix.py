@@ -13,10 +13,10 @@ from typing import Final
 
 from .allocation.allocate import Allocation, Limited
 from .allocation.choices import Divergence, choices_of, fits, plan_of
-from .allocation.ladder import with_embedding
+from .allocation.format_candidates import with_embedding
 from .allocation.lagrange import seed_plan
+from .allocation.linear_times import UnitTimes
 from .allocation.speculation import Candidate, DraftSpeed, SpeculativeCosts, fastest, with_draft
-from .allocation.unit_times import UnitTimes
 from .progress import Progress
 
 _STAGE: Final = "plans for guesses"

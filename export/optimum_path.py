@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ..edge.errors import CheckpointError, DestinationError, InputError
+from ..errors import CheckpointError, DestinationError, InputError
 from ..models.json_file import read_json_object
 from ..models.manifest import Method
+from .architectures.family import supported_families
 from .destination import require_apart
-from .family import supported_families
 from .outcome import ExportReport
 from .progress import Progress
 from .recipe import ExportRecipe

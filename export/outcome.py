@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .parity import Parity
+from .check.parity import Parity
 from .report import ModelReport
 
 

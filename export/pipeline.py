@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ..edge.errors import InputError
+from ..errors import InputError
+from .bundle_content import BundleContent
 from .bundle_writer import write_bundle
-from .calibrated import prepare, settings_of
+from .calibration.prepare import prepare, settings_of
+from .calibration.work_folder import work_folder
+from .checkpoint.open import opened
 from .completion import complete
-from .content import Content
 from .destination import bundle_written_whole, require_apart
-from .draft_making import require_draft
+from .drafts.draft_making import require_draft
 from .gguf import is_gguf
-from .opened import opened
 from .outcome import ExportReport
 from .progress import Progress, silent
 from .recipe import ExportRecipe, with_methods
-from .work_folder import work_folder
 from .workbench import Workbench
 
 
@@ -64,7 +64,7 @@ def export_checkpoint(
             plan = recipe.plan_for(config, checkpoint.own_format)
             if not is_gguf(source):
                 plan = with_methods(plan, recipe.methods)
-            content = Content(checkpoint, checkpoint, config, plan, context, recipe.layout, command)
+            content = BundleContent(checkpoint, checkpoint, config, plan, context, recipe.layout, command)
             with bundle_written_whole(destination) as staging:
                 written = write_bundle(staging, content, progress)
                 sizes, found = sizes_of(staging), None

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from ..edge.errors import InputError
+from ..errors import InputError
 from ..models.manifest import SHORTEST_CONTEXT, GraphLayout, Method, WeightFormat
-from .config import DecoderConfig
-from .layout import Unit, units_of
+from .checkpoint.config import DecoderConfig
+from .checkpoint.layout import Unit, units_of
 from .requests import CalibrationRequest, DraftRequest, MixRequest, Objective
 
 FP32: Final = WeightFormat(32)

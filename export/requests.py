@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from ..edge.errors import InputError
+from ..errors import InputError
 from ..models.manifest import WeightFormat
 from .allocation.budget import Budget
 

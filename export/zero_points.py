@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..edge.errors import ExportError
+from ..errors import ExportError
 from ..models.manifest import WeightFormat
-from .session import multiplies_zero_points
+from .check.contract_session import multiplies_zero_points
 
 
 def require_zero_points(forms: Iterable[WeightFormat]) -> None:

@@ -14,14 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from ..edge.errors import BundleError
+from ..errors import BundleError
 from .atomic import write_atomically
 from .cache import cache_folder
 from .device_kind import DeviceKind
-from .external_data import check_external_data, external_files
 from .graph_files import find_graph
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, SHORTEST_CONTEXT, FileDigest, Manifest
+from .onnx_file.external_data import check_external_data, external_files
 from .text_path import require_text_path
 from .variants import GENAI_CONFIG
 

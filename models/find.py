@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Final
 
-from ..edge.errors import BundleError
+from ..errors import BundleError
 from .device_kind import DeviceKind
 from .graph_files import find_graph
-from .hub_id import looks_like_hub_id, parse_hub_id
-from .hub_store import Store
+from .hub.local_store import Store
+from .hub.model_id import looks_like_hub_id, parse_hub_id
 
 BUNDLED_MODEL: Final = "shell-helper"
 _HINT: Final = "give an .onnx file or a model folder"
@@ -45,7 +45,7 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
         if (variant := _variant_of_folder(name)) is not None:
             return find_graph(*variant, kind)[0]
         if is_on_hub(name):
-            from .hub import fetch_model  # noqa: PLC0415  the usual model lies on disk
+            from .hub.fetch import fetch_model  # noqa: PLC0415  the usual model lies on disk
 
             return fetch_model(parse_hub_id(str(name)), kind).path
         if isinstance(name, str) and looks_like_hub_id(name) and not path.exists():

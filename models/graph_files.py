@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from ..edge.errors import BundleError
+from ..errors import BundleError
 from .device_kind import DeviceKind
 from .json_file import read_json_object
 from .variants import GENAI_CONFIG, choose_graph

@@ -8,7 +8,7 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from ..edge.errors import EdgeError
+from ..errors import EdgeError
 
 
 def read_json_object(path: Path, error_type: type[EdgeError], hint: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Final, TypeVar
 
-from ..edge.errors import BundleError
+from ..errors import BundleError
 from .json_file import is_finite, is_whole, parse_json_object, shown
 
 MANIFEST_NAME: Final = "edge.json"

@@ -18,13 +18,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..edge.errors import BundleError
+from ..errors import BundleError
 from .atomic import write_atomically
 from .bundle import GRAPH_NAME, MAP_NAME, Bundle, open_bundle
-from .external_data import check_external_data
 from .find import find_model
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, DraftPairing
+from .onnx_file.external_data import check_external_data
 
 TOKENIZER_NAME: Final = "tokenizer.json"
 _HINT: Final = "give a draft model made for this model, or --draft none"
@@ -32,7 +32,7 @@ _DAMAGED: Final = "restore it or export the model again"
 
 
 @dataclass(frozen=True)
-class Pair:
+class DraftPair:
     """A draft model that speaks a target's ids."""
 
     draft: Bundle
@@ -53,7 +53,7 @@ class Pair:
         return max(_read_vocabulary(self.draft).ids.values(), default=-1) + 1
 
 
-def find_draft(target: Bundle, asked: str | os.PathLike[str] | None = "auto") -> Pair | None:
+def find_draft(target: Bundle, asked: str | os.PathLike[str] | None = "auto") -> DraftPair | None:
     """The draft model for a target, or None.
 
     Args:
@@ -76,7 +76,7 @@ def find_draft(target: Bundle, asked: str | os.PathLike[str] | None = "auto") ->
     return pair(target, draft, named if draft.folder.resolve() == beside and draft.folder != target.folder else None)
 
 
-def _own_draft(target: Bundle, named: DraftPairing) -> Pair:
+def _own_draft(target: Bundle, named: DraftPairing) -> DraftPair:
     """The target without some of its parts.
 
     Raises:
@@ -88,10 +88,10 @@ def _own_draft(target: Bundle, named: DraftPairing) -> Pair:
             raise BundleError(f"{path} is missing", "copy the whole model folder")
     check_external_data(graph)
     target_ids = _read_map(ids, offsets=named.d2t_offsets) if named.d2t else None
-    return Pair(dataclasses.replace(target, graph=graph, manifest=None), target_ids, own=True)
+    return DraftPair(dataclasses.replace(target, graph=graph, manifest=None), target_ids, own=True)
 
 
-def pair(target: Bundle, draft: Bundle, named: DraftPairing | None = None) -> Pair:
+def pair(target: Bundle, draft: Bundle, named: DraftPairing | None = None) -> DraftPair:
     """Two models side by side; `named` is what the target's manifest says about the draft.
 
     Raises:
@@ -103,12 +103,12 @@ def pair(target: Bundle, draft: Bundle, named: DraftPairing | None = None) -> Pa
         raise BundleError(f"{draft.folder / name} is missing", "copy the whole model folder")
     target_ids = None if path is None else _read_map(path, offsets=named is not None and named.d2t_offsets)
     if _same_file(target, draft):
-        return Pair(draft, target_ids)
+        return DraftPair(draft, target_ids)
     ours, theirs = _read_vocabulary(target), _read_vocabulary(draft)
     difference = theirs.difference(ours) if target_ids is None else theirs.difference_through(target_ids, ours)
     if difference:
         raise BundleError(f"the draft {draft.folder} has another vocabulary than {target.folder}: {difference}", _HINT)
-    return Pair(draft, target_ids)
+    return DraftPair(draft, target_ids)
 
 
 def vocabulary_difference(target: Path, draft: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..edge.errors import BundleError
+from ..errors import BundleError
 
 
 def require_text_path(path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
-from ..edge.errors import BundleError
+from ..errors import BundleError
 from .device_kind import DeviceKind
 
 GENAI_CONFIG: Final = "genai_config.json"

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .onnx_wire import number_field, packed_field
+from .onnx_file.wire import number_field, packed_field
 
 Float32Array = npt.NDArray[np.float32]
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from ..edge.errors import ContextError
-from .bound import BoundSession
-from .draft.tree import Tree
-from .exact import Cancelled, NearTies
+from ..errors import ContextError
+from .graph.bound_session import BoundSession
 from .sampling import Logits
-from .speculate import PassTimes, Round, Speculator
-from .verify import Chooser, Verdict
+from .speculation.near_ties import Cancelled, NearTies
+from .speculation.speculator import PassTimes, Round, Speculator
+from .speculation.tree import Tree
+from .speculation.verification import TokenSampler, VerifyResult
 
-PREFILL_ROWS: Final = 128
+PREFILL_TOKENS: Final = 128
 """Prompt tokens per pass: wide enough for the matrix products (256 gains under 2 %), few enough to bound the memory of
 the activations and to let a prompt be cancelled soon."""
 
@@ -63,7 +63,7 @@ class DecodeLimits:
 def decode(
     bound: BoundSession,
     prompt: Sequence[int],
-    chooser: Chooser,
+    chooser: TokenSampler,
     limits: DecodeLimits,
     cancelled: Callable[[], bool],
     speculator: Speculator | None = None,
@@ -130,7 +130,7 @@ def _read(
     while arena.length < len(prompt):
         if cancelled():
             raise Cancelled
-        chunk = prompt[arena.length : arena.length + bound.most_rows(PREFILL_ROWS)]
+        chunk = prompt[arena.length : arena.length + bound.most_rows(PREFILL_TOKENS)]
         logits = bound.forward(chunk, rows=(len(chunk) - 1,))[0]
         arena.commit(len(chunk))
         passes += 1
@@ -139,7 +139,7 @@ def _read(
 
 def _plain(
     bound: BoundSession,
-    chooser: Chooser,
+    chooser: TokenSampler,
     anchor: int,
     eos: frozenset[int],
     most: int,
@@ -164,7 +164,7 @@ def _plain(
 
 def _speculate(
     bound: BoundSession,
-    chooser: Chooser,
+    chooser: TokenSampler,
     eos: frozenset[int],
     most: int,
     speculator: Speculator,
@@ -198,7 +198,7 @@ def _speculate(
     return _step(verdict.emitted(tree), eos, most, 1 + again, report.target_s, report)
 
 
-def _keep(bound: BoundSession, tree: Tree, verdict: Verdict) -> None:
+def _keep(bound: BoundSession, tree: Tree, verdict: VerifyResult) -> None:
     """Commit the rows of the accepted path."""
     if len(tree) == 1:
         bound.arena.commit(1)

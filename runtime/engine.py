@@ -10,32 +10,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from ..edge.errors import BundleError, ContextError, EdgeError, InputError, TemplateError
+from ..errors import BundleError, ContextError, EdgeError, InputError, TemplateError
 from ..models.bundle import MAP_NAME, Bundle, open_bundle
 from ..models.find import find_model
 from ..models.pairing import find_draft
-from .certificate import SAMPLE_TEXT, Certificate
-from .chat import Session
-from .complete import CachedText, complete
+from .conversation import Session
 from .decode import DecodeLimits
-from .device import choose_device
-from .draft.model import DraftModel
-from .graph_spec import GraphSpec
-from .kv import KVArena
-from .open_graph import open_graph
+from .devices.providers import choose_device
+from .generation import CachedSequence, complete
+from .graph.graph_io import GraphIO
+from .graph.memory import trim_heap
+from .graph.open_graph import open_graph
+from .graph.session import GraphSession, SessionConfig
+from .kv.arena import KVArena
+from .measure.exactness import SAMPLE_TEXT, ExactnessReport
 from .options import GenerateOptions, ModelDefaults
-from .pair import taking_turns
-from .reply import Chunk, Reply
-from .residency import trim_heap
+from .request_queue import AnswerStream, RequestQueue
+from .result import Chunk, Reply
 from .sampling import SamplingParams
-from .session import GraphSession, SessionConfig
-from .speculate import Speculator
-from .speculation import Speculation
-from .step_cost import StepCost
-from .text.template import ChatTemplate, Message, load_template
+from .speculation.choice import Speculation
+from .speculation.draft_loading import share_cores
+from .speculation.drafters.draft_model import DraftModel
+from .speculation.pass_cost import PassCost
+from .speculation.pool import DrafterPool, OracleMode, Recording
+from .speculation.speculator import Speculator
+from .text.chat_template import ChatTemplate, Message, load_template
 from .text.tokenizer import TextTokenizer
-from .turns import AnswerStream, Turns
-from .workshop import Foresight, Recording, Workshop
 
 if TYPE_CHECKING:
     import os
@@ -106,7 +106,7 @@ class Engine:
         pair = find_draft(bundle, draft)
         draft_config = config
         if pair is not None:
-            config, draft_config = taking_turns(config, pair.draft)
+            config, draft_config = share_cores(config, pair.draft)
         self._graph: GraphSession | None = open_graph(bundle, config, cache=cache)
         self.spec: Final = self._graph.spec
         self.context: Final = _context_limit(bundle, self.spec.capacity, context)
@@ -116,12 +116,12 @@ class Engine:
         self.tokenizer: Final = TextTokenizer(bundle, self.spec.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         self.defaults: Final = ModelDefaults.of(bundle)
-        self._workshop: Final = Workshop(
+        self._workshop: Final = DrafterPool(
             self._graph, bundle, self.context, pair, draft_config, cache=cache, history=history, learned=learned
         )
         trim_heap()
-        self._text: CachedText | None = None
-        self.turns: Final = Turns()
+        self._text: CachedSequence | None = None
+        self.turns: Final = RequestQueue()
 
     def generate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
         """Answer `prompt` whole. Options can be given as a `GenerateOptions`, by name, or both.
@@ -153,7 +153,7 @@ class Engine:
 
     def astream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> AsyncIterator[Chunk]:
         """`stream` for asyncio: decodes in a worker thread; cancelling the task cancels the answer."""
-        from .asynchronous import stream_in_thread  # noqa: PLC0415  asyncio takes a tenth of the import time
+        from .async_stream import stream_in_thread  # noqa: PLC0415  asyncio takes a tenth of the import time
 
         return stream_in_thread(lambda: self.stream(prompt, options, **changes))
 
@@ -214,7 +214,7 @@ class Engine:
             raise TemplateError(f"{self.bundle.folder} has no chat template", hint)
         return self.template
 
-    def new_text(self) -> CachedText:
+    def new_sequence(self) -> CachedSequence:
         """An empty arena of this model's, for one conversation.
 
         Raises:
@@ -222,9 +222,9 @@ class Engine:
         """
         if self._graph is None:
             raise EdgeError("this engine is closed", "load the model again")
-        return CachedText(self._graph.bind(self._graph.arena(self.context)))
+        return CachedSequence(self._graph.bind(self._graph.arena(self.context)))
 
-    def run(self, text: CachedText | None, prompt: Sequence[int], options: GenerateOptions) -> AnswerStream:
+    def run(self, text: CachedSequence | None, prompt: Sequence[int], options: GenerateOptions) -> AnswerStream:
         """Answer the token ids of `prompt` over a conversation's arena, or from nothing, when this answer's turn comes.
 
         Raises:
@@ -236,12 +236,12 @@ class Engine:
 
     def replay(
         self,
-        text: CachedText | None,
+        text: CachedSequence | None,
         prompt: Sequence[int],
         answer: Sequence[int],
         options: GenerateOptions,
         *,
-        foresight: Foresight = Foresight.NONE,
+        foresight: OracleMode = OracleMode.NONE,
     ) -> AnswerStream:
         """`run`, except that the answer's tokens are recorded ones: for measuring what drafting a real answer costs.
 
@@ -262,23 +262,25 @@ class Engine:
         limited = options.changed({"max_tokens": most})
         return AnswerStream(self.turns, lambda cancelled: self.write(text, prompt, limited, cancelled, recorded))
 
-    def step_cost(self) -> StepCost:
+    def pass_cost(self) -> PassCost:
         """What passes cost on this machine; measured now if it is not known yet."""
-        return self._workshop.step_cost(self.new_text)
+        return self._workshop.pass_cost(self.new_sequence)
 
     def speculator(self, sampling: SamplingParams, arena: KVArena) -> Speculator | None:
         """Every drafter at hand, for answers that are decoded without `run` over `arena`."""
-        return self._workshop.speculator(Speculation.AUTO, sampling, self.new_text, (), arena)
+        return self._workshop.speculator(Speculation.AUTO, sampling, self.new_sequence, (), arena)
 
     def draft_model(self) -> DraftModel | None:
         """The draft model that guesses ahead, loaded if need be; None if there is none. It follows every answer."""
-        return self._workshop.draft_model(self.new_text)
+        return self._workshop.draft_model(self.new_sequence)
 
-    def certificate(self) -> Certificate:
+    def certificate(self) -> ExactnessReport:
         """How exact speculation is on this machine, as far as it is known; a little is measured now if nothing is."""
-        return self._workshop.certificate(self.new_text, self.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
+        return self._workshop.certificate(
+            self.new_sequence, self.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True)
+        )
 
-    def certified(self, certificate: Certificate) -> None:
+    def certified(self, certificate: ExactnessReport) -> None:
         """Take over what was found out about that, and keep it."""
         self._workshop.certified(certificate)
 
@@ -299,7 +301,7 @@ class Engine:
 
     def write(
         self,
-        text: CachedText | None,
+        text: CachedSequence | None,
         prompt: Sequence[int],
         options: GenerateOptions,
         cancelled: Callable[[], bool],
@@ -308,7 +310,7 @@ class Engine:
         """Write an answer now; to be started only by an `AnswerStream` whose turn it is."""
         if text is None:
             if self._text is None:
-                self._text = self.new_text()
+                self._text = self.new_sequence()
             text = self._text
             # An answer outside a session starts from nothing, so that it depends on nothing that was asked before.
             text.tokens.clear()
@@ -319,7 +321,7 @@ class Engine:
         speculator = self._workshop.speculator(
             options.speculation,
             sampling,
-            self.new_text,
+            self.new_sequence,
             prompt,
             text.bound.arena,
             recorded,
@@ -352,7 +354,7 @@ class Engine:
         return (speculator, certificate.epsilon) if certificate.noise.sound else (None, 0.0)
 
 
-def _require_whole_head(bundle: Bundle, spec: GraphSpec) -> None:
+def _require_whole_head(bundle: Bundle, spec: GraphIO) -> None:
     """Refuse a draft that cannot say most of its tokens.
 
     Raises:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..edge.errors import BundleError, InputError
+from ..errors import BundleError, InputError
 from ..models.bundle import Bundle
 from ..models.variants import GENAI_CONFIG
 from .sampling import SamplingParams
-from .speculate_drawn import Drawing
-from .speculation import Speculation
+from .speculation.choice import Speculation
+from .speculation.sampled_speculator import DraftSampling
 
 _Number = TypeVar("_Number", int, float)
 _LARGEST = 1e30
@@ -43,7 +43,7 @@ class GenerateOptions:
     """Who guesses ahead. The text does not depend on it."""
     exact: bool = False
     """The text of plain decoding, bit for bit: near-ties are decided again as it does, sampled text is not drafted."""
-    drawing: Drawing = Drawing.OFF
+    drawing: DraftSampling = DraftSampling.OFF
     """Draw the draft model's guesses: the same law, faster at high temperature, but a seed has no fixed text."""
     explain: bool = False
     """Keep the account of every round, in `Stats.rounds`."""
@@ -61,7 +61,7 @@ class GenerateOptions:
             raise InputError(
                 f"speculation is {self.speculation!r}", "it must be a Speculation, such as Speculation.OFF"
             )
-        if not isinstance(self.drawing, Drawing):
+        if not isinstance(self.drawing, DraftSampling):
             raise InputError(f"drawing is {self.drawing!r}", "it must be a Drawing, such as Drawing.CHAIN")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")

@@ -15,8 +15,8 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..edge.errors import InputError
-from .law import Law
+from ..errors import InputError
+from .distribution import Distribution
 
 _GROUP: Final = 64
 _USUAL_NUCLEUS: Final = 1024
@@ -171,12 +171,12 @@ class Sampler:
         weights /= weights.sum()
         return ids, weights
 
-    def law(self, logits: Logits) -> Law:
+    def law(self, logits: Logits) -> Distribution:
         """`distribution` in arrays of its own; for greedy parameters, all on the token they choose."""
         if self.params.greedy:
-            return Law(np.array([self.choose(logits, 0)], np.intp), np.ones(1))
+            return Distribution(np.array([self.choose(logits, 0)], np.intp), np.ones(1))
         ids, probabilities = self.distribution(logits)
-        return Law(ids.copy(), probabilities.copy())
+        return Distribution(ids.copy(), probabilities.copy())
 
     def _penalized(self, logits: Logits) -> Logits:
         scores = self._scores

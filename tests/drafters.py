@@ -8,28 +8,28 @@ from typing import Any, Final
 
 import numpy as np
 
-from edgerun.runtime.draft.foreseen import TreePredictor
-from edgerun.runtime.draft.grow import Grower
-from edgerun.runtime.draft.predictor import Predictor
-from edgerun.runtime.draft.recycle import RecyclePredictor
-from edgerun.runtime.draft.tree import Source, Tree
-from edgerun.runtime.speculate import Speculator
-from edgerun.runtime.step_cost import StepCost
+from edgerun.runtime.speculation.drafters.interface import Drafter
+from edgerun.runtime.speculation.drafters.oracle import TreeDrafter
+from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.growth import Grower
+from edgerun.runtime.speculation.pass_cost import PassCost
+from edgerun.runtime.speculation.speculator import Speculator
+from edgerun.runtime.speculation.tree import Source, Tree
 
 NEARLY_FREE: Final = {128: {1: 1.0, 2: 1.0001, 16: 1.001}}
 """Seconds of a pass: any guess pays, and the time spent on guessing does not count beside it."""
 
 
-class FixedCost(StepCost):
+class FixedCost(PassCost):
     """Believes what it was told, whatever passes take."""
 
     def observe(self, rows: int, context: int, seconds: float) -> None:
         """Learn nothing."""
 
 
-def eager(*predictors: Predictor, **options: Any) -> Speculator:
+def eager(*predictors: Drafter, **options: Any) -> Speculator:
     """A speculator to which nearly every guess is worth its row."""
-    recycle = next((each for each in predictors if isinstance(each, RecyclePredictor)), None)
+    recycle = next((each for each in predictors if isinstance(each, RecyclingDrafter)), None)
     return Speculator(Grower(predictors), FixedCost(NEARLY_FREE), recycle=recycle, **options)
 
 
@@ -115,4 +115,4 @@ def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -
 
 def listening_to(drafter: Adversary, **options: Any) -> Speculator:
     """A speculator of one drafter from outside."""
-    return eager(TreePredictor(drafter), **options)
+    return eager(TreeDrafter(drafter), **options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from edgerun.export import WeightFormat
-from edgerun.export.allocation.unit_times import kind_of
+from edgerun.export.allocation.linear_times import kind_of
 from edgerun.export.workbench import PassTimes
 from edgerun.models.bundle import open_bundle
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 import math
 
 from edgerun.export.calibration.divergence import Divergence
-from edgerun.export.report import (
-    DraftFigures,
-    ModelReport,
-    PlanFigures,
-    PlanKind,
-    SearchStep,
-    Speed,
-    UnitFigures,
-)
+from edgerun.export.report import DraftFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed, UnitFigures
 from edgerun.export.workbench import Acceptance
 from edgerun.models.manifest import Calibration, Method, WeightFormat
 

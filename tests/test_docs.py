@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge.cli import main
+from edgerun.edge.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*/README.md"))]

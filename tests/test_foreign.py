@@ -14,10 +14,10 @@ import edgerun
 from data import data_path
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import Engine, GenerateOptions, Speculation
-from edgerun.edge.cli import main
+from edgerun.edge.cli.main import main
 from edgerun.export import FP32, ExportRecipe, export_model
-from edgerun.runtime.graph_spec import GraphSpec
-from edgerun.runtime.reply import Reply
+from edgerun.runtime.graph.graph_io import GraphIO
+from edgerun.runtime.result import Reply
 from foreign import Exporter, ForeignExports
 from foreign_exports import EXPORTERS, GREEDY_TOKENS, PROMPT
 
@@ -32,7 +32,7 @@ FORMS = [
 
 def tokens_of(llm: Engine, prompt: list[int], speculation: Speculation) -> tuple[list[int], Reply]:
     """The greedy tokens that continue `prompt`; the last of them has no row in the cache, but it is among them."""
-    text = llm.new_text()
+    text = llm.new_sequence()
     options = GenerateOptions(max_tokens=GREEDY_TOKENS, temperature=0, speculation=speculation)
     reply = Reply.of(llm.run(text, prompt, options))
     return text.tokens[len(prompt) :], reply
@@ -58,7 +58,7 @@ def test_tokens_stay_when_it_is_upgraded(
     assert check_tokens(bundle, model.tokens("int4" if quantized else "greedy")).trees
 
 
-def check_tokens(folder: Path, expected: list[int]) -> GraphSpec:
+def check_tokens(folder: Path, expected: list[int]) -> GraphIO:
     """Decode with and without guesses; returns what the model is."""
     assert len(expected) == GREEDY_TOKENS
     with edgerun.load(folder, threads=1, cache=False) as llm:

@@ -7,8 +7,8 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from edgerun.export import WeightFormat
+from edgerun.export.checkpoint.source import Coded
 from edgerun.export.quantization.codes import unpack_zero_points
-from edgerun.export.source import Coded
 
 FORMATS = [
     WeightFormat(bits, block, zero_points=zero_points)

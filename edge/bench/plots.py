@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .account import PLAIN
-from .result import Result
+from .bench_result import Result
+from .ratios import PLAIN
 
 INK: Final = "#010101"
 FAINT: Final = "#020202"

@@ -21,8 +21,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import InputError
-from .conversations import Conversation, Exchange, json_lines, read_text, text_of, turns_of
+from ...errors import InputError
+from .prompt_sets import Conversation, Exchange, json_lines, read_text, text_of, turns_of
 
 _SESSION: Final = re.compile(r"^# aider chat started at \d.*$", re.MULTILINE)
 _USER: Final = "#### "

@@ -8,11 +8,11 @@ from typing import Any, Final
 from jinja2 import Environment, StrictUndefined
 
 from ...models.atomic import write_atomically
-from .account import PLAIN
+from .bench_result import Result
 from .plots import DARK, LIGHT, png, svg_plots, variable
+from .ratios import PLAIN
 from .report_name import check_report_name
-from .result import Result
-from .show import share, within
+from .table import share, within
 
 _TEMPLATE: Final = Path(__file__).parent / "report.html.jinja"
 

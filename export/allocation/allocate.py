@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from ...models.manifest import WeightFormat
-from ..config import DecoderConfig
+from ..checkpoint.config import DecoderConfig
 from ..progress import Progress, silent
 from .budget import Budget, Measure, require_reachable
 from .choices import Choice, Divergence, Picks, choices_of, lowered, plan_of, total_costs
 from .costs import ByteCosts, Costs
-from .ladder import chosen_units, may_have, with_embedding
+from .format_candidates import chosen_units, may_have, with_embedding
 from .lagrange import cheapest, seed_plan
 from .polish import polished, without_vain_levels
 from .search import Measured, SearchSettings, evolve

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from ...edge.errors import InputError
-from ..config import DecoderConfig
-from .ladder import weight_count
+from ...errors import InputError
+from ..checkpoint.config import DecoderConfig
+from .format_candidates import weight_count
 
 
 class Measure(str, Enum):

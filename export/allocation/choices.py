@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...models.manifest import WeightFormat
-from ..config import DecoderConfig
+from ..checkpoint.config import DecoderConfig
 from .costs import Costs
-from .ladder import chosen_units
+from .format_candidates import chosen_units
 from .sensitivity import Solo
 
 Picks = tuple[int, ...]

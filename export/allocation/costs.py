@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ...models.manifest import WeightFormat
-from ..config import DecoderConfig
-from ..layout import Unit
-from .ladder import bytes_read, chosen_units
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import Unit
+from .format_candidates import bytes_read, chosen_units
 
 
 class Costs(Protocol):

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ...edge.errors import InputError
+from ...errors import InputError
 from ...models.json_file import shown
 from ...models.manifest import Method, WeightFormat
-from ..config import DecoderConfig
-from ..layout import units_of
-from .ladder import EMBEDDING_UNIT, HEAD_UNIT, chosen_units, may_have, with_embedding
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import units_of
+from .format_candidates import EMBEDDING_UNIT, HEAD_UNIT, chosen_units, may_have, with_embedding
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 from ...models.atomic import write_atomically
 from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
-from ..layout import Unit
+from ..checkpoint.layout import Unit
 from ..progress import Progress, silent
-from .ladder import may_have
+from .format_candidates import may_have
 from .plan_file import spelled
 
 STAGE: Final = "measuring units"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...models.manifest import WeightFormat
-from ..layout import Unit
-from .unit_times import UnitTimes, at_rows
+from ..checkpoint.layout import Unit
+from .linear_times import UnitTimes, at_rows
 
 MOST_GUESSES: Final = 15
 """Of a round."""

@@ -18,14 +18,14 @@ import numpy as np
 from ...models.bundle import GRAPH_NAME, WEIGHTS_NAME, digest_file, remember_verified
 from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
 from ..bundle_writer import PRODUCER, architecture_of
-from ..config import DecoderConfig
-from ..graph import build_graph
-from ..initializers import Initializers
-from ..layout import expected_tensors, layer_layout, units_of
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import expected_tensors, layer_layout, units_of
+from ..checkpoint.source import Coded, Factors, Float32Array, RowRange, UInt8Array
+from ..graph.decoder import build_graph
+from ..graph.initializers import Initializers
+from ..graph.weight_file import WeightFile
 from ..quantization.codes import blocks_of, factor_form
-from ..source import Coded, Factors, Float32Array, RowRange, UInt8Array
-from ..weightfile import WeightFile
-from .ladder import EMBEDDING_UNIT, HEAD_UNIT, may_have
+from .format_candidates import EMBEDDING_UNIT, HEAD_UNIT, may_have
 
 _CONTEXT: Final = 1024
 _SMALL: Final = 64_000_000

@@ -16,11 +16,11 @@ from typing import Final
 
 from ...models.cache import cache_folder
 from ...models.manifest import WeightFormat
-from ..layout import units_of
+from ..checkpoint.layout import units_of
 from ..workbench import Stopwatch
-from .ladder import EMBEDDING_UNIT, HEAD_UNIT
+from .format_candidates import EMBEDDING_UNIT, HEAD_UNIT
+from .linear_times import UnitTimes
 from .timing_bundles import TimingBundle
-from .unit_times import UnitTimes
 
 _ROUNDS: Final = 8
 _LOADS: Final = 3

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from ..family import Always, ConfigFlag, Experts, Family
-from ..windows import AllButEvery
+from .family import Always, ConfigFlag, Experts, Family
+from .windows import AllButEvery
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

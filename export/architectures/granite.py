@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from ..family import ConfigFlag, Family, Power
+from .family import ConfigFlag, Family, Power
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from ..family import ConfigFlag, Family
+from .family import ConfigFlag, Family
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

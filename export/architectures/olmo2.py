@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from ..family import NORMS_AFTER, ConfigFlag, Family, HeadNorm
+from .family import NORMS_AFTER, ConfigFlag, Family, HeadNorm
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from ..family import Family
-from ..windows import EveryLayer
+from .family import Family
+from .windows import EveryLayer
 
 FAMILY: Final = Family(
     qkv=("qkv_proj",),

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from ..family import Always, Family
-from ..windows import LayersFrom
+from .family import Always, Family
+from .windows import LayersFrom
 
 FAMILY: Final = Family(
     qkv_bias=Always(True),

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from ..family import ConfigFlag, Family, HeadNorm
-from ..windows import LayersFrom
+from .family import ConfigFlag, Family, HeadNorm
+from .windows import LayersFrom
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

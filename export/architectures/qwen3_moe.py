@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Final
 
-from ..family import Experts
 from . import qwen3
+from .family import Experts
 
 FAMILY: Final = replace(qwen3.FAMILY, experts=Experts(), defaults={})

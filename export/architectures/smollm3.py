@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from ..family import ConfigFlag, Family
-from ..windows import UnrotatedLayers
+from .family import ConfigFlag, Family
+from .windows import UnrotatedLayers
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

@@ -17,16 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
-from ..config import DecoderConfig
-from ..layout import Unit, layer_layout, units_of
-from ..prefetch import in_order
-from ..session import GraphSession
-from ..source import Float32Array, ModelSource
+from ..check.contract_session import GraphSession
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import Unit, layer_layout, units_of
+from ..checkpoint.prefetch import in_order
+from ..checkpoint.source import Float32Array, ModelSource
 from ..workbench import TokenArray
-from .judging import Believed, Judged, LogitsJudge
-from .layers import AT_ONCE, LayerRunner
-from .packing import Batch, packed
-from .states import PinnedArrays, RecentArrays
+from .layer_runner import AT_ONCE, LayerRunner
+from .logit_comparison import Believed, Judged, LogitsJudge
+from .state_cache import PinnedArrays, RecentArrays
+from .text_packing import Batch, packed
 
 EXACT: Final = WeightFormat(32)
 _STATES: Final = 1 << 28

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from .. import contract
-from ..attention import Attention
-from ..config import DecoderConfig
-from ..feed_forward import append_feed_forward
-from ..graph import IR_VERSION, OPSET
-from ..initializers import Initializers
-from ..layout import Norm, Unit, layer_layout
-from ..nodes import MICROSOFT, Nodes
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import Norm, Unit, layer_layout
+from ..graph import contract
+from ..graph.attention import Attention
+from ..graph.decoder import IR_VERSION, OPSET
+from ..graph.feed_forward import append_feed_forward
+from ..graph.initializers import Initializers
+from ..graph.nodes import MICROSOFT, Nodes
 
 HIDDEN: Final = "hidden"
 """Input: the residual before the half, [B, S, hidden]."""

@@ -10,12 +10,12 @@ from typing import Final
 
 import numpy as np
 
-from ...edge.errors import BundleError, InputError
+from ...errors import BundleError, InputError
 from ...models.bundle import DRAFT_FOLDER, Bundle, open_bundle
 from ...models.manifest import MANIFEST_NAME, GraphLayout
 from ...models.pairing import name_draft, pair
 from ..progress import Progress
-from ..upgrade.editable import EditableGraph
+from ..upgrade.edit.editable import EditableGraph
 from ..workbench import Stopwatch, TokenArray
 from .frequencies import answer_start, rank_tokens, read_markers
 from .head_size import TARGET_ROWS, StepTimes, agreement_by_size, best_size, speed

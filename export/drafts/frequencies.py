@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...edge.errors import InputError
+from ...errors import InputError
 from ...models.json_file import is_whole
-from ..settings import read_json
+from ..checkpoint.settings import read_json
 from ..workbench import TokenArray
 
 

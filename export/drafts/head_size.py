@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
-from ..session import GraphSession
+from ..check.contract_session import GraphSession
 from ..workbench import TokenArray
 from .frequencies import Ranking
 

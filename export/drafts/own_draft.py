@@ -12,12 +12,12 @@ import numpy as np
 import onnx
 from onnx import ModelProto
 
-from ...edge.errors import InputError
+from ...errors import InputError
 from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME
 from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest
 from ..progress import Progress
-from ..upgrade.editable import EditableGraph
-from ..upgrade.write import InPlace
+from ..upgrade.edit.editable import EditableGraph
+from ..upgrade.edit.write import InPlace
 from ..workbench import Stopwatch, TokenArray
 from .companion import CHOSEN
 from .frequencies import Ranking, answer_start, rank_tokens, read_markers

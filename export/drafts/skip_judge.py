@@ -17,10 +17,10 @@ import numpy.typing as npt
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
-from ...edge.errors import InputError
+from ...errors import InputError
 from ...models.bundle import GRAPH_NAME
 from ...models.manifest import Architecture
-from ..session import GraphSession
+from ..check.contract_session import GraphSession
 from ..workbench import TokenArray
 from .skipped_layers import SubLayer, inner_parts, join_of
 

@@ -23,8 +23,8 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 from ...models.atomic import write_atomically
 from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, DraftPairing, Manifest
-from .. import contract
-from ..pruning import needed_nodes
+from ..graph import contract
+from ..graph.needed_nodes import needed_nodes
 
 _JOIN: Final = "SkipSimplifiedLayerNormalization"
 _TOTAL: Final = 3

@@ -17,17 +17,17 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...edge.errors import ExportError, InputError
+from ...errors import ExportError, InputError
 from ...models.atomic import write_atomically
 from ...models.bundle import COMPANIONS, GRAPH_NAME, MAP_NAME, WEIGHTS_NAME, Bundle, digest_file
 from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
-from .. import contract
-from ..session import GraphSession
+from ..check.contract_session import GraphSession
+from ..graph import contract
+from ..graph.weight_file import WeightFile
 from ..upgrade.describe import bits_per_weight, units_of
-from ..upgrade.editable import EditableGraph, Node
-from ..upgrade.rows import find_head
-from ..upgrade.write import InPlace, ToFile
-from ..weightfile import WeightFile
+from ..upgrade.edit.editable import EditableGraph, Node
+from ..upgrade.edit.write import InPlace, ToFile
+from ..upgrade.selected_logits import find_lm_head
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -46,7 +46,7 @@ def trim_head(graph: EditableGraph, kept: TokenIds) -> None:
         BundleError: the graph has no head.
         ExportError: the head is of a kind whose rows cannot be taken apart.
     """
-    head = find_head(graph, contract.LOGITS)
+    head = find_lm_head(graph, contract.LOGITS)
     tokens = head_tokens(graph)
     if head.op == "MatMulNBits":
         for index in _BY_ROW:

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
+from ..checkpoint.source import Coded, Float32Array, UInt8Array
 from ..quantization.codes import pack_codes
-from ..source import Coded, Float32Array, UInt8Array
 
 
 @dataclass(frozen=True)

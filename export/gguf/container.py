@@ -18,7 +18,7 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from ...edge.errors import CheckpointError
+from ...errors import CheckpointError
 from ...models.json_file import shown
 
 Scalar = int | float | bool | str

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from ...edge.errors import CheckpointError
+from ...errors import CheckpointError
 from ...models.json_file import is_finite, is_whole, shown
 from .container import Value
 

@@ -13,15 +13,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...edge.errors import CheckpointError, InputError
+from ...errors import CheckpointError, InputError
 from ...models.manifest import WeightFormat
-from ..prefetch import in_order
-from ..source import Coded, Float32Array, ModelSource, RowRange, UInt8Array
+from ..checkpoint.prefetch import in_order
+from ..checkpoint.source import Coded, Float32Array, ModelSource, RowRange, UInt8Array
 from .blocks import TYPES, TensorType, type_name
 from .container import AGAIN, Container, StoredTensor, read_container
 from .metadata import Metadata
 from .names import ROPE_FACTORS, hugging_face_name
-from .rounding import requantize_rows
+from .requantize import requantize_rows
 from .settings import architecture, read_settings
 from .vocabulary import Vocabulary
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from ..layout import EMBEDDING, FINAL_NORM, HEAD
+from ..checkpoint.layout import EMBEDDING, FINAL_NORM, HEAD
 
 ROPE_FACTORS: Final = "rope_freqs.weight"
 """Divisors of the rotary frequencies; they become a setting, not a tensor of the model."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ...models.manifest import SHORTEST_CONTEXT
 from .metadata import Metadata
-from .rotary import RopeFactors, rope_scaling
+from .rope_scaling import RopeFactors, rope_scaling
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 """Values of general.architecture; each is also the Hugging Face model_type. Mistral and SmolLM come as llama."""

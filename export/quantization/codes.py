@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
-from ..source import Coded, Factors
+from ..checkpoint.source import Coded, Factors
 
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]

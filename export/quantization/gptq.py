@@ -24,12 +24,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from ...edge.errors import InputError
+from ...errors import InputError
 from ...models.manifest import WeightFormat
-from ..source import Coded
+from ..checkpoint.source import Coded
 from .codes import Float32Array, pack_codes, unpack_zero_points
+from .input_statistics import InputStatistics
 from .k_quant import k_quant_rows
-from .statistics import InputStatistics
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -17,10 +17,10 @@ from typing import Final
 import numpy as np
 
 from ...models.manifest import WeightFormat
-from ..source import Coded
+from ..checkpoint.source import Coded
 from .codes import Float32Array, centred_zeros, powers_of_two
+from .input_statistics import InputStatistics
 from .scale_search import Candidates, fit, rounded, search_scales
-from .statistics import InputStatistics
 
 _NORM: Final = 0.7
 _STIFFNESS: Final = 10.0

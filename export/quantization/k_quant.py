@@ -17,10 +17,10 @@ from typing import Final
 import numpy as np
 
 from ...models.manifest import WeightFormat
-from ..source import Coded
+from ..checkpoint.source import Coded
 from .codes import Float32Array, centred_zeros
+from .input_statistics import InputStatistics
 from .scale_search import Candidates, search_scales
-from .statistics import InputStatistics
 
 _STRETCHES: Final = {
     2: (1.0, 0.55, 0.7, 0.85, -0.55, -0.7, -0.85),

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Final, Protocol
 
 from ...models.manifest import Method, WeightFormat
-from ..source import Coded
+from ..checkpoint.source import Coded
 from .codes import Float32Array
 from .gptq import gptq_rows
 from .hqq import hqq_rows
+from .input_statistics import InputStatistics
 from .k_quant import k_quant_rows
 from .nearest import nearest_rows
-from .statistics import InputStatistics
 
 
 class Quantizer(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ...models.manifest import WeightFormat
-from ..source import Coded
+from ..checkpoint.source import Coded
 from .codes import Float32Array, in_blocks, nearest_codes, pack_zero_points, usual_scales
-from .statistics import InputStatistics
+from .input_statistics import InputStatistics
 
 
 def nearest_rows(

@@ -13,11 +13,11 @@ from typing import Final
 
 import numpy as np
 
-from ...edge.errors import InputError
+from ...errors import InputError
 from ...models.manifest import WeightFormat
-from ..source import Coded
+from ..checkpoint.source import Coded
 from .codes import Float32Array, in_blocks, nearest_codes, pack_zero_points, powers_of_two, usual_scales
-from .statistics import InputStatistics
+from .input_statistics import InputStatistics
 
 _CHUNK: Final = 1 << 16
 """Weights worked on at a time: a handful of arrays of as many stay in a core's cache."""

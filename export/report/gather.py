@@ -7,11 +7,11 @@ from typing import Final
 
 from ...models.manifest import WeightFormat
 from ..allocation.costs import cost_of
-from ..allocation.ladder import bytes_read, chosen_units, weight_count
+from ..allocation.format_candidates import bytes_read, chosen_units, weight_count
+from ..allocation.linear_times import UnitTimes
 from ..allocation.sensitivity import Solo
-from ..allocation.unit_times import UnitTimes
-from ..config import DecoderConfig
-from ..layout import Unit
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import Unit
 from .figures import PlanFigures, PlanKind, SearchStep, UnitFigures
 
 ROWS: Final = (1, 4)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...models.manifest import Architecture, WeightFormat
-from .editable import EditableGraph, Node
-from .fused import AttentionForm
-from .ports import TOKENS, look_up_by
-from .rows import find_head
-from .tensors import Source, Tensor
+from .contract_inputs import AttentionForm
+from .decoder_io import TOKENS, look_up_by
+from .edit.editable import EditableGraph, Node
+from .edit.tensors import Source, Tensor
+from .selected_logits import find_lm_head
 
 _ATTENTION: Final = "GroupQueryAttention"
 _WEIGHT_INPUTS: Final[Mapping[str, int]] = {
@@ -52,7 +52,7 @@ def units_of(graph: EditableGraph, logits: str) -> list[Unit]:
     Those of a layer are told apart by their place: what leads to an attention is its `qkv`; of those behind it the
     first is `o`, the last `down` and the rest `gate_up`.
     """
-    head, embedding = find_head(graph, logits), look_up_by(graph, TOKENS)
+    head, embedding = find_lm_head(graph, logits), look_up_by(graph, TOKENS)
     after: dict[str, int] = {}
     """How many attentions a value comes after."""
     layers: defaultdict[int, list[Node]] = defaultdict(list)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from ...edge.errors import BundleError
+from ...errors import BundleError
 from ...models.bundle import COMPANIONS
 from ...models.device_kind import DeviceKind
 from ...models.find import find_model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from .editable import EditableGraph, Node
-from .ports import POSITIONS
+from .decoder_io import POSITIONS
+from .edit.editable import EditableGraph, Node
 
 _TABLES: Final = {"GroupQueryAttention": 7}
 """Input with the cosines, by operator."""

@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
-from ...edge.errors import ExportError
-from ..float_activations import with_float_activations
-from ..parity import Parity, mean_kl
-from ..session import CacheForm, FreeSession, GraphSession
-from .editable import EditableGraph
-from .ports import MASK, POSITIONS, TOKENS, Ports
-from .probe import Moment, mask_value
-from .write import InPlace
+from ...errors import ExportError
+from ..check.contract_session import CacheForm, FreeSession, GraphSession
+from ..check.float_activations import with_float_activations
+from ..check.parity import Parity, mean_kl
+from .decoder_io import MASK, POSITIONS, TOKENS, Ports
+from .edit.editable import EditableGraph
+from .edit.write import InPlace
+from .patterns.subgraph_probe import Moment, mask_value
 
 TOLERANCE: Final = 1e-3
 """Largest difference of a logit, in units of the logits' spread where that exceeds 1."""

@@ -10,36 +10,36 @@ from typing import Final
 
 from onnx import ModelProto
 
-from ...edge.errors import BundleError, InputError
+from ...errors import BundleError, InputError
 from ...models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
-from .. import contract
 from ..bundle_writer import PRODUCER
-from ..companions import require_companions
+from ..check.parity import Parity
+from ..checkpoint.tokenizer_check import require_tokenizer
+from ..checkpoint.tokenizer_files import require_companions
 from ..destination import bundle_written_whole, require_apart
+from ..graph import contract
+from ..graph.weight_file import WeightFile
 from ..outcome import ExportReport
-from ..parity import Parity
 from ..progress import Progress, silent
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe
-from ..tokenizer import require_tokenizer
-from ..weightfile import WeightFile
-from .branches import take_cached_branch
+from .contract_inputs import AttentionForm, state_cache_shape, wire_attention
+from .decoder_io import Ports, settle_ports
 from .describe import Unit, architecture_of, bits_per_weight, formats_of, units_of
-from .editable import EditableGraph
+from .edit.branches import take_cached_branch
+from .edit.editable import EditableGraph
+from .edit.write import InPlace, ToFile
 from .foreign import ForeignModel, find_foreign
-from .fused import AttentionForm, state_cache_shape, wire_attention
-from .integers import carry_over_integers
 from .limits import longest_text
-from .linears import quantize_linears
+from .linears.float_linears import quantize_linears
+from .linears.integer_linears import carry_over_integers
+from .linears.shared_weights import share_reshaped
+from .linears.sibling_linears import join_siblings, round_activations, take_in_biases
+from .linears.widen import is_half, widen
 from .parity import POSITIONS_READ, Reference, measure, reference_of, require_same
-from .plain import fuse_operators
-from .ports import Ports, settle_ports
-from .rows import select_rows
-from .shared import share_reshaped
-from .siblings import join_siblings, round_activations, take_in_biases
-from .stacked import part_caches
-from .widen import is_half, widen
-from .write import InPlace, ToFile
+from .patterns.plain_operators import fuse_operators
+from .selected_logits import select_rows
+from .stacked_caches import part_caches
 
 _FUSED: Final = "GroupQueryAttention"
 _OLDEST_OPSET: Final = 13

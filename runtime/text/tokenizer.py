@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from ...edge.errors import BundleError, InputError
+from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
 from ...models.variants import GENAI_CONFIG
 

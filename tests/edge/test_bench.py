@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 import edgerun
-from edgerun.edge.bench.account import PLAIN
-from edgerun.edge.bench.conversations import Conversation, Exchange
-from edgerun.edge.bench.measure import Asking, Contender, Findings, Plan, TurnRange, measure
-from edgerun.edge.cli import main
-from edgerun.edge.errors import ContextError, InputError
-from edgerun.runtime.speculation import Speculation
-from edgerun.runtime.workshop import Foresight
+from edgerun.edge.bench.prompt_sets import Conversation, Exchange
+from edgerun.edge.bench.ratios import PLAIN
+from edgerun.edge.bench.runner import Asking, Contender, Findings, Plan, TurnRange, measure
+from edgerun.edge.cli.main import main
+from edgerun.errors import ContextError, InputError
+from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.pool import OracleMode
 
 AUTO = Contender("auto", Speculation.AUTO)
-CEILING = Contender("foreseen", Speculation.AUTO, foresight=Foresight.RIGHT)
+CEILING = Contender("foreseen", Speculation.AUTO, foresight=OracleMode.RIGHT)
 SAID = "the other day the other day the other day "
 
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from edgerun.edge.bench.account import PLAIN, Count, Estimate, Run, Trial, accounts, as_mapping, geometric_mean, ratio
+from edgerun.edge.bench.bench_result import Conditions, Result
+from edgerun.edge.bench.ratios import PLAIN, Count, Estimate, Run, Trial, accounts, as_mapping, geometric_mean, ratio
 from edgerun.edge.bench.report_name import check_report_name
-from edgerun.edge.bench.result import Conditions, Result
-from edgerun.edge.bench.show import show
-from edgerun.edge.errors import InputError
+from edgerun.edge.bench.table import show
+from edgerun.errors import InputError
 
 
 def run(tokens: int, seconds: float, passes: int | None = None, drafted: int = 0) -> Run:

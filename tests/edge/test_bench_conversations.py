@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 
 from data import data_path
-from edgerun.edge.bench.conversations import (
-    SHELL,
-    Conversation,
-    Exchange,
-    chosen,
-    counts,
-    our_prompts,
-    read_prompts,
-)
+from edgerun.edge.bench.prompt_sets import SHELL, Conversation, Exchange, chosen, counts, our_prompts, read_prompts
 from edgerun.edge.bench.recordings import read_recording
-from edgerun.edge.errors import InputError
+from edgerun.errors import InputError
 
 
 def lines(path: Path, *rows: object) -> Path:

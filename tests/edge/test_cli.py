@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import edgerun
-from edgerun.edge.cli import main
-from edgerun.edge.present import for_terminal
+from edgerun.edge.cli.main import main
+from edgerun.edge.terminal.output import for_terminal
 from tiny import write_endless_bundle
 
 COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli import main; sys.exit(main())"]

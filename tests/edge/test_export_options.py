@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgerun.edge.cli import main
-from edgerun.edge.export_options import MethodChoice
+from edgerun.edge.cli.export_options import MethodChoice
+from edgerun.edge.cli.main import main
 from edgerun.export import Method
-from edgerun.export.allocation.ladder import chosen_units
-from edgerun.export.config import read_config
+from edgerun.export.allocation.format_candidates import chosen_units
+from edgerun.export.checkpoint.config import read_config
 from edgerun.models.bundle import open_bundle
 from tiny import write_checkpoint
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge.cli import main
+from edgerun.edge.cli.main import main
 
 tiny = pytest.importorskip("tiny", reason="needs the export extra")
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("onnx", reason="needs the export extra")
 
 import edgerun
-from edgerun.edge.cli import main
+from edgerun.edge.cli.main import main
 from hub_fixture import own_hub
 from hub_server import HubServer, files_of, sha256
 from layouts import LAYOUTS, write_layout

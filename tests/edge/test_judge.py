@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import edgerun
-from edgerun.edge.errors import InputError
-from edgerun.edge.judge import DraftJudge
+from edgerun.errors import InputError
 from edgerun.models.pairing import name_draft
-from edgerun.runtime.agreement import agreeing
+from edgerun.runtime.measure.agreement import agreeing
+from edgerun.runtime.measure.draft_benefit import DraftJudge
 
 tiny = pytest.importorskip("tiny", reason="needs the export extra")
 
@@ -24,7 +24,7 @@ def texts(tiny_bundle: Path) -> list[np.ndarray]:
         found = []
         for start in (20, 40, 60):
             prompt = list(range(start, start + 8))
-            text = engine.new_text()
+            text = engine.new_sequence()
             reply = list(engine.run(text, prompt, edgerun.GenerateOptions(max_tokens=24)))
             assert reply
             found.append(np.array(text.tokens))
@@ -66,7 +66,7 @@ def test_a_draft_on_the_targets_cache_leaves_the_targets_rows(tmp_path: Path) ->
     with edgerun.load(bundle, cache=False, threads=1) as engine:
         draft = engine.draft_model()
         assert draft is not None
-        bound, alone = engine.new_text().bound, engine.new_text().bound
+        bound, alone = engine.new_sequence().bound, engine.new_sequence().bound
         same = agreeing(bound, draft, text)
         assert 0 < same < len(text)
         assert same >= agreeing(bound, draft, text, 10) >= same - 10

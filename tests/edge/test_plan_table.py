@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from edgerun.edge.cli import main
-from edgerun.edge.plan_table import layer_runs, plan_table
+from edgerun.edge.cli.main import main
+from edgerun.edge.terminal.plan_table import layer_runs, plan_table
 from edgerun.models.manifest import Calibration, Manifest, Method, WeightFormat
 
 PARTS = ("qkv", "o", "gate_up", "down")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 pytest.importorskip("onnx", reason="needs the export extra")
 
-from edgerun.edge.report_summary import show_report
+from edgerun.edge.terminal.report_summary import show_report
 from edgerun.export.report import ModelReport, PlanKind
 from reports import whole_report
 

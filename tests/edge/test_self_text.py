@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import edgerun
-from edgerun.edge import self_text
-from edgerun.edge.errors import InputError
-from edgerun.edge.self_text import read_texts, write_texts
+from edgerun.errors import InputError
 from edgerun.models.find import bundled_folder
+from edgerun.runtime.measure import self_text
+from edgerun.runtime.measure.self_text import read_texts, write_texts
 
 tiny = pytest.importorskip("tiny", reason="needs the export extra")
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgerun
-from edgerun.edge.side_by_side import SideBySide
+from edgerun.runtime.measure.batched_sampling import SideBySide
 
 tiny = pytest.importorskip("tiny", reason="needs the export extra")
 

@@ -6,17 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge import node_stopwatch, stopwatch
-from edgerun.edge.errors import BundleError
-from edgerun.edge.node_stopwatch import BundleNodeStopwatch
-from edgerun.edge.stopwatch import FIRST_PASSES, PASSES, BundleStopwatch, packed_graphs, ready, take_turns, undisturbed
+from edgerun.errors import BundleError
 from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.cache import cache_folder
-from edgerun.runtime import prepacked
-from edgerun.runtime.bound import BoundSession
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.node_times import read_passes
-from edgerun.runtime.session import GraphSession, SessionConfig
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.measure import bundle_timing as stopwatch
+from edgerun.runtime.measure import node_timing as node_stopwatch
+from edgerun.runtime.measure.bundle_timing import (
+    FIRST_PASSES,
+    PASSES,
+    BundleStopwatch,
+    packed_graphs,
+    ready,
+    take_turns,
+    undisturbed,
+)
+from edgerun.runtime.measure.node_profile import read_passes
+from edgerun.runtime.measure.node_timing import BundleNodeStopwatch
 from tiny import write_bundle
 
 

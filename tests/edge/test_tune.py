@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge.cli import main
-from edgerun.edge.tune_command import describe_cost
-from edgerun.runtime.calibration import WIDTHS
-from edgerun.runtime.step_cost import StepCost
+from edgerun.edge.cli.main import main
+from edgerun.edge.cli.tune import describe_cost
+from edgerun.runtime.measure.pass_timing import WIDTHS
+from edgerun.runtime.speculation.pass_cost import PassCost
 
 
 @pytest.fixture
@@ -115,11 +115,11 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_guess_pays_from_where_tokens_a_second_are_equal() -> None:
     one, two = 0.008, 0.0106
-    (entry,) = describe_cost(StepCost({0: {1: one, 2: two, 5: 0.02}}))
+    (entry,) = describe_cost(PassCost({0: {1: one, 2: two, 5: 0.02}}))
     probability = entry["one_guess_pays_from"]
     assert (1 + probability) / two == pytest.approx(1 / one, rel=1e-4)
     assert entry["one_more_row_milliseconds"] == pytest.approx(3.0)
-    (entry,) = describe_cost(StepCost({10**6: {1: 1.0}}))
+    (entry,) = describe_cost(PassCost({10**6: {1: 1.0}}))
     assert entry["up_to_context"] is None
     assert entry["one_guess_pays_from"] == 1.0
 

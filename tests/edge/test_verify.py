@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from edgerun.edge.cli import main
-from edgerun.edge.verify_command import verdict
-from edgerun.runtime.certificate import Certificate, TextCount
-from edgerun.runtime.width_noise import WidthNoise
+from edgerun.edge.cli.main import main
+from edgerun.edge.cli.verify import verdict
+from edgerun.runtime.measure.exactness import ComparisonCounts, ExactnessReport
+from edgerun.runtime.measure.width_noise import WidthNoise
 from tiny import write_bundle
 
 NOISE = WidthNoise({1: 0.0, 2: 0.1}, trees=0.1, disturbed=0.1, leak=0.0, spread=4.0, rows=96)
 EXACT = dataclasses.replace(NOISE, chains={1: 0.0, 2: 0.0}, trees=0.0)
-SAME = TextCount(texts=10, identical=10, tied=0, guesses=5, accepted=3)
+SAME = ComparisonCounts(texts=10, identical=10, tied=0, guesses=5, accepted=3)
 
 
 @pytest.fixture
@@ -36,27 +36,27 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("certificate", "words"),
     [
-        (Certificate(EXACT, SAME, SAME, SAME), "bit-identical"),
-        (Certificate(NOISE, SAME, SAME, SAME), "identical up to ties below 0.2 (0 of 30 texts differ)"),
+        (ExactnessReport(EXACT, SAME, SAME, SAME), "bit-identical"),
+        (ExactnessReport(NOISE, SAME, SAME, SAME), "identical up to ties below 0.2 (0 of 30 texts differ)"),
         (
-            Certificate(NOISE, dataclasses.replace(SAME, identical=8, tied=2), SAME, SAME),
+            ExactnessReport(NOISE, dataclasses.replace(SAME, identical=8, tied=2), SAME, SAME),
             "identical up to ties below 0.2 (2 of 30 texts differ, each at a tie)",
         ),
         (
-            Certificate(NOISE, dataclasses.replace(SAME, identical=8, tied=1), SAME, SAME),
+            ExactnessReport(NOISE, dataclasses.replace(SAME, identical=8, tied=1), SAME, SAME),
             "FAILED: 1 of 30 texts differ where there is no tie below 0.2",
         ),
         (
-            Certificate(dataclasses.replace(NOISE, leak=1.0), SAME, SAME, SAME),
+            ExactnessReport(dataclasses.replace(NOISE, leak=1.0), SAME, SAME, SAME),
             "FAILED: passes over several tokens compute something else than passes over one",
         ),
         (
-            Certificate(NOISE),
+            ExactnessReport(NOISE),
             "identical up to ties below 0.2, as far as one text shows; edge-run verify compares more",
         ),
     ],
 )
-def test_the_verdict_in_words(certificate: Certificate, words: str) -> None:
+def test_the_verdict_in_words(certificate: ExactnessReport, words: str) -> None:
     assert verdict(certificate) == words
 
 
@@ -90,13 +90,13 @@ def test_json_is_one_object(tmp_path: Path, prompts: Path, capsys: pytest.Captur
     assert found["greedy"]["identical"] + found["greedy"]["tied"] == 9
     assert found["counterexample"] is None
     assert found["epsilon"] > 0
-    assert Certificate.from_json(found).passed
+    assert ExactnessReport.from_json(found).passed
 
 
 def test_a_failure_is_told_with_an_example_and_exit_code_1(
     tiny_bundle: Path, prompts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgerun.runtime import speculate
+    from edgerun.runtime.speculation import speculator as speculate
 
     match = speculate.match
 

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.errors import InputError
+from edgerun.errors import InputError
 from edgerun.export.allocation.allocate import Allocation, allocate, measures_for
+from edgerun.export.allocation.baseline_plans import favoured_units, rule_plans, uniform_plan
 from edgerun.export.allocation.budget import Budget, Measure, parse_budget
 from edgerun.export.allocation.choices import (
     Choice,
@@ -27,18 +28,24 @@ from edgerun.export.allocation.choices import (
     without_beaten_repairs,
     worthwhile,
 )
-from edgerun.export.allocation.comparison import favoured_units, rule_plans, uniform_plan
 from edgerun.export.allocation.costs import ByteCosts, cost_of
-from edgerun.export.allocation.ladder import LADDER, REPAIRED, bytes_read, chosen_units, levels, weight_count
+from edgerun.export.allocation.format_candidates import (
+    LADDER,
+    REPAIRED,
+    bytes_read,
+    chosen_units,
+    levels,
+    weight_count,
+)
 from edgerun.export.allocation.lagrange import cheapest, seed_plan
 from edgerun.export.allocation.polish import polished, without_vain_levels
+from edgerun.export.allocation.quantized_weights import UnitStore
 from edgerun.export.allocation.search import Measured, SearchSettings, evolve
 from edgerun.export.allocation.sensitivity import Solo, solo_divergences
-from edgerun.export.allocation.unit_store import UnitStore
 from edgerun.export.calibration.divergence import PlanEvaluator
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import DecoderConfig, read_config
-from edgerun.export.layout import Unit
+from edgerun.export.checkpoint.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.layout import Unit
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.recipe import USUAL_METHODS
 from edgerun.models.manifest import WeightFormat
 from tiny import write_checkpoint
@@ -492,7 +499,7 @@ INT4 = WeightFormat(4, 64)
 
 
 def _all_units(config: DecoderConfig):
-    from edgerun.export.layout import units_of
+    from edgerun.export.checkpoint.layout import units_of
 
     return units_of(config)
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.edge.errors import InputError
-from edgerun.export.calibration.layers import LayerRunner
-from edgerun.export.calibration.packing import packed
-from edgerun.export.calibration.statistics import collect_statistics
-from edgerun.export.calibration.text import FEWEST_TOKENS, CalibrationText, divided
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import read_config
-from edgerun.export.layout import units_of
+from edgerun.errors import InputError
+from edgerun.export.calibration.collect_statistics import collect_statistics
+from edgerun.export.calibration.layer_runner import LayerRunner
+from edgerun.export.calibration.text_packing import packed
+from edgerun.export.calibration.text_split import FEWEST_TOKENS, CalibrationText, divided
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.layout import units_of
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from tiny import write_checkpoint
 
 

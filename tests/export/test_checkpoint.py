@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from edgerun.edge.errors import CheckpointError
+from edgerun.errors import CheckpointError
 from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import read_config
-from edgerun.export.source import RowRange
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.checkpoint.source import RowRange
 from tiny import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
 
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from edgerun.export import FP32, ExportRecipe, Method, WeightFormat, export_checkpoint
 from edgerun.export.calibration import divergence as divergence_module
-from edgerun.export.calibration import judging
+from edgerun.export.calibration import logit_comparison as judging
 from edgerun.export.calibration.divergence import PlanEvaluator
-from edgerun.export.calibration.judging import LogitsJudge
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import read_config
-from edgerun.export.layout import units_of
-from edgerun.export.reference import reference_logits
-from edgerun.export.rounded import RoundedWeights
+from edgerun.export.calibration.logit_comparison import LogitsJudge
+from edgerun.export.check.reference import reference_logits
+from edgerun.export.check.rounded_weights import RoundedWeights
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.layout import units_of
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from tiny import write_checkpoint
 
 INT4, INT2 = WeightFormat(4, 32), WeightFormat(2, 32)

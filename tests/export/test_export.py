@@ -15,17 +15,17 @@ import pytest
 from tokenizers import Tokenizer
 
 from data import data_path
-from edgerun.edge.cli import main
-from edgerun.edge.errors import DestinationError, InputError
+from edgerun.edge.cli.main import main
+from edgerun.errors import DestinationError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint, supported_families
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import read_config
+from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.reference import reference_logits
+from edgerun.export.check.rounded_weights import RoundedWeights
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.checkpoint.settings import read_json
+from edgerun.export.graph.weight_file import WeightFile
 from edgerun.export.recipe import with_methods
-from edgerun.export.reference import reference_logits
-from edgerun.export.rounded import RoundedWeights
-from edgerun.export.session import GraphSession
-from edgerun.export.settings import read_json
-from edgerun.export.weightfile import WeightFile
 from edgerun.models.bundle import digest_file, open_bundle
 from tiny import FAMILY_SETTINGS, tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 

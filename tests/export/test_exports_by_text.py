@@ -11,9 +11,7 @@ import pytest
 from known_machine import KnownMachine, by_bytes
 
 import edgerun
-from edgerun.edge.errors import CheckpointError, EdgeError, InputError
-from edgerun.edge.judge import DraftJudge
-from edgerun.edge.self_text import read_texts, write_texts
+from edgerun.errors import CheckpointError, EdgeError, InputError
 from edgerun.export import (
     CalibrationRequest,
     DraftRequest,
@@ -27,11 +25,13 @@ from edgerun.export import (
     export_model,
     parse_budget,
 )
-from edgerun.export.allocation.ladder import LADDER, bytes_read, chosen_units, weight_count
-from edgerun.export.allocation.unit_times import known_or_measured
-from edgerun.export.config import read_config
+from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_units, weight_count
+from edgerun.export.allocation.linear_times import known_or_measured
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.workbench import Workbench
 from edgerun.models.bundle import open_bundle
+from edgerun.runtime.measure.draft_benefit import DraftJudge
+from edgerun.runtime.measure.self_text import read_texts, write_texts
 from tiny import tiny_config, tiny_weights, write_checkpoint, write_weights
 
 BENCH = Workbench(write_texts, read_texts, by_bytes, KnownMachine(), DraftJudge(), {"processor": "known"})

@@ -10,21 +10,21 @@ import onnx
 import pytest
 
 from drafters import eager
-from edgerun.edge.errors import CheckpointError, InputError
+from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import Activation, DecoderConfig, read_config
-from edgerun.export.reference import reference_logits
-from edgerun.export.session import GraphSession
-from edgerun.export.settings import read_json
+from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import Activation, DecoderConfig, read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.checkpoint.settings import read_json
 from edgerun.models.bundle import digest_file, open_bundle
 from edgerun.runtime.decode import DecodeLimits, decode
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.recycle import RecyclePredictor
-from edgerun.runtime.draft.suffix import SuffixPredictor
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.session import GraphSession as RuntimeGraph
+from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.session import GraphSession as RuntimeGraph
-from edgerun.runtime.session import SessionConfig
+from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from tiny import FAMILY_SETTINGS, tiny_config, tiny_weights, write_bundle, write_checkpoint, write_json, write_weights
 
 TOKENS = np.random.default_rng(5).integers(0, 300, 40)
@@ -47,7 +47,7 @@ def test_decoding_follows_the_reference_past_the_window(tmp_path, family: str) -
     graph = RuntimeGraph(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
     prompt, limits = [7, 8, 9, 7, 8], DecodeLimits(48, frozenset())
     texts, rows = [], 0
-    for speculator in (None, eager(SuffixPredictor(), RecyclePredictor(300))):
+    for speculator in (None, eager(SuffixDrafter(), RecyclingDrafter(300))):
         sampler = Sampler(SamplingParams(), 300)
         steps = list(decode(graph.bind(graph.arena(256)), prompt, sampler, limits, lambda: False, speculator, None))
         texts.append([token for step in steps for token in step.tokens])

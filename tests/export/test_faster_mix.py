@@ -10,11 +10,11 @@ import pytest
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.allocate import Allocation, Limited
 from edgerun.export.allocation.costs import ByteCosts, cost_of
-from edgerun.export.allocation.ladder import chosen_units, with_embedding
+from edgerun.export.allocation.format_candidates import chosen_units, with_embedding
+from edgerun.export.allocation.linear_times import UnitTimes, kind_of
 from edgerun.export.allocation.sensitivity import Solo
 from edgerun.export.allocation.speculation import DraftSpeed, with_draft
-from edgerun.export.allocation.unit_times import UnitTimes, kind_of
-from edgerun.export.config import read_config
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.faster_mix import faster_with_guesses
 from edgerun.export.progress import silent
 from tiny import write_checkpoint

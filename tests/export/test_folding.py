@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from edgerun.export import FP32, Method, WeightFormat
-from edgerun.export.calibration.calibrated import CalibratedSource
-from edgerun.export.calibration.folding import FoldedSource, FoldedStatistics, fold
-from edgerun.export.calibration.statistics import StatisticsStore, collect_statistics
-from edgerun.export.calibration.text import CalibrationText
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import DecoderConfig, read_config
-from edgerun.export.layout import units_of
+from edgerun.export.calibration.awq import AwqSource, AwqStatistics, fold
+from edgerun.export.calibration.calibrated_source import CalibratedSource
+from edgerun.export.calibration.collect_statistics import StatisticsStore, collect_statistics
+from edgerun.export.calibration.text_split import CalibrationText
+from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.layout import units_of
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.progress import silent
 from edgerun.export.quantization.codes import decoded
+from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
-from edgerun.export.quantization.statistics import InputStatistics
-from edgerun.export.reference import reference_logits
-from edgerun.export.source import RowRange
 from tiny import write_checkpoint
 
 FORM = WeightFormat(2, 32, method=Method.K_QUANT)
@@ -48,9 +48,7 @@ class Uneven:
         return InputStatistics((size**2).astype(np.float32), (0.8 * size).astype(np.float32))
 
 
-def folded(
-    folder, family: str = "llama", **overrides
-) -> tuple[Checkpoint, DecoderConfig, FoldedSource, FoldedStatistics]:
+def folded(folder, family: str = "llama", **overrides) -> tuple[Checkpoint, DecoderConfig, AwqSource, AwqStatistics]:
     source = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
     config = read_config(source.folder)
     return source, config, *fold(source, config, Uneven(config), FORM, silent)
@@ -91,7 +89,7 @@ def test_statistics_are_those_of_the_folded_model(tmp_path, family: str) -> None
     def observed(which, name: str) -> StatisticsStore:
         return collect_statistics(which, config, text, tmp_path / name, 256, True, lambda fraction: None)
 
-    expected, known = observed(model, "after"), FoldedStatistics(observed(source, "before"), model.folds)
+    expected, known = observed(model, "after"), AwqStatistics(observed(source, "before"), model.folds)
     for unit in units_of(config):
         first, second = known.of(unit.name), expected.of(unit.name)
         assert (first is None) == (second is None) == (unit.name == "embedding")

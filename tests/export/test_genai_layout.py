@@ -13,10 +13,10 @@ import pytest
 import edgerun
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import ExportError, Speculation
-from edgerun.edge.cli import main
+from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT4, ExportRecipe, WeightFormat, export_checkpoint
-from edgerun.export.config import read_config
-from edgerun.export.genai_layout import write_genai_layout
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.genai.genai_layout import write_genai_layout
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import GraphLayout
 from foreign import SCRIPT, Exporter, run_in
@@ -61,7 +61,7 @@ def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[li
     """The prompt's tokens and those edge-run continues them with."""
     with edgerun.load(bundle, threads=1, cache=False) as llm:
         llm._workshop._cost = FixedCost(NEARLY_FREE)
-        prompt, text = llm.tokenizer.encode(PROMPT, add_special_tokens=True), llm.new_text()
+        prompt, text = llm.tokenizer.encode(PROMPT, add_special_tokens=True), llm.new_sequence()
         options = edgerun.GenerateOptions(max_tokens=TOKENS, temperature=0, speculation=speculation)
         stats = edgerun.Reply.of(llm.run(text, prompt, options)).stats
         assert (stats.drafted > 0) == (speculation is not Speculation.OFF)

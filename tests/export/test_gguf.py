@@ -13,16 +13,16 @@ from gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
 from tokenizers import Tokenizer
 
 from data import data_path
-from edgerun.edge.cli import main
-from edgerun.edge.errors import CheckpointError, InputError
+from edgerun.edge.cli.main import main
+from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import read_config
+from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.gguf import opened_gguf
+from edgerun.export.graph.rope import Llama3
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, rounded_offsets
-from edgerun.export.rope import Llama3
-from edgerun.export.session import GraphSession
-from edgerun.export.source import RowRange
 from edgerun.models.bundle import open_bundle
 from tiny import write_checkpoint, write_json, write_weights
 

@@ -12,15 +12,15 @@ from gguf_files import write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.cli import main
-from edgerun.edge.errors import CheckpointError, EdgeError
+from edgerun.edge.cli.main import main
+from edgerun.errors import CheckpointError, EdgeError
 from edgerun.export import ExportRecipe, export_checkpoint
-from edgerun.export.config import read_config
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.layout import expected_tensors
+from edgerun.export.checkpoint.source import RowRange
+from edgerun.export.checkpoint.tokenizer_check import require_tokenizer
 from edgerun.export.gguf import opened_gguf
 from edgerun.export.gguf.container import read_container
-from edgerun.export.layout import expected_tensors
-from edgerun.export.source import RowRange
-from edgerun.export.tokenizer import require_tokenizer
 from tiny import write_checkpoint
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from data import data_path
-from edgerun.edge.errors import CheckpointError
+from edgerun.errors import CheckpointError
 from edgerun.export.gguf.metadata import Metadata
 from edgerun.export.gguf.splitting import SPLITTINGS
 from edgerun.export.gguf.vocabulary import Vocabulary

@@ -10,9 +10,9 @@ from gguf_files import write_gguf
 
 from data import data_path
 from edgerun.export import FP32, ExportRecipe, export_checkpoint
-from edgerun.export.config import read_config
+from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.gguf import opened_gguf
-from edgerun.export.session import GraphSession
 from tiny import write_checkpoint
 
 torch = pytest.importorskip("torch")

@@ -8,13 +8,13 @@ from correlated import correlated_inputs, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.errors import InputError
+from edgerun.errors import InputError
 from edgerun.export import Method, WeightFormat
+from edgerun.export.checkpoint.source import Coded
 from edgerun.export.quantization.codes import decoded, unpack_codes, unpack_zero_points
 from edgerun.export.quantization.gptq import gptq_rows
+from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
-from edgerun.export.quantization.statistics import InputStatistics
-from edgerun.export.source import Coded
 from weight_operators import FORMATS
 
 

@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.export import FP32
+from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.drafts.frequencies import Ranking, rank_tokens
-from edgerun.export.drafts.head_size import TARGET_ROWS, StepTimes, agreeing_sizes, agreement_by_size, best_size, speed
-from edgerun.export.session import GraphSession
+from edgerun.export.drafts.head_size import (
+    TARGET_ROWS,
+    StepTimes,
+    agreeing_sizes,
+    agreement_by_size,
+    best_size,
+    speed,
+)
 from edgerun.models.bundle import open_bundle
 from tiny import write_bundle
 

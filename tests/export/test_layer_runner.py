@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.edge.errors import InputError
-from edgerun.export.calibration.layers import LayerRunner
-from edgerun.export.calibration.packing import packed
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import read_config
-from edgerun.export.layout import embedding_layout, units_of
-from edgerun.export.reference import reference_logits
+from edgerun.errors import InputError
+from edgerun.export.calibration.layer_runner import LayerRunner
+from edgerun.export.calibration.text_packing import packed
+from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.layout import embedding_layout, units_of
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from tiny import FAMILY_SETTINGS, write_checkpoint
 
 PLAIN = sorted(set(FAMILY_SETTINGS) - {"qwen3_moe", "gpt_oss"})

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.errors import CheckpointError, InputError
+from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, Method, WeightFormat, export_checkpoint
 from edgerun.export.quantization.codes import decoded
+from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
-from edgerun.export.quantization.statistics import InputStatistics
 from edgerun.models.bundle import open_bundle
 from tiny import tiny_weights, write_bundle, write_checkpoint, write_weights
 from weight_operators import FORMATS, run_operators

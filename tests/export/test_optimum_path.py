@@ -11,10 +11,10 @@ import pytest
 
 import edgerun
 from edgerun import CheckpointError, GenerateOptions
-from edgerun.edge.cli import main
+from edgerun.edge.cli.main import main
 from edgerun.export import FP32, ExportRecipe, export_model
 from edgerun.export.optimum_path import goes_by_optimum
-from edgerun.runtime.reply import Reply
+from edgerun.runtime.result import Reply
 from layout_oracle import greedy_tokens
 from layouts import LAYOUTS, write_layout
 from tiny import tiny_tokenizer, write_json
@@ -62,7 +62,7 @@ def test_what_optimum_exports_is_upgraded(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) - before == {tmp_path / "out"}
     assert set(stages) == {"exporting with Optimum", "reading", "writing weights", "checking"}
     with edgerun.load(report.bundle) as llm:
-        text = llm.new_text()
+        text = llm.new_sequence()
         Reply.of(llm.run(text, PROMPT, GenerateOptions(max_tokens=20, temperature=0)))
     assert text.tokens[len(PROMPT) :][:19] == greedy_tokens(layout, PROMPT, 20)[:19]
 
@@ -133,7 +133,7 @@ def test_other_families_decode_as_transformers_does(model_type: str, tmp_path: P
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=100, attention_mask=torch.ones(1, len(PROMPT))
         )[0, len(PROMPT) :].tolist()
     with edgerun.load(bundle) as llm:
-        text = llm.new_text()
+        text = llm.new_sequence()
         Reply.of(llm.run(text, PROMPT, GenerateOptions(max_tokens=100, temperature=0)))
         answered = text.tokens[len(PROMPT) :]
     assert len(answered) > 10

@@ -12,14 +12,14 @@ import onnx
 import pytest
 from onnx import helper
 
-from edgerun.edge.errors import ExportError
+from edgerun.errors import ExportError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
-from edgerun.export import graph as graph_module
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import read_config
-from edgerun.export.initializers import Initializers
-from edgerun.export.parity import TOLERANCE
-from edgerun.export.session import GraphSession
+from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.parity import TOLERANCE
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.graph import decoder as graph_module
+from edgerun.export.graph.initializers import Initializers
 from tiny import write_bundle, write_checkpoint
 
 

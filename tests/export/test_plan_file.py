@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.errors import InputError
-from edgerun.export.allocation.ladder import chosen_units, with_embedding
+from edgerun.errors import InputError
+from edgerun.export.allocation.format_candidates import chosen_units, with_embedding
 from edgerun.export.allocation.plan_file import read_plan, spelled, write_plan
-from edgerun.export.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.manifest import Method, WeightFormat
 from tiny import write_checkpoint
 

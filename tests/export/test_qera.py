@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from correlated import correlated_inputs, random_rows
 
-from edgerun.edge.errors import InputError
-from edgerun.export.quantization.qera import repair
-from edgerun.export.quantization.statistics import InputStatistics
+from edgerun.errors import InputError
+from edgerun.export.quantization.input_statistics import InputStatistics
+from edgerun.export.quantization.low_rank_correction import repair
 
 
 def cost(errors, inputs: InputStatistics) -> float:

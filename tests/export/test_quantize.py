@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from edgerun.export import WeightFormat
+from edgerun.export.checkpoint.source import Coded
 from edgerun.export.quantization.codes import (
     blocks_of,
     decoded,
@@ -17,7 +18,6 @@ from edgerun.export.quantization.codes import (
     unpack_codes,
     unpack_zero_points,
 )
-from edgerun.export.source import Coded
 from weight_operators import FORMATS, run_operators
 
 SYMMETRIC = [form for form in FORMATS if not form.zero_points]

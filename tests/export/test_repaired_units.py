@@ -12,11 +12,10 @@ from correlated import correlated_inputs, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.errors import ExportError, InputError
+from edgerun.errors import ExportError, InputError
 from edgerun.export import ExportRecipe, Method, WeightFormat
-from edgerun.export import graph as graph_module
-from edgerun.export.allocation.comparison import uniform_plan
-from edgerun.export.allocation.ladder import (
+from edgerun.export.allocation.baseline_plans import uniform_plan
+from edgerun.export.allocation.format_candidates import (
     LADDER,
     REPAIRED,
     bytes_read,
@@ -25,24 +24,25 @@ from edgerun.export.allocation.ladder import (
     may_have,
     with_embedding,
 )
+from edgerun.export.allocation.quantized_weights import UnitStore
 from edgerun.export.allocation.sensitivity import solo_divergences
-from edgerun.export.allocation.unit_store import UnitStore
+from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
-from edgerun.export.calibration.calibrated import CalibratedSource
+from edgerun.export.calibration.calibrated_source import CalibratedSource
+from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
-from edgerun.export.calibration.statistics import collect_statistics
-from edgerun.export.calibration.text import CalibrationText
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import read_config
-from edgerun.export.content import Content
-from edgerun.export.layout import Unit, units_of
+from edgerun.export.calibration.successive import round_successively
+from edgerun.export.calibration.text_split import CalibrationText
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.layout import Unit, units_of
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.graph import decoder as graph_module
 from edgerun.export.progress import silent
 from edgerun.export.quantization.codes import decoded, factor_form, product_of
+from edgerun.export.quantization.input_statistics import Aim, InputStatistics
+from edgerun.export.quantization.low_rank_correction import factors_for, repair
 from edgerun.export.quantization.nearest import nearest_rows
-from edgerun.export.quantization.qera import factors_for, repair
-from edgerun.export.quantization.statistics import Aim, InputStatistics
 from edgerun.export.recipe import USUAL_METHODS
-from edgerun.export.successive import round_successively
 from edgerun.models.manifest import FileDigest, GraphLayout, Manifest
 from tiny import write_checkpoint
 
@@ -51,7 +51,7 @@ RANK = replace(TWO, rank=32)
 PLACES = ("qkv", "o", "gate_up", "down")
 
 
-def content_of(folder: Path, family: str, repaired: dict[str, WeightFormat]) -> Content:
+def content_of(folder: Path, family: str, repaired: dict[str, WeightFormat]) -> BundleContent:
     """A tiny model of 2 bits, some of whose units are repaired."""
     source = Checkpoint(write_checkpoint(folder / "checkpoint", family))
     config = read_config(source.folder)
@@ -59,10 +59,10 @@ def content_of(folder: Path, family: str, repaired: dict[str, WeightFormat]) -> 
     store = UnitStore(source, config, folder / "units")
     for unit in chosen_units(config):
         store.make(unit, plan[unit.name])
-    return Content(store.view(plan), source, config, plan, 64, GraphLayout.EDGE, "")
+    return BundleContent(store.view(plan), source, config, plan, 64, GraphLayout.EDGE, "")
 
 
-def file_size(folder: Path, content: Content) -> int:
+def file_size(folder: Path, content: BundleContent) -> int:
     folder.mkdir()
     write_bundle(folder, content)
     return (folder / "model.onnx.data").stat().st_size

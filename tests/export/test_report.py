@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.export.allocation.comparison import uniform_plan
-from edgerun.export.allocation.ladder import weight_count
+from edgerun.export.allocation.baseline_plans import uniform_plan
+from edgerun.export.allocation.format_candidates import weight_count
+from edgerun.export.allocation.linear_times import UnitTimes, kind_of, timed_form
 from edgerun.export.allocation.sensitivity import Solo
-from edgerun.export.allocation.unit_times import UnitTimes, kind_of, timed_form
-from edgerun.export.config import read_config
-from edgerun.export.layout import units_of
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.layout import units_of
 from edgerun.export.report import (
     ModelReport,
     PlanFigures,

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from edgerun.export.config import read_config
-from edgerun.export.reference_positions import rotation
-from edgerun.export.rope import Dynamic, Linear, Llama3, Rope, RopeScaling, Unscaled, Yarn
+from edgerun.export.check.reference_positions import rotation
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.graph.rope import Dynamic, Linear, Llama3, Rope, RopeScaling, Unscaled, Yarn
 from tiny import tiny_config, write_json
 
 PLAIN = [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from edgerun import InputError
 from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
+from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.drafts.companion import CHOSEN
 from edgerun.export.drafts.head_size import TARGET_ROWS, speed
 from edgerun.export.drafts.layer_search import LayerSearch, PartTimes
@@ -21,16 +22,15 @@ from edgerun.export.drafts.own_draft import adopt_own_draft
 from edgerun.export.drafts.skip_judge import SkipJudge
 from edgerun.export.drafts.skipped_layers import Part, SubLayer, external_bytes, inner_parts, without
 from edgerun.export.progress import silent
-from edgerun.export.session import GraphSession
 from edgerun.export.workbench import TokenArray
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import Architecture, GraphLayout
 from edgerun.models.pairing import find_draft
-from edgerun.runtime.agreement import agreeing
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.pair import load_own_draft
-from edgerun.runtime.session import GraphSession as RuntimeSession
-from edgerun.runtime.session import SessionConfig
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.session import GraphSession as RuntimeSession
+from edgerun.runtime.graph.session import SessionConfig
+from edgerun.runtime.measure.agreement import agreeing
+from edgerun.runtime.speculation.draft_loading import load_own_draft
 from tiny import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
 SKIPPED = (SubLayer(1, Part.FEED_FORWARD), SubLayer(2, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.costs import cost_of
-from edgerun.export.allocation.ladder import chosen_units, with_embedding
+from edgerun.export.allocation.format_candidates import chosen_units, with_embedding
+from edgerun.export.allocation.linear_times import UnitTimes, kind_of
 from edgerun.export.allocation.speculation import (
     Candidate,
     DraftSpeed,
@@ -20,8 +21,7 @@ from edgerun.export.allocation.speculation import (
     fastest,
     speculation,
 )
-from edgerun.export.allocation.unit_times import UnitTimes, kind_of
-from edgerun.export.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from tiny import write_checkpoint
 
 TWO, FOUR, EIGHT = WeightFormat(2, 64), WeightFormat(4, 64), WeightFormat(8, 64)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from edgerun.export.calibration.states import PinnedArrays, RecentArrays, owned
-from edgerun.export.session import FreeSession
+from edgerun.export.calibration.state_cache import PinnedArrays, RecentArrays, owned
+from edgerun.export.check.contract_session import FreeSession
 
 
 def doubled(values) -> np.ndarray:

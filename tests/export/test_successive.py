@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from edgerun.export import FP32, Method, WeightFormat
-from edgerun.export.calibration.calibrated import CalibratedSource
+from edgerun.export.calibration.calibrated_source import CalibratedSource
+from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
-from edgerun.export.calibration.statistics import collect_statistics
-from edgerun.export.calibration.text import CalibrationText
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import DecoderConfig, read_config
-from edgerun.export.layout import units_of
+from edgerun.export.calibration.successive import round_successively
+from edgerun.export.calibration.text_split import CalibrationText
+from edgerun.export.checkpoint.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.layout import units_of
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.progress import silent
 from edgerun.export.quantization.codes import decoded
-from edgerun.export.successive import round_successively
 from tiny import write_checkpoint
 
 GPTQ = WeightFormat(4, 32, method=Method.GPTQ)

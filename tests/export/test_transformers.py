@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from edgerun.export import FP32, ExportRecipe, export_checkpoint
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.config import read_config
-from edgerun.export.reference import reference_logits
-from edgerun.export.session import GraphSession
-from edgerun.export.settings import read_json
+from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.checkpoint.settings import read_json
 from tiny import write_checkpoint
 
 torch = pytest.importorskip("torch")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from edgerun import InputError
 from edgerun.export import FP32, ExportRecipe, WeightFormat
+from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.drafts.trimmed_head import write_trimmed
-from edgerun.export.session import GraphSession
 from edgerun.models.bundle import open_bundle
 from tiny import write_bundle
 

@@ -13,13 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from known_machine import KnownMachine
 
-from edgerun.edge.node_stopwatch import BundleNodeStopwatch
-from edgerun.edge.stopwatch import packed_graphs
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.costs import cost_of
-from edgerun.export.allocation.ladder import LADDER, REPAIRED, chosen_units, with_embedding
-from edgerun.export.allocation.timing_bundles import TimingBundle, timing_bundles, uniform_bundles
-from edgerun.export.allocation.unit_times import (
+from edgerun.export.allocation.format_candidates import LADDER, REPAIRED, chosen_units, with_embedding
+from edgerun.export.allocation.linear_times import (
     ROWS,
     UnitTimes,
     at_rows,
@@ -28,12 +25,15 @@ from edgerun.export.allocation.unit_times import (
     measure,
     timed_form,
 )
+from edgerun.export.allocation.timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 from edgerun.export.allocation.whole_passes import slower_than_predicted
-from edgerun.export.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.manifest import Method
-from edgerun.runtime import prepacked
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.session import GraphSession, SessionConfig
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.measure.bundle_timing import packed_graphs
+from edgerun.runtime.measure.node_timing import BundleNodeStopwatch
 from tiny import write_checkpoint
 
 FORMS = (WeightFormat(2, 32), WeightFormat(4, 32), WeightFormat(8, 32))

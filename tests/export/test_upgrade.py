@@ -16,15 +16,15 @@ from onnx import TensorProto, helper, numpy_helper
 import edgerun
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import GenerateOptions, Speculation
-from edgerun.edge.cli import main
-from edgerun.edge.errors import BundleError, EdgeError, ExportError, InputError
+from edgerun.edge.cli.main import main
+from edgerun.errors import BundleError, EdgeError, ExportError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, upgrade_model
-from edgerun.export.session import GraphSession
-from edgerun.export.upgrade.editable import EditableGraph
+from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.upgrade.decoder_io import settle_ports
+from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.export.upgrade.parity import reference_of, require_same
-from edgerun.export.upgrade.ports import settle_ports
 from edgerun.models.manifest import GraphLayout, Manifest, WeightFormat
-from edgerun.runtime.reply import Reply
+from edgerun.runtime.result import Reply
 from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Rows, Weights
 from layout_oracle import closest_call, greedy_tokens
 from layouts import COMMUNITY, GENAI, LAYOUTS, LIMITED, OPTIMUM, write_layout
@@ -84,7 +84,7 @@ def test_upgraded_models_say_the_same_in_trees(name: str, tmp_path: Path) -> Non
         assert llm.spec.trees
         llm._workshop._cost = FixedCost(NEARLY_FREE)
         for speculation in (Speculation.OFF, Speculation.AUTO):
-            text = llm.new_text()
+            text = llm.new_sequence()
             options = GenerateOptions(max_tokens=TOKENS, temperature=0, speculation=speculation)
             reply = Reply.of(llm.run(text, prompt, options))
             assert text.tokens[len(prompt) :] == greedy_tokens(layout, prompt, TOKENS)

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun import BundleError, EdgeError
-from edgerun.export.upgrade.attention import Attention, find_attention
-from edgerun.export.upgrade.editable import EditableGraph
-from edgerun.export.upgrade.fused import wire_attention
+from edgerun.export.upgrade.contract_inputs import wire_attention
+from edgerun.export.upgrade.decoder_io import settle_ports
+from edgerun.export.upgrade.edit.editable import EditableGraph
+from edgerun.export.upgrade.edit.write import InPlace
 from edgerun.export.upgrade.parity import reference_of, require_same
-from edgerun.export.upgrade.plain import fuse_operators
-from edgerun.export.upgrade.ports import settle_ports
-from edgerun.export.upgrade.probe import Probe
-from edgerun.export.upgrade.rotary import Rotation, find_rotation
-from edgerun.export.upgrade.rows import select_rows
-from edgerun.export.upgrade.write import InPlace
+from edgerun.export.upgrade.patterns.attention_pattern import Attention, find_attention
+from edgerun.export.upgrade.patterns.plain_operators import fuse_operators
+from edgerun.export.upgrade.patterns.rotary_pattern import Rotation, find_rotation
+from edgerun.export.upgrade.patterns.subgraph_probe import Probe
+from edgerun.export.upgrade.selected_logits import select_rows
 from plain_decoder import VOCABULARY, Masking, Plain, Turning, plain_decoder
 
 CONTEXT = 96

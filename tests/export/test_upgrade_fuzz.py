@@ -11,7 +11,7 @@ import onnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.errors import EdgeError
+from edgerun.errors import EdgeError
 from edgerun.export import FP32, ExportRecipe, upgrade_model
 from folder_edits import FileEdit, file_edits
 from graph_edits import GraphEdit, graph_edits

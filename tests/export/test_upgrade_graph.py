@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from edgerun.edge.errors import BundleError
+from edgerun.errors import BundleError
+from edgerun.export.check.contract_session import FreeSession, evaluate
+from edgerun.export.graph.weight_file import WeightFile
 from edgerun.export.quantization.codes import quantize_rows
-from edgerun.export.session import FreeSession, evaluate
-from edgerun.export.upgrade.editable import MICROSOFT, EditableGraph
-from edgerun.export.upgrade.masks import window_of_bias
-from edgerun.export.upgrade.shared import share_reshaped
-from edgerun.export.upgrade.siblings import join_siblings, round_activations, take_in_biases
-from edgerun.export.upgrade.tensors import Tensor, read_tensor
-from edgerun.export.upgrade.widen import widen
-from edgerun.export.upgrade.write import InPlace, ToFile
-from edgerun.export.weightfile import WeightFile
+from edgerun.export.upgrade.edit.editable import MICROSOFT, EditableGraph
+from edgerun.export.upgrade.edit.tensors import Tensor, read_tensor
+from edgerun.export.upgrade.edit.write import InPlace, ToFile
+from edgerun.export.upgrade.linears.shared_weights import share_reshaped
+from edgerun.export.upgrade.linears.sibling_linears import join_siblings, round_activations, take_in_biases
+from edgerun.export.upgrade.linears.widen import widen
+from edgerun.export.upgrade.patterns.masks import window_of_bias
 from edgerun.models.manifest import WeightFormat
 
 Array = npt.NDArray[Any]

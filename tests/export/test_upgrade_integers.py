@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from edgerun.export.upgrade.editable import EditableGraph
-from edgerun.export.upgrade.integers import carry_over_integers
-from edgerun.export.upgrade.write import InPlace
+from edgerun.export.upgrade.edit.editable import EditableGraph
+from edgerun.export.upgrade.edit.write import InPlace
+from edgerun.export.upgrade.linears.integer_linears import carry_over_integers
 from layout_nodes import Nodes
 
 Floats = npt.NDArray[np.float32]

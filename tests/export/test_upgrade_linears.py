@@ -16,13 +16,13 @@ from onnx import TensorProto, helper
 
 from edgerun.export import FP32
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows
-from edgerun.export.upgrade.editable import EditableGraph
-from edgerun.export.upgrade.linears import quantize_linears
-from edgerun.export.upgrade.matrices import Matrix, rounded
-from edgerun.export.upgrade.siblings import join_siblings, take_in_biases
-from edgerun.export.upgrade.tensors import Array, Computed, Tensor
-from edgerun.export.upgrade.widen import widen
-from edgerun.export.upgrade.write import InPlace
+from edgerun.export.upgrade.edit.editable import EditableGraph
+from edgerun.export.upgrade.edit.tensors import Array, Computed, Tensor
+from edgerun.export.upgrade.edit.write import InPlace
+from edgerun.export.upgrade.linears.float_linears import quantize_linears
+from edgerun.export.upgrade.linears.matrices import Matrix, rounded
+from edgerun.export.upgrade.linears.sibling_linears import join_siblings, take_in_biases
+from edgerun.export.upgrade.linears.widen import widen
 from edgerun.models.manifest import WeightFormat
 from layout_nodes import Nodes
 

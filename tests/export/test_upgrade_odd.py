@@ -14,11 +14,11 @@ from onnx import ModelProto, helper, numpy_helper
 
 import edgerun
 from edgerun import GenerateOptions
-from edgerun.edge.errors import ExportError
+from edgerun.errors import ExportError
 from edgerun.export import FP32, INT4, ExportRecipe, upgrade_model
-from edgerun.export.session import GraphSession
+from edgerun.export.check.contract_session import GraphSession
 from edgerun.models.manifest import Manifest, WeightFormat
-from edgerun.runtime.reply import Reply
+from edgerun.runtime.result import Reply
 from layout_kinds import HEAD_DIM, VOCABULARY, Layout, Weights
 from layout_oracle import greedy_tokens
 from layouts import COMMUNITY, GENAI, OPTIMUM, write_layout
@@ -46,7 +46,7 @@ def upgraded(source: Path, form: WeightFormat) -> Manifest:
 def require_same_text(folder: Path, layout: Layout) -> None:
     """An upgraded model says what its source does."""
     with edgerun.load(folder, threads=1, cache=False) as llm:
-        text = llm.new_text()
+        text = llm.new_sequence()
         Reply.of(llm.run(text, PROMPT, GenerateOptions(max_tokens=TOKENS, temperature=0)))
         assert text.tokens[len(PROMPT) :] == greedy_tokens(layout, PROMPT, TOKENS)
 

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from edgerun.export.upgrade.activations import fuse_activations
-from edgerun.export.upgrade.casts import drop_idle_casts
-from edgerun.export.upgrade.editable import MICROSOFT, EditableGraph
-from edgerun.export.upgrade.norms import fuse_norms, fuse_residuals
-from edgerun.export.upgrade.packing import pack_heads
-from edgerun.export.upgrade.settle import settle
-from edgerun.export.upgrade.write import InPlace
+from edgerun.export.upgrade.edit.casts import drop_idle_casts
+from edgerun.export.upgrade.edit.constant_shapes import settle
+from edgerun.export.upgrade.edit.editable import MICROSOFT, EditableGraph
+from edgerun.export.upgrade.edit.write import InPlace
+from edgerun.export.upgrade.linears.packed_heads import pack_heads
+from edgerun.export.upgrade.patterns.activations import fuse_activations
+from edgerun.export.upgrade.patterns.norms import fuse_norms, fuse_residuals
 from layout_nodes import Nodes
 
 WIDTH = 16

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge.errors import DestinationError, InputError
-from edgerun.export.work_folder import work_folder
+from edgerun.errors import DestinationError, InputError
+from edgerun.export.calibration.work_folder import work_folder
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from edgerun.edge.errors import ExportError, InputError
+from edgerun.errors import ExportError, InputError
 from edgerun.export import FP32, ExportRecipe, Method, WeightFormat, export_checkpoint
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.initializers import Initializers
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.graph.initializers import Initializers
 from edgerun.export.quantization.codes import decoded, powers_of_two, unpack_zero_points
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle

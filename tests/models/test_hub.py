@@ -26,9 +26,9 @@ from edgerun import BundleError, EdgeError, HubError, InputError
 from edgerun.models.bundle import open_bundle
 from edgerun.models.device_kind import DeviceKind
 from edgerun.models.find import find_model
-from edgerun.models.hub import fetch_checkpoint, fetch_model
-from edgerun.models.hub_id import HubId, parse_hub_id
-from edgerun.models.hub_store import Store, is_safe_path, models_root, stores
+from edgerun.models.hub.fetch import fetch_checkpoint, fetch_model
+from edgerun.models.hub.local_store import Store, is_safe_path, models_root, stores
+from edgerun.models.hub.model_id import HubId, parse_hub_id
 from hub_fixture import own_hub
 from hub_server import HubServer, files_of, sha256
 

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file  # noqa: E402
 
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows  # noqa: E402
 from edgerun.models.manifest import WeightFormat  # noqa: E402
-from edgerun.models.training.checkpoint import load_model, save_model  # noqa: E402
-from edgerun.models.training.model import CausalLM, ModelShape  # noqa: E402
-from edgerun.models.training.rounding import BlockRounding  # noqa: E402
-from edgerun.models.training.tokenizer import train_tokenizer  # noqa: E402
+from edgerun.training.checkpoint import load_model, save_model  # noqa: E402
+from edgerun.training.model import CausalLM, ModelShape  # noqa: E402
+from edgerun.training.rounding import BlockRounding  # noqa: E402
+from edgerun.training.tokenizer import train_tokenizer  # noqa: E402
 
 SHAPE = ModelShape(
     vocab_size=300,

@@ -18,9 +18,9 @@ pytest.importorskip("tqdm")
 
 from safetensors import safe_open  # noqa: E402
 
-from edgerun.models.training.batches import LEAD, BatchStream, cut_by_cost, task_examples  # noqa: E402
-from edgerun.models.training.checkpoint import load_model, load_state, save_model  # noqa: E402
-from edgerun.models.training.corpus import (  # noqa: E402
+from edgerun.training.batches import LEAD, BatchStream, cut_by_cost, task_examples  # noqa: E402
+from edgerun.training.checkpoint import load_model, load_state, save_model  # noqa: E402
+from edgerun.training.corpus import (  # noqa: E402
     HELDOUT_FILE,
     NL2BASH_COMMANDS,
     NL2BASH_REQUESTS,
@@ -28,7 +28,7 @@ from edgerun.models.training.corpus import (  # noqa: E402
     Pair,
     pair_key,
 )
-from edgerun.models.training.distill import (  # noqa: E402
+from edgerun.training.distill import (  # noqa: E402
     agreement,
     distillation_loss,
     fixed_examples,
@@ -36,16 +36,16 @@ from edgerun.models.training.distill import (  # noqa: E402
     save_examples,
     teach,
 )
-from edgerun.models.training.evaluate import by_group, compare, validate  # noqa: E402
-from edgerun.models.training.everyday import load_everyday  # noqa: E402
-from edgerun.models.training.generate import greedy  # noqa: E402
-from edgerun.models.training.model import CausalLM, ModelShape  # noqa: E402
-from edgerun.models.training.optimizer import Schedule  # noqa: E402
-from edgerun.models.training.placeholders import fill  # noqa: E402
-from edgerun.models.training.recipe import load_pairs, tokenizer_texts  # noqa: E402
-from edgerun.models.training.tasks import TaskMaker, Turn  # noqa: E402
-from edgerun.models.training.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, ChatCodec, train_tokenizer  # noqa: E402
-from edgerun.models.training.train import TrainOptions, answer_cross_entropy, train  # noqa: E402
+from edgerun.training.evaluate import by_group, compare, validate  # noqa: E402
+from edgerun.training.everyday import load_everyday  # noqa: E402
+from edgerun.training.generate import greedy  # noqa: E402
+from edgerun.training.model import CausalLM, ModelShape  # noqa: E402
+from edgerun.training.optimizer import Schedule  # noqa: E402
+from edgerun.training.placeholders import fill  # noqa: E402
+from edgerun.training.recipe import load_pairs, tokenizer_texts  # noqa: E402
+from edgerun.training.tasks import TaskMaker, Turn  # noqa: E402
+from edgerun.training.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, ChatCodec, train_tokenizer  # noqa: E402
+from edgerun.training.train import TrainOptions, answer_cross_entropy, train  # noqa: E402
 
 TOOLS = {"ls": "List files.", "rm": "Remove files.", "cat": "Print files.", "wc": "Count lines.", "du": "Show sizes."}
 VERBS = ("list", "remove", "print", "count", "measure")
@@ -363,5 +363,5 @@ def test_tokenizer_keeps_any_text_and_the_special_ids(codec: ChatCodec) -> None:
 
 
 def test_importing_the_package_leaves_training_and_torch_alone() -> None:
-    code = "import sys, edgerun; sys.exit(any(m == 'torch' or 'models.training' in m for m in sys.modules))"
+    code = "import sys, edgerun; sys.exit(any(m == 'torch' or 'edgerun.training' in m for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,17 +10,17 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from edgerun.edge.errors import BundleError, ExportError
+from edgerun.errors import BundleError, ExportError
 from edgerun.export import INT4, ExportRecipe, WeightFormat, export_checkpoint
-from edgerun.export import session as export_session
-from edgerun.export.session import multiplies_zero_points
+from edgerun.export.check import contract_session as export_session
+from edgerun.export.check.contract_session import multiplies_zero_points
 from edgerun.models.bundle import open_bundle
-from edgerun.models.operators import operators_of
+from edgerun.models.onnx_file.operators import operators_of
 from edgerun.models.zero_point_check import INPUT, INPUTS, OUTPUTS, zero_point_model, zero_points_work
-from edgerun.runtime import session as runtime_session
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.facts import facts_of
-from edgerun.runtime.session import GraphSession, SessionConfig
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph import session as runtime_session
+from edgerun.runtime.graph.metadata import metadata_of
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from tiny import write_bundle, write_checkpoint
 
 POINTS = WeightFormat(4, 32, zero_points=True)
@@ -42,7 +42,7 @@ def damaged() -> bytes:
 
 
 def open_graph(bundle: Path) -> GraphSession:
-    return GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1), facts_of(open_bundle(bundle)))
+    return GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1), metadata_of(open_bundle(bundle)))
 
 
 def test_the_model_is_a_model() -> None:

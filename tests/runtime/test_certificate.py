@@ -15,29 +15,29 @@ from hypothesis import strategies as st
 
 import edgerun
 from edgerun.models.bundle import open_bundle
-from edgerun.runtime import width_noise
-from edgerun.runtime.bound import BoundSession
-from edgerun.runtime.certificate import (
-    Certificate,
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.measure import width_noise
+from edgerun.runtime.measure.comparison import Answer, Comparison
+from edgerun.runtime.measure.exactness import (
+    ComparisonCounts,
     Counterexample,
-    TextCount,
+    ExactnessReport,
     certificate_file,
     keep_certificate,
     kept_certificate,
     quick_certificate,
 )
-from edgerun.runtime.comparison import Answer, Comparison
-from edgerun.runtime.device import choose_device
+from edgerun.runtime.measure.width_noise import WIDTHS, WidthNoise, measure_width_noise
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.width_noise import WIDTHS, WidthNoise, measure_width_noise
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
 TEXTS = [np.random.default_rng(seed).integers(5, 300, 60).tolist() for seed in range(3)]
 NOISE = WidthNoise({1: 0.0, 2: 0.1, 16: 0.2}, trees=0.25, disturbed=0.3, leak=0.0, spread=4.0, rows=96)
-COUNT = TextCount(texts=9, identical=7, tied=2, guesses=300, accepted=120, widest_tie=0.125, again=40)
+COUNT = ComparisonCounts(texts=9, identical=7, tied=2, guesses=300, accepted=120, widest_tie=0.125, again=40)
 FOUND = Counterexample("greedy", "hidden", 3, 0, 17, 5, 9, 1.5)
-FULL = Certificate(NOISE, COUNT, COUNT, COUNT, FOUND)
+FULL = ExactnessReport(NOISE, COUNT, COUNT, COUNT, FOUND)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_a_graph_that_mixes_rows_is_not_sound(tiny_bundle: Path, monkeypatch: py
     noise = measure_width_noise(bind(tiny_bundle), TEXTS)
     assert noise.leak > 0
     assert not noise.sound
-    assert not Certificate(noise).passed
+    assert not ExactnessReport(noise).passed
 
 
 def test_noise_that_is_no_number_is_not_sound() -> None:
@@ -120,7 +120,7 @@ def test_every_text_is_the_plain_one_or_parts_at_a_tie(tiny_bundle_of: Callable[
 
 def test_a_text_that_parts_where_the_choice_was_clear_fails(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verification that takes a wrong guess now and then."""
-    from edgerun.runtime import speculate
+    from edgerun.runtime.speculation import speculator as speculate
 
     match = speculate.match
 
@@ -172,12 +172,12 @@ def test_a_quick_certificate_knows_the_noise_alone(tiny_bundle: Path) -> None:
 
 
 small = st.floats(0, 1e6)
-counts = st.none() | st.builds(TextCount, *[st.integers(0, 10**6)] * 5, small, st.integers(0, 10**6))
+counts = st.none() | st.builds(ComparisonCounts, *[st.integers(0, 10**6)] * 5, small, st.integers(0, 10**6))
 
 
 @given(
     st.builds(
-        Certificate,
+        ExactnessReport,
         st.builds(
             WidthNoise,
             st.dictionaries(st.integers(1, 64), small, min_size=1),
@@ -193,8 +193,8 @@ counts = st.none() | st.builds(TextCount, *[st.integers(0, 10**6)] * 5, small, s
         st.none() | st.just(FOUND),
     )
 )
-def test_json_gives_back_what_it_was_made_of(certificate: Certificate) -> None:
-    assert Certificate.from_json(json.loads(json.dumps(certificate.to_json()))) == certificate
+def test_json_gives_back_what_it_was_made_of(certificate: ExactnessReport) -> None:
+    assert ExactnessReport.from_json(json.loads(json.dumps(certificate.to_json()))) == certificate
 
 
 def test_it_is_kept_for_this_model_device_and_machine(tiny_bundle: Path, cache: Path) -> None:

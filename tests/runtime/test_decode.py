@@ -10,14 +10,14 @@ import pytest
 
 from edgerun import ContextError
 from edgerun.export import INT4, INT8
-from edgerun.export.checkpoint import Checkpoint
-from edgerun.export.reference import reference_logits
+from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.runtime import decode as decode_module
-from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.decode import DecodeLimits, FinishReason, decode
-from edgerun.runtime.device import choose_device
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling import Sampler, SamplingParams, uniform_at
-from edgerun.runtime.session import GraphSession, SessionConfig
 from tiny import write_bundle
 
 VOCABULARY = 300

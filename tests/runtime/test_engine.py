@@ -150,7 +150,7 @@ def test_an_answer_asked_for_before_its_turn_starts_from_nothing(engine: Engine)
     """Also when its prompt begins as the running answer's text does."""
     ids = list(range(30, 40))
     options = GenerateOptions(max_tokens=10)
-    first = engine.new_text()
+    first = engine.new_sequence()
     list(engine.run(first, ids, options))
     continuation = first.tokens[:-2]
     expected = "".join(chunk.text for chunk in engine.run(None, continuation, options))
@@ -275,7 +275,7 @@ def test_turns_of_a_session_reuse_the_cache_and_change_no_text(engine: Engine) -
         assert second.stats.reused_tokens > 8
         messages = list(chat.messages)
     ids = engine.encode_chat(messages[:-1])
-    fresh = engine.run(engine.new_text(), ids, GenerateOptions(max_tokens=8))
+    fresh = engine.run(engine.new_sequence(), ids, GenerateOptions(max_tokens=8))
     assert "".join(chunk.text for chunk in fresh) == second.text
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters import adversaries, eager, listening_to
-from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.decode import DecodeLimits, decode
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.recycle import RecyclePredictor
-from edgerun.runtime.draft.suffix import SuffixPredictor
-from edgerun.runtime.exact import NearTies
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.speculate import Speculator
+from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
+from edgerun.runtime.speculation.near_ties import NearTies
+from edgerun.runtime.speculation.speculator import Speculator
 
 VOCABULARY = 300
 GREEDY = SamplingParams()
@@ -54,7 +54,7 @@ def test_rows_that_are_called_plain_decodings_own_are(graph: GraphSession, epsil
     for seed in range(6):
         random = np.random.default_rng(seed)
         plain, fast = (graph.bind(graph.arena(256)) for _ in range(2))
-        speculator = eager(SuffixPredictor(), RecyclePredictor(VOCABULARY))
+        speculator = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY))
         text: list[int] = []
         for kept in (0, 3, 12):
             # The text so far up to somewhere in the last answer, and some more.

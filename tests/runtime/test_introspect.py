@@ -12,9 +12,9 @@ import pytest
 
 import edgerun
 from edgerun import BundleError, ContextError
-from edgerun.runtime.facts import Facts
-from edgerun.runtime.graph_spec import Port, Role, Scores, Sharing
-from edgerun.runtime.introspect import introspect
+from edgerun.runtime.graph.graph_io import CacheMode, GraphValue, LogitsMode, Role
+from edgerun.runtime.graph.introspection import introspect
+from edgerun.runtime.graph.metadata import ModelMetadata
 from layouts import LIMITED, write_layout
 from unfit_layouts import UNFIT, write_unfit
 
@@ -124,8 +124,8 @@ PAST = ("batch_size", 2, "past_sequence_length", 16)
 PRESENT = ("batch_size", 2, "total_sequence_length", 16)
 
 
-def port(name: str, shape: Sequence[int | str | None], type_: str = "tensor(float)") -> Port:
-    return Port(name, type_, tuple(shape))
+def port(name: str, shape: Sequence[int | str | None], type_: str = "tensor(float)") -> GraphValue:
+    return GraphValue(name, type_, tuple(shape))
 
 
 INS = {
@@ -148,27 +148,27 @@ OUTS = {
 }
 
 
-def spec_of(ins: dict[str, Port], outs: dict[str, Port], facts: Facts | None = None):
-    return introspect(list(ins.values()), list(outs.values()), "F", facts or Facts())
+def spec_of(ins: dict[str, GraphValue], outs: dict[str, GraphValue], facts: ModelMetadata | None = None):
+    return introspect(list(ins.values()), list(outs.values()), "F", facts or ModelMetadata())
 
 
-def changed(ports: dict[str, Port], name: str, **changes: object) -> dict[str, Port]:
+def changed(ports: dict[str, GraphValue], name: str, **changes: object) -> dict[str, GraphValue]:
     return {**ports, name: replace(ports[name], **changes)}
 
 
-def without(ports: dict[str, Port], *names: str) -> dict[str, Port]:
+def without(ports: dict[str, GraphValue], *names: str) -> dict[str, GraphValue]:
     return {name: each for name, each in ports.items() if name not in names}
 
 
-def added(ports: dict[str, Port], *more: Port) -> dict[str, Port]:
+def added(ports: dict[str, GraphValue], *more: GraphValue) -> dict[str, GraphValue]:
     return ports | {each.name: each for each in more}
 
 
 def test_the_usual_ports_are_read() -> None:
     spec = spec_of(INS, OUTS)
     assert (spec.vocab_size, spec.layers, spec.capacity) == (300, 1, None)
-    assert spec.sharing is Sharing.GROWING
-    assert spec.scores is Scores.ALL
+    assert spec.sharing is CacheMode.GROWING
+    assert spec.scores is LogitsMode.ALL
     assert set(spec.inputs) == {Role.TOKENS, Role.MASK, Role.POSITIONS}
     assert [(tensor.past, tensor.present) for tensor in spec.cache] == [
         ("past_key_values.0.key", "present.0.key"),
@@ -268,7 +268,9 @@ def test_the_usual_ports_are_read() -> None:
         ),
     ],
 )
-def test_ports_that_do_not_fit_are_refused(ins: dict[str, Port], outs: dict[str, Port], message: str) -> None:
+def test_ports_that_do_not_fit_are_refused(
+    ins: dict[str, GraphValue], outs: dict[str, GraphValue], message: str
+) -> None:
     with pytest.raises(BundleError) as caught:
         spec_of(ins, outs)
     assert str(caught.value) == message
@@ -313,14 +315,18 @@ def test_settings_fill_in_what_ports_leave_open() -> None:
         outs = changed(outs, name, shape=(None, None, None, None))
     config = {"vocab_size": 300, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     genai = {"vocab_size": 300, "decoder": {"num_key_value_heads": 2, "head_size": 16}}
-    for facts in (Facts(config=config), Facts(config={**config, "head_dim": 16, "hidden_size": 1}), Facts(genai=genai)):
+    for facts in (
+        ModelMetadata(config=config),
+        ModelMetadata(config={**config, "head_dim": 16, "hidden_size": 1}),
+        ModelMetadata(genai=genai),
+    ):
         spec = spec_of(ins, outs, facts)
         assert spec.vocab_size == 300
         assert [tensor.form.sized(5) for tensor in spec.cache] == [(1, 2, 5, 16)] * 2
 
 
 def test_what_the_graph_says_counts_more_than_what_lies_beside_it() -> None:
-    facts = Facts(config={"vocab_size": 7, "num_key_value_heads": 9, "head_dim": 99})
+    facts = ModelMetadata(config={"vocab_size": 7, "num_key_value_heads": 9, "head_dim": 99})
     spec = spec_of(INS, OUTS, facts)
     assert spec.vocab_size == 300
     assert spec.cache[0].form.sized(1) == (1, 2, 1, 16)
@@ -330,7 +336,7 @@ def test_what_the_graph_says_counts_more_than_what_lies_beside_it() -> None:
     "genai", [{"decoder": 3}, {"decoder": {"inputs": 3, "outputs": []}}, {"decoder": {"inputs": {"a": 1}}}]
 )
 def test_settings_that_make_no_sense_are_passed_over(genai: dict[str, object]) -> None:
-    assert spec_of(INS, OUTS, Facts(genai=genai)).layers == 1
+    assert spec_of(INS, OUTS, ModelMetadata(genai=genai)).layers == 1
 
 
 @pytest.mark.parametrize("name", LIMITED)

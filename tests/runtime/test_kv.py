@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun import ContextError
-from edgerun.runtime.kv import InPlaceArena, KVArena, TensorForm
-from edgerun.runtime.kv_borrowed import BorrowedArena
-from edgerun.runtime.kv_growing import GrowingArena
+from edgerun.runtime.kv.arena import InPlaceArena, KVArena, TensorForm
+from edgerun.runtime.kv.borrowed import BorrowedArena
+from edgerun.runtime.kv.growing import GrowingArena
 
 FLOAT = np.dtype(np.float32)
 USUAL = TensorForm(FLOAT, (1, 3, 0, 4), 2)

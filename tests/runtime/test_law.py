@@ -5,27 +5,27 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.law import Law
+from edgerun.runtime.distribution import Distribution
 
 V = 12
 
 
 @st.composite
-def laws(draw: st.DrawFn) -> Law:
+def laws(draw: st.DrawFn) -> Distribution:
     weights = np.array(draw(st.lists(st.integers(0, 5), min_size=V, max_size=V).filter(any)), np.float64)
     # A law may name tokens of no probability.
     ids = np.flatnonzero((weights > 0) | np.array(draw(st.lists(st.booleans(), min_size=V, max_size=V))))
-    return Law(ids, weights[ids] / weights.sum())
+    return Distribution(ids, weights[ids] / weights.sum())
 
 
-def dense(law: Law) -> npt.NDArray[np.float64]:
+def dense(law: Distribution) -> npt.NDArray[np.float64]:
     values = np.zeros(V)
     values[law.ids] = law.probs
     return values
 
 
 @given(p=laws(), q=laws(), scale=st.sampled_from([1.0, 0.5, 0.0]))
-def test_excess_and_residual_are_those_of_dense_laws(p: Law, q: Law, scale: float) -> None:
+def test_excess_and_residual_are_those_of_dense_laws(p: Distribution, q: Distribution, scale: float) -> None:
     left = np.maximum(0, scale * dense(p) - dense(q))
     np.testing.assert_allclose(p.excess(q, scale), left[p.ids], atol=1e-15)
     if left.sum() > 1e-12:
@@ -34,7 +34,7 @@ def test_excess_and_residual_are_those_of_dense_laws(p: Law, q: Law, scale: floa
 
 
 @given(law=laws(), token=st.integers(0, V - 1))
-def test_without_a_token_the_others_share_its_part(law: Law, token: int) -> None:
+def test_without_a_token_the_others_share_its_part(law: Distribution, token: int) -> None:
     expected = dense(law)
     assert law.probability(token) == expected[token]
     expected[token] = 0
@@ -46,7 +46,7 @@ def test_without_a_token_the_others_share_its_part(law: Law, token: int) -> None
 
 
 @given(law=laws(), uniform=st.floats(0, 1, exclude_max=True))
-def test_a_draw_is_the_inverse_of_the_cumulative_law(law: Law, uniform: float) -> None:
+def test_a_draw_is_the_inverse_of_the_cumulative_law(law: Distribution, uniform: float) -> None:
     values = dense(law)
     token = law.draw(uniform)
     assert values[token] > 0
@@ -55,12 +55,12 @@ def test_a_draw_is_the_inverse_of_the_cumulative_law(law: Law, uniform: float) -
 
 
 def test_a_draw_at_the_very_top_has_some_probability() -> None:
-    law = Law(np.arange(4), np.array([0.1, 0.2, 0.7, 0.0]))
+    law = Distribution(np.arange(4), np.array([0.1, 0.2, 0.7, 0.0]))
     assert law.draw(float(np.nextafter(1, 0))) == 2
     assert law.draw(1.0) == 2
 
 
 def test_where_rounding_leaves_nothing_the_law_itself_remains() -> None:
-    law = Law(np.arange(3), np.array([0.1, 0.2, 0.7]))
+    law = Distribution(np.arange(3), np.array([0.1, 0.2, 0.7]))
     assert law.residual(law) is law
-    assert law.residual(Law(law.ids, law.probs + 1e-17)) is law
+    assert law.residual(Distribution(law.ids, law.probs + 1e-17)) is law

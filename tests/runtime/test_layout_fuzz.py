@@ -20,8 +20,8 @@ import edgerun
 from drafters import eager
 from edgerun import EdgeError
 from edgerun.runtime.decode import DecodeLimits, decode
-from edgerun.runtime.draft.suffix import SuffixPredictor
 from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from folder_edits import FileEdit, file_edits
 from graph_edits import GraphEdit, exchange, graph_edits
 from layout_kinds import (
@@ -81,8 +81,8 @@ def answers(folder: Path, layout: Layout, prompt: Sequence[int]) -> list[list[in
     """
     found = []
     with edgerun.load(folder, context=CONTEXT, threads=1, cache=False) as engine:
-        for speculator in (None, eager(SuffixPredictor(), trees=engine.spec.trees)):
-            bound = engine.new_text().bound
+        for speculator in (None, eager(SuffixDrafter(), trees=engine.spec.trees)):
+            bound = engine.new_sequence().bound
             sampler = Sampler(SamplingParams(), engine.spec.vocab_size)
             steps = decode(bound, prompt, sampler, DecodeLimits(TOKENS), lambda: False, speculator)
             found.append([token for step in steps for token in step.tokens])

@@ -14,21 +14,21 @@ import edgerun
 from drafters import adversaries, eager, listening_to
 from edgerun import BundleError, Engine, GenerateOptions, InputError
 from edgerun.models.bundle import open_bundle
-from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.decode import DecodeLimits, Step, decode
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.model import DraftModel
-from edgerun.runtime.draft.model_predictor import ModelPredictor
-from edgerun.runtime.draft.recycle import RecyclePredictor
-from edgerun.runtime.draft.suffix import SuffixPredictor
-from edgerun.runtime.facts import facts_of
-from edgerun.runtime.graph_spec import Scores, Sharing
-from edgerun.runtime.reply import Reply
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.graph_io import CacheMode, LogitsMode
+from edgerun.runtime.graph.metadata import metadata_of
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.result import Reply
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.speculate import Speculator
-from edgerun.runtime.speculation import Speculation
-from edgerun.runtime.step_cost import StepCost
+from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.drafters.draft_model import DraftModel
+from edgerun.runtime.speculation.drafters.model import ModelDrafter
+from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
+from edgerun.runtime.speculation.pass_cost import PassCost
+from edgerun.runtime.speculation.speculator import Speculator
 from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Mask, Rows, Settings
 from layout_oracle import Decoder, closest_call, greedy_tokens, weights_of
 from layouts import LAYOUTS, write_layout
@@ -64,7 +64,7 @@ def graph_of(folder_of: Callable[[str], Path]) -> Callable[[str], GraphSession]:
     @cache
     def graph(name: str) -> GraphSession:
         bundle = open_bundle(folder_of(name))
-        return GraphSession(bundle.graph, SessionConfig(choose_device("cpu"), 1), facts_of(bundle))
+        return GraphSession(bundle.graph, SessionConfig(choose_device("cpu"), 1), metadata_of(bundle))
 
     return graph
 
@@ -113,13 +113,13 @@ def test_what_a_graph_can_do_is_found_out(name: str, graph_of) -> None:
     layout, spec = LAYOUTS[name], graph_of(name).spec
     assert spec.vocab_size == VOCABULARY
     assert spec.layers == 2
-    assert spec.sharing is (Sharing.IN_PLACE if name in IN_PLACE else Sharing.GROWING)
+    assert spec.sharing is (CacheMode.IN_PLACE if name in IN_PLACE else CacheMode.GROWING)
     assert spec.capacity == layout.capacity
-    one_row = {Rows.LAST: Scores.LAST, Rows.LAST_FLAT: Scores.LAST, Rows.CHOSEN: Scores.SUFFIX}
-    assert spec.scores is one_row.get(layout.rows, Scores.ALL)
+    one_row = {Rows.LAST: LogitsMode.LAST, Rows.LAST_FLAT: LogitsMode.LAST, Rows.CHOSEN: LogitsMode.SUFFIX}
+    assert spec.scores is one_row.get(layout.rows, LogitsMode.ALL)
     assert spec.wide == (layout.mask is not Mask.NOT_CAUSAL)
     assert spec.trees == (name in TREES)
-    assert spec.verifies == (layout.mask is not Mask.NOT_CAUSAL and spec.scores is not Scores.LAST)
+    assert spec.verifies == (layout.mask is not Mask.NOT_CAUSAL and spec.scores is not LogitsMode.LAST)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -131,11 +131,11 @@ def test_guesses_do_not_change_the_text(name: str, graph_of) -> None:
     guessing = adversaries([*prompt, *expected], VOCABULARY, 0)
     bound = bind(graph)
     speculators = {
-        "own": eager(SuffixPredictor(), RecyclePredictor(VOCABULARY), trees=trees),
+        "own": eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=trees),
         **{each: listening_to(guessing[each], trees=trees) for each in ("oracle", "nearly right")},
     }
     if trees:
-        speculators["chains"] = eager(SuffixPredictor(), RecyclePredictor(VOCABULARY), trees=False)
+        speculators["chains"] = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=False)
         speculators["wide"] = listening_to(guessing["wide"])
     passes = {}
     for drafter, speculator in speculators.items():
@@ -190,9 +190,9 @@ def test_rows_put_aside_come_back(name: str, graph_of) -> None:
 def test_a_draft_model_of_any_layout_guesses(name: str, drafting: str, graph_of) -> None:
     """The same weights in another layout: guesses come true, until the draft's own context ends."""
     layout, graph = LAYOUTS[name], graph_of(name)
-    draft = DraftModel(bind(graph_of(drafting)), StepCost({0: {1: 1e-6, 2: 1e-6}}), VOCABULARY)
+    draft = DraftModel(bind(graph_of(drafting)), PassCost({0: {1: 1e-6, 2: 1e-6}}), VOCABULARY)
     prompt = prompt_of(layout, 90, salt=5)
-    speculator = eager(ModelPredictor(draft), trees=graph.spec.trees)
+    speculator = eager(ModelDrafter(draft), trees=graph.spec.trees)
     steps = steps_of(bind(graph), prompt, speculator)
     assert tokens_of(steps) == greedy_tokens(layout, prompt, TOKENS)
     capacity = LAYOUTS[drafting].capacity
@@ -234,7 +234,7 @@ def test_what_is_kept_of_a_graph_is_of_its_reading(tmp_path: Path) -> None:
     prompt = prompt_of(layout, 40, salt=1)
     for _ in range(2):  # what is kept from the first time serves the second
         with edgerun.load(folder, threads=1) as engine:
-            assert tokens_of(steps_of(engine.new_text().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
+            assert tokens_of(steps_of(engine.new_sequence().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
     settings = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
     names = settings["model"]["decoder"]["inputs"]
     names["past_key_names"], names["past_value_names"] = names["past_value_names"], names["past_key_names"]
@@ -249,7 +249,7 @@ def test_weights_packed_for_the_machine_say_the_same(name: str, folder_of) -> No
     prompt = prompt_of(layout, 40, salt=1)
     for _ in range(2):
         with edgerun.load(folder_of(name), threads=1) as engine:
-            assert tokens_of(steps_of(engine.new_text().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
+            assert tokens_of(steps_of(engine.new_sequence().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
 
 
 def engine_of(folder: Path, layout: Layout) -> Engine:
@@ -373,7 +373,7 @@ def test_a_graph_below_its_settings_finds_them(file: str, folder_of) -> None:
 
 
 def test_the_oracle_is_the_reference_decoder() -> None:
-    from edgerun.export.reference import reference_logits
+    from edgerun.export.check.reference import reference_logits
 
     layout = LAYOUTS["optimum"]
 

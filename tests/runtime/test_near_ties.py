@@ -11,17 +11,17 @@ import pytest
 import edgerun
 from drafters import adversaries, eager, listening_to
 from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
-from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.decode import DecodeLimits, FinishReason, Step, decode
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.recycle import RecyclePredictor
-from edgerun.runtime.draft.suffix import SuffixPredictor
-from edgerun.runtime.exact import NearTies
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.measure.width_noise import measure_width_noise
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.speculate import Speculator
-from edgerun.runtime.speculation import Speculation
-from edgerun.runtime.width_noise import measure_width_noise
+from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
+from edgerun.runtime.speculation.near_ties import NearTies
+from edgerun.runtime.speculation.speculator import Speculator
 from tiny import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
 VOCABULARY = 300
@@ -88,7 +88,7 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 def speculators(text: list[int]) -> dict[str, Speculator]:
     """`text` is what will come out, prompt included."""
     named = adversaries(text, VOCABULARY, 0)
-    free = eager(SuffixPredictor(), RecyclePredictor(VOCABULARY))
+    free = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY))
     return {"free": free, **{name: listening_to(named[name]) for name in ("oracle", "nearly right", "wide", "moody")}}
 
 

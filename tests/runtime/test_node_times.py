@@ -9,17 +9,17 @@ import pytest
 
 from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.bundle import open_bundle
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.facts import facts_of
-from edgerun.runtime.node_times import read_passes
-from edgerun.runtime.session import GraphSession, SessionConfig
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.metadata import metadata_of
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.measure.node_profile import read_passes
 from tiny import write_bundle
 
 
 def test_every_linear_of_every_pass_has_a_time(tmp_path: Path) -> None:
     bundle = open_bundle(write_bundle(tmp_path, weights=ExportRecipe(WeightFormat(4, 32))))
     config = SessionConfig(choose_device("cpu"), 1, profile=tmp_path / "profile")
-    session = GraphSession(bundle.graph, config, facts_of(bundle))
+    session = GraphSession(bundle.graph, config, metadata_of(bundle))
     bound = session.bind(session.arena(64))
     for rows in (1, 5, 2):
         bound.forward(list(range(rows)))

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 import edgerun
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import BundleError, Engine, GenerateOptions
-from edgerun.edge.cli import main
+from edgerun.edge.cli.main import main
 from edgerun.export.drafts.skipped_layers import Part, SubLayer, write_own_draft
 from edgerun.models.bundle import open_bundle
 from edgerun.models.pairing import find_draft
-from edgerun.runtime import prepacked
-from edgerun.runtime.bound import BoundSession
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.own import OwnDraft
-from edgerun.runtime.draft.tree import Source
-from edgerun.runtime.pair import load_own_draft
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.speculate_drawn import Drawing
-from edgerun.runtime.speculation import Speculation
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.draft_loading import load_own_draft
+from edgerun.runtime.speculation.drafters.layer_skip import LayerSkipDraft
+from edgerun.runtime.speculation.sampled_speculator import DraftSampling
+from edgerun.runtime.speculation.tree import Source
 from tiny import write_bundle
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
@@ -67,7 +67,7 @@ def target(bundle: Path) -> GraphSession:
     return GraphSession(bundle / "model.onnx", CONFIG)
 
 
-def own_draft(bundle: Path, target: GraphSession) -> OwnDraft:
+def own_draft(bundle: Path, target: GraphSession) -> LayerSkipDraft:
     opened = open_bundle(bundle)
     pair = find_draft(opened)
     assert pair is not None
@@ -101,8 +101,8 @@ def test_the_text_is_that_of_plain_decoding(engine: Engine, choice: Speculation,
     assert drafted > 0
 
 
-@pytest.mark.parametrize("drawing", [Drawing.CHAIN, Drawing.TREE])
-def test_guesses_can_be_drawn_from_it(engine: Engine, drawing: Drawing) -> None:
+@pytest.mark.parametrize("drawing", [DraftSampling.CHAIN, DraftSampling.TREE])
+def test_guesses_can_be_drawn_from_it(engine: Engine, drawing: DraftSampling) -> None:
     reply = engine.generate("the other thing", SAMPLED, drawing=drawing)
     assert reply.stats.by_source["model"].drafted > 0
     assert_rows_are_the_targets(engine)
@@ -113,7 +113,7 @@ def assert_rows_are_the_targets(engine: Engine) -> None:
     text = engine._text
     assert text is not None
     arena = text.bound.arena
-    alone = engine.new_text().bound
+    alone = engine.new_sequence().bound
     alone.forward(text.tokens[: arena.length])
     alone.arena.commit(arena.length)
     for found, expected in zip(arena.snapshot(), alone.arena.snapshot(), strict=True):
@@ -172,7 +172,7 @@ def test_a_cancelled_answer_leaves_a_cache_to_go_on_from(engine: Engine) -> None
 
 
 @pytest.fixture(scope="module")
-def drafts(bundle: Path, target: GraphSession) -> tuple[OwnDraft, OwnDraft]:
+def drafts(bundle: Path, target: GraphSession) -> tuple[LayerSkipDraft, LayerSkipDraft]:
     """One to be asked, and one to see what it ought to say."""
     return own_draft(bundle, target), own_draft(bundle, target)
 
@@ -181,7 +181,7 @@ def drafts(bundle: Path, target: GraphSession) -> tuple[OwnDraft, OwnDraft]:
 @given(first=TOKENS, grown=st.lists(st.tuples(TOKENS, st.lists(PATHS, max_size=4)), max_size=4))
 def test_it_says_what_its_graph_says_behind_the_targets_rows(
     target: GraphSession,
-    drafts: tuple[OwnDraft, OwnDraft],
+    drafts: tuple[LayerSkipDraft, LayerSkipDraft],
     first: list[int],
     grown: list[tuple[list[int], list[tuple[int, ...]]]],
 ) -> None:
@@ -203,7 +203,7 @@ def test_it_says_what_its_graph_says_behind_the_targets_rows(
     np.testing.assert_allclose(model.logits(()), expected(other, target, text, ()), atol=2e-4)
 
 
-def expected(draft: OwnDraft, target: GraphSession, text: list[int], path: tuple[int, ...]) -> np.ndarray:
+def expected(draft: LayerSkipDraft, target: GraphSession, text: list[int], path: tuple[int, ...]) -> np.ndarray:
     """Logits of one pass of the draft's graph behind rows of the target's."""
     owner = read(target, text[:-1])
     draft.attach(owner.arena)

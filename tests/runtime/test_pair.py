@@ -10,18 +10,18 @@ import pytest
 
 from edgerun import BundleError
 from edgerun.models.bundle import Bundle, open_bundle
-from edgerun.models.pairing import Pair, pair
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.pair import load_draft, taking_turns
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.step_cost_cache import cached
+from edgerun.models.pairing import DraftPair, pair
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.measure.pass_cost_store import cached
+from edgerun.runtime.speculation.draft_loading import load_draft, share_cores
 from tiny import write_bundle
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
 KEPT = np.arange(20, 120)
 
 
-def refusal(found: Pair) -> str:
+def refusal(found: DraftPair) -> str:
     with pytest.raises(BundleError) as caught:
         load_draft(found, CONFIG, 300, 256)
     assert "\n" not in str(caught.value)
@@ -118,13 +118,13 @@ def test_a_map_of_another_head_is_refused(tiny_bundle: Path, trimmed: Path, ids:
 def test_a_small_draft_leaves_the_target_as_it_is(tiny_bundle: Path, tmp_path: Path) -> None:
     config = SessionConfig(choose_device("cpu"), 2)
     small = Bundle(tiny_bundle, tiny_bundle / "model.onnx", None)
-    assert taking_turns(config, small) == (config, SessionConfig(config.device, 1))
+    assert share_cores(config, small) == (config, SessionConfig(config.device, 1))
     shutil.copytree(tiny_bundle, tmp_path / "large")
     with (tmp_path / "large" / "model.onnx.data").open("ab") as file:
         file.truncate(100 << 20)
     large = Bundle(tmp_path / "large", tmp_path / "large" / "model.onnx", None)
     shared = SessionConfig(config.device, 2, shares_cores=True)
-    assert taking_turns(config, large) == (shared, shared)
+    assert share_cores(config, large) == (shared, shared)
 
 
 def test_sessions_that_take_turns_say_the_same(tiny_bundle: Path) -> None:

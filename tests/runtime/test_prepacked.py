@@ -12,9 +12,9 @@ import pytest
 import edgerun
 from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.bundle import open_bundle
-from edgerun.runtime import prepacked
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.session import GraphSession, SessionConfig, write_prepacked
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph.session import GraphSession, SessionConfig, write_prepacked
 from tiny import write_bundle
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.runtime.residency import drop_file_pages, trim_heap
+from edgerun.runtime.graph.memory import drop_file_pages, trim_heap
 
 SIZE = 4 << 20
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters import NEARLY_FREE, Adversary, FixedCost, eager, listening_to
-from edgerun.runtime.draft.foreseen import ForeseenPredictor
-from edgerun.runtime.draft.grow import Grower
-from edgerun.runtime.draft.predictor import Guess
-from edgerun.runtime.draft.recycle import RecyclePredictor
-from edgerun.runtime.draft.suffix import SuffixPredictor
-from edgerun.runtime.draft.tree import Source, Tree
-from edgerun.runtime.rest import Rest
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.speculate import Draft, PassTimes, Round, Speculator
-from edgerun.runtime.step_cost import StepCost
-from edgerun.runtime.verify import Verdict, match
+from edgerun.runtime.speculation.backoff import Backoff
+from edgerun.runtime.speculation.drafters.interface import Candidate
+from edgerun.runtime.speculation.drafters.oracle import OracleDrafter
+from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
+from edgerun.runtime.speculation.growth import Grower
+from edgerun.runtime.speculation.pass_cost import PassCost
+from edgerun.runtime.speculation.speculator import Draft, PassTimes, Round, Speculator
+from edgerun.runtime.speculation.tree import Source, Tree
+from edgerun.runtime.speculation.verification import VerifyResult, match
 
 VOCABULARY = 6
 NOBODY = frozenset[int]()
@@ -31,7 +31,7 @@ def toy_logits(text: Sequence[int]) -> np.ndarray:
     return np.random.default_rng([7, *text[-2:]]).standard_normal(VOCABULARY).astype(np.float32)
 
 
-def verify(text: Sequence[int], draft: Draft, most: int) -> tuple[Verdict, np.ndarray]:
+def verify(text: Sequence[int], draft: Draft, most: int) -> tuple[VerifyResult, np.ndarray]:
     """What the toy target makes of a draft behind `text`, whose last token is the anchor."""
     tree = draft.tree
     logits = np.stack(
@@ -54,7 +54,7 @@ def write(speculator: Speculator, text: list[int], count: int, room: int = 10_00
         most = end - len(text)
         draft = speculator.propose(len(text) - 1, most, room)
         if draft.growth is not None:
-            told = [each._text for each in speculator.grower.predictors if isinstance(each, SuffixPredictor)]
+            told = [each._text for each in speculator.grower.predictors if isinstance(each, SuffixDrafter)]
             assert all(known == text for known in told)
         verdict, logits = verify(text, draft, most)
         one = speculator.observe(draft, verdict, logits, len(text) - 1, PassTimes(0.25))
@@ -64,7 +64,7 @@ def write(speculator: Speculator, text: list[int], count: int, room: int = 10_00
     return rounds
 
 
-def check(draft: Draft, verdict: Verdict, one: Round, most: int, room: int) -> None:
+def check(draft: Draft, verdict: VerifyResult, one: Round, most: int, room: int) -> None:
     tree = draft.tree
     assert one.rows == len(tree) == 1 + sum(one.drafted) <= min(16, room)
     assert tree.depths.max() < most
@@ -91,7 +91,7 @@ def plain(text: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
 @pytest.mark.parametrize("room", [1, 2, 3, 7, 10_000])
 def test_every_round_adds_up_and_the_text_is_the_targets(trees: bool, room: int) -> None:
-    speculator = eager(SuffixPredictor(), RecyclePredictor(VOCABULARY), trees=trees)
+    speculator = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=trees)
     accepted = 0
     for start in range(5):
         text = [start, 1]
@@ -106,7 +106,7 @@ def test_every_round_adds_up_and_the_text_is_the_targets(trees: bool, room: int)
 @given(st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.integers(1, 30)), min_size=1, max_size=4), st.booleans())
 @settings(max_examples=25)
 def test_predictors_know_the_text_whatever_was_drafted_or_rested(answers: list[tuple[int, int]], rest: bool) -> None:
-    suffix, recycle = SuffixPredictor(), RecyclePredictor(VOCABULARY)
+    suffix, recycle = SuffixDrafter(), RecyclingDrafter(VOCABULARY)
     speculator = eager(suffix, recycle)
     for start, count in answers:
         if rest:
@@ -120,7 +120,7 @@ def test_predictors_know_the_text_whatever_was_drafted_or_rested(answers: list[t
 
 
 def test_the_targets_own_logits_are_recycled_along_the_accepted_path_only() -> None:
-    recycle = RecyclePredictor(VOCABULARY)
+    recycle = RecyclingDrafter(VOCABULARY)
     drafter = Adversary(lambda done, _: Tree.of([done[-1], 2, 3, 4], [-1, 0, 0, 1], [1.0, 0.9, 0.9, 0.8], [0, 6, 6, 6]))
     speculator = eager(*listening_to(drafter).grower.predictors, recycle)
     speculator.follow([5, 1])
@@ -129,14 +129,14 @@ def test_the_targets_own_logits_are_recycled_along_the_accepted_path_only() -> N
     logits = np.random.default_rng(0).standard_normal((4, VOCABULARY)).astype(np.float32)
     two = draft.tree.child(0, 2)
     assert two is not None
-    speculator.observe(draft, Verdict((0, two), 5), logits, 1, PassTimes(0.1))
+    speculator.observe(draft, VerifyResult((0, two), 5), logits, 1, PassTimes(0.1))
     for token, row in ((1, 0), (2, two)):
         assert [guess.token for guess in recycle.guesses(token)] == np.argsort(-logits[row])[:3].tolist()
     assert not any(recycle.guesses(token) for token in (0, 3, 4, 5))
 
 
 def test_one_token_left_or_one_row_of_room_is_a_plain_step() -> None:
-    speculator = eager(ForeseenPredictor([1] * 50, 2))
+    speculator = eager(OracleDrafter([1] * 50, 2))
     speculator.follow([0, 1])
     for most, room in ((1, 9), (9, 1), (1, 1)):
         draft = speculator.propose(1, most, room)
@@ -146,26 +146,26 @@ def test_one_token_left_or_one_row_of_room_is_a_plain_step() -> None:
 
 
 def test_nothing_is_drafted_where_rows_cost_as_much_as_passes() -> None:
-    predictor = ForeseenPredictor([1] * 100, 2)
+    predictor = OracleDrafter([1] * 100, 2)
     speculator = Speculator(Grower([predictor]), FixedCost({128: {1: 1.0, 16: 16.5}}))
     speculator.follow([0, 1])
     for _ in range(20):
         draft = speculator.propose(1, 50, 50)
         assert len(draft.tree) == 1
-        speculator.observe(draft, Verdict((0,), 1), np.zeros((1, VOCABULARY), np.float32), 1, PassTimes(1.0))
+        speculator.observe(draft, VerifyResult((0,), 1), np.zeros((1, VOCABULARY), np.float32), 1, PassTimes(1.0))
     assert speculator.rate == pytest.approx(1.0, rel=1e-3)
 
 
 def test_the_rate_is_that_of_the_tokens_given_and_at_least_that_of_plain_steps() -> None:
     text = [1] * 600
-    speculator = eager(ForeseenPredictor(text, 0))
+    speculator = eager(OracleDrafter(text, 0))
     speculator.follow(text[:2])
     zeros = np.zeros((16, VOCABULARY), np.float32)
     for taken in (True, False):
         for _ in range(400):
             draft = speculator.propose(1, 7, 50)
             path = tuple(range(len(draft.tree))) if taken else (0,)
-            speculator.observe(draft, Verdict(path, 1), zeros, 1, PassTimes(1.0))
+            speculator.observe(draft, VerifyResult(path, 1), zeros, 1, PassTimes(1.0))
             speculator.follow(text[:2])
         assert speculator.rate == pytest.approx(7.0 if taken else 1.0, rel=0.1)
 
@@ -191,8 +191,8 @@ class Priced:
     def after(self, state: int, token: int) -> int:
         return state + 1
 
-    def guesses(self, state: int) -> list[Guess]:
-        return [Guess(1, 0)]
+    def guesses(self, state: int) -> list[Candidate]:
+        return [Candidate(1, 0)]
 
     def seconds(self, state: int) -> float:
         return self._seconds
@@ -209,7 +209,7 @@ def test_a_round_tells_why_nothing_was_drafted(seconds: float, again: float, not
     speculator.follow([0, 1])
     draft = speculator.propose(1, 9, 9)
     logits = np.zeros((len(draft.tree), VOCABULARY), np.float32)
-    one = speculator.observe(draft, Verdict((0,), 1), logits, 1, PassTimes(0.25, again, 0.0625))
+    one = speculator.observe(draft, VerifyResult((0,), 1), logits, 1, PassTimes(0.25, again, 0.0625))
     assert one.note.startswith(note)
     assert bool(one.note) == bool(note)
     assert (one.draft_passes > 0) == (seconds == 0)
@@ -220,20 +220,20 @@ def test_a_round_tells_why_nothing_was_drafted(seconds: float, again: float, not
 
 
 def test_passes_refine_the_step_cost() -> None:
-    cost = StepCost(NEARLY_FREE)
-    speculator = Speculator(Grower([ForeseenPredictor([1] * 300, 2)]), cost)
+    cost = PassCost(NEARLY_FREE)
+    speculator = Speculator(Grower([OracleDrafter([1] * 300, 2)]), cost)
     speculator.follow([0, 1])
     for _ in range(40):
         draft = speculator.propose(1, 9, 9)
         speculator.observe(
-            draft, Verdict((0,), 1), np.zeros((len(draft.tree), VOCABULARY), np.float32), 1, PassTimes(2.0)
+            draft, VerifyResult((0,), 1), np.zeros((len(draft.tree), VOCABULARY), np.float32), 1, PassTimes(2.0)
         )
         speculator.follow([0, 1])
     assert cost.observed == 40
     assert cost.seconds(1, 100) == pytest.approx(2.0, rel=0.01)
 
 
-def rested(rest: Rest, balance: Callable[[], float], rounds: int) -> list[tuple[int, int]]:
+def rested(rest: Backoff, balance: Callable[[], float], rounds: int) -> list[tuple[int, int]]:
     """(rounds of drafting, plain rounds) in turn, over that many rounds of drafting."""
     spells, drafted = [], 0
     for _ in range(rounds):
@@ -248,17 +248,17 @@ def rested(rest: Rest, balance: Callable[[], float], rounds: int) -> list[tuple[
 
 def test_drafting_that_does_not_pay_rests_for_waits_that_double_up_to_a_limit() -> None:
     waits = [min(32 * 2**turn, 4096) for turn in range(10)]
-    assert rested(Rest(), lambda: -0.01, 80) == [(8, wait) for wait in waits]
+    assert rested(Backoff(), lambda: -0.01, 80) == [(8, wait) for wait in waits]
 
 
 def test_hopeless_drafting_rests_sooner_and_longer() -> None:
-    assert rested(Rest(), lambda: -0.5, 18) == [(3, 256), (3, 512), (3, 1024), (3, 2048), (3, 4096), (3, 4096)]
+    assert rested(Backoff(), lambda: -0.5, 18) == [(3, 256), (3, 512), (3, 1024), (3, 2048), (3, 4096), (3, 4096)]
 
 
 def test_drafting_that_pays_never_rests_and_forgets_long_waits() -> None:
-    rest = Rest()
+    rest = Backoff()
     assert rested(rest, lambda: 0.0, 500) == rested(rest, lambda: 0.3, 500) == []
-    rest = Rest()
+    rest = Backoff()
     assert [wait for _, wait in rested(rest, lambda: -0.05, 24)] == [32, 64, 128]
     assert rested(rest, lambda: 0.1, 40) == []
     assert rested(rest, lambda: -0.05, 200)[0][1] == 32
@@ -266,11 +266,11 @@ def test_drafting_that_pays_never_rests_and_forgets_long_waits() -> None:
 
 def test_one_bad_round_among_good_ones_is_no_reason_to_rest() -> None:
     balances = iter([*[0.2] * 30, -3.0, *[0.2] * 30])
-    assert rested(Rest(), lambda: next(balances), 61) == []
+    assert rested(Backoff(), lambda: next(balances), 61) == []
 
 
 def test_a_resting_speculator_drafts_again_after_its_wait() -> None:
-    speculator = eager(ForeseenPredictor(plain([0, 1], 60)[2:], 2))
+    speculator = eager(OracleDrafter(plain([0, 1], 60)[2:], 2))
     speculator.rest.left = 10
     text = [0, 1]
     rounds = write(speculator, text, 60)
@@ -285,10 +285,10 @@ def test_a_resting_speculator_wakes_where_the_text_repeats_itself_if_listening_i
     pass_s: float, wakes: bool
 ) -> None:
     cost = FixedCost({128: {1: pass_s, 2: 2 * pass_s}})
-    speculator = Speculator(Grower([SuffixPredictor()]), cost)
+    speculator = Speculator(Grower([SuffixDrafter()]), cost)
     speculator.follow(list(range(40)))
     draft = speculator.propose(39, 10, 10)
-    speculator.observe(draft, Verdict((0,), 40), np.zeros((1, 60), np.float32), 39, PassTimes(pass_s))
+    speculator.observe(draft, VerifyResult((0,), 40), np.zeros((1, 60), np.float32), 39, PassTimes(pass_s))
     speculator.rest.left = 1000
     for token in (50, 3, 4, 5):
         speculator.skip(token)

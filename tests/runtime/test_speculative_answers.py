@@ -11,10 +11,10 @@ import pytest
 import edgerun
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import Engine, FinishReason, GenerateOptions, InputError
-from edgerun.runtime.draft.tree import Source
-from edgerun.runtime.reply import Reply, SourceCount, Stats
-from edgerun.runtime.speculation import Speculation
-from edgerun.runtime.workshop import Foresight
+from edgerun.runtime.result import DraftCounts, Reply, Stats
+from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.pool import OracleMode
+from edgerun.runtime.speculation.tree import Source
 
 OFF, AUTO = Speculation.OFF, Speculation.AUTO
 CHOICES = [AUTO, Speculation.of(Source.SUFFIX), Speculation.of(Source.RECYCLED)]
@@ -198,9 +198,9 @@ def test_the_context_ends_an_answer_where_it_ends_plain_ones(tiny_bundle: Path) 
                     assert account(engine.generate(prompt, options)) == account(plain)
 
 
-@pytest.mark.parametrize("foresight", [Foresight.NONE, Foresight.RIGHT])
+@pytest.mark.parametrize("foresight", [OracleMode.NONE, OracleMode.RIGHT])
 @pytest.mark.parametrize("choice", [OFF, *CHOICES[:2]], ids=str)
-def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, foresight: Foresight) -> None:
+def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, foresight: OracleMode) -> None:
     prompt = engine.tokenizer.encode("the other", add_special_tokens=False)
     random = np.random.default_rng(1)
     # Not what the model would say; with the end-of-text token in it, and repetitions.
@@ -218,16 +218,16 @@ def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, fo
         assert "recycle" not in stats.by_source
         if choice == OFF:
             assert stats.drafted == 0
-        elif foresight is Foresight.RIGHT:
+        elif foresight is OracleMode.RIGHT:
             assert stats.accepted == stats.drafted > 0
-            assert stats.by_source == {"other": SourceCount(stats.drafted, stats.accepted)}
+            assert stats.by_source == {"other": DraftCounts(stats.drafted, stats.accepted)}
             assert stats.tokens_per_pass > 8
         else:
             assert 0 < stats.accepted <= stats.drafted
 
 
-@pytest.mark.parametrize("foresight", [Foresight.NONE, Foresight.RIGHT])
-def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, foresight: Foresight) -> None:
+@pytest.mark.parametrize("foresight", [OracleMode.NONE, OracleMode.RIGHT])
+def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, foresight: OracleMode) -> None:
     prompt, answer = list(range(20, 30)), [40 + index % 9 for index in range(300)]
     for most, expected in ((1, 1), (2, 2), (7, 7), (None, engine.context - 10)):
         reply = Reply.of(engine.replay(None, prompt, answer, GenerateOptions(max_tokens=most), foresight=foresight))
@@ -239,7 +239,7 @@ def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, fo
 def test_what_was_replayed_does_not_show_in_later_answers(engine: Engine) -> None:
     expected = engine.generate("the other", max_tokens=20, speculation=OFF).text
     prompt = engine.encode_chat([{"role": "user", "content": "the other"}])
-    for foresight in (Foresight.RIGHT, Foresight.NONE):
+    for foresight in (OracleMode.RIGHT, OracleMode.NONE):
         Reply.of(engine.replay(None, prompt, [7] * 30, GenerateOptions(), foresight=foresight))
         assert engine.generate("the other", max_tokens=20).text == expected
 

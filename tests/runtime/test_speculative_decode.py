@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from drafters import Adversary, adversaries, eager, listening_to
-from edgerun.runtime.bound import BoundSession
 from edgerun.runtime.decode import DecodeLimits, FinishReason, Step, decode
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.recycle import RecyclePredictor
-from edgerun.runtime.draft.suffix import SuffixPredictor
-from edgerun.runtime.exact import NearTies
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling import Sampler, SamplingParams, uniform_at
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.speculate import Speculator
+from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
+from edgerun.runtime.speculation.near_ties import NearTies
+from edgerun.runtime.speculation.speculator import Speculator
 
 VOCABULARY = 300
 CONTEXT = 256
@@ -34,10 +34,10 @@ MODELS = [
 ]
 ADVERSARIES = sorted(adversaries([1], VOCABULARY, EOS))
 DRAFTERS: dict[str, Callable[[], Speculator]] = {
-    "suffix": lambda: eager(SuffixPredictor()),
-    "recycle": lambda: eager(RecyclePredictor(VOCABULARY)),
-    "all": lambda: eager(SuffixPredictor(), RecyclePredictor(VOCABULARY)),
-    "chains": lambda: eager(SuffixPredictor(), RecyclePredictor(VOCABULARY), trees=False),
+    "suffix": lambda: eager(SuffixDrafter()),
+    "recycle": lambda: eager(RecyclingDrafter(VOCABULARY)),
+    "all": lambda: eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY)),
+    "chains": lambda: eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=False),
 }
 
 
@@ -203,7 +203,7 @@ def test_what_the_target_chose_is_what_is_recycled(graph: GraphSession, epsilon:
     """Also where passes were run again in between."""
     prompt, limits = prompt_of(7), DecodeLimits(40)
     text = [*prompt, *plain(graph, prompt, GREEDY, limits)]
-    recycle, bound, sampler = RecyclePredictor(VOCABULARY), bind(graph), Sampler(GREEDY, VOCABULARY)
+    recycle, bound, sampler = RecyclingDrafter(VOCABULARY), bind(graph), Sampler(GREEDY, VOCABULARY)
     oracle = listening_to(adversaries(text, VOCABULARY, EOS)["nearly right"])
     speculator = eager(*oracle.grower.predictors, recycle)
     near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.edge.errors import ContextError
+from edgerun.errors import ContextError
 from edgerun.models.bundle import open_bundle
-from edgerun.runtime import measurements
-from edgerun.runtime.bound import BoundSession
-from edgerun.runtime.calibration import WIDTHS, calibrate
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.step_cost import BUCKET_ENDS, MOST_WIDTH, TOLERANCE, StepCost
-from edgerun.runtime.step_cost_cache import cached, cost_file, load_or_calibrate, save
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.measure import stored_measurements as measurements
+from edgerun.runtime.measure.pass_cost_store import cached, cost_file, load_or_calibrate, save
+from edgerun.runtime.measure.pass_timing import WIDTHS, calibrate
+from edgerun.runtime.speculation.pass_cost import BUCKET_ENDS, MOST_WIDTH, TOLERANCE, PassCost
 
 TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
 CONFIG = SessionConfig(choose_device("cpu"), 1)
@@ -38,7 +38,7 @@ tables = st.dictionaries(
 passes = st.lists(st.tuples(st.integers(1, MOST_WIDTH), contexts, st.floats(1e-7, 100)), max_size=60)
 
 
-def ratios(cost: StepCost, context: int = 0) -> np.ndarray:
+def ratios(cost: PassCost, context: int = 0) -> np.ndarray:
     curve = cost.curve(context, 8)
     return curve / curve[0]
 
@@ -47,7 +47,7 @@ def ratios(cost: StepCost, context: int = 0) -> np.ndarray:
 def test_whatever_is_observed_it_is_positive_and_never_falls(
     table: dict[int, dict[int, float]], seen: list[tuple[int, int, float]], context: int, most: int
 ) -> None:
-    cost = StepCost(table)
+    cost = PassCost(table)
     for rows, where, took in seen:
         cost.observe(rows, where, took)
     curve = cost.curve(context, most)
@@ -62,10 +62,10 @@ def test_whatever_is_observed_it_is_positive_and_never_falls(
 
 @given(tables, passes, contexts)
 def test_json_keeps_the_curves(table: dict[int, dict[int, float]], seen: list[tuple[int, int, float]], at: int) -> None:
-    cost = StepCost(table)
+    cost = PassCost(table)
     for rows, where, took in seen:
         cost.observe(rows, where, took)
-    again = StepCost.from_json(json.loads(json.dumps(cost.to_json())))
+    again = PassCost.from_json(json.loads(json.dumps(cost.to_json())))
     assert again.measured.keys() == cost.measured.keys()
     for end, times in cost.measured.items():
         assert again.measured[end] == pytest.approx(times)
@@ -75,7 +75,7 @@ def test_json_keeps_the_curves(table: dict[int, dict[int, float]], seen: list[tu
 
 
 def test_measured_widths_are_kept_and_those_between_are_interpolated() -> None:
-    cost = StepCost({100: TIMES})
+    cost = PassCost({100: TIMES})
     for rows, took in TIMES.items():
         assert cost.seconds(rows, 0) == pytest.approx(took)
     assert cost.seconds(5, 0) == pytest.approx((18.0e-3 + 24.7e-3) / 2)
@@ -87,30 +87,30 @@ def test_measured_widths_are_kept_and_those_between_are_interpolated() -> None:
 
 
 def test_one_width_alone_means_no_saving() -> None:
-    np.testing.assert_allclose(StepCost({0: {1: 0.5}}).curve(0, 4), [0.5, 1, 1.5, 2])
+    np.testing.assert_allclose(PassCost({0: {1: 0.5}}).curve(0, 4), [0.5, 1, 1.5, 2])
 
 
 def test_widths_that_seem_to_get_cheaper_are_levelled() -> None:
-    curve = StepCost({0: {1: 1.0, 2: 3.0, 3: 2.0, 4: 4.0}}).curve(0, 4)
+    curve = PassCost({0: {1: 1.0, 2: 3.0, 3: 2.0, 4: 4.0}}).curve(0, 4)
     np.testing.assert_allclose(curve, [1, 2.5, 2.5, 4])
 
 
 @given(st.integers(1, 8), st.floats(1e-4, 1e4), st.integers(0, 40))
 def test_one_disturbed_pass_moves_next_to_nothing(rows: int, factor: float, before: int) -> None:
-    cost = StepCost({0: TIMES})
+    cost = PassCost({0: TIMES})
     for number in range(before):
         width = number % 8 + 1
         cost.observe(width, 0, cost.seconds(width, 0))
     cost.observe(rows, 0, cost.seconds(rows, 0) * factor)
     for number in range(20):
         width = number % 8 + 1
-        cost.observe(width, 0, StepCost({0: TIMES}).seconds(width, 0))
-    np.testing.assert_allclose(cost.curve(0, 8), StepCost({0: TIMES}).curve(0, 8), rtol=0.05)
+        cost.observe(width, 0, PassCost({0: TIMES}).seconds(width, 0))
+    np.testing.assert_allclose(cost.curve(0, 8), PassCost({0: TIMES}).curve(0, 8), rtol=0.05)
 
 
 @given(st.floats(0.2, 5), st.lists(st.integers(1, 8), min_size=30, max_size=80))
 def test_another_speed_of_the_machine_keeps_the_ratios(factor: float, widths: list[int]) -> None:
-    cost, true = StepCost({0: TIMES}), StepCost({0: TIMES})
+    cost, true = PassCost({0: TIMES}), PassCost({0: TIMES})
     for rows in widths:
         cost.observe(rows, 0, true.seconds(rows, 0) * factor)
     np.testing.assert_allclose(ratios(cost), ratios(true), rtol=1e-6)
@@ -123,7 +123,7 @@ def test_another_speed_of_the_machine_keeps_the_ratios(factor: float, widths: li
 
 def test_a_wrong_shape_is_learnt_from_noisy_passes() -> None:
     flat = dict.fromkeys(TIMES, 0.0081)
-    cost, true = StepCost({0: flat}), StepCost({0: TIMES})
+    cost, true = PassCost({0: flat}), PassCost({0: TIMES})
     random = np.random.default_rng(0)
     for _ in range(3000):
         rows = int(random.choice([1, 2, 4, 8]))
@@ -135,14 +135,14 @@ def test_a_wrong_shape_is_learnt_from_noisy_passes() -> None:
 
 
 def test_a_width_never_measured_is_taken_up_where_it_was_believed() -> None:
-    cost = StepCost({0: TIMES})
+    cost = PassCost({0: TIMES})
     believed = cost.seconds(7, 0)
     cost.observe(7, 0, believed)
     assert cost.measured[BUCKET_ENDS[0]][7] == pytest.approx(believed)
 
 
 def test_a_longer_context_inherits_the_shape_and_finds_its_own_level() -> None:
-    cost = StepCost({0: TIMES})
+    cost = PassCost({0: TIMES})
     assert cost.seconds(4, 5000) == pytest.approx(TIMES[4])
     for _ in range(30):
         cost.observe(1, 5000, 3 * TIMES[1])
@@ -154,7 +154,7 @@ def test_a_longer_context_inherits_the_shape_and_finds_its_own_level() -> None:
 
 @pytest.mark.parametrize(("rows", "took"), [(0, 1.0), (MOST_WIDTH + 1, 1.0), (1, 0.0), (1, -1.0), (1, math.nan)])
 def test_what_is_no_time_of_a_draft_is_not_observed(rows: int, took: float) -> None:
-    cost = StepCost({0: TIMES})
+    cost = PassCost({0: TIMES})
     cost.observe(rows, 0, took)
     assert cost.observed == 0
 
@@ -165,7 +165,7 @@ def test_what_is_no_time_of_a_draft_is_not_observed(rows: int, took: float) -> N
 )
 def test_measurements_that_make_no_sense_are_refused(table: dict[int, dict[int, float]]) -> None:
     with pytest.raises(ValueError, match=r"measured|s for"):
-        StepCost(table)
+        PassCost(table)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_it_is_measured_once_and_kept(tiny_bundle: Path, bound: BoundSession, ca
 
 def test_what_was_refined_is_kept(tiny_bundle: Path, cache: Path) -> None:
     bundle = open_bundle(tiny_bundle)
-    cost = StepCost({0: TIMES})
+    cost = PassCost({0: TIMES})
     for _ in range(40):
         cost.observe(1, 0, 2 * TIMES[1])
     assert save(cost, bundle, CONFIG) == cost_file(bundle, CONFIG)
@@ -304,5 +304,5 @@ def test_the_oldest_files_make_room(tiny_bundle: Path, cache: Path, monkeypatch:
     for age, name in enumerate(("new", "old", "oldest")):
         (cache / f"{name}.json").write_bytes(b"{}")
         os.utime(cache / f"{name}.json", (100 - age, 100 - age))
-    kept = save(StepCost({0: TIMES}), open_bundle(tiny_bundle), CONFIG)
+    kept = save(PassCost({0: TIMES}), open_bundle(tiny_bundle), CONFIG)
     assert set(cache.iterdir()) == {kept, cache / "new.json"}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from edgerun.models.bundle import Bundle
-from edgerun.runtime.text.stream import StreamDecoder
+from edgerun.runtime.text.detokenizer import StreamDecoder
 from edgerun.runtime.text.tokenizer import TextTokenizer
 
 TEXTS = ["Grüße, Welt!", "naïve café", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🎉", "tabs\tand\nlines", " leading"]

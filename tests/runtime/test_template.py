@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from data import data_path
 from edgerun import TemplateError
 from edgerun.models.bundle import Bundle
-from edgerun.runtime.text.template import ChatTemplate, load_template
+from edgerun.runtime.text.chat_template import ChatTemplate, load_template
 from edgerun.runtime.text.tokenizer import TextTokenizer
 
 CONVERSATION = [

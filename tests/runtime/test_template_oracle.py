@@ -12,7 +12,7 @@ import pytest
 from data import data_path
 from edgerun import TemplateError
 from edgerun.models.bundle import Bundle
-from edgerun.runtime.text.template import ChatTemplate, load_template
+from edgerun.runtime.text.chat_template import ChatTemplate, load_template
 from edgerun.runtime.text.tokenizer import TextTokenizer
 
 chat_utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs the oracle extra")
@@ -110,7 +110,7 @@ class Clock(datetime):
 @pytest.fixture(autouse=True)
 def standing_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_utils, "datetime", Clock)
-    monkeypatch.setattr("edgerun.runtime.text.template.datetime", Clock)
+    monkeypatch.setattr("edgerun.runtime.text.chat_template.datetime", Clock)
 
 
 def source_of(family: str) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data import data_path
 from edgerun import InputError
 from edgerun.models.bundle import Bundle
-from edgerun.runtime.text.stream import StreamDecoder
+from edgerun.runtime.text.detokenizer import StreamDecoder
 from edgerun.runtime.text.tokenizer import TextTokenizer
 
 GOLDEN = {"qwen2": "qwen2.5", "phi-3": "phi-3-mini"}

@@ -13,11 +13,11 @@ import pytest
 import edgerun
 from drafters import NEARLY_FREE, FixedCost
 from edgerun import BundleError, Engine, InputError
-from edgerun.edge.cli import main
+from edgerun.edge.cli.main import main
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.pairing import find_draft, name_draft
-from edgerun.runtime.pair import load_own_draft
-from edgerun.runtime.speculation import Speculation
+from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.draft_loading import load_own_draft
 
 pytest.importorskip("onnx", reason="needs the export extra")
 from edgerun.export import WeightFormat

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.draft.tree import Source, Tree
-from edgerun.runtime.replay import ReplayChooser
 from edgerun.runtime.sampling import Logits, Sampler, SamplingParams
-from edgerun.runtime.verify import Chooser, Verdict, match
+from edgerun.runtime.speculation.replay import ReplaySampler
+from edgerun.runtime.speculation.tree import Source, Tree
+from edgerun.runtime.speculation.verification import TokenSampler, VerifyResult, match
 
 NOBODY = frozenset[int]()
 PROMPT = (2, 0, 2)
@@ -33,12 +33,12 @@ def tree_logits(model: Model, text: Sequence[int], tree: Tree) -> Logits:
     return np.stack([model([*text, *tree.tokens[list(tree.path_to(node))].tolist()]) for node in range(len(tree))])
 
 
-def started(chooser: Chooser, text: Sequence[int]) -> Chooser:
+def started(chooser: TokenSampler, text: Sequence[int]) -> TokenSampler:
     chooser.observe(list(text))
     return chooser
 
 
-def plain(model: Model, chooser: Chooser, text: Sequence[int], count: int) -> list[int]:
+def plain(model: Model, chooser: TokenSampler, text: Sequence[int], count: int) -> list[int]:
     """The next `count` tokens one by one."""
     chosen: list[int] = []
     for _ in range(count):
@@ -102,8 +102,8 @@ def test_any_tree_gives_what_choosing_one_by_one_gives(tree, params, ends, most,
 
 def test_a_tie_goes_to_the_lowest_id() -> None:
     logits = np.array([[0, 2, 2, 1], [3, 0, 3, 3], [0, 0, 0, 1]], np.float32)
-    assert match(chain(0, [1, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == Verdict((0, 1, 2), 3)
-    assert match(chain(0, [2, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == Verdict((0,), 1)
+    assert match(chain(0, [1, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == VerifyResult((0, 1, 2), 3)
+    assert match(chain(0, [2, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == VerifyResult((0,), 1)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(repeat_penalty=1.3), SamplingParams(temperature=1.0, seed=5)])
@@ -153,7 +153,7 @@ def test_only_rows_on_the_path_are_looked_at() -> None:
     logits[:, 0] = -np.arange(5)
     logits[0, 2] = logits[2, 1] = logits[3, 2] = 1
     chooser = Watching()
-    assert match(tree, logits, chooser, 10, NOBODY, 9) == Verdict((0, 2, 3), 2)
+    assert match(tree, logits, chooser, 10, NOBODY, 9) == VerifyResult((0, 2, 3), 2)
     assert chooser.seen == [(0.0, 10), (-2.0, 11), (-3.0, 12)]
 
 
@@ -163,8 +163,8 @@ def test_a_round_emits_at_least_one_token() -> None:
 
 
 def test_replay_gives_the_recorded_answer_whatever_the_logits() -> None:
-    replay = ReplayChooser([3, 1, 2], 5, Sampler(SamplingParams(repeat_penalty=2.0), 4))
-    assert match(chain(0, [3, 1, 0]), np.zeros((4, 4), np.float32), replay, 5, NOBODY, 3) == Verdict((0, 1, 2), 2)
+    replay = ReplaySampler([3, 1, 2], 5, Sampler(SamplingParams(repeat_penalty=2.0), 4))
+    assert match(chain(0, [3, 1, 0]), np.zeros((4, 4), np.float32), replay, 5, NOBODY, 3) == VerifyResult((0, 1, 2), 2)
     for position in (4, 8):
         with pytest.raises(IndexError, match=f"spans 5 to 7, not {position}"):
             replay.choose(np.zeros(4, np.float32), position)

@@ -11,14 +11,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from edgerun.runtime.bound import BoundSession
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.tree import Source, Tree
-from edgerun.runtime.law import Law
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.distribution import Distribution
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.verify import Verdict, match
-from edgerun.runtime.verify_sampled import (
+from edgerun.runtime.speculation.sampled_verification import (
     SampledDraft,
     acceptance,
     after_rejecting,
@@ -27,27 +25,29 @@ from edgerun.runtime.verify_sampled import (
     verify_block,
     verify_recursive,
 )
+from edgerun.runtime.speculation.tree import Source, Tree
+from edgerun.runtime.speculation.verification import VerifyResult, match
 
 NOBODY = frozenset[int]()
 Text = tuple[int, ...]
-Model = Callable[[Text], Law]
+Model = Callable[[Text], Distribution]
 """The law of the next token after a text."""
-Verifier = Callable[[SampledDraft, Logits, Sampler, int, frozenset[int], int], Verdict]
+Verifier = Callable[[SampledDraft, Logits, Sampler, int, frozenset[int], int], VerifyResult]
 V, GAMMA = 3, 3
 
 
-def law_of(*probs: float) -> Law:
+def law_of(*probs: float) -> Distribution:
     """From a dense law: zeros are left out, as filters leave them out."""
     dense = np.array(probs, np.float64)
     ids = np.flatnonzero(dense)
-    return Law(ids, dense[ids] / dense.sum())
+    return Distribution(ids, dense[ids] / dense.sum())
 
 
 def toy(seed: int, holes: float = 0.25) -> Model:
     """A different random law after every text, some tokens of it impossible."""
 
     @cache
-    def after(text: Text) -> Law:
+    def after(text: Text) -> Distribution:
         random = np.random.default_rng([seed, len(text), *text])
         dense = random.dirichlet(np.full(V, 0.7)) * (random.random(V) >= holes)
         dense[random.integers(V)] += 0.05
@@ -56,7 +56,7 @@ def toy(seed: int, holes: float = 0.25) -> Model:
     return after
 
 
-def items(law: Law) -> Iterator[tuple[int, float]]:
+def items(law: Distribution) -> Iterator[tuple[int, float]]:
     return ((int(token), float(p)) for token, p in zip(law.ids, law.probs, strict=True) if p > 0)
 
 
@@ -98,7 +98,7 @@ def block_outcomes(p: Model, q: Model, gamma: int) -> Iterator[tuple[Text, Text,
                 yield drawn[:taken], (*drawn[:taken], token), chance * decided * last
 
 
-def ordered_draws(q: Law, count: int) -> Iterator[tuple[Text, float]]:
+def ordered_draws(q: Distribution, count: int) -> Iterator[tuple[Text, float]]:
     """Every draw without replacement, in order."""
     if count == 0 or not q.ids.size:
         yield (), 1.0
@@ -226,7 +226,7 @@ def expect_law(found: Counter[Text], expected: dict[Text, float], total: int) ->
 
 def grown(q: Model, widths: Sequence[int], seed: int, text: Text) -> SampledDraft:
     """A tree with that many drawn children of every node at each depth; `text` ends with the anchor."""
-    tokens, parents, laws, level = [text[-1]], [-1], dict[int, Law](), [(0, text)]
+    tokens, parents, laws, level = [text[-1]], [-1], dict[int, Distribution](), [(0, text)]
     for width in widths:
         below: list[tuple[int, Text]] = []
         for node, path in level:
@@ -244,7 +244,7 @@ def processed(logits_after: Callable[[Text], Logits], params: SamplingParams) ->
     """The law after temperature, filters and penalty on the text itself."""
 
     @cache
-    def after(text: Text) -> Law:
+    def after(text: Text) -> Distribution:
         logits = logits_after(text)
         sampler = Sampler(params, logits.size)
         sampler.observe(text)
@@ -350,7 +350,7 @@ def test_a_block_is_decided_by_its_odds_and_weights() -> None:
         trials = uniforms_at(seed, len(prompt), GAMMA, Purpose.ACCEPT)
         taken = max((i + 1 for i in range(GAMMA) if trials[i] < odds[i]), default=0)
         rest = targets[taken] if taken == GAMMA else targets[taken].residual(drafts[taken], weights[taken])
-        expected = Verdict(tuple(range(taken + 1)), rest.draw(uniform_at(seed, len(prompt) + taken)))
+        expected = VerifyResult(tuple(range(taken + 1)), rest.draw(uniform_at(seed, len(prompt) + taken)))
 
         sampler = Sampler(replace(PENALIZED, seed=seed), V)
         sampler.observe(prompt)
@@ -428,8 +428,8 @@ def test_ends_and_limits_cut_within_what_is_taken(verify: Verifier) -> None:
     sampler = Sampler(SamplingParams(temperature=1.0), V)
     draft = sure_draft([2, 1, 2])
     assert verify(draft, EVEN, sampler, 1, NOBODY, 9).path == (0, 1, 2, 3)
-    assert verify(draft, EVEN, sampler, 1, frozenset({1}), 9) == Verdict((0, 1), 1)
-    assert verify(draft, EVEN, sampler, 1, frozenset({2}), 9) == Verdict((0,), 2)
+    assert verify(draft, EVEN, sampler, 1, frozenset({1}), 9) == VerifyResult((0, 1), 1)
+    assert verify(draft, EVEN, sampler, 1, frozenset({2}), 9) == VerifyResult((0,), 2)
     for most in (1, 2, 3, 4):
         assert verify(draft, EVEN, sampler, 1, NOBODY, most).path == tuple(range(most))
     with pytest.raises(ValueError, match="at least one token, not 0"):
@@ -441,15 +441,15 @@ def test_without_guesses_a_seed_gives_the_plain_text(verify: Verifier) -> None:
     logits = np.random.default_rng(0).normal(0, 2, (1, V)).astype(np.float32)
     for seed in range(50):
         sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), V)
-        assert verify(sure_draft([]), logits, sampler, 6, NOBODY, 9) == Verdict((0,), sampler.choose(logits[0], 6))
+        assert verify(sure_draft([]), logits, sampler, 6, NOBODY, 9) == VerifyResult((0,), sampler.choose(logits[0], 6))
 
 
 @pytest.mark.parametrize("verify", [verify_block, verify_recursive])
 def test_a_greedy_target_takes_its_own_choices_only(verify: Verifier) -> None:
     logits = np.array([[0, 1, 1], [1, 0, 0], [0, 0, 1], [0, 1, 0]], np.float32)
     sampler = Sampler(SamplingParams(), V)
-    assert verify(sure_draft([1, 0, 2]), logits, sampler, 1, NOBODY, 9) == Verdict((0, 1, 2, 3), 1)
-    assert verify(sure_draft([1, 2, 2]), logits, sampler, 1, NOBODY, 9) == Verdict((0, 1), 0)
+    assert verify(sure_draft([1, 0, 2]), logits, sampler, 1, NOBODY, 9) == VerifyResult((0, 1, 2, 3), 1)
+    assert verify(sure_draft([1, 2, 2]), logits, sampler, 1, NOBODY, 9) == VerifyResult((0, 1), 0)
 
 
 def test_children_that_were_not_drawn_are_matched() -> None:
@@ -458,7 +458,7 @@ def test_children_that_were_not_drawn_are_matched() -> None:
     tree = Tree.of([0, 2, 0, 1, 2], [-1, 0, 1, 1, 1], [1.0] * 5, [Source.MODEL, *[Source.RECYCLED] * 4])
     verdict = verify_recursive(SampledDraft(tree, {0: law_of(1, 1, 1)}), EVEN[[0] * 5], sampler, 1, NOBODY, 9)
     chosen = sampler.choose(EVEN[0], 2)
-    assert verdict == Verdict((0, 1, 2 + chosen), sampler.choose(EVEN[0], 3))
+    assert verdict == VerifyResult((0, 1, 2 + chosen), sampler.choose(EVEN[0], 3))
 
 
 def test_drafts_that_were_not_drawn_as_they_say_are_refused() -> None:

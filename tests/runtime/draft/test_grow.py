@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.draft.grow import Grower, Growth, Prices
-from edgerun.runtime.draft.predictor import Guess
-from edgerun.runtime.draft.tree import Source
+from edgerun.runtime.speculation.drafters.interface import Candidate
+from edgerun.runtime.speculation.growth import Grower, Growth, Prices
+from edgerun.runtime.speculation.tree import Source
 
 PRIOR = (0.05, 0.3, 0.6, 0.9, 0.99)
 FLAT = Prices((0.02,) * 15 + (0.0,), 1.0)
@@ -39,9 +39,9 @@ class Table:
     def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
         return (*state, token)
 
-    def guesses(self, state: tuple[int, ...]) -> list[Guess]:
+    def guesses(self, state: tuple[int, ...]) -> list[Candidate]:
         last = state[-1] if state else self.text[-1]
-        return [Guess(*guess) for guess in self._following.get(last, ())]
+        return [Candidate(*guess) for guess in self._following.get(last, ())]
 
 
 class Costly(Table):
@@ -58,7 +58,7 @@ class Costly(Table):
     def spent(self) -> float:
         return 0.0
 
-    def guesses(self, state: tuple[int, ...]) -> list[Guess]:
+    def guesses(self, state: tuple[int, ...]) -> list[Candidate]:
         self.asked.append(state)
         return super().guesses(state)
 

@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgerun.models.lock import locked
-from edgerun.runtime.draft.evidence import EARLIER_TEXTS, Agreement, bucket
-from edgerun.runtime.draft.history import HistoryPredictor
-from edgerun.runtime.draft.history_index import NEIGHBOURS, REACH, Covered, HistoryIndex, encode
-from edgerun.runtime.draft.history_store import HistoryStore
-from edgerun.runtime.draft.predictor import Guess, Predictor
+from edgerun.runtime.speculation.drafters.evidence import EARLIER_TEXTS, Agreement, bucket
+from edgerun.runtime.speculation.drafters.history import HistoryDrafter
+from edgerun.runtime.speculation.drafters.history_index import NEIGHBOURS, REACH, Covered, HistoryIndex, encode
+from edgerun.runtime.speculation.drafters.history_store import HistoryStore
+from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
 
 LEAST = 64 << 10
 VOCABULARY = 4
@@ -296,7 +296,7 @@ def test_a_damaged_index_is_left_aside(sequences: list[list[int]], bit: int, tex
             at = bit // 8 % len(data)
             file.seek(at)
             file.write(bytes([data[at] ^ 1 << bit % 8]))
-        predictor = HistoryPredictor(store, VOCABULARY)
+        predictor = HistoryDrafter(store, VOCABULARY)
         for size in range(len(text) + 1):
             predictor.follow(text[:size])
             assert all(0 <= guess.token < VOCABULARY for guess in predictor.guesses(predictor.state()))
@@ -305,9 +305,9 @@ def test_a_damaged_index_is_left_aside(sequences: list[list[int]], bit: int, tex
         later = HistoryStore(folder, LEAST, warnings.append)
         assert later.index is None
         assert len(warnings) == 1
-        assert HistoryPredictor(later, VOCABULARY).guesses((0, 1)) == []
+        assert HistoryDrafter(later, VOCABULARY).guesses((0, 1)) == []
         assert later.reindex()
-        assert HistoryPredictor(later, VOCABULARY).guesses((0, 1)) != []
+        assert HistoryDrafter(later, VOCABULARY).guesses((0, 1)) != []
 
 
 @pytest.mark.parametrize("size", [0, 1, 43, 60])
@@ -354,36 +354,36 @@ def test_an_index_finds_the_places_that_agree_most(sequences: list[list[int]], c
             assert not found
 
 
-def with_history(folder: Path, *sequences: list[int]) -> HistoryPredictor:
+def with_history(folder: Path, *sequences: list[int]) -> HistoryDrafter:
     store = HistoryStore(folder, LEAST, unexpected)
     for sequence in sequences:
         store.append(sequence)
     store.reindex()
-    return HistoryPredictor(store, 100)
+    return HistoryDrafter(store, 100)
 
 
 def test_a_guess_is_what_followed_the_longest_match(tmp_path: Path) -> None:
-    made: Predictor = with_history(tmp_path, [1, 2, 3, 4, 5], [9, 3, 8], [2, 3, 6])
+    made: Drafter = with_history(tmp_path, [1, 2, 3, 4, 5], [9, 3, 8], [2, 3, 6])
     made.follow([7, 1, 2, 3])
     assert made.guesses(made.state()) == [
-        Guess(4, bucket(3, Agreement.ONCE, 0)),
-        Guess(6, bucket(2, Agreement.SPLIT, 1)),
-        Guess(8, bucket(1, Agreement.SPLIT, 2)),
+        Candidate(4, bucket(3, Agreement.ONCE, 0)),
+        Candidate(6, bucket(2, Agreement.SPLIT, 1)),
+        Candidate(8, bucket(1, Agreement.SPLIT, 2)),
     ]
-    assert made.guesses(made.after(made.state(), 4)) == [Guess(5, bucket(4, Agreement.ONCE, 0))]
+    assert made.guesses(made.after(made.state(), 4)) == [Candidate(5, bucket(4, Agreement.ONCE, 0))]
     assert made.guesses(made.after(made.state(), 77)) == []
     made.append(4)
-    assert made.guesses(made.state()) == [Guess(5, bucket(4, Agreement.ONCE, 0))]
+    assert made.guesses(made.state()) == [Candidate(5, bucket(4, Agreement.ONCE, 0))]
 
 
 def test_what_followed_most_often_comes_first_and_of_equals_the_latest(tmp_path: Path) -> None:
     made = with_history(tmp_path, [1, 2], [1, 3], [1, 3], [1, 4], [1, 3])
     assert made.guesses((1,)) == [
-        Guess(3, bucket(1, Agreement.MOSTLY, 0)),
-        Guess(4, bucket(1, Agreement.MOSTLY, 1)),
-        Guess(2, bucket(1, Agreement.MOSTLY, 2)),
+        Candidate(3, bucket(1, Agreement.MOSTLY, 0)),
+        Candidate(4, bucket(1, Agreement.MOSTLY, 1)),
+        Candidate(2, bucket(1, Agreement.MOSTLY, 2)),
     ]
-    assert with_history(tmp_path / "b", [5, 6], [5, 6]).guesses((5,)) == [Guess(6, bucket(1, Agreement.ALWAYS, 0))]
+    assert with_history(tmp_path / "b", [5, 6], [5, 6]).guesses((5,)) == [Candidate(6, bucket(1, Agreement.ALWAYS, 0))]
 
 
 def test_a_sequence_does_not_run_into_the_next(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_tokens_outside_the_vocabulary_are_not_guessed(tmp_path: Path) -> None:
 def test_the_state_is_the_end_of_the_text(text: list[int]) -> None:
     with TemporaryDirectory() as place:
         store = HistoryStore(Path(place), LEAST, unexpected)
-        whole, grown = HistoryPredictor(store, 10), HistoryPredictor(store, 10)
+        whole, grown = HistoryDrafter(store, 10), HistoryDrafter(store, 10)
         whole.follow(text)
         for token in text:
             ahead = grown.after(grown.state(), token)

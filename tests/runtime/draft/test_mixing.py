@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.draft.mixing import Mixer
-from edgerun.runtime.draft.tree import Source
+from edgerun.runtime.speculation.mixing import Mixer
+from edgerun.runtime.speculation.tree import Source
 
 A, B, C = Source.SUFFIX, Source.NGRAM, Source.RECYCLED
 PRIORS = {A: (0.1, 0.5, 0.9), B: (0.3, 0.6), C: (0.05,)}

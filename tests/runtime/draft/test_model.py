@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.model import DraftModel, Likely
-from edgerun.runtime.facts import Facts
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.step_cost import StepCost
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.metadata import ModelMetadata
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.speculation.drafters.draft_model import DraftModel, Likely
+from edgerun.runtime.speculation.pass_cost import PassCost
 from tiny import write_bundle
 
 VOCABULARY = 300
@@ -83,11 +83,11 @@ def keep_tokens(model, *weights: str) -> None:
 
 
 def session(graph: Path, input_vocab: int | None = None) -> GraphSession:
-    return GraphSession(graph, SessionConfig(choose_device("cpu"), 1), Facts(input_vocab=input_vocab))
+    return GraphSession(graph, SessionConfig(choose_device("cpu"), 1), ModelMetadata(input_vocab=input_vocab))
 
 
 def draft(graph: GraphSession, limit: int = LIMIT, target_vocab: int = VOCABULARY, target_ids=None) -> DraftModel:
-    cost = StepCost({0: {1: 0.001, 2: 0.0015, 4: 0.002}})
+    cost = PassCost({0: {1: 0.001, 2: 0.0015, 4: 0.002}})
     return DraftModel(graph.bind(graph.arena(limit)), cost, target_vocab, target_ids)
 
 

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.model import DraftModel
-from edgerun.runtime.draft.model_predictor import ModelPredictor
-from edgerun.runtime.draft.tree import Source
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.step_cost import StepCost
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.speculation.drafters.draft_model import DraftModel
+from edgerun.runtime.speculation.drafters.model import ModelDrafter
+from edgerun.runtime.speculation.pass_cost import PassCost
+from edgerun.runtime.speculation.tree import Source
 
 
 @pytest.fixture
-def predictor(tiny_bundle: Path) -> ModelPredictor:
+def predictor(tiny_bundle: Path) -> ModelDrafter:
     graph = GraphSession(tiny_bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
-    return ModelPredictor(DraftModel(graph.bind(graph.arena(64)), StepCost({0: {1: 0.001, 2: 0.0015}}), 300))
+    return ModelDrafter(DraftModel(graph.bind(graph.arena(64)), PassCost({0: {1: 0.001, 2: 0.0015}}), 300))
 
 
-def test_guesses_are_the_models_and_their_buckets_tell_how_likely(predictor: ModelPredictor) -> None:
+def test_guesses_are_the_models_and_their_buckets_tell_how_likely(predictor: ModelDrafter) -> None:
     assert predictor.source is Source.MODEL
     half = len(predictor.prior) // 2
     for text in ([20, 21], [30, 40, 50], [7], [200, 100]):
@@ -36,14 +36,14 @@ def test_guesses_are_the_models_and_their_buckets_tell_how_likely(predictor: Mod
                 assert predictor.prior[guess.bucket % half] == pytest.approx(p, abs=0.051)
 
 
-def test_priors_are_probabilities_that_rise_with_the_class(predictor: ModelPredictor) -> None:
+def test_priors_are_probabilities_that_rise_with_the_class(predictor: ModelDrafter) -> None:
     half = len(predictor.prior) // 2
     assert all(0 < share < 1 for share in predictor.prior)
     for part in (predictor.prior[:half], predictor.prior[half:]):
         assert list(part) == sorted(part)
 
 
-def test_asking_costs_until_the_answer_is_known(predictor: ModelPredictor) -> None:
+def test_asking_costs_until_the_answer_is_known(predictor: ModelDrafter) -> None:
     predictor.follow([20, 21])
     state = predictor.after(predictor.state(), 5)
     assert predictor.seconds(state) == predictor.model.cost.seconds(3, 0)
@@ -55,7 +55,7 @@ def test_asking_costs_until_the_answer_is_known(predictor: ModelPredictor) -> No
     assert predictor.seconds(predictor.state()) == 0
 
 
-def test_a_cold_model_is_surer_of_its_first_guess(predictor: ModelPredictor) -> None:
+def test_a_cold_model_is_surer_of_its_first_guess(predictor: ModelDrafter) -> None:
     predictor.follow([30, 40, 50])
     warm = predictor.guesses(())
     predictor.temperature = 0.2

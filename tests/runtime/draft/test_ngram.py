@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.draft import ngram_counts
-from edgerun.runtime.draft.ngram import GUESSES, NgramPredictor
-from edgerun.runtime.draft.ngram_table import SMALLEST, NgramTable, write_table
-from edgerun.runtime.draft.predictor import Predictor
-from edgerun.runtime.draft.tree import Source
+from edgerun.runtime.speculation.drafters import ngram_counts
+from edgerun.runtime.speculation.drafters.interface import Drafter
+from edgerun.runtime.speculation.drafters.ngram import GUESSES, NgramDrafter
+from edgerun.runtime.speculation.drafters.ngram_table import SMALLEST, NgramTable, write_table
+from edgerun.runtime.speculation.tree import Source
 
 VOCABULARY = 12
 KEY = "a tokenizer"
@@ -134,7 +134,7 @@ def test_a_smaller_table_keeps_what_is_worth_most() -> None:
     once = [chance.randrange(VOCABULARY) for _ in range(300)]
     table = table_of([often, once], SMALLEST + 200)
     assert len(table) > 10
-    predictor = NgramPredictor(table)
+    predictor = NgramDrafter(table)
     for place in range(1, 6):
         predictor.follow(often[:place])
         assert predictor.guesses(predictor.state())[0].token == often[place]
@@ -164,7 +164,7 @@ def test_too_few_bytes_and_bad_tokens_are_refused(tmp_path: Path) -> None:
 def test_no_text_makes_a_table_without_guesses(sequences: list[list[int]]) -> None:
     table = table_of(sequences)
     assert len(table) == 0
-    predictor = NgramPredictor(table)
+    predictor = NgramDrafter(table)
     for text in ([], [3], [3, 4, 5, 6, 7]):
         predictor.follow(text)
         assert predictor.guesses(predictor.state()) == []
@@ -178,7 +178,7 @@ def test_contexts_do_not_reach_from_one_sequence_into_the_next() -> None:
 @settings(max_examples=100)
 @given(small_texts, st.lists(st.integers(0, VOCABULARY - 1), max_size=8))
 def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) -> None:
-    predictor: Predictor = NgramPredictor(table_of(sequences))
+    predictor: Drafter = NgramDrafter(table_of(sequences))
     assert predictor.source is Source.NGRAM
     assert all(0 < share < 1 for share in predictor.prior)
     predictor.follow(text)
@@ -188,7 +188,7 @@ def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) 
     assert all(0 <= guess.bucket < len(predictor.prior) for guess in guesses)
     assert all(0 <= guess.token < VOCABULARY for guess in guesses)
     # Appended, followed or reached from a state: the same place.
-    grown: Predictor = NgramPredictor(table_of(sequences))
+    grown: Drafter = NgramDrafter(table_of(sequences))
     state = grown.state()
     for token in text:
         state = grown.after(state, token)
@@ -199,7 +199,7 @@ def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) 
 
 
 def test_a_longer_context_decides() -> None:
-    predictor = NgramPredictor(table_of([[1, 2, 3], [4, 2, 5]] * 5))
+    predictor = NgramDrafter(table_of([[1, 2, 3], [4, 2, 5]] * 5))
     predictor.follow([1, 2])
     assert [guess.token for guess in predictor.guesses(predictor.state())] == [3, 5]
     predictor.follow([4, 2])

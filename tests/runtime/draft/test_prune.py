@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.draft.prune import LEAST_ADVANTAGE, Pruned, best_rows, prune
-from edgerun.runtime.draft.tree import Source, Tree
+from edgerun.runtime.speculation.pruning import LEAST_ADVANTAGE, Pruned, best_rows, prune
+from edgerun.runtime.speculation.tree import Source, Tree
 
 EIGHTHS = st.integers(1, 8).map(lambda eighths: eighths / 8)
 CURVES = st.lists(st.sampled_from([0.0, 0.03125, 0.125, 0.25, 1.0]), min_size=1, max_size=8).map(

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.draft.recycle import RecyclePredictor
+from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 
 KEPT = 3
 
 
-def guessed(predictor: RecyclePredictor, token: int) -> list[int]:
+def guessed(predictor: RecyclingDrafter, token: int) -> list[int]:
     return [guess.token for guess in predictor.guesses(token)]
 
 
@@ -29,7 +29,7 @@ def ranked(logits: np.ndarray) -> list[int]:
 @settings(max_examples=150)
 def test_the_highest_places_are_kept_ties_by_the_lowest_id(seed: int, size: int, values: int) -> None:
     logits = np.random.default_rng(seed).integers(0, values, size).astype(np.float32)
-    predictor = RecyclePredictor(size)
+    predictor = RecyclingDrafter(size)
     predictor.learn(0, logits)
     assert guessed(predictor, 0) == ranked(logits)
 
@@ -38,7 +38,7 @@ def test_the_highest_places_are_kept_ties_by_the_lowest_id(seed: int, size: int,
 @settings(max_examples=40)
 def test_logits_without_ties_are_ranked_as_by_sorting(seed: int, size: int) -> None:
     logits = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
-    predictor = RecyclePredictor(size)
+    predictor = RecyclingDrafter(size)
     predictor.learn(size - 1, logits)
     assert guessed(predictor, size - 1) == np.argsort(-logits, kind="stable")[:KEPT].tolist()
 
@@ -50,7 +50,7 @@ def test_logits_that_are_no_numbers_do_no_harm(wild: float, size: int, share: fl
     random = np.random.default_rng(1)
     logits = random.standard_normal(size).astype(np.float32)
     logits[random.random(size) < share] = wild
-    predictor = RecyclePredictor(size)
+    predictor = RecyclingDrafter(size)
     predictor.learn(0, logits)
     for guess in predictor.guesses(0):
         assert 0 <= guess.token < size
@@ -58,7 +58,7 @@ def test_logits_that_are_no_numbers_do_no_harm(wild: float, size: int, share: fl
 
 
 def test_tokens_never_seen_have_no_guesses() -> None:
-    predictor = RecyclePredictor(300)
+    predictor = RecyclingDrafter(300)
     assert predictor.guesses(predictor.state()) == ()
     predictor.follow([])
     assert predictor.guesses(predictor.state()) == ()
@@ -81,20 +81,20 @@ def test_tokens_never_seen_have_no_guesses() -> None:
 def test_a_guess_is_of_the_class_of_its_distance(first: float, second: float, classes: tuple[int, ...]) -> None:
     logits = np.full(300, -50, np.float32)
     logits[[7, 3, 9]] = 0, -first, -second
-    predictor = RecyclePredictor(300)
+    predictor = RecyclingDrafter(300)
     predictor.learn(1, logits)
     assert sorted(guess.bucket for guess in predictor.guesses(1)) == sorted(classes)
     assert len(predictor.prior) == 10
 
 
-def filled(vocab_size: int = 40, tokens: int = 9) -> RecyclePredictor:
-    predictor, random = RecyclePredictor(vocab_size), np.random.default_rng(2)
+def filled(vocab_size: int = 40, tokens: int = 9) -> RecyclingDrafter:
+    predictor, random = RecyclingDrafter(vocab_size), np.random.default_rng(2)
     for token in random.permutation(vocab_size)[:tokens].tolist():
         predictor.learn(token, random.standard_normal(vocab_size).astype(np.float32) * 3)
     return predictor
 
 
-def everything(predictor: RecyclePredictor, vocab_size: int = 40) -> list[list[tuple[int, int]]]:
+def everything(predictor: RecyclingDrafter, vocab_size: int = 40) -> list[list[tuple[int, int]]]:
     return [[tuple(guess) for guess in predictor.guesses(token)] for token in range(vocab_size)]
 
 
@@ -104,7 +104,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert predictor.changed
     predictor.save(path)
     assert not predictor.changed
-    other = RecyclePredictor(40)
+    other = RecyclingDrafter(40)
     assert other.load(path)
     assert everything(other) == everything(predictor)
     assert not other.changed
@@ -112,17 +112,17 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_loading_adds_to_what_was_learned_here(tmp_path: Path) -> None:
-    predictor = RecyclePredictor(40)
+    predictor = RecyclingDrafter(40)
     predictor.learn(3, np.arange(40, dtype=np.float32))
     predictor.save(tmp_path / "a")
-    other = RecyclePredictor(40)
+    other = RecyclingDrafter(40)
     other.learn(4, np.arange(40, dtype=np.float32))
     assert other.load(tmp_path / "a")
     assert guessed(other, 3) == guessed(other, 4) == [39, 38, 37]
 
 
 def test_an_empty_table_is_saved_and_says_nothing(tmp_path: Path) -> None:
-    RecyclePredictor(40).save(tmp_path / "a")
+    RecyclingDrafter(40).save(tmp_path / "a")
     other = filled()
     before = everything(other)
     other.load(tmp_path / "a")
@@ -130,19 +130,19 @@ def test_an_empty_table_is_saved_and_says_nothing(tmp_path: Path) -> None:
 
 
 def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    large = RecyclePredictor(60)
+    large = RecyclingDrafter(60)
     large.learn(59, np.arange(60, dtype=np.float32))
     large.save(tmp_path / "large")
     # Also one whose tokens would all fit: it is another model's.
     filled().save(tmp_path / "small")
     for size, name in ((40, "large"), (60, "small"), (20, "small")):
-        predictor = RecyclePredictor(size)
+        predictor = RecyclingDrafter(size)
         assert not predictor.load(tmp_path / name)
         assert everything(predictor, size) == [[]] * size
 
 
 def test_missing_files_folders_and_other_files_are_refused(tmp_path: Path) -> None:
-    predictor = RecyclePredictor(40)
+    predictor = RecyclingDrafter(40)
     np.save(tmp_path / "array.npy", np.arange(4))
     np.savez(tmp_path / "arrays.npz", seen=np.arange(4))
     (tmp_path / "empty").touch()
@@ -182,7 +182,7 @@ def test_a_table_that_fits_badly_is_refused_though_its_checksum_is_right(
     saved: bytes, tmp_path: Path, at: int, numbers: list[int], good: bool
 ) -> None:
     (tmp_path / "table").write_bytes(sealed(saved, at, numbers))
-    predictor = RecyclePredictor(40)
+    predictor = RecyclingDrafter(40)
     assert predictor.load(tmp_path / "table") is good
     assert good or everything(predictor) == [[]] * 40
 
@@ -205,7 +205,7 @@ def test_a_damaged_file_never_harms(saved: bytes, tmp_path: Path, data: st.DataO
         del damaged[data.draw(st.integers(0, len(damaged))) :]
     path = tmp_path / "damaged"
     path.write_bytes(damaged)
-    predictor = RecyclePredictor(40)
+    predictor = RecyclingDrafter(40)
     loaded = predictor.load(path)
     guesses = everything(predictor)
     assert all(0 <= token < 40 and 0 <= bucket < 10 for row in guesses for token, bucket in row)
@@ -217,7 +217,7 @@ def test_a_single_flipped_bit_anywhere_is_noticed(saved: bytes, tmp_path: Path) 
         damaged = bytearray(saved)
         damaged[at] ^= 1 << at % 8
         (tmp_path / "damaged").write_bytes(damaged)
-        assert not RecyclePredictor(40).load(tmp_path / "damaged")
+        assert not RecyclingDrafter(40).load(tmp_path / "damaged")
 
 
 def test_saving_to_a_place_that_does_not_exist_says_so(tmp_path: Path) -> None:

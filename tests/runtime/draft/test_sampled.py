@@ -9,18 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgerun.runtime.bound import BoundSession
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.grow import Prices
-from edgerun.runtime.draft.model import DraftModel
-from edgerun.runtime.draft.sampled import DrawnWorth, SampledDrafter
-from edgerun.runtime.draft.tree import Source
-from edgerun.runtime.law import Law
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.distribution import Distribution
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.session import GraphSession, SessionConfig
-from edgerun.runtime.step_cost import StepCost
-from edgerun.runtime.verify import Verdict
-from edgerun.runtime.verify_sampled import draw_children, verify_block, verify_recursive
+from edgerun.runtime.speculation.drafters.draft_model import DraftModel
+from edgerun.runtime.speculation.drafters.sampled import DrawnWorth, SampledDrafter
+from edgerun.runtime.speculation.growth import Prices
+from edgerun.runtime.speculation.pass_cost import PassCost
+from edgerun.runtime.speculation.sampled_verification import draw_children, verify_block, verify_recursive
+from edgerun.runtime.speculation.tree import Source
+from edgerun.runtime.speculation.verification import VerifyResult
 from tiny import write_bundle
 
 V = 16
@@ -47,10 +47,10 @@ def model(graphs: tuple[GraphSession, GraphSession]) -> DraftModel:
 
 def model_of(graph: GraphSession, target_vocab: int = V, target_ids=None) -> DraftModel:
     bound = graph.bind(graph.arena(64))
-    return DraftModel(bound, StepCost({0: {1: 0.001, 2: 0.0015}}), target_vocab, target_ids)
+    return DraftModel(bound, PassCost({0: {1: 0.001, 2: 0.0015}}), target_vocab, target_ids)
 
 
-def plain_law(graph: GraphSession, text: list[int], params: SamplingParams, head: int = V) -> Law:
+def plain_law(graph: GraphSession, text: list[int], params: SamplingParams, head: int = V) -> Distribution:
     bound = graph.bind(graph.arena(64))
     sampler = Sampler(params, head)
     sampler.observe(text)
@@ -142,7 +142,7 @@ def test_laws_of_a_head_with_other_ids_are_in_the_targets(
 
 def test_what_was_taken_is_learned() -> None:
     worth = DrawnWorth()
-    sure, unsure = Law(np.arange(2), np.array([0.95, 0.05])), Law(np.arange(4), np.full(4, 0.25))
+    sure, unsure = Distribution(np.arange(2), np.array([0.95, 0.05])), Distribution(np.arange(4), np.full(4, 0.25))
     assert worth.share(sure, 0) > worth.share(unsure, 0) > worth.share(unsure, 1)
     before = [worth.share(sure, 0), worth.share(unsure, 1), worth.mean]
     for _ in range(300):
@@ -161,10 +161,10 @@ def test_only_guesses_that_were_tried_count(model: DraftModel) -> None:
     first, second, third = (drafter.worth.share(draft.laws[0], rank) for rank in range(3))
     assert (draft.tree.parents == 0).sum() >= 3
     assert second == third
-    drafter.learn(draft, Verdict((0, 1), 2))
+    drafter.learn(draft, VerifyResult((0, 1), 2))
     assert drafter.worth.share(draft.laws[0], 0) > first
     assert drafter.worth.share(draft.laws[0], 1) == second
-    drafter.learn(draft, Verdict((0,), 2))
+    drafter.learn(draft, VerifyResult((0,), 2))
     assert drafter.worth.share(draft.laws[0], 1) < second
 
 

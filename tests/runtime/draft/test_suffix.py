@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.draft.evidence import EARLIER_TEXTS, WITHIN_TEXT, Agreement, bucket
-from edgerun.runtime.draft.predictor import Guess, Predictor
-from edgerun.runtime.draft.suffix import SuffixPredictor
+from edgerun.runtime.speculation.drafters.evidence import EARLIER_TEXTS, WITHIN_TEXT, Agreement, bucket
+from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
+from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 
 EVERY_END = 1 << 20
 TEXTS = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size - 1), max_size=60))
 TOKENS = st.integers(0, 4)
 
 
-def predictor(text: list[int], reach: int = EVERY_END) -> SuffixPredictor:
-    made = SuffixPredictor(reach)
+def predictor(text: list[int], reach: int = EVERY_END) -> SuffixDrafter:
+    made = SuffixDrafter(reach)
     made.follow(text)
     return made
 
@@ -42,9 +42,9 @@ def longest_known_end(text: list[int], pattern: list[int]) -> list[int]:
     return next(pattern[at:] for at in range(len(pattern) + 1) if occurs(text, pattern[at:]))
 
 
-def scanned(text: list[int], match: list[int]) -> list[Guess]:
+def scanned(text: list[int], match: list[int]) -> list[Candidate]:
     """The guesses after a match, by looking at every occurrence of each of its ends."""
-    found: dict[int, Guess] = {}
+    found: dict[int, Candidate] = {}
     for at in range(len(match)):
         after = followers(text, match[at:])
         if not after:
@@ -56,7 +56,7 @@ def scanned(text: list[int], match: list[int]) -> list[Guess]:
             agreement = Agreement.MOSTLY if 2 * counts[after[-1]] > len(after) else Agreement.SPLIT
         for token in dict.fromkeys(reversed(after)):
             if token not in found and len(found) < 3:
-                found[token] = Guess(token, bucket(len(match) - at, agreement, len(found)))
+                found[token] = Candidate(token, bucket(len(match) - at, agreement, len(found)))
     return list(found.values())
 
 
@@ -100,7 +100,7 @@ def test_a_state_stays_good_while_the_text_grows(text: list[int], more: list[int
 
 @given(st.lists(st.tuples(st.integers(0, 60), TEXTS), max_size=6))
 def test_following_another_text_is_starting_with_it(changes: list[tuple[int, list[int]]]) -> None:
-    made, text = SuffixPredictor(), list[int]()
+    made, text = SuffixDrafter(), list[int]()
     for kept, tail in changes:
         text = [*text[:kept], *tail]
         made.follow(text)
@@ -131,15 +131,15 @@ def test_a_short_reach_still_guesses_tokens_that_followed_the_match(
 
 @pytest.mark.parametrize("text", [[], [7], [7, 8, 9]])
 def test_a_text_without_repetition_has_no_guesses(text: list[int]) -> None:
-    made: Predictor = predictor(text)
+    made: Drafter = predictor(text)
     assert made.guesses(made.state()) == []
 
 
 def test_a_text_does_not_repeat_itself() -> None:
     made = predictor([1, 2, 3, 9, 1, 2, 3])
-    assert made.guesses(made.state()) == [Guess(9, bucket(3, Agreement.ONCE, 0))]
+    assert made.guesses(made.state()) == [Candidate(9, bucket(3, Agreement.ONCE, 0))]
     made = predictor([5, 5])
-    assert made.guesses(made.state()) == [Guess(5, bucket(1, Agreement.ONCE, 0))]
+    assert made.guesses(made.state()) == [Candidate(5, bucket(1, Agreement.ONCE, 0))]
 
 
 @pytest.mark.parametrize("text", [[0] * 4000, [0, 1] * 2000, list(range(4000)), [n * n % 61 for n in range(4000)]])

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.device import choose_device
-from edgerun.runtime.draft.tree import Source, Tree, merge
-from edgerun.runtime.session import GraphSession, SessionConfig
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.speculation.tree import Source, Tree, merge
 
 VOCABULARY = 300
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.draft.worth import DraftWorth
+from edgerun.runtime.speculation.draft_value import DraftWorth
 
 SHARES = st.floats(0, 1)
 

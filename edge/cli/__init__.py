@@ -1,0 +1,1 @@
+"""The `edge-run` command: one module a subcommand."""

@@ -1,0 +1,189 @@
+"""`edge-run inspect MODEL`: what a model is."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ...models.bundle import Bundle
+from ...models.manifest import WeightFormat
+from ...models.pairing import find_draft
+from ...runtime.engine import Engine, load
+from ...runtime.graph.graph_io import CacheMode, GraphIO
+from ...runtime.graph.session import SessionConfig
+from ...runtime.measure.exactness import kept_certificate
+from ...runtime.measure.pass_cost_store import cached
+from ..terminal.plan_table import plan_table
+from .tune import context_label, describe_cost
+from .verify import verdict
+
+_FLOAT_BITS: Final = 16
+"""From here on weights are numbers and not codes."""
+
+
+def inspect(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="An .onnx file, a model folder, or org/name on the hub.", show_default="the bundled model"),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="tokenizer.json, or a folder with one.", show_default="the one beside the model"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
+) -> None:
+    """Show a model's architecture, weights, files and how near it is to its checkpoint.
+
+    Example: edge-run inspect my-model
+    """
+    with load(model, tokenizer=tokenizer) as engine:
+        facts = describe(engine)
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if name != "plan":  # has a table of its own
+            table.add_row(name.replace("_", " "), _SHOWN.get(name, _shown)(value))
+    console = Console(highlight=False)
+    console.print(table)
+    manifest = engine.bundle.manifest
+    if manifest is not None and (plan := plan_table(manifest.weights)).row_count:
+        console.print(plan)
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """The facts about a loaded model, as plain values."""
+    spec, manifest = engine.spec, engine.bundle.manifest
+    facts: dict[str, Any] = {"model": str(engine.bundle.folder), "graph": engine.bundle.graph.name}
+    if manifest is not None:
+        architecture = manifest.architecture
+        facts |= {
+            "family": architecture.family,
+            "hidden_size": architecture.hidden_size,
+            "intermediate_size": architecture.intermediate_size,
+            "attention_heads": architecture.heads,
+            "tied_head": architecture.tied_head,
+        }
+    facts |= {
+        "layers": spec.layers,
+        "cache": _cache(spec),
+        "vocabulary": spec.vocab_size,
+        "context": engine.context,
+        "cache_bytes_per_token": spec.row_bytes,
+        "token_trees": spec.trees,
+        "chat_template": engine.template is not None,
+        "end_tokens": sorted(engine.tokenizer.eos),
+    }
+    if manifest is not None:
+        facts |= {
+            "weights": dict(Counter(str(form) for form in manifest.weights.values())),
+            "methods": dict(Counter(_method(form) for form in manifest.weights.values() if form.bits < _FLOAT_BITS)),
+            "embedding_weights": str(manifest.weights.get("embedding", manifest.weights["head"])),
+            "head_weights": str(manifest.weights["head"]),
+            "bits_per_weight": round(manifest.bits_per_weight, 3),
+            "plan": {name: _stored_as(form) for name, form in manifest.weights.items()},
+            "calibration": None if manifest.calibration is None else asdict(manifest.calibration),
+            "quality": dict(manifest.quality),
+            "parity": dict(manifest.parity),
+            "files": {name: digest.bytes for name, digest in manifest.files.items()},
+            "made_by": manifest.command or manifest.producer,
+        }
+    facts["draft"] = _draft(engine.bundle)
+    cost = cached(engine.bundle, SessionConfig(engine.device))
+    facts["pass_costs"] = None if cost is None else describe_cost(cost)
+    certificate = kept_certificate(engine.bundle, SessionConfig(engine.device))
+    facts["exactness"] = None if certificate is None else {"verdict": verdict(certificate), **certificate.to_json()}
+    return facts
+
+
+def _draft(bundle: Bundle) -> dict[str, Any] | None:
+    """What the draft is that the model names."""
+    pair = find_draft(bundle)
+    if pair is None:
+        return None
+    facts: dict[str, Any] = {"name": pair.name}
+    if not pair.own:
+        facts["bytes"] = pair.draft.weight_bytes
+    elif bundle.manifest is not None and bundle.manifest.draft is not None:
+        facts["without"] = ", ".join(bundle.manifest.draft.skips)
+    if pair.draft.manifest is not None:
+        facts["weights"] = dict(Counter(str(form) for form in pair.draft.manifest.weights.values()))
+    if pair.target_ids is not None:
+        facts["head_tokens"] = pair.target_ids.size
+    return facts
+
+
+def _method(form: WeightFormat) -> str:
+    """How codes were chosen, or that nothing says it: they came with the model, or an older edge-run rounded them."""
+    return "not recorded" if form.method is None else form.method.value
+
+
+def _stored_as(form: WeightFormat) -> dict[str, Any]:
+    """A format in plain values."""
+    values = {**asdict(form), "method": None if form.method is None else form.method.value}
+    return {"format": str(form), **{name: value for name, value in values.items() if value}}
+
+
+def _cache(spec: GraphIO) -> str:
+    """Type and shape of the cache's tensors, and how the graph hands it back."""
+    forms = [
+        f"{form.dtype} [{', '.join('rows' if at == form.axis else str(size) for at, size in enumerate(form.shape))}]"
+        for form in dict.fromkeys(spec.forms)
+    ]
+    return f"{', '.join(forms)}, {'in place' if spec.sharing is CacheMode.IN_PLACE else 'growing'}"
+
+
+def _pass_costs(described: list[dict[str, Any]] | None) -> str:
+    """Milliseconds of passes by their rows, a line for each context."""
+    if described is None:
+        return "not measured yet; edge-run tune measures them"
+    lines = []
+    for entry in described:
+        times = ", ".join(f"{rows}: {ms:.3g}" for rows, ms in zip(entry["rows"], entry["milliseconds"], strict=True))
+        lines.append(f"{context_label(entry['up_to_context'])}: milliseconds by rows {times}")
+    return "\n".join(lines)
+
+
+def _calibration(described: Mapping[str, Any] | None) -> str:
+    """Where the text came from, and how much of it there was."""
+    if described is None:
+        return "none"
+    folded = ", input scales folded" if described["folded"] else ""
+    return f"{described['origin']}: {described['tokens']} tokens, {described['held_out_tokens']} held out{folded}"
+
+
+def _exactness(described: Mapping[str, Any] | None) -> str:
+    """The verdict alone."""
+    return "not checked yet; edge-run verify does it" if described is None else str(described["verdict"])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(part)}" for key, part in value.items()) or "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value in (None, "") else str(value)
+
+
+_SHOWN: Final[Mapping[str, Callable[[Any], str]]] = {
+    "calibration": _calibration,
+    "pass_costs": _pass_costs,
+    "exactness": _exactness,
+}
+"""Facts that are not shown as they are."""

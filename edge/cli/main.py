@@ -1,0 +1,125 @@
+"""The `edge-run` command: which subcommand is meant, and how errors and interrupts end it."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Final
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+from ...errors import EdgeError
+from ...version import __version__
+from ..terminal.output import write_error
+from .bench import bench
+from .devices import devices
+from .export import export
+from .inspect import inspect
+from .models import models
+from .pull import pull
+from .run import run
+from .tune import tune
+from .verify import verify
+
+_DEFAULT_COMMAND: Final = "run"
+_GLOBAL_OPTIONS: Final = ("-h", "--help", "--version")
+_HELP: Final = """
+Run language models on this machine: private, fast, no server.
+
+edge-run [MODEL] chats, or with -p TEXT answers once. MODEL is an .onnx file, a model folder, or a model on the Hugging
+Face Hub (org/name); without one, the bundled model turns English requests into shell commands.
+
+Examples:
+
+    edge-run -p "find files larger than 100 MB"
+
+    edge-run my-model
+
+    edge-run onnx-community/Qwen2.5-0.5B-Instruct
+
+    edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4
+
+All options of a run: edge-run run --help
+"""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"edge-run {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="edge-run",
+    help=_HELP,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+app.command(name="run")(run)
+app.command(name="export")(export)
+app.command(name="inspect")(inspect)
+app.command(name="devices")(devices)
+app.command(name="bench")(bench)
+app.command(name="tune")(tune)
+app.command(name="verify")(verify)
+app.command(name="pull")(pull)
+app.command(name="models")(models)
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0 done, 1 failed, 2 bad usage or bad input, 130 interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:
+        return _fail("standard output is closed; give it a file or a terminal", 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Models write any character, whatever a pipe's encoding is by default.
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    command = typer.main.get_command(app)
+    names = {info.name for info in app.registered_commands}
+    if not given or (given[0] not in names and given[0] not in _GLOBAL_OPTIONS):
+        given.insert(0, _DEFAULT_COMMAND)
+    try:
+        result = command(given, prog_name="edge-run", standalone_mode=False)
+    except EdgeError as error:
+        if "--debug" in given:
+            traceback.print_exc()
+        return _fail(str(error), error.exit_code)
+    except TyperException as error:
+        help_command = "edge-run --help" if given[0] in _GLOBAL_OPTIONS else f"edge-run {given[0]} --help"
+        return _fail(f"{error.format_message().rstrip('.')}; see {help_command}", 2)
+    except (KeyboardInterrupt, Abort):
+        return 130
+    except OSError as error:
+        if "--debug" in given:
+            traceback.print_exc()
+        _discard_output()
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}; check the path and the disk", 1)
+    return result if isinstance(result, int) else 0
+
+
+def _discard_output() -> None:
+    """What is still buffered for a standard output that refused it would be refused again, loudly, at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, code: int) -> int:
+    """One line on stderr, whatever the message holds."""
+    write_error(f"edge-run: error: {' '.join(message.split())}")
+    return code

@@ -1,0 +1,118 @@
+"""`edge-run models`: which models are on this machine, and how they go."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ...errors import InputError
+from ...models.find import BUNDLED_MODEL, bundled_folder
+from ...models.hub.local_store import Downloaded, Store, in_bytes, models_root, stores
+from ...models.hub.model_id import HubId, parse_hub_id
+
+_COMMIT_SHOWN = 10
+
+
+def models(
+    remove: Annotated[
+        str | None, typer.Option(metavar="ID", help="Remove a downloaded model, or one variant or commit of it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
+) -> None:
+    """List the models that came with edge-run or from the Hugging Face Hub, or remove one.
+
+    Example: edge-run models --remove onnx-community/Qwen2.5-0.5B-Instruct:q4
+    """
+    if remove is not None:
+        _remove(parse_hub_id(remove), as_json=as_json)
+        return
+    facts = describe()
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("model", "commit", "size", "last used"):
+        table.add_column(name, justify="right" if name == "size" else "left", overflow="fold")
+    for model in facts["models"]:
+        table.add_row(*_shown(model))
+    Console(highlight=False).print(table)
+    if not any(model["commit"] for model in facts["models"]):
+        typer.echo("none downloaded yet; for example: edge-run pull onnx-community/Qwen2.5-0.5B-Instruct")
+
+
+def describe() -> dict[str, Any]:
+    """The models on this machine as plain values."""
+    found: list[dict[str, Any]] = []
+    if (bundled := bundled_folder()).is_dir():
+        size = sum(path.stat().st_size for path in bundled.rglob("*") if path.is_file())
+        found.append(_entry(BUNDLED_MODEL, "", "", size, None, str(bundled)))
+    for store in stores():
+        for model in store.all_downloaded():
+            used = datetime.fromtimestamp(model.last_used).astimezone().isoformat(timespec="seconds")
+            found.append(_entry(model.repo, model.variant, model.commit, model.bytes, used, str(model.folder)))
+        if unfinished := store.unfinished_bytes():
+            found.append({**_entry(store.repo, "", "", unfinished, None, str(store.folder)), "unfinished": True})
+    return {"folder": str(models_root()), "models": found}
+
+
+def _entry(repo: str, variant: str, commit: str, size: int, last_used: str | None, path: str) -> dict[str, Any]:
+    return {
+        "id": repo,
+        "variant": variant,
+        "commit": commit,
+        "bytes": size,
+        "last_used": last_used,
+        "path": path,
+        "unfinished": False,
+    }
+
+
+def _shown(model: dict[str, Any]) -> tuple[str, str, str, str]:
+    name = f"{model['id']}:{model['variant']}" if model["variant"] else str(model["id"])
+    if model["unfinished"]:
+        return name, "unfinished", in_bytes(model["bytes"]), ""
+    used = model["last_used"]
+    when = "" if used is None else str(used)[:16].replace("T", " ")
+    return name, model["commit"][:_COMMIT_SHOWN] or "bundled", in_bytes(model["bytes"]), when
+
+
+def _remove(named: HubId, *, as_json: bool) -> None:
+    """Remove what an id names.
+
+    Raises:
+        InputError: nothing of it is here.
+        HubError: the disk refused.
+    """
+    store = Store(named.repo)
+    here = store.all_downloaded()
+    whole = named.variant is None and named.revision is None
+    meant = [model for model in here if _is_meant(store, named, model)]
+    if not (meant or (whole and store.folder.is_dir())):
+        names = ", ".join(f"{model.id}@{model.commit[:_COMMIT_SHOWN]}" for model in here)
+        raise InputError(
+            f"{named} is not downloaded", f"here of it: {names}" if names else "edge-run models lists what is"
+        )
+    freed = store.remove(None if whole or len(meant) == len(here) else meant)
+    if as_json:
+        removed = [{"id": model.repo, "variant": model.variant, "commit": model.commit} for model in meant]
+        print(json.dumps({"removed": removed, "bytes": freed}, ensure_ascii=False))  # noqa: T201
+        return
+    for model in meant:
+        typer.echo(f"removed {model.id}, commit {model.commit[:_COMMIT_SHOWN]}")
+    typer.echo(f"{in_bytes(freed)} freed")
+
+
+def _is_meant(store: Store, named: HubId, model: Downloaded) -> bool:
+    if named.variant is not None and named.variant.lower() != model.variant.lower():
+        return False
+    if named.revision is None:
+        return True
+    return model.commit == store.commit_of(named.revision) or (
+        len(named.revision) >= 7 and model.commit.startswith(named.revision)
+    )

@@ -1,0 +1,1 @@
+"""What people see in a terminal: answers, tables, progress, the chat."""

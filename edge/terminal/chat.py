@@ -1,0 +1,153 @@
+"""A chat in the terminal: lines in, answers streamed, a few commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.markup import escape
+
+from ...errors import EdgeError
+from ...runtime.engine import Engine
+from ...runtime.options import GenerateOptions
+from ...runtime.result import Stats
+from .explain import show_rounds
+from .interrupt import cancelling_on_interrupt
+from .output import for_terminal, stats_line, write_out
+
+_PROMPT: Final = "> "
+_CONTINUED: Final = "\\"
+_HELP: Final = """\
+/help          show this
+/reset         forget the conversation
+/system TEXT   forget it and start with this system message; without TEXT, show the present one
+/stats         what the last answer cost
+/save PATH     put the conversation aside; go on later with --resume PATH
+/quit          leave (so does Ctrl-D)
+Ctrl-C stops an answer. A line that ends in \\ goes on in the next."""
+
+
+class TerminalChat:
+    """Reads lines and answers them until the user leaves."""
+
+    def __init__(
+        self, engine: Engine, options: GenerateOptions, *, system: str | None, resume: Path | None, show_stats: bool
+    ) -> None:
+        self._engine = engine
+        self._options = options
+        self._session = engine.session(system=system, resume=resume)
+        self._show_stats = show_stats
+        self._console = Console(stderr=True, highlight=False)
+        self._last: Stats | None = None
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/reset": self._reset,
+            "/system": self._system,
+            "/stats": self._stats,
+            "/save": self._save,
+        }
+
+    def run(self) -> int:
+        """Chat until `/quit` or the end of input; returns the exit code."""
+        _enable_line_editing()
+        name = escape(self._engine.bundle.folder.resolve().name)
+        self._console.print(f"[bold]{name}[/bold] on {self._engine.device}. /help for help, /quit to leave.")
+        if self._session.messages:
+            self._note(f"{len(self._session.messages)} messages in the conversation")
+        while True:
+            try:
+                line = self._read()
+            except EOFError:
+                self._console.print()
+                return 0
+            except KeyboardInterrupt:
+                self._console.print()
+                self._note("/quit or Ctrl-D leaves")
+                continue
+            if line.split(" ")[0] in ("/quit", "/exit"):
+                return 0
+            if line:
+                try:
+                    self._take(line)
+                except EdgeError as error:
+                    self._complain(str(error))
+
+    def _read(self) -> str:
+        line = input(_PROMPT)
+        while line.endswith(_CONTINUED):
+            line = line[: -len(_CONTINUED)] + "\n" + input("  ")
+        return line.strip()
+
+    def _take(self, line: str) -> None:
+        if not line.startswith("/"):
+            self._answer(line)
+            return
+        name, _, argument = line.partition(" ")
+        command = self._commands.get(name)
+        if command is None:
+            self._complain(f"no command {name}; /help lists them")
+        else:
+            command(argument.strip())
+
+    def _answer(self, text: str) -> None:
+        chunks = self._session.stream(text, self._options)
+        with closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
+            for chunk in chunks:
+                write_out(chunk.text)
+                if chunk.stats is not None:
+                    self._last = chunk.stats
+        write_out("\n")
+        if interrupted():
+            self._note("stopped")
+        if self._options.explain and self._last is not None:
+            show_rounds(self._last.rounds, self._engine.spec)
+        if self._show_stats:
+            self._stats("")
+
+    def _help(self, _argument: str) -> None:
+        self._console.print(escape(_HELP))
+
+    def _reset(self, _argument: str) -> None:
+        self._session.reset()
+        self._note("a new conversation")
+
+    def _system(self, argument: str) -> None:
+        if not argument:
+            self._note(f"system message: {for_terminal(self._session.system or 'none')}")
+            return
+        self._session = self._engine.session(system=argument)
+        self._note("a new conversation")
+
+    def _stats(self, _argument: str) -> None:
+        self._note(stats_line(self._last) if self._last else "nothing has been answered yet")
+
+    def _save(self, argument: str) -> None:
+        if not argument:
+            self._complain("/save needs a path")
+            return
+        path = Path(os.path.expanduser(argument))  # unlike Path.expanduser, leaves an unknown user's ~ as it is
+        try:
+            self._session.save(path)
+        except OSError as error:
+            self._complain(f"{path} cannot be written: {error.strerror or error}")
+        else:
+            self._note(f"saved; go on with --resume {path}")
+
+    def _note(self, text: str) -> None:
+        self._console.print(f"[dim]{escape(text)}[/dim]")
+
+    def _complain(self, text: str) -> None:
+        self._console.print(f"[red]{escape(text)}[/red]")
+
+
+def _enable_line_editing() -> None:
+    """Arrow keys and line history in `input`, where the platform has them; nothing is written to disk."""
+    if sys.platform != "win32":
+        import readline  # noqa: PLC0415  not on Windows
+
+        readline.set_history_length(1000)

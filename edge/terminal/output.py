@@ -1,0 +1,72 @@
+"""How answers and their statistics are shown to people and to programs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Any, Final
+
+from ...runtime.engine import Engine
+from ...runtime.result import Reply, Stats
+from ...runtime.speculation.choice import Speculation
+
+_CONTROLS: Final = {code: "\ufffd" for code in [*range(32), 127, *range(0x80, 0xA0)] if chr(code) not in "\n\t"}
+
+
+def for_terminal(text: str) -> str:
+    """Text a terminal can show safely: a model's control characters could otherwise steer it."""
+    return text.translate(_CONTROLS)
+
+
+def write_out(text: str) -> None:
+    """Put a piece of an answer on standard output at once; what goes to a terminal is made safe for it."""
+    sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def write_error(line: str) -> None:
+    """Put a line on standard error, if there is one."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr)  # noqa: T201
+
+
+def stats_line(stats: Stats, load_s: float | None = None) -> str:
+    """One line for `--stats` and `/stats`."""
+    parts = [
+        f"prompt {stats.prompt_tokens} tokens" + (f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""),
+        f"first token {stats.first_token_s * 1e3:.0f} ms",
+        f"{stats.completion_tokens} tokens at {stats.decode_tokens_per_second:.1f}/s",
+        f"{stats.tokens_per_pass:.2f} tokens a pass",
+    ]
+    if stats.drafted:
+        sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
+        parts.append(f"guesses accepted: {sources}")
+    if load_s is not None:
+        parts.append(f"loaded in {load_s * 1e3:.0f} ms")
+    return ", ".join(parts)
+
+
+def reply_json(reply: Reply, engine: Engine, speculation: Speculation, load_s: float) -> dict[str, Any]:
+    """The object `--json` prints (docs/user-guide.md names its fields)."""
+    stats = reply.stats
+    return {
+        "text": reply.text,
+        "finish_reason": reply.finish_reason.value,
+        "usage": {"prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.completion_tokens},
+        "timing": {
+            "load_ms": round(load_s * 1e3, 3),
+            "ttft_ms": round(stats.first_token_s * 1e3, 3),
+            "decode_tokens_per_second": round(stats.decode_tokens_per_second, 3),
+            "total_ms": round(stats.total_s * 1e3, 3),
+        },
+        "speculation": {
+            "mode": str(speculation),
+            "target_passes": stats.target_passes,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "tokens_per_pass": round(stats.tokens_per_pass, 3),
+            "by_source": {name: asdict(count) for name, count in stats.by_source.items()},
+        },
+        "model": str(engine.bundle.folder),
+        "device": str(engine.device),
+    }

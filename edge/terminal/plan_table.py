@@ -1,0 +1,72 @@
+"""The weight plan of a bundle as a table: a row for each run of layers that are stored alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rich.table import Table
+
+from ...models.manifest import WeightFormat
+
+_LAYER_UNIT: Final = re.compile(r"layers\.(\d+)\.(.+)")
+_PARTS: Final = ("qkv", "o", "router", "gate_up", "down")
+"""The units of a layer in the order of the graph; others come after them."""
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Neighbouring layers whose units have the same formats."""
+
+    first: int
+    last: int
+    units: Mapping[str, str]
+    """What is said of a unit, by its name within a layer."""
+
+    @property
+    def label(self) -> str:
+        """The layers in words."""
+        return f"layer {self.first}" if self.first == self.last else f"layers {self.first} to {self.last}"
+
+
+def layer_runs(weights: Mapping[str, WeightFormat]) -> list[LayerRun]:
+    """The layers of a plan in order, those that follow each other and are alike as one."""
+    spelled = _spelled(weights)
+    layers: dict[int, dict[str, str]] = {}
+    for name, text in spelled.items():
+        if found := _LAYER_UNIT.fullmatch(name):
+            layers.setdefault(int(found[1]), {})[found[2]] = text
+    runs: list[LayerRun] = []
+    for layer, units in sorted(layers.items()):
+        if runs and runs[-1].last == layer - 1 and runs[-1].units == units:
+            runs[-1] = LayerRun(runs[-1].first, layer, units)
+        else:
+            runs.append(LayerRun(layer, layer, units))
+    return runs
+
+
+def plan_table(weights: Mapping[str, WeightFormat]) -> Table:
+    """The layers of a plan for a terminal; methods are named where there are several."""
+    runs = layer_runs(weights)
+    parts = sorted({part for run in runs for part in run.units}, key=_place)
+    table = Table(title="weights by layer", title_justify="left", title_style="bold", min_width=len("weights by layer"))
+    for name in ("", *parts):
+        table.add_column(name, overflow="fold")
+    for run in runs:
+        table.add_row(run.label, *(run.units.get(part, "-") for part in parts))
+    return table
+
+
+def _place(part: str) -> tuple[int, str]:
+    return (_PARTS.index(part) if part in _PARTS else len(_PARTS), part)
+
+
+def _spelled(weights: Mapping[str, WeightFormat]) -> dict[str, str]:
+    """Format by unit in words, with its method where the layers have several."""
+    methods = {form.method for name, form in weights.items() if form.bits != 32 and _LAYER_UNIT.fullmatch(name)}
+    return {
+        name: f"{form} {form.method.value}" if form.method is not None and len(methods) > 1 else str(form)
+        for name, form in weights.items()
+    }

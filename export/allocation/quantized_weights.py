@@ -1,0 +1,168 @@
+"""Every unit in every format that a plan may give it, rounded once and kept on disk.
+
+A search looks at thousands of plans and a bundle is written from one of them: neither should round a matrix again. A
+folder holds a unit in a format, as the arrays that the operators take; it appears whole or not at all, so what an
+interrupted run has made is found by the next.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from threadpoolctl import ThreadpoolController
+
+from ...models.atomic import folder_written_atomically
+from ...models.manifest import WeightFormat
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.derived_source import DerivedSource
+from ..checkpoint.layout import Unit, units_of
+from ..checkpoint.prefetch import in_order
+from ..checkpoint.source import Coded, Factors, Float32Array, ModelSource, RowRange
+from ..quantization.codes import decoded
+from ..quantization.input_statistics import Aim, InputStatistics
+from ..quantization.low_rank_correction import factors_for
+from .format_candidates import EMBEDDING_UNIT, HEAD_UNIT
+
+
+class UnitStore:
+    """The units of a source in few bits, on disk."""
+
+    def __init__(
+        self, source: ModelSource, config: DecoderConfig, folder: Path, aims: Callable[[Unit], Aim] | None = None
+    ) -> None:
+        """Open a store, with what is in it.
+
+        Args:
+            source: what rounds the units; the same whenever the folder is used.
+            config: the model's numbers.
+            folder: of the store's files; made if need be.
+            aims: what a repaired unit should compute; without it, the source's weights, and all inputs count alike.
+        """
+        self._source = source
+        self._aims = aims or self._own_weights
+        self._folder = folder
+        self._units = {unit.name: unit for unit in units_of(config)}
+        self._tied = config.tied_head
+
+    def make(self, unit: Unit, form: WeightFormat) -> None:
+        """Round a unit, unless that has been done.
+
+        Raises:
+            CheckpointError: a tensor cannot be read.
+            OSError: the disk refused a write.
+        """
+        folder = self._place(unit, form)
+        if form.bits == 32 or folder.is_dir():
+            return
+        if form.rank:
+            self._make_factors(unit, form)
+            return
+        ranges = (rows for name in unit.weights for rows in self._source.row_ranges(name))
+        with _blas().limit(limits=1, user_api="blas"):
+            pieces = list(in_order(lambda rows: self._source.coded(rows, form), ranges))
+        with folder_written_atomically(folder, replaceable=lambda _: False) as staging:
+            for field, parts in zip(Coded._fields, zip(*pieces, strict=True), strict=True):
+                if parts[0] is not None:
+                    np.save(staging / f"{field}.npy", np.concatenate(parts), allow_pickle=False)
+
+    def coded(self, unit: Unit, form: WeightFormat) -> Coded:
+        """All rows of a unit in few bits, mapped from disk; rounded first if need be."""
+        self.make(unit, form)
+        folder = self._place(unit, form)
+        if form.rank:
+            mapped = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in Factors._fields)
+            return self.coded(unit, replace(form, rank=0))._replace(factors=Factors(*mapped))
+        return Coded(
+            np.load(folder / "packed.npy", mmap_mode="r", allow_pickle=False),
+            np.load(folder / "scales.npy", mmap_mode="r", allow_pickle=False),
+            _mapped(folder / "offsets.npy"),
+            _mapped(folder / "zero_points.npy"),
+        )
+
+    def weights(self, unit: Unit, form: WeightFormat) -> Float32Array:
+        """A unit's matrix, float32 [N, K], rounded to a format and back."""
+        if form.bits == 32:
+            return self._own_weights(unit).weights
+        return decoded(self.coded(unit, form), unit.columns, form)
+
+    def view(self, plan: Mapping[str, WeightFormat]) -> StoredSource:
+        """The source with the codes of a plan's units as they lie in the store."""
+        return StoredSource(self._source, {name: self._units[name] for name in plan}, self.coded)
+
+    def remove(self) -> None:
+        """Delete the store's files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _make_factors(self, unit: Unit, form: WeightFormat) -> None:
+        """What repairs the unit as it is without a rank, which shares its codes."""
+        weights, inputs = self._aims(unit)
+        if inputs is None:
+            alike = np.ones(unit.columns, np.float32)
+            inputs = InputStatistics(alike, alike)
+        factors = factors_for(weights - self.weights(unit, replace(form, rank=0)), inputs, form)
+        with folder_written_atomically(self._place(unit, form), replaceable=lambda _: False) as staging:
+            for field, values in factors._asdict().items():
+                np.save(staging / f"{field}.npy", values, allow_pickle=False)
+
+    def _own_weights(self, unit: Unit) -> Aim:
+        return Aim(np.concatenate([self._source.read(name) for name in unit.weights]), None)
+
+    def _place(self, unit: Unit, form: WeightFormat) -> Path:
+        name = HEAD_UNIT if self._tied and unit.name == EMBEDDING_UNIT else unit.name
+        method = "" if form.method is None else f"-{form.method.value}"
+        return self._folder / f"{name}-{str(form).replace('/', '-')}{method}"
+
+
+@lru_cache(1)
+def _blas() -> ThreadpoolController:
+    """The library of matrix products.
+
+    Pieces are worked on side by side, and its own threads would wait for each other, spinning: an export by GPTQ took
+    twice as long on a machine with other work.
+    """
+    return ThreadpoolController()
+
+
+class StoredSource(DerivedSource):
+    """A source whose units are rounded already."""
+
+    def __init__(
+        self, source: ModelSource, units: Mapping[str, Unit], stored: Callable[[Unit, WeightFormat], Coded]
+    ) -> None:
+        super().__init__(source)
+        self._stored = stored
+        self._places: dict[str, tuple[Unit, int]] = {}
+        """By a matrix's name the unit it belongs to and its first row there."""
+        for unit in units.values():
+            first = 0
+            for name, rows in zip(unit.weights, unit.rows, strict=True):
+                self._places[name] = unit, first
+                first += rows
+
+    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+        """Some rows of a matrix in few bits, from the store."""
+        if rows.name not in self._places:
+            return self._source.coded(rows, form)
+        unit, first = self._places[rows.name]
+        part = slice(first + rows.start, first + rows.stop)
+        packed, scales, offsets, points, factors = self._stored(unit, form)
+        return Coded(
+            packed[part],
+            scales[part],
+            None if offsets is None else offsets[part],
+            None if points is None else points[part],
+            None
+            if factors is None
+            else factors._replace(up_codes=factors.up_codes[part], up_scales=factors.up_scales[part]),
+        )
+
+
+def _mapped(file: Path) -> npt.NDArray[Any] | None:
+    return np.load(file, mmap_mode="r", allow_pickle=False) if file.is_file() else None

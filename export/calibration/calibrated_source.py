@@ -1,0 +1,53 @@
+"""A model whose weights are put into few bits by what is known of the inputs of each linear."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from typing import Final, Protocol
+
+import numpy as np
+
+from ...models.manifest import Method, WeightFormat
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.derived_source import DerivedSource
+from ..checkpoint.layout import Unit, units_of
+from ..checkpoint.source import Coded, ModelSource, RowRange
+from ..quantization.input_statistics import Aim, InputStatistics
+from ..quantization.methods import QUANTIZERS
+
+_KEPT: Final = 2
+"""Units whose statistics stay in memory, with what methods make of them: one written and the next one begun."""
+
+
+class Statistics(Protocol):
+    """Statistics by unit (see `statistics.StatisticsStore`)."""
+
+    def of(self, unit: str) -> InputStatistics | None:
+        """What is known of a unit's inputs; None where nothing is."""
+        ...
+
+
+class CalibratedSource(DerivedSource):
+    """Reads like the model it is made of; `coded` gives each method the statistics of the unit."""
+
+    def __init__(self, source: ModelSource, config: DecoderConfig, statistics: Statistics) -> None:
+        """`statistics` are of the model that `source` is."""
+        super().__init__(source)
+        # A tied head comes after the embedding, and it is the head that multiplies.
+        self._units = {name: unit.name for unit in units_of(config) for name in unit.weights}
+        self._statistics = lru_cache(_KEPT)(statistics.of)
+        self._reading = threading.Lock()
+
+    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+        """Some rows of a matrix in few bits, by the method that the format names and what is known of their inputs."""
+        weights = self._source.read_rows(rows)
+        return QUANTIZERS[form.method or Method.RTN](weights, form, self._inputs(self._units[rows.name]))
+
+    def aim(self, unit: Unit) -> Aim:
+        """A unit's weights, and what is known of its inputs."""
+        return Aim(np.concatenate([self._source.read(name) for name in unit.weights]), self._inputs(unit.name))
+
+    def _inputs(self, unit: str) -> InputStatistics | None:
+        with self._reading:  # or two threads would have statistics of one unit apart, and what is made of them
+            return self._statistics(unit)

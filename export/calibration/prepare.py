@@ -1,0 +1,219 @@
+"""What precedes an export by text: the text, what the model does with it, rounded units, and formats chosen among them.
+
+All of it lies in a work folder, so that an interrupted export goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from ...models.manifest import Method, WeightFormat
+from ..allocation.allocate import Allocation, measures_for, require_affordable
+from ..allocation.budget import Budget, Measure
+from ..allocation.format_candidates import LADDER, REPAIRED, chosen_units
+from ..allocation.linear_times import UnitTimes, known_or_measured
+from ..allocation.plan_file import read_plan
+from ..allocation.plan_selection import Mixing
+from ..allocation.quantized_weights import UnitStore
+from ..allocation.speculation import DraftSpeed
+from ..bundle_content import BundleContent, Model
+from ..bundle_writer import write_bundle
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.source import ModelSource
+from ..drafts.draft_making import make_draft
+from ..faster_mix import faster_with_guesses
+from ..progress import Progress
+from ..recipe import FP32, ExportRecipe, with_methods
+from ..requests import CalibrationRequest, MixRequest, Objective
+from ..workbench import Workbench
+from ..zero_points import require_zero_points
+from .awq import fold
+from .calibrated_source import CalibratedSource
+from .collect_statistics import collect_statistics
+from .divergence import PlanEvaluator
+from .successive import round_successively
+from .text_source import obtain_text
+from .text_split import CalibrationText
+
+FOLDED_FOR: Final = WeightFormat(4, 64)
+"""The format by which factors are chosen where units have several: the one in the middle."""
+
+
+@dataclass(frozen=True)
+class CalibratedModel:
+    """All that an export has found out before it writes."""
+
+    content: BundleContent
+    text: CalibrationText
+    judge: PlanEvaluator
+    """Measures divergences on the text that nothing was chosen by."""
+    candidates: PlanEvaluator
+    """The same, with each unit rounded by itself, as plans are searched for."""
+    unobserved: PlanEvaluator
+    """The same of the checkpoint as it is: nothing folded, and rounded without knowing any inputs."""
+    allocation: Allocation | None = None
+    times: UnitTimes | None = None
+    speculative_rate: float | None = None
+    """Tokens a second that are expected beside the draft, where the mix was chosen for that."""
+
+
+def prepare(
+    checkpoint: ModelSource,
+    config: DecoderConfig,
+    context: int,
+    recipe: ExportRecipe,
+    command: str,
+    folder: Path,
+    workbench: Workbench,
+    progress: Progress,
+) -> CalibratedModel:
+    """Observe a model as a recipe asks, and choose the formats of its units.
+
+    Args:
+        checkpoint: its tensors.
+        config: its numbers.
+        context: positions the exported graph will serve.
+        recipe: what is asked for; not a `plain` one.
+        command: what the user typed, for the manifest.
+        folder: keeps what is found out; of this model and the settings of `settings_of`.
+        workbench: runs models.
+        progress: hears what is being done.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        InputError: the text is too short, the budget out of reach, the plan not one of this model, or it has experts.
+        ExportError: a trial export failed.
+        OSError: the disk refused a write.
+    """
+    request = recipe.calibration or CalibrationRequest()
+    plan = None if recipe.mix is None or recipe.mix.plan is None else read_plan(recipe.mix.plan, config)
+    if recipe.mix is not None and recipe.mix.zero_points:
+        require_zero_points([WeightFormat(4, 32, zero_points=True)])
+    if recipe.mix is not None and recipe.mix.budget is not None:
+        _require_affordable(config, recipe.mix.budget)
+    text = obtain_text(checkpoint, config, context, request, folder, workbench, progress)
+    source, aims = checkpoint, None
+    if recipe.observed:
+        source = observed = _observed(Model(checkpoint, config, context), text, recipe, folder, progress)
+        aims = observed.aim
+    store = UnitStore(source, config, folder / "units", aims)
+    model = Model(source, config, context)
+    allocation = times = rate = None
+    if recipe.mix is not None and plan is None:
+        allocation, times, rate = _mixed(model, text, recipe, recipe.mix, store, folder, workbench, progress)
+        plan = dict(allocation.plan)
+    formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
+    candidates = PlanEvaluator(source, config, text.held_out, store.weights, folder / "candidates", context)
+    if any(form.method is Method.GPTQ for form in formats.values()):
+        key = hashlib.sha256(repr(sorted(formats.items())).encode()).hexdigest()[:16]
+        store = round_successively(source, config, text, formats, folder / f"rounded-{key}", context, progress, aims)
+    else:
+        _round(config, formats, store, progress)
+    content = BundleContent(store.view(formats), checkpoint, config, formats, context, recipe.layout, command)
+    judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
+    plain = UnitStore(checkpoint, config, folder / "unobserved" / "units")
+    unobserved = PlanEvaluator(checkpoint, config, text.held_out, plain.weights, folder / "unobserved", context)
+    return CalibratedModel(content, text, judge, candidates, unobserved, allocation, times, rate)
+
+
+def _require_affordable(config: DecoderConfig, budget: Budget) -> None:
+    """Refuse a budget of bytes that no plan keeps to before anything is measured; of times nothing is known yet."""
+    if budget.measure is not Measure.MILLISECONDS:
+        require_affordable(config, budget, measures_for(budget, config)[0], LADDER)
+
+
+def _round(config: DecoderConfig, plan: Mapping[str, WeightFormat], store: UnitStore, progress: Progress) -> None:
+    """Round all units of a plan that are not yet: here, one after the other, not from the threads that write."""
+    units = list(chosen_units(config))
+    for number, unit in enumerate(units, 1):
+        store.make(unit, plan[unit.name])
+        progress("rounding", number / len(units))
+
+
+def _mixed(
+    model: Model,
+    text: CalibrationText,
+    recipe: ExportRecipe,
+    mix: MixRequest,
+    store: UnitStore,
+    folder: Path,
+    workbench: Workbench,
+    progress: Progress,
+) -> tuple[Allocation, UnitTimes, float | None]:
+    """Formats chosen under the budget, the times of units, and the tokens a second expected beside the draft."""
+    timed = (*LADDER, *REPAIRED) if mix.repair else LADDER
+    times = known_or_measured(model.config, workbench.time_nodes, timed, progress)
+    mixing = Mixing(model, text, recipe, mix, store, times, workbench.time, folder)
+    allocation = mixing.allocation(progress)
+    if mix.objective is not Objective.SPECULATION:
+        return allocation, mixing.times, None
+    draft = _draft_speed(allocation.plan, model, store, text, recipe, folder, workbench, progress)
+    limit = mixing.measures[0]
+    faster = faster_with_guesses(allocation, limit, mixing.divergence, mixing.times, draft, progress)
+    return faster.allocation, mixing.times, faster.rate
+
+
+def settings_of(recipe: ExportRecipe, context: int) -> str:
+    """What the results in a work folder depend on, besides the model."""
+    request = recipe.calibration or CalibrationRequest()
+    file = None
+    if request.file is not None and request.file.is_file():
+        about = request.file.stat()
+        file = (request.file.name, about.st_size, about.st_mtime_ns)
+    mix = recipe.mix
+    marks = None if mix is None else (mix.zero_points, mix.powers_of_two, mix.repair)
+    return repr((file, request.tokens, request.seed, recipe.method, recipe.folded, recipe.observed, marks, context))
+
+
+def _observed(
+    model: Model, text: CalibrationText, recipe: ExportRecipe, folder: Path, progress: Progress
+) -> CalibratedSource:
+    """The checkpoint, rounded by what is known of the inputs of its linears."""
+    statistics = collect_statistics(
+        model.source,
+        model.config,
+        text,
+        folder / "statistics",
+        model.context,
+        _wants_moments(recipe),
+        lambda fraction: progress("observing", fraction),
+    )
+    if not recipe.folded:
+        return CalibratedSource(model.source, model.config, statistics)
+    form = FOLDED_FOR if recipe.mix is not None or recipe.body in (None, FP32) else recipe.body
+    form = replace(form, method=recipe.methods.get(form.bits))
+    folded, of_folded = fold(model.source, model.config, statistics, form, progress)
+    return CalibratedSource(folded, model.config, of_folded)
+
+
+def _wants_moments(recipe: ExportRecipe) -> bool:
+    return recipe.folded or recipe.mix is not None or Method.GPTQ in recipe.methods.values()
+
+
+def _draft_speed(
+    plan: Mapping[str, WeightFormat],
+    model: Model,
+    store: UnitStore,
+    text: CalibrationText,
+    recipe: ExportRecipe,
+    folder: Path,
+    workbench: Workbench,
+    progress: Progress,
+) -> DraftSpeed:
+    """What the draft that is asked for does beside a target of that plan, from a trial export of both."""
+    assert recipe.draft is not None  # noqa: S101 -- the recipe sees to it
+    formats = with_methods(plan, recipe.methods)
+    _round(model.config, formats, store, progress)
+    content = BundleContent(store.view(formats), model.source, model.config, formats, model.context, recipe.layout, "")
+    trial = folder / "trial"
+    shutil.rmtree(trial, ignore_errors=True)
+    trial.mkdir()
+    write_bundle(trial, content)
+    speed = make_draft(trial, content, text, recipe, recipe.draft, workbench, progress).speed
+    shutil.rmtree(trial)
+    return speed

@@ -1,0 +1,1 @@
+"""Checking an exported graph against a float64 reference."""

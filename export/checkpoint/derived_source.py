@@ -1,0 +1,53 @@
+"""A model made of another one: what differs is overridden, all else is read as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...models.manifest import WeightFormat
+from .source import Coded, Float32Array, ModelSource, RowRange
+
+
+class DerivedSource:
+    """A `ModelSource` that hands everything to the one it is made of."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+
+    @property
+    def folder(self) -> Path:
+        """See `ModelSource.folder`."""
+        return self._source.folder
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """See `ModelSource.require`."""
+        self._source.require(name, shape)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `ModelSource.shape`."""
+        return self._source.shape(name)
+
+    def read(self, name: str) -> Float32Array:
+        """See `ModelSource.read`."""
+        return self._source.read(name)
+
+    def read_rows(self, rows: RowRange) -> Float32Array:
+        """See `ModelSource.read_rows`."""
+        return self._source.read_rows(rows)
+
+    def row_ranges(self, name: str) -> Iterator[RowRange]:
+        """See `ModelSource.row_ranges`."""
+        return self._source.row_ranges(name)
+
+    def pieces(self, name: str) -> Iterator[Float32Array]:
+        """See `ModelSource.pieces`."""
+        return self._source.pieces(name)
+
+    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+        """See `ModelSource.coded`."""
+        return self._source.coded(rows, form)
+
+    def own_format(self, name: str) -> WeightFormat:
+        """See `ModelSource.own_format`."""
+        return self._source.own_format(name)

@@ -1,0 +1,228 @@
+"""Where a checkpoint of the common plan keeps its weights, and how they are fused into units.
+
+A unit is one linear of the graph: the smallest thing that has a weight format of its own. Its matrix is that of its
+checkpoint tensors, one under the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from ..architectures.family import HeadNorm
+from .config import DecoderConfig
+
+EMBEDDING: Final = "model.embed_tokens.weight"
+FINAL_NORM: Final = "model.norm.weight"
+HEAD: Final = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A fused linear: `modules[j]` gives `rows[j]` of its outputs."""
+
+    name: str
+    modules: tuple[str, ...]
+    rows: tuple[int, ...]
+    columns: int
+    """Inputs (K)."""
+    biased: bool = False
+    exact: bool = False
+    """Whether it stays in float32 whatever the recipe says."""
+    experts: int = 0
+    """How many experts of a layer it stacks, each of as many modules; 0 for a linear that all tokens share."""
+    stacked: bool = False
+    """Whether the experts are stacked in the checkpoint already, in a tensor that is named like a module."""
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the rows of an expert's two modules alternate."""
+        return self.experts > 0 and len(self.modules) == 2 * self.experts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs (N) and inputs (K)."""
+        return sum(self.rows), self.columns
+
+    @property
+    def weight_count(self) -> int:
+        """Number of weights in the matrix."""
+        return sum(self.rows) * self.columns
+
+    @property
+    def weights(self) -> list[str]:
+        """Checkpoint names of the matrices, top to bottom."""
+        return list(self.modules) if self.stacked else [f"{module}.weight" for module in self.modules]
+
+    @property
+    def biases(self) -> list[str]:
+        """Checkpoint names of the biases, in the same order; none where the unit has no bias."""
+        ending = "_bias" if self.stacked else ".bias"
+        return [f"{module}{ending}" for module in self.modules] if self.biased else []
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm: the name of its weights and how many there are."""
+
+    weight: str
+    width: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The units and norms of one decoder layer; None for a norm it does not have."""
+
+    qkv: Unit
+    output: Unit
+    gate_up: Unit
+    down: Unit
+    router: Unit | None
+    """Chooses among experts, which gate_up and down then stack; None where the layer has none."""
+    sinks: str | None
+    """Scores of each head that go to no token."""
+    before_attention: Norm | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All of them, in the order of the graph."""
+        router = () if self.router is None else (self.router,)
+        return self.qkv, self.output, *router, self.gate_up, self.down
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Those it has."""
+        before, after = (self.before_attention, self.before_mlp), (self.after_attention, self.after_mlp)
+        return tuple(norm for norm in (*before, *after, self.query_norm, self.key_norm) if norm is not None)
+
+
+def layer_layout(config: DecoderConfig, index: int) -> Layer:
+    """Units and norms of layer `index`."""
+    unit, module, traits = f"layers.{index}", f"model.layers.{index}", config.traits
+    attention, hidden = f"{module}.self_attn", config.hidden_size
+    router, gate_up, down = _feed_forward(config, index)
+
+    def norm(name: str | None) -> Norm | None:
+        return None if name is None else Norm(f"{module}.{name}.weight", hidden)
+
+    return Layer(
+        qkv=_fused(
+            f"{unit}.qkv",
+            tuple(f"{attention}.{name}" for name in traits.qkv),
+            (config.query_width, config.kv_width, config.kv_width),
+            hidden,
+            config.qkv_bias,
+        ),
+        output=Unit(f"{unit}.o", (f"{attention}.o_proj",), (hidden,), config.query_width, config.output_bias),
+        gate_up=gate_up,
+        down=down,
+        router=router,
+        sinks=f"{attention}.sinks" if traits.sinks else None,
+        before_attention=norm(traits.norms.before_attention),
+        query_norm=_head_norm(config, f"{attention}.q_norm.weight", config.query_width),
+        key_norm=_head_norm(config, f"{attention}.k_norm.weight", config.kv_width),
+        after_attention=norm(traits.norms.after_attention),
+        before_mlp=norm(traits.norms.before_mlp),
+        after_mlp=norm(traits.norms.after_mlp),
+    )
+
+
+def _feed_forward(config: DecoderConfig, index: int) -> tuple[Unit | None, Unit, Unit]:
+    """Router, if there is one, gate and up, and down of layer `index`."""
+    unit, mlp, hidden, experts = f"layers.{index}", f"model.layers.{index}.mlp", config.hidden_size, config.experts
+    if experts is None or config.traits.experts is None or not experts.layers[index]:
+        wide, biased = config.intermediate_size, config.mlp_bias
+        modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
+        return (
+            None,
+            _fused(f"{unit}.gate_up", modules, (wide, wide), hidden, biased),
+            Unit(f"{unit}.down", (f"{mlp}.down_proj",), (hidden,), wide, biased),
+        )
+    many, wide, traits = experts.count, experts.width, config.traits.experts
+    # A rounded router chooses other experts; it is a thousandth of them in size.
+    router = Unit(f"{unit}.router", (f"{mlp}.{traits.router}",), (many,), hidden, traits.router_bias, exact=True)
+    each = [f"{mlp}.experts.{expert}" for expert in range(many)]
+    both = [f"{expert}.{name}" for expert in each for name in config.traits.gate_up]
+    downs = [f"{expert}.down_proj" for expert in each]
+    if traits.stacked:
+        both, downs = [f"{mlp}.experts.gate_up_proj"], [f"{mlp}.experts.down_proj"]
+    gate_up, down = (
+        Unit(
+            f"{unit}.{name}",
+            tuple(modules),
+            (many * rows // len(modules),) * len(modules),
+            columns,
+            traits.biased,
+            experts=many,
+            stacked=traits.stacked,
+        )
+        for name, modules, rows, columns in (("gate_up", both, 2 * wide, hidden), ("down", downs, hidden, wide))
+    )
+    return router, gate_up, down
+
+
+def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> Unit:
+    """A unit of several projections, each in a module of its own or all in one already."""
+    return Unit(name, modules, rows if len(modules) == len(rows) else (sum(rows),), columns, biased)
+
+
+def _head_norm(config: DecoderConfig, weight: str, width: int) -> Norm | None:
+    match config.traits.head_norm:
+        case HeadNorm.NONE:
+            return None
+        case HeadNorm.EACH_HEAD:
+            return Norm(weight, config.head_dim)
+        case HeadNorm.WHOLE:
+            return Norm(weight, width)
+
+
+def final_norm(config: DecoderConfig) -> Norm:
+    """The norm before the head."""
+    return Norm(FINAL_NORM, config.hidden_size)
+
+
+def embedding_layout(config: DecoderConfig) -> Unit:
+    """The token embedding, a unit of vocabulary x hidden."""
+    return Unit("embedding", (EMBEDDING.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
+
+
+def head_layout(config: DecoderConfig) -> Unit:
+    """The LM head; the embedding's matrix where the two are tied."""
+    source = EMBEDDING if config.tied_head else HEAD
+    return Unit("head", (source.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
+
+
+def units_of(config: DecoderConfig) -> Iterator[Unit]:
+    """Every unit, in the order of the graph; a tied head comes after the embedding it shares."""
+    yield embedding_layout(config)
+    for index in range(config.layers):
+        yield from layer_layout(config, index).units
+    yield head_layout(config)
+
+
+def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor the graph needs, made one by one: config.json may claim any number of layers."""
+    yield from _tensors_of(embedding_layout(config))
+    for index in range(config.layers):
+        layer = layer_layout(config, index)
+        for unit in layer.units:
+            yield from _tensors_of(unit)
+        for norm in layer.norms:
+            yield norm.weight, (norm.width,)
+        if layer.sinks is not None:
+            yield layer.sinks, (config.heads,)
+    yield from _tensors_of(head_layout(config))
+    yield FINAL_NORM, (config.hidden_size,)
+
+
+def _tensors_of(unit: Unit) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, rows in zip(unit.weights, unit.rows, strict=True):
+        yield name, (rows, unit.columns)
+    for name, rows in zip(unit.biases, unit.rows, strict=unit.biased):
+        yield name, (unit.experts, rows // unit.experts) if unit.stacked else (rows,)

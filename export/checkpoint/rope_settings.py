@@ -1,0 +1,164 @@
+"""A checkpoint's rotary settings, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5
+(`rope_parameters`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...errors import CheckpointError
+from ...models.json_file import shown
+from ...models.manifest import SHORTEST_CONTEXT
+from ..architectures.family import Family
+from ..graph.rope import Dynamic, Linear, Llama3, LongRope, Rope, RopeScaling, Unscaled, Yarn
+from .settings import count, number, optional_list, optional_number
+
+SUPPORTED_SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+"""The kinds of layers that `rope_parameters` may tell apart."""
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """How the heads of a model turn."""
+
+    channels: int
+    """Channels of a head that turn, from the first on."""
+    rope: Rope
+    local: Rope
+    """In layers with a window; the same one where the family makes no difference."""
+
+
+def max_positions(config: Mapping[str, Any]) -> int:
+    """The longest text the checkpoint is made for.
+
+    Raises:
+        CheckpointError: config.json does not say it.
+    """
+    return count(config, "max_position_embeddings", least=SHORTEST_CONTEXT)
+
+
+def read_rotations(config: Mapping[str, Any], family: Family, head_dim: int) -> Rotations:
+    """The rotary settings of a parsed config.json, for heads of that many channels.
+
+    Raises:
+        CheckpointError: they are malformed, or not supported.
+    """
+    settings = _settings(config)
+    local: Mapping[str, Any] = {}
+    if family.local_rope_base is not None:
+        # The scaling of transformers 4 is that of the other layers.
+        local = {"rope_theta": number(config, family.local_rope_base)}
+        if _GLOBAL in settings or _LOCAL in settings:
+            settings, local = (
+                _settings_of(settings, kind, default) for kind, default in ((_GLOBAL, {}), (_LOCAL, local))
+            )
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        raise CheckpointError(
+            "rotary settings that differ between layers are not supported", "supported is one set for all layers"
+        )
+    channels = _rotated_channels(config, settings, family, head_dim)
+    rope = _read_rope(config, settings, channels)
+    return Rotations(channels, rope, rope if family.local_rope_base is None else _read_rope(config, local, channels))
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"config.json: rotary settings must be an object, found {shown(settings)}")
+    return settings
+
+
+def _settings_of(settings: Mapping[str, Any], kind: str, default: Mapping[str, Any]) -> Mapping[str, Any]:
+    chosen = settings.get(kind) or {}
+    if not isinstance(chosen, Mapping):
+        raise CheckpointError(f"config.json: rotary settings of {kind} must be an object, found {shown(chosen)}")
+    return {**default, **chosen}
+
+
+def _rotated_channels(config: Mapping[str, Any], settings: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    share = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if not family.partial_rotary and share != 1.0:
+        raise CheckpointError(
+            f"partial_rotary_factor {shown(share)} is not supported", "supported is 1.0: every channel rotated"
+        )
+    channels = int(head_dim * number({"partial_rotary_factor": share}, "partial_rotary_factor", default=1.0))
+    if channels % 2 or not 4 <= channels <= head_dim:
+        raise CheckpointError(
+            f"partial_rotary_factor {shown(share)} rotates {channels} of {head_dim} channels",
+            "supported is an even number of them, at least 4",
+        )
+    return channels
+
+
+def _read_rope(config: Mapping[str, Any], settings: Mapping[str, Any], channels: int) -> Rope:
+    base = number(settings, "rope_theta", default=number(config, "rope_theta", default=10000.0))
+    if base <= 1:
+        raise CheckpointError(f"config.json: rope_theta must be greater than 1, found {base}")
+    return Rope(base, _read_scaling(config, settings, channels))
+
+
+def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channels: int) -> RopeScaling:
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind == "su" or (kind == "yarn" and "short_factor" in settings):
+        kind = "longrope"  # as the first Phi-3 checkpoints call it
+    longest = max_positions(config)
+    match kind:
+        case "default":
+            return Unscaled()
+        case "linear":
+            return Linear(number(settings, "factor"))
+        case "dynamic":
+            return Dynamic(number(settings, "factor"), longest)
+        case "llama3":
+            return _read_llama3(settings)
+        case "yarn":
+            return _read_yarn(settings, longest)
+        case "longrope":
+            return _read_longrope(config, settings, channels, longest)
+    raise CheckpointError(
+        f"rope scaling {shown(kind)} is not supported", f"supported are {', '.join(SUPPORTED_SCALINGS)}"
+    )
+
+
+def _read_llama3(settings: Mapping[str, Any]) -> Llama3:
+    low, high = number(settings, "low_freq_factor"), number(settings, "high_freq_factor")
+    if low >= high:
+        raise CheckpointError(f"config.json: high_freq_factor {high} must be greater than low_freq_factor {low}")
+    return Llama3(number(settings, "factor"), low, high, count(settings, "original_max_position_embeddings"))
+
+
+def _read_yarn(settings: Mapping[str, Any], longest: int) -> Yarn:
+    original = count(settings, "original_max_position_embeddings", default=longest)
+    return Yarn(
+        factor=number(settings, "factor", default=longest / original),
+        original_positions=original,
+        beta_fast=number(settings, "beta_fast", default=32.0),
+        beta_slow=number(settings, "beta_slow", default=1.0),
+        truncate=bool(settings.get("truncate", True)),
+        attention_factor=optional_number(settings, "attention_factor"),
+        mscale=optional_number(settings, "mscale"),
+        mscale_all_dim=optional_number(settings, "mscale_all_dim"),
+    )
+
+
+def _read_longrope(config: Mapping[str, Any], settings: Mapping[str, Any], channels: int, longest: int) -> LongRope:
+    name = "original_max_position_embeddings"
+    original = count(config if config.get(name) is not None else settings, name, default=longest, least=2)
+    growth = longest / original
+    magnitude = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(original))
+    return LongRope(
+        short=_factors(settings, "short_factor", channels // 2),
+        long=_factors(settings, "long_factor", channels // 2),
+        original_positions=original,
+        attention_factor=number(settings, "attention_factor", default=magnitude),
+    )
+
+
+def _factors(settings: Mapping[str, Any], name: str, length: int) -> tuple[float, ...]:
+    listed = optional_list(settings, name, length)
+    if listed is None:
+        raise CheckpointError(f"config.json: {name} must be a list, found None")
+    return tuple(number({name: factor}, name) for factor in listed)

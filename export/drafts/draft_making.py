@@ -1,0 +1,128 @@
+"""The draft that an export is asked for: another checkpoint's, or one of the target's own layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ...errors import EdgeError, InputError
+from ...models.bundle import DRAFT_FOLDER
+from ...models.pairing import vocabulary_difference
+from ..allocation.speculation import DraftSpeed
+from ..bundle_content import BundleContent
+from ..bundle_writer import write_bundle
+from ..calibration.text_split import CalibrationText
+from ..checkpoint.open import opened
+from ..progress import Progress
+from ..recipe import INT4, ExportRecipe, with_methods
+from ..report import DraftFigures
+from ..requests import DraftRequest
+from ..workbench import Workbench
+from .companion import adopt_draft
+from .own_draft import adopt_own_draft
+
+_ROUNDS: Final = 12
+"""Turns in which the draft's step is timed."""
+
+
+@dataclass(frozen=True)
+class MadeDraft:
+    """A draft in its target's bundle."""
+
+    speed: DraftSpeed
+    figures: DraftFigures | None
+    """None where no text is long enough to judge it by."""
+    note: str = ""
+    """What the user should know of it."""
+
+
+def require_draft(target: Path, request: DraftRequest) -> None:
+    """Check, before anything that takes long, that a draft's checkpoint can be exported and has the target's tokens.
+
+    Args:
+        target: the folder of the target's tokenizer.
+        request: the draft that is asked for.
+
+    Raises:
+        CheckpointError: the draft's checkpoint is damaged, incomplete or not supported.
+        InputError: it has other tokens.
+    """
+    if request.source is None:
+        return
+    with opened(request.source) as (_, draft):
+        difference = vocabulary_difference(target, draft.folder)
+    if difference:
+        raise InputError(
+            f"the draft {request.source} has another vocabulary than the model: {difference}",
+            "give a draft with the same tokenizer",
+        )
+
+
+def make_draft(
+    folder: Path,
+    target: BundleContent,
+    text: CalibrationText,
+    recipe: ExportRecipe,
+    request: DraftRequest,
+    workbench: Workbench,
+    progress: Progress,
+) -> MadeDraft:
+    """Make a draft in the bundle of its target.
+
+    Args:
+        folder: the target's bundle.
+        target: what it was written from.
+        text: of the target.
+        recipe: what was asked for.
+        request: the draft that was.
+        workbench: runs models.
+        progress: hears the stage "draft".
+
+    Raises:
+        EdgeError: the draft cannot be made.
+        OSError: the disk refused a write.
+    """
+    if request.source is None:
+        own = adopt_own_draft(folder, request.vocabulary, text.calibration, text.held_out, workbench.time, progress)
+        made_of = f"the model without {', '.join(own.skips)}" if own.skips else "the model itself"
+        tokens = own.tokens if request.vocabulary is not None else None
+        figures = _judged(folder, text, workbench, made_of, tokens, None)
+        note = (
+            f"the draft does not pay on this machine: {own.tokens_per_second:.0f} tokens a second are expected "
+            f"with it, {own.plain_tokens_per_second:.0f} without; it is asked only where it pays"
+        )
+        note = "" if own.pays else note
+        return MadeDraft(DraftSpeed(own.agreement, own.step_ms), figures, note)
+    _write_companion(folder / DRAFT_FOLDER, request.source, target, recipe, request)
+    head = adopt_draft(folder, request.vocabulary, text.calibration, text.held_out, workbench.time, progress)
+    tokens, coverage = (None, None) if head is None else (head.tokens, head.coverage)
+    figures = _judged(folder, text, workbench, request.source.resolve().name, tokens, coverage)
+    ((step),) = workbench.time([folder / DRAFT_FOLDER], (1,), _ROUNDS)
+    agreement = 0.0 if figures is None else figures.acceptance.agreement
+    return MadeDraft(DraftSpeed(agreement, 1e3 * step[1]), figures)
+
+
+def _judged(
+    folder: Path, text: CalibrationText, workbench: Workbench, made_of: str, tokens: int | None, coverage: float | None
+) -> DraftFigures | None:
+    try:
+        acceptance = workbench.judge(folder, text.held_out)
+    except EdgeError:
+        return None
+    return DraftFigures(made_of, acceptance, tokens, coverage)
+
+
+def _write_companion(
+    folder: Path, source: Path, target: BundleContent, recipe: ExportRecipe, request: DraftRequest
+) -> None:
+    """Export the draft's own checkpoint into a folder of the target's."""
+    form = request.form or (recipe.body if recipe.mix is None else INT4)
+    folder.mkdir()
+    with opened(source) as (config, checkpoint):
+        own = ExportRecipe(form, context=recipe.context)
+        context = min(own.context_for(config), target.context)
+        plan = with_methods(own.plan_for(config), own.methods)
+        write_bundle(
+            folder, BundleContent(checkpoint, checkpoint, config, plan, context, target.layout, target.command)
+        )

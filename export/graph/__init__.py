@@ -1,0 +1,1 @@
+"""Building the ONNX graph of a decoder."""

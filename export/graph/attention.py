@@ -1,0 +1,140 @@
+"""Attention in the graph: one GroupQueryAttention a layer on the caller's key-value buffers."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from onnx import TensorProto
+
+from ..architectures.family import HeadNorm
+from ..checkpoint.layout import Layer, Norm
+from . import contract
+from .nodes import MICROSOFT, Nodes
+from .rope import Rope
+
+_ROTARY_MULTIPLE: Final = 16
+"""GroupQueryAttention rotates heads of a multiple of this many channels, and of those a multiple of as many from the
+first on; others are rotated in front of it."""
+_MASKED: Final = -1e9
+
+
+class Attention:
+    """Appends the attention of each layer; rotary tables and masks are made once for all layers alike."""
+
+    def __init__(self, nodes: Nodes, context: int) -> None:
+        """`context` is the positions in the rotary tables."""
+        self._nodes = nodes
+        self._tables: dict[Rope, tuple[str, str]] = {}
+        self._biases: dict[int, str] = {}
+        config = nodes.config
+        for rope in dict.fromkeys(layer.rope for layer in config.attention if layer.rope is not None):
+            name = f"rope.{len(self._tables)}" if self._tables else "rope"
+            cosines, sines = rope.table(config.rotated_channels, context)
+            self._tables[rope] = (
+                nodes.weights.constant(f"{name}.cos", cosines),
+                nodes.weights.constant(f"{name}.sin", sines),
+            )
+        in_heads = config.head_dim % _ROTARY_MULTIPLE == 0 and config.rotated_channels % _ROTARY_MULTIPLE == 0
+        self._rotates_inside = in_heads
+
+    def append(self, index: int, layer: Layer, normed: str) -> str:
+        """All heads' attention of layer `index`, [1, M, heads * head_dim], before the output projection."""
+        nodes, config, name = self._nodes, self._nodes.config, f"layers.{index}"
+        kind = config.attention[index]
+        table = None if kind.rope is None else self._tables[kind.rope]
+        inside = table if self._rotates_inside else None
+        query, key, value = nodes.linear(layer.qkv, normed), "", ""
+        if layer.query_norm is not None or table is not inside:
+            query, key, value = nodes.split(query, [f"{name}.query", f"{name}.key", f"{name}.value"], self._widths())
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = self._norm_heads(query, layer.query_norm), self._norm_heads(key, layer.key_norm)
+        if table is not None and inside is None:
+            query, key = self._rotate(query, config.heads, table), self._rotate(key, config.kv_heads, table)
+        rotary = ["", "", ""] if inside is None else [*inside, "position_ids"]
+        bias = "attention_bias" if kind.window is None else self._window_bias(kind.window)
+        attended = f"{name}.attended"
+        nodes.add_of_many(
+            "GroupQueryAttention",
+            [
+                *(query, key, value),
+                *(contract.past_key(index), contract.past_value(index)),
+                *("seqlens_k", "total_sequence_length"),
+                *(*rotary, bias),
+                *([] if layer.sinks is None else [nodes.weights.vector(f"{name}.sinks", [layer.sinks])]),
+            ],
+            [attended, contract.present_key(index), contract.present_value(index)],
+            attended,
+            MICROSOFT,
+            num_heads=config.heads,
+            kv_num_heads=config.kv_heads,
+            do_rotary=int(inside is not None),
+            **self._score_attributes(),
+        )
+        return attended
+
+    def _score_attributes(self) -> dict[str, float]:
+        config = self._nodes.config
+        named = {"scale": config.attention_scale, "softcap": config.attention_softcap}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def _widths(self) -> str:
+        config = self._nodes.config
+        return self._nodes.integers("heads.widths", config.query_width, config.kv_width, config.kv_width)
+
+    def _norm_heads(self, heads: str, norm: Norm) -> str:
+        """RMS norm of queries or keys; GroupQueryAttention's own norm inputs are refused on CPU."""
+        nodes = self._nodes
+        if nodes.config.traits.head_norm is HeadNorm.WHOLE:
+            return nodes.norm(heads, norm, f"{heads}.normed")
+        apart = nodes.integers("heads.apart", 0, 0, -1, nodes.config.head_dim)
+        together = nodes.integers("heads.together", 0, 0, -1)
+        split = nodes.add("Reshape", [heads, apart], f"{heads}.apart")
+        normed = nodes.norm(split, norm, f"{heads}.normed")
+        return nodes.add("Reshape", [normed, together], f"{heads}.together")
+
+    def _rotate(self, heads: str, count: int, table: tuple[str, str]) -> str:
+        config = self._nodes.config
+        whole = config.rotated_channels == config.head_dim
+        part: dict[str, Any] = {} if whole else {"rotary_embedding_dim": config.rotated_channels}
+        return self._nodes.add(
+            "RotaryEmbedding",
+            [heads, "position_ids", *table],
+            f"{heads}.rotated",
+            domain=MICROSOFT,
+            num_heads=count,
+            **part,
+        )
+
+    def _window_bias(self, window: int) -> str:
+        """The caller's bias, and tokens that lie `window` positions back or more masked: [1, 1, M, T].
+
+        The operator has a window of its own (`local_window_size`), which counts slots. In a token tree a slot lies
+        further on than its position, so that window would end too early; on CPU it is no faster either.
+        """
+        if window not in self._biases:
+            name = f"window.{window}"
+            far = self._nodes.add(
+                "GreaterOrEqual", [self._distances(), self._nodes.integers(f"{name}.width", window)], f"{name}.far"
+            )
+            masked = self._nodes.scalar("window.masked", _MASKED)
+            self._biases[window] = self._nodes.add("Where", [far, masked, "attention_bias"], f"{name}.bias")
+        return self._biases[window]
+
+    def _distances(self) -> str:
+        """By how many positions each of the T rows lies before each of the M new ones, int64 [M, T].
+
+        A cached row's slot is its position; the new rows' positions are given.
+        """
+        nodes = self._nodes
+        if self._biases:
+            return "window.distances"
+        nothing, one = nodes.scalar_integer("window.zero", 0), nodes.scalar_integer("window.one", 1)
+        first, last = nodes.integers("window.first", 0), nodes.integers("window.last", -1)
+        new = nodes.add("Squeeze", ["position_ids", first], "window.new")
+        rows = nodes.add("Size", [new], "window.rows")
+        total = nodes.add("Cast", ["total_sequence_length"], "window.total", to=TensorProto.INT64)
+        cached = nodes.add("Sub", [total, rows], "window.cached")
+        slots = nodes.add("Range", [nothing, cached, one], "window.slots")
+        keys = nodes.add("Concat", [slots, new], "window.keys", axis=0)
+        queries = nodes.add("Unsqueeze", [new, last], "window.queries")
+        return nodes.add("Sub", [queries, keys], "window.distances")

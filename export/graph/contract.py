@@ -1,0 +1,78 @@
+"""The graph contract: names, types and shapes of the exported graph's inputs and outputs (docs/graph-contract.md).
+
+M new rows meet T - M cached ones; R of the M rows get logits. The key-value buffers are the caller's: `past` and
+`present` of a layer are bound to one buffer, in which the graph writes rows T - M to T - 1.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnx import TensorProto, ValueInfoProto, helper
+
+from ..checkpoint.config import DecoderConfig
+
+LOGITS: Final = "logits"
+
+
+def past_key(layer: int) -> str:
+    """Input: cached keys of a layer, rotated."""
+    return f"past_key_values.{layer}.key"
+
+
+def past_value(layer: int) -> str:
+    """Input: cached values of a layer."""
+    return f"past_key_values.{layer}.value"
+
+
+def present_key(layer: int) -> str:
+    """Output: the keys with the new rows."""
+    return f"present.{layer}.key"
+
+
+def present_value(layer: int) -> str:
+    """Output: the values with the new rows."""
+    return f"present.{layer}.value"
+
+
+def inputs(config: DecoderConfig) -> list[ValueInfoProto]:
+    """The graph's inputs."""
+    buffers = [
+        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config))
+        for layer in range(config.layers)
+        for name in (past_key, past_value)
+    ]
+    return [*pass_inputs(), *buffers]
+
+
+def pass_inputs() -> list[ValueInfoProto]:
+    """The inputs that are new in every pass: all but the buffers."""
+    declare, float32, int32, int64 = (
+        helper.make_tensor_value_info,
+        TensorProto.FLOAT,
+        TensorProto.INT32,
+        TensorProto.INT64,
+    )
+    return [
+        declare("input_ids", int64, [1, "M"]),
+        declare("position_ids", int64, [1, "M"]),
+        declare("attention_bias", float32, [1, 1, "M", "T"]),
+        declare("seqlens_k", int32, [1]),
+        declare("total_sequence_length", int32, []),
+        declare("logit_rows", int64, ["R"]),
+    ]
+
+
+def outputs(config: DecoderConfig) -> list[ValueInfoProto]:
+    """The graph's outputs."""
+    logits = helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, ["R", config.vocab_size])
+    buffers = [
+        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config))
+        for layer in range(config.layers)
+        for name in (present_key, present_value)
+    ]
+    return [logits, *buffers]
+
+
+def _buffer_shape(config: DecoderConfig) -> list[str | int]:
+    return [1, config.kv_heads, "capacity", config.head_dim]

@@ -1,0 +1,79 @@
+"""The two ends of the graph: the embedding of tokens, and the head that makes logits of rows."""
+
+from __future__ import annotations
+
+from ..checkpoint.layout import embedding_layout, head_layout
+from . import contract
+from .initializers import StoredMatrix
+from .nodes import MICROSOFT, Nodes
+
+
+class Vocabulary:
+    """Appends embedding and head, which may share one matrix."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._matrix = ""
+        """The embedding's initializer in float32, for a tied head."""
+        self._table = StoredMatrix("", "")
+        """The embedding's initializers in few bits, for a tied head."""
+
+    def append_embedding(self) -> str:
+        """Rows of the embedding, scaled, [1, M, hidden]."""
+        # The scale is a node of its own, not part of the matrix, which may be the head's too.
+        return self._nodes.scaled(
+            self._rows(), self._nodes.config.embedding_scale, "embedding.scale", "embedded.scaled"
+        )
+
+    def _rows(self) -> str:
+        nodes, unit = self._nodes, embedding_layout(self._nodes.config)
+        form = nodes.plan[unit.name]
+        if form.bits == 32:
+            self._matrix = nodes.weights.plain(unit)
+            return nodes.add("Gather", [self._matrix, "input_ids"], "embedded", axis=0)
+        head = head_layout(nodes.config).name if nodes.config.tied_head else ""
+        stored, self._table = nodes.weights.gathered(unit, form, head)
+        points = [stored.zero_points] if stored.zero_points else []
+        gathered = nodes.add(
+            "GatherBlockQuantized",
+            [stored.codes, "input_ids", stored.scales, *points],
+            "embedded.blocks",
+            domain=MICROSOFT,
+            bits=form.bits,
+            block_size=form.block,
+            gather_axis=0,
+            quantize_axis=2,
+        )
+        joined = nodes.add("Reshape", [gathered, nodes.integers("embedded.shape", 0, 0, -1)], "embedded.joined")
+        columns = unit.columns
+        if columns % form.block == 0:
+            return joined
+        bounds = [
+            nodes.integers("embedded.starts", 0),
+            nodes.integers("embedded.ends", columns),
+            nodes.integers("embedded.axes", 2),
+        ]
+        return nodes.add("Slice", [joined, *bounds], "embedded")
+
+    def append_head(self, normed: str) -> None:
+        """Logits, [R, vocabulary], of normed rows [1, R, hidden]."""
+        nodes, config = self._nodes, self._nodes.config
+        rows = nodes.add("Squeeze", [normed, nodes.integers("head.axes", 0)], "head.rows")
+        cap = config.logits_softcap
+        # What divides the logits may as well divide the rows, which are shorter. In float arithmetic that differs by
+        # rounding alone, and not at all for Granite's powers of two.
+        rows = nodes.scaled(rows, config.logits_scale / (cap or 1.0), "head.scale", "head.scaled")
+        if cap is None:
+            self._product(rows, contract.LOGITS)
+        else:
+            bounded = nodes.add("Tanh", [self._product(rows, "head.product")], "head.tanh")
+            nodes.add("Mul", [bounded, nodes.scalar("head.cap", cap)], contract.LOGITS)
+
+    def _product(self, rows: str, output: str) -> str:
+        nodes, unit, tied = self._nodes, head_layout(self._nodes.config), self._nodes.config.tied_head
+        form = nodes.plan[unit.name]
+        if form.bits == 32:
+            matrix = self._matrix if tied else nodes.weights.plain(unit)
+            return nodes.add("Gemm", [rows, matrix], output, transB=1)
+        stored = self._table if tied else nodes.weights.quantized(unit, form)
+        return nodes.matmul_nbits(unit.shape, form, [rows, *stored.inputs()], output)

@@ -1,0 +1,154 @@
+"""The graph under construction, and the parts every piece of it is made of: nodes, constants, norms and linears."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from onnx import NodeProto, helper
+
+from ...models.manifest import WeightFormat
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import Norm, Unit
+from ..quantization.codes import OFFSETS, blocks_of, factor_form
+from .initializers import Initializers, StoredMatrix
+
+MICROSOFT: Final = "com.microsoft"
+INT8_ACTIVATIONS: Final = 4
+"""The accuracy level that rounds a product's inputs to 8 bits."""
+
+
+class Nodes:
+    """Appends nodes; methods take and return names of tensors.
+
+    Raises CheckpointError when a tensor cannot be read and OSError when the disk refuses a write.
+    """
+
+    def __init__(self, config: DecoderConfig, plan: Mapping[str, WeightFormat], weights: Initializers) -> None:
+        """`plan` holds the weight format by unit (see `Manifest.weights`)."""
+        self.config = config
+        self.plan = plan
+        self.weights = weights
+        self.protos: list[NodeProto] = []
+        self._constants: set[str] = set()
+
+    def add(self, operator: str, inputs: Sequence[str], output: str, domain: str = "", **attributes: Any) -> str:
+        """A node of one output, which it is named after."""
+        return self.add_of_many(operator, inputs, [output], output, domain, **attributes)[0]
+
+    def add_of_many(
+        self,
+        operator: str,
+        inputs: Sequence[str],
+        outputs: list[str],
+        name: str,
+        domain: str | None = None,
+        **attributes: Any,
+    ) -> list[str]:
+        """A node of several outputs."""
+        self.protos.append(helper.make_node(operator, inputs, outputs, name=name, domain=domain, **attributes))
+        return outputs
+
+    def integers(self, name: str, *values: int) -> str:
+        """A small int64 constant, made once."""
+        return self._constant(name, np.array(values, np.int64))
+
+    def scalar_integer(self, name: str, value: int) -> str:
+        """An int64 constant without dimensions, made once."""
+        return self._constant(name, np.array(value, np.int64))
+
+    def scalar(self, name: str, value: float) -> str:
+        """A float32 constant without dimensions, made once."""
+        return self._constant(name, np.array(value, np.float32))
+
+    def split(self, value: str, outputs: list[str], widths: str) -> list[str]:
+        """The last axis cut into pieces."""
+        return self.add_of_many("Split", [value, widths], outputs, outputs[0], axis=-1)
+
+    def scaled(self, value: str, factor: float, constant: str, output: str) -> str:
+        """`value * factor`, or `value` itself for a factor of 1; `constant` names the factor, perhaps made before."""
+        return value if factor == 1 else self.add("Mul", [value, self.scalar(constant, factor)], output)
+
+    def norm(self, value: str, norm: Norm, output: str) -> str:
+        """RMS norm over the last axis."""
+        return self.add(
+            "SimplifiedLayerNormalization",
+            [value, self._norm_weight(norm, output)],
+            output,
+            axis=-1,
+            epsilon=self.config.norm_epsilon,
+            stash_type=1,
+        )
+
+    def add_and_norm(self, value: str, residual: str, norm: Norm, output: str) -> tuple[str, str]:
+        """RMS norm of `value + residual`, and that sum."""
+        total = f"{output}.residual"
+        self.add_of_many(
+            "SkipSimplifiedLayerNormalization",
+            [value, residual, self._norm_weight(norm, output)],
+            [output, "", "", total],
+            output,
+            MICROSOFT,
+            epsilon=self.config.norm_epsilon,
+        )
+        return output, total
+
+    def linear(self, unit: Unit, value: str) -> str:
+        """A unit of the layers, bias included."""
+        form = self.plan[unit.name]
+        bias = self.weights.vector(f"{unit.name}.bias", unit.biases) if unit.biased else ""
+        if form.offsets:
+            return self._linear_with_offsets(unit, form, value, bias)
+        if form.rank:
+            return self._repaired_linear(unit, form, value, bias)
+        if form.bits != 32:
+            stored = self.weights.quantized(unit, form)
+            return self.matmul_nbits(unit.shape, form, [value, *stored.inputs(bias)], unit.name)
+        product = self.add("MatMul", [value, self.weights.plain_transposed(unit)], f"{unit.name}.product")
+        return self.add("Add", [product, bias], unit.name) if bias else product
+
+    def _linear_with_offsets(self, unit: Unit, form: WeightFormat, value: str, bias: str) -> str:
+        """The product with the codes, and that of the inputs' sums over blocks with the offsets."""
+        codes, scales, offset_codes, offset_scales = self.weights.quantized_with_offsets(unit, form)
+        inputs = [value, *StoredMatrix(codes, scales).inputs(bias)]
+        product = self.matmul_nbits(unit.shape, form, inputs, f"{unit.name}.product")
+        blocks = self.integers(f"blocks.{form.block}", 0, 0, -1, form.block)
+        apart = self.add("Reshape", [value, blocks], f"{unit.name}.blocks")
+        sums = self.add("ReduceSum", [apart, self.integers("last.axis", -1)], f"{unit.name}.sums", keepdims=0)
+        shape = (unit.shape[0], blocks_of(unit.columns, form))
+        offsets = self.matmul_nbits(shape, OFFSETS, [sums, offset_codes, offset_scales], f"{unit.name}.offsets")
+        return self.add("Add", [product, offsets], unit.name)
+
+    def _repaired_linear(self, unit: Unit, form: WeightFormat, value: str, bias: str) -> str:
+        """The product with the codes, and that with two thin matrices one after the other."""
+        matrix, down, up = self.weights.repaired(unit, form)
+        stored, (rows, columns) = factor_form(form), unit.shape
+        product = self.matmul_nbits(unit.shape, form, [value, *matrix.inputs(bias)], f"{unit.name}.product")
+        thin = self.matmul_nbits((form.rank, columns), stored, [value, *down.inputs()], f"{unit.name}.thin")
+        repair = self.matmul_nbits((rows, form.rank), stored, [thin, *up.inputs()], f"{unit.name}.repair")
+        return self.add("Add", [product, repair], unit.name)
+
+    def matmul_nbits(self, shape: tuple[int, int], form: WeightFormat, inputs: list[str], output: str) -> str:
+        """The product with a quantized matrix of that many outputs (N) and inputs (K)."""
+        return self.add(
+            "MatMulNBits",
+            inputs,
+            output,
+            domain=MICROSOFT,
+            N=shape[0],
+            K=shape[1],
+            bits=form.bits,
+            block_size=form.block,
+            accuracy_level=INT8_ACTIVATIONS,
+        )
+
+    def _norm_weight(self, norm: Norm, output: str) -> str:
+        # 1 + weight is what the models themselves compute, in float32 too: nothing is lost by doing it here.
+        return self.weights.vector(f"{output}.weight", [norm.weight], plus=float(self.config.traits.norms_add_one))
+
+    def _constant(self, name: str, value: np.ndarray[Any, np.dtype[Any]]) -> str:
+        if name not in self._constants:
+            self._constants.add(name)
+            self.weights.constant(name, value)
+        return name

@@ -1,0 +1,1 @@
+"""Editing an ONNX graph in place, with its weights left in their files."""

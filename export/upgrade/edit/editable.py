@@ -1,0 +1,398 @@
+"""An ONNX graph under edit, with its weights left where they are.
+
+How a pass uses it. A pass is a function `(graph: EditableGraph, ...) -> something` in a module of its own. It finds
+nodes (`graph.nodes`, `graph.producer(name)`, `graph.consumers(name)`), reads constants (`graph.array(name)`), and
+changes the graph only through its methods, which keep the look-ups right:
+
+    for node in graph.nodes_of("MatMul"):                  # a list made now: editing while walking is safe
+        weight = graph.array(node.input(1))                # NumPy, mapped from the file; None: not a constant
+        if weight is None:
+            continue
+        codes = graph.add_tensor("layers.0.o.codes", Tensor.computed(np.uint8, shape, make_pieces))
+        new = graph.add("MatMulNBits", [node.input(0), codes, scales], domain=MICROSOFT, N=.., K=.., bits=4, ..)
+        graph.replace_uses(node.output(0), new.output(0))  # every reader now reads the new value
+    graph.sweep()                                          # drops what nothing reads any more
+
+Rules:
+
+- Values are known by name, as in ONNX; "" is an absent optional input. Nodes are compared by identity.
+- Names given to `add`, `add_tensor` are wishes: a name that is taken gets a number, and the name used is returned (in
+  `Node.outputs`, or by `add_tensor`).
+- What stands as a `Constant` node in the file is a tensor here, and `Identity` nodes are gone; so a constant is always
+  in `graph.tensors`. Constants inside the branches of If and Loop stay there; `Node.captured` lists what such a branch
+  reads from the graph around it, and counts as read.
+- Tensors are never loaded to be passed on: those of the source are ranges of its files (`tensors.FileRange`), new big
+  ones are computed while the new file is written, in the order in which they were added (`tensors.Computed`).
+- `replace_uses` does not touch graph outputs; `rename` does, and `set_output` declares which value an output is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+
+from ....errors import BundleError
+from ....models.onnx_file.external_data import check_external_data
+from ...graph.nodes import MICROSOFT
+from .node import Node, constant_of, ordered
+from .tensors import Array, Tensor, read_tensor
+from .write import TensorWriter
+
+__all__ = ["MICROSOFT", "EditableGraph", "Node"]
+
+
+class EditableGraph:
+    """See the module."""
+
+    def __init__(self, model: ModelProto, folder: Path) -> None:
+        """Take a model whose external data lies in `folder` (`onnx.load(..., load_external_data=False)`).
+
+        Raises:
+            BundleError: a constant is damaged, or the graph is not one that can be edited.
+        """
+        self.folder = folder
+        self.opsets = {"" if each.domain == "ai.onnx" else each.domain: each.version for each in model.opset_import}
+        graph = model.graph
+        if graph.sparse_initializer:
+            raise BundleError("the model keeps sparse constants", "such a model cannot be upgraded")
+        self._ir_version = model.ir_version
+        self._functions = list(model.functions)
+        self.own_domains = {each.domain for each in self._functions}
+        """Domains of operators that the model itself defines."""
+        self.tensors: dict[str, Tensor] = {each.name: read_tensor(each, folder) for each in graph.initializer}
+        self.inputs: dict[str, ValueInfoProto] = {
+            each.name: each for each in graph.input if each.name not in self.tensors
+        }
+        self.outputs: dict[str, ValueInfoProto] = {each.name: each for each in graph.output}
+        self._types: dict[str, ValueInfoProto] = {each.name: each for each in graph.value_info}
+        self._nodes: dict[Node, None] = {}
+        self._producers: dict[str, Node] = {}
+        self._consumers: defaultdict[str, dict[Node, None]] = defaultdict(dict)
+        self._numbers: dict[str, int] = {}
+        for proto in graph.node:
+            self._take_in(proto)
+        self.drop_identities()
+
+    @classmethod
+    def open(cls, path: Path) -> EditableGraph:
+        """Read an .onnx file without its external weights.
+
+        Raises:
+            BundleError: it is not an ONNX model, its weights are missing, or it cannot be edited.
+        """
+        try:
+            check_external_data(path)
+            return cls(onnx.load(path, load_external_data=False), path.parent)
+        except DecodeError as error:
+            raise BundleError(f"{path} is not an ONNX model", "give a complete .onnx file") from error
+        except OSError as error:
+            raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
+
+    # Reading
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All nodes, in no order that means anything."""
+        return list(self._nodes)
+
+    def nodes_of(self, *ops: str) -> list[Node]:
+        """The nodes of some operators, whatever their domain."""
+        return [node for node in self._nodes if node.op in ops]
+
+    def producer(self, name: str) -> Node | None:
+        """The node that makes a value; None for a graph input, a constant, or a name that does not exist."""
+        return self._producers.get(name)
+
+    def producer_of(self, name: str, *ops: str) -> Node | None:
+        """The node that makes a value if it is of one of these operators."""
+        node = self._producers.get(name)
+        return node if node is not None and node.op in ops else None
+
+    def consumers(self, name: str) -> list[Node]:
+        """The nodes that read a value, each once; graph outputs are no nodes."""
+        return list(self._consumers.get(name, ()))
+
+    def is_read(self, name: str) -> bool:
+        """Whether a node reads the value or a graph output is it."""
+        return bool(self._consumers.get(name)) or name in self.outputs
+
+    def array(self, name: str) -> Array | None:
+        """The constant of that name as NumPy (see `Tensor.array`), or None if the value is no constant."""
+        tensor = self.tensors.get(name)
+        return None if tensor is None else tensor.array()
+
+    def integers(self, name: str) -> list[int] | None:
+        """A small constant of whole numbers as a flat list; None if it is no constant."""
+        value = self.array(name)
+        return None if value is None else [int(each) for each in value.reshape(-1)]
+
+    def scalar(self, name: str) -> float | None:
+        """A constant of one element; None if it is something else."""
+        tensor = self.tensors.get(name)
+        return float(tensor.array().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None
+
+    def element_type(self, name: str) -> int:
+        """`TensorProto.DataType` of an input, an output, a constant or a value the file describes; 0 if unknown."""
+        if name in self.tensors:
+            return self.tensors[name].element_type
+        info = self._described(name)
+        return 0 if info is None else info.type.tensor_type.elem_type
+
+    def shape(self, name: str) -> tuple[int | str, ...] | None:
+        """Extents of a value as the file states them, numbers or names ("" for one left open); None if it does not."""
+        if name in self.tensors:
+            return self.tensors[name].shape
+        info = self._described(name)
+        if info is None or not info.type.tensor_type.HasField("shape"):
+            return None
+        return tuple(
+            each.dim_value if each.HasField("dim_value") else each.dim_param for each in info.type.tensor_type.shape.dim
+        )
+
+    def in_order(self) -> list[Node]:
+        """All nodes, each after those whose outputs it reads.
+
+        Raises:
+            BundleError: the graph has a cycle.
+        """
+        return ordered(self._nodes, self._producers, self._consumers)
+
+    # Changing
+
+    def add(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        outputs: int | Sequence[str] = 1,
+        *,
+        domain: str = "",
+        name: str = "",
+        **attributes: Any,
+    ) -> Node:
+        """Add a node.
+
+        Args:
+            op: the operator.
+            inputs: names; "" for an absent one.
+            outputs: how many, or wished names ("" for an absent one).
+            domain: `MICROSOFT` or "".
+            name: the node's own name, and its outputs' if those are only counted.
+            attributes: the operator's attributes; those that are None are left out.
+        """
+        stem = name or op
+        if isinstance(outputs, int):
+            outputs = [f"{stem}.{index}" if index else stem for index in range(outputs)]
+        names = [self.fresh(each) if each else "" for each in outputs]
+        given = {key: value for key, value in attributes.items() if value is not None}
+        node = Node(helper.make_node(op, list(inputs), names, name=name or names[0], domain=domain, **given))
+        self.opsets.setdefault(domain, 1)
+        self._attach(node)
+        return node
+
+    def add_proto(self, proto: NodeProto) -> None:
+        """Add a node as ONNX has it, under its own names.
+
+        Raises:
+            ValueError: a value of one of its names exists.
+        """
+        if taken := [name for name in proto.output if name and self._is_made(name)]:
+            raise ValueError(f"{taken[0]} is taken")
+        self._take_in(proto)
+
+    def add_stored(self, proto: TensorProto) -> None:
+        """Add a constant of the source model, whose bytes stay where they are, under its own name.
+
+        Raises:
+            ValueError: a value of that name exists.
+        """
+        if self._is_made(proto.name):
+            raise ValueError(f"{proto.name} is taken")
+        self.tensors[proto.name] = read_tensor(proto, self.folder)
+
+    def add_tensor(self, name: str, value: Tensor | Array) -> str:
+        """Add a constant; returns the name it got."""
+        name = self.fresh(name)
+        self.tensors[name] = value if isinstance(value, Tensor) else Tensor.of(value)
+        return name
+
+    def add_input(self, info: ValueInfoProto) -> str:
+        """Declare a graph input, replacing the declaration of an input of that name; returns its name.
+
+        Raises:
+            ValueError: a node or constant has that name; `rename` it first.
+        """
+        if info.name in self._producers or info.name in self.tensors:
+            raise ValueError(f"{info.name} is taken")
+        self.inputs[info.name] = info
+        return info.name
+
+    def set_output(self, info: ValueInfoProto, value: str) -> None:
+        """Declare a graph output that is `value`; an output of that name is replaced, the value takes its name."""
+        self.outputs.pop(info.name, None)
+        if value != info.name:
+            if info.name in self._producers or info.name in self.inputs or info.name in self.tensors:
+                self.rename(info.name, self.fresh(f"{info.name}.before"))
+            self.rename(value, info.name)
+        self.outputs[info.name] = info
+
+    def set_attribute(self, node: Node, name: str, value: Any) -> None:
+        """Set an attribute; None removes it."""
+        node.attributes.pop(name, None)
+        if value is not None:
+            node.attributes[name] = helper.make_attribute(name, value)
+
+    def set_inputs(self, node: Node, inputs: Sequence[str]) -> None:
+        """Give a node other inputs; absent ones at the end are cut off."""
+        names = list(inputs)
+        while names and not names[-1]:
+            names.pop()
+        for name in node.reads():
+            self._consumers[name].pop(node, None)
+        node.inputs = tuple(names)
+        for name in node.reads():
+            self._consumers[name][node] = None
+
+    def set_input(self, node: Node, index: int, name: str) -> None:
+        """Give a node another input, making room for it with absent ones."""
+        names = [*node.inputs, *[""] * (index + 1 - len(node.inputs))]
+        names[index] = name
+        self.set_inputs(node, names)
+
+    def replace_uses(self, old: str, new: str, but: Iterable[Node] = ()) -> None:
+        """Let every node that reads `old` read `new`, but those in `but`; graph outputs stay as they are."""
+        spared = set(but)
+        for node in self.consumers(old):
+            if node not in spared:
+                self._require_uncaptured(node, old)
+                self.set_inputs(node, [new if name == old else name for name in node.inputs])
+
+    def hand_over(self, old: str, new: str) -> None:
+        """Let whatever reads `old` read `new`, a graph output included; what makes `old` may then be removed."""
+        self.replace_uses(old, new)
+        if old in self.outputs:
+            self.set_output(self.outputs[old], new)
+
+    def rename(self, old: str, new: str) -> None:
+        """Call a value (input, constant or a node's output) something else, everywhere.
+
+        Raises:
+            ValueError: another value has that name.
+        """
+        if old == new:
+            return
+        if new in self._producers or new in self.inputs or new in self.tensors:
+            raise ValueError(f"{new} is taken")
+        producer = self._producers.pop(old, None)
+        if producer is not None:
+            producer.outputs = tuple(new if name == old else name for name in producer.outputs)
+            self._producers[new] = producer
+        if old in self.tensors:
+            self.tensors[new] = self.tensors.pop(old)
+        for declared in (self.inputs, self.outputs, self._types):
+            if old in declared:
+                info = ValueInfoProto()
+                info.CopyFrom(declared.pop(old))
+                info.name = new
+                declared[new] = info
+        self.replace_uses(old, new)
+
+    def remove(self, node: Node) -> None:
+        """Remove a node; what reads its outputs must be given something else."""
+        for name in node.reads():
+            self._consumers[name].pop(node, None)
+        for name in node.outputs:
+            if self._producers.get(name) is node:
+                del self._producers[name]
+        self._nodes.pop(node, None)
+
+    def sweep(self) -> None:
+        """Remove nodes whose outputs nothing reads, and then constants that nothing reads; inputs stay."""
+        checked = list(self._nodes)
+        while checked:
+            node = checked.pop()
+            if node in self._nodes and not any(name and self.is_read(name) for name in node.outputs):
+                self.remove(node)
+                checked += [self._producers[name] for name in node.reads() if name in self._producers]
+        for name in [name for name in self.tensors if not self.is_read(name)]:
+            del self.tensors[name]
+
+    def fresh(self, stem: str) -> str:
+        """A name that no value has: `stem`, or `stem` with a number."""
+        name = stem
+        while name in self._producers or name in self.tensors or name in self.inputs or name in self.outputs:
+            self._numbers[stem] = self._numbers.get(stem, 1) + 1
+            name = f"{stem}.{self._numbers[stem]}"
+        return name
+
+    def drop_identities(self) -> None:
+        """Let what reads a copy read the original; where the copy is a graph output, the original is called that."""
+        for node in self.nodes_of("Identity"):
+            old, new = node.input(0), node.output(0)
+            if node.domain or self._is_captured(new):
+                continue
+            if new not in self.outputs:
+                self.replace_uses(new, old)
+                self.remove(node)
+            elif old in self._producers and old not in self.outputs and not self._is_captured(old):
+                self.remove(node)
+                self.rename(old, new)
+
+    def forget_types(self) -> None:
+        """Drop what the file says of inner values' types and shapes, which edits make wrong."""
+        self._types.clear()
+
+    # Writing
+
+    def model(self, weights: TensorWriter) -> ModelProto:
+        """The graph as a model, its nodes in order; `weights` takes the tensors (see `write`)."""
+        stored = [weights.store(name, tensor) for name, tensor in self.tensors.items()]
+        graph = GraphProto(
+            name="decoder",
+            node=[*(each.cast for each in stored if each.cast), *(node.proto() for node in self.in_order())],
+            initializer=[each.tensor for each in stored],
+            input=self.inputs.values(),
+            output=self.outputs.values(),
+            value_info=self._types.values(),
+        )
+        return ModelProto(
+            graph=graph,
+            opset_import=[helper.make_opsetid(domain, version) for domain, version in self.opsets.items()],
+            functions=self._functions,
+            ir_version=max(self._ir_version, 8),
+            producer_name="edge-run",
+        )
+
+    def _take_in(self, proto: NodeProto) -> None:
+        if proto.op_type == "Constant" and proto.domain in ("", "ai.onnx"):
+            self.tensors[proto.output[0]] = constant_of(proto, self.folder)
+        else:
+            self._attach(Node(proto))
+
+    def _is_made(self, name: str) -> bool:
+        return name in self._producers or name in self.tensors or name in self.inputs
+
+    def _attach(self, node: Node) -> None:
+        self._nodes[node] = None
+        for name in node.outputs:
+            if name:
+                self._producers[name] = node
+        for name in node.reads():
+            self._consumers[name][node] = None
+
+    def _described(self, name: str) -> ValueInfoProto | None:
+        return self.inputs.get(name) or self.outputs.get(name) or self._types.get(name)
+
+    def _require_uncaptured(self, node: Node, name: str) -> None:
+        if name in node.captured:
+            raise BundleError(
+                f"the model's {node.op} node {node.name} reads {name} from inside", "such a model cannot be upgraded"
+            )
+
+    def _is_captured(self, name: str) -> bool:
+        return any(name in reader.captured for reader in self._consumers.get(name, ()))

@@ -1,0 +1,119 @@
+"""The nodes of a graph under edit, and the constants that stand among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from onnx import AttributeProto, GraphProto, NodeProto, helper
+
+from ....errors import BundleError
+from .tensors import Tensor, read_tensor
+
+_CONSTANT_TYPES: Final = {
+    "value_int": "int64",
+    "value_ints": "int64",
+    "value_float": "float32",
+    "value_floats": "float32",
+}
+
+
+class Node:
+    """One operator call. Read its fields; change its inputs through the graph."""
+
+    __slots__ = ("attributes", "captured", "domain", "inputs", "name", "op", "outputs")
+
+    def __init__(self, proto: NodeProto) -> None:
+        self.op = proto.op_type
+        self.domain = "" if proto.domain == "ai.onnx" else proto.domain
+        self.name = proto.name
+        self.inputs: tuple[str, ...] = tuple(proto.input)
+        self.outputs: tuple[str, ...] = tuple(proto.output)
+        self.attributes = {attribute.name: attribute for attribute in proto.attribute}
+        self.captured: tuple[str, ...] = tuple(sorted(_captured(proto)))
+
+    def __repr__(self) -> str:
+        return f"{self.op}({', '.join(self.inputs)}) -> {', '.join(self.outputs)}"
+
+    def input(self, index: int) -> str:
+        """Name of an input; "" where it is absent."""
+        return self.inputs[index] if index < len(self.inputs) else ""
+
+    def output(self, index: int) -> str:
+        """Name of an output; "" where it is absent."""
+        return self.outputs[index] if index < len(self.outputs) else ""
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """Value of an attribute: int, float, str, list, TensorProto or GraphProto."""
+        proto = self.attributes.get(name)
+        if proto is None:
+            return default
+        value = helper.get_attribute_value(proto)
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+    def proto(self) -> NodeProto:
+        """The node as ONNX has it."""
+        return NodeProto(
+            op_type=self.op,
+            domain=self.domain,
+            name=self.name,
+            input=self.inputs,
+            output=self.outputs,
+            attribute=self.attributes.values(),
+        )
+
+    def reads(self) -> Iterator[str]:
+        """Names of the values the node reads, those of its branches included."""
+        yield from (name for name in self.inputs if name)
+        yield from self.captured
+
+
+def ordered(
+    nodes: Iterable[Node], producers: Mapping[str, Node], consumers: Mapping[str, Iterable[Node]]
+) -> list[Node]:
+    """The nodes, each after those whose outputs it reads.
+
+    Raises:
+        BundleError: they have a cycle.
+    """
+    waiting = {node: {producers[name] for name in node.reads() if name in producers} for node in nodes}
+    done = [node for node, needed in waiting.items() if not needed]
+    for node in done:  # grows
+        for reader in {each: None for output in node.outputs for each in consumers.get(output, ())}:
+            needed = waiting[reader]
+            needed.discard(node)
+            if not needed:
+                done.append(reader)
+    if len(done) != len(waiting):
+        raise BundleError("the model's graph has a cycle", "it is damaged: copy it again")
+    return done
+
+
+def constant_of(proto: NodeProto, folder: Path) -> Tensor:
+    """The tensor that a Constant node is."""
+    for attribute in proto.attribute:
+        if attribute.name == "value":
+            return read_tensor(attribute.t, folder)
+        if attribute.name in _CONSTANT_TYPES:
+            return Tensor.of(np.array(helper.get_attribute_value(attribute), _CONSTANT_TYPES[attribute.name]))
+    raise BundleError(
+        f"the model's constant {proto.output[0]} is of a kind that cannot be edited", "such a model cannot be upgraded"
+    )
+
+
+def _captured(proto: NodeProto) -> set[str]:
+    """Names that the branches of a node read from the graph around them."""
+    return set().union(*(_free(graph) for attribute in proto.attribute for graph in _graphs(attribute)))
+
+
+def _graphs(attribute: AttributeProto) -> list[GraphProto]:
+    return [attribute.g] if attribute.type == AttributeProto.GRAPH else list(attribute.graphs)
+
+
+def _free(graph: GraphProto) -> set[str]:
+    made = {each.name for each in (*graph.input, *graph.initializer)}
+    made.update(name for node in graph.node for name in node.output)
+    read = {name for node in graph.node for name in (*node.input, *_captured(node)) if name}
+    return (read | {each.name for each in graph.output}) - made

@@ -1,0 +1,1 @@
+"""Storing the linears of an upgraded graph in few bits."""

@@ -1,0 +1,1 @@
+"""Finding attention, norms, activations and rotations in plain operators."""

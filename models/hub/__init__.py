@@ -1,0 +1,1 @@
+"""Models of the Hugging Face Hub: their ids, downloads and local copies."""

@@ -1,0 +1,283 @@
+"""Models from the Hugging Face Hub: `org/name[:variant][@revision]`.
+
+A model that was downloaded is used as it is, without a word to the hub: a run needs no network, and what a name means
+changes only when `edge-run pull` asks again. Of a repository only the files that one graph needs are fetched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from ...errors import BundleError, HubError
+from ..bundle import COMPANIONS, GRAPH_NAME
+from ..device_kind import DeviceKind
+from ..json_file import read_json_object
+from ..manifest import MANIFEST_NAME, Manifest
+from ..onnx_file.external_data import external_files
+from ..variants import GENAI_CONFIG, GraphFiles, choose_graph, variant_of
+from . import client as hub_client
+from .downloads import Parts, disk_told, download_bar
+from .local_store import CHECKPOINT, Downloaded, Listing, RepoFile, Store, hub_library_cache, is_safe_path, listing_of
+from .model_id import HubId
+
+_TEXT_FILES: Final = (*COMPANIONS, GENAI_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+_CHECKPOINT_FILES: Final = (*_TEXT_FILES, "model.safetensors.index.json")
+_GGUF_VARIANT: Final = re.compile(r"(?i)[-_.]((?:IQ|TQ|Q)\d[A-Z0-9_]*|BF16|F16|F32|MXFP4)$")
+_GGUF_PART: Final = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def fetch_model(id_: HubId, kind: DeviceKind = DeviceKind.CPU, *, newest: bool = False) -> Downloaded:
+    """The model folder of an id, downloaded if need be.
+
+    Args:
+        id_: of a repository with ONNX graphs.
+        kind: what the model is to run on; decides the variant where the id names none.
+        newest: whether to ask the hub what the revision stands at now, and to replace what is damaged.
+
+    Raises:
+        BundleError: the repository holds no such graph, or what was downloaded is damaged.
+        HubError: the hub cannot be reached, does not give it, or may not be asked.
+        InputError: there is no such repository or revision, or it may not be read.
+    """
+    newest = newest and not hub_client.is_offline()
+    listing = _listing(id_, newest=newest)
+    _require_graph(id_, listing)
+    store = Store(id_.repo)
+    files = set(listing.files)
+    if id_.variant is None and not newest:
+        files = _without_graphs_elsewhere(
+            files, [each for each in store.all_downloaded() if each.commit == listing.commit]
+        )
+    chosen = choose_graph(files, id_.variant, kind=kind, named=listing.decoders, where=id_.repo)
+    variant = variant_of(listing.files, chosen.graph, listing.decoders)
+    return _model_folder(
+        store, listing, chosen.graph, variant, lambda parts: _graph_files(parts, chosen), repair=newest
+    )
+
+
+def fetch_checkpoint(id_: HubId) -> Path:
+    """What `edge-run export` reads: a folder with safetensors, a GGUF file, or else a folder with an ONNX graph.
+
+    A variant names a GGUF file (`Q4_K_M`) or an ONNX graph; without one safetensors come first, which are nearest to
+    what was trained.
+
+    Raises:
+        EdgeError: as for `fetch_model`.
+    """
+    listing = _listing(id_, newest=False)
+    store = Store(id_.repo)
+    weights = _safetensors(listing)
+    if id_.variant is None and weights:
+        files = {name: name for name in (*weights, *_CHECKPOINT_FILES) if name in listing.files}
+        return _model_folder(store, listing, CHECKPOINT, "checkpoint", lambda _: files).path
+    gguf = _gguf_files(listing)
+    if gguf and (id_.variant is not None or not _has_graphs(listing)):
+        variant, path = _meant_gguf(id_, gguf)
+        return _model_folder(store, listing, path, variant, lambda _: {PurePosixPath(path).name: path}).path
+    return fetch_model(id_).path
+
+
+def _listing(id_: HubId, *, newest: bool) -> Listing:
+    """The repository's files: as known, or as the hub lists them now."""
+    store = Store(id_.repo)
+    commit = store.commit_of(id_.revision)
+    known = store.listing(commit) if commit is not None else None
+    if known is not None and not newest:
+        return known
+    if hub_client.is_offline():
+        if (known := known or _library_listing(id_)) is not None:
+            return known
+        raise HubError(
+            f"{id_} is not downloaded, and the hub may not be asked (offline)",
+            f"run edge-run pull {id_} with a connection first",
+        )
+    listing = hub_client.list_repository(id_)
+    with disk_told():
+        listing = replace(listing, decoders=_decoders(store, listing))
+        store.keep_listing(listing, id_.revision)
+    return listing
+
+
+def _library_listing(id_: HubId) -> Listing | None:
+    """What the hub library's cache has of a repository, where other programs downloaded it."""
+    folder = hub_library_cache() / f"models--{id_.repo.replace('/', '--')}"
+    try:
+        ref = folder / "refs" / (id_.revision or "main")
+        commit = ref.read_text(encoding="ascii").strip() if ref.is_file() else id_.revision or ""
+        snapshot = folder / "snapshots" / commit
+        if not re.fullmatch("[0-9a-f]{40}", commit):
+            return None
+        files = []
+        for path in filter(Path.is_file, snapshot.rglob("*")):
+            # A blob is named by the digest of a large file, or by git's of a small one.
+            name, blob = path.relative_to(snapshot).as_posix(), path.resolve().name
+            is_git = re.fullmatch("[0-9a-f]{40}", blob) is not None
+            is_sha = re.fullmatch("[0-9a-f]{64}", blob) is not None
+            files.append(RepoFile(name, path.stat().st_size, blob if is_sha else None, blob if is_git else None))
+    except (OSError, ValueError):
+        return None
+    return listing_of(id_.repo, commit, files) if files else None
+
+
+def _decoders(store: Store, listing: Listing) -> dict[str, str]:
+    """Which graph each `genai_config.json` names that has several beside it."""
+    folders = [PurePosixPath(path).parent for path in listing.files if path.endswith(".onnx")]
+    paths = [str(folder / GENAI_CONFIG) for folder in dict.fromkeys(folders) if folders.count(folder) > 1]
+    parts = Parts(store, listing, lambda _done, _todo: None)
+    named = {}
+    for path in paths:
+        if path in listing.files:
+            file = parts.get([path])[path][0]
+            config = read_json_object(file, BundleError, f"tell the makers of {listing.repo}")
+            decoder = config.get("model", {}).get("decoder", {}) if isinstance(config.get("model"), dict) else {}
+            if isinstance(decoder, dict) and isinstance(decoder.get("filename"), str):
+                named[str(PurePosixPath(path).parent)] = decoder["filename"]
+    return named
+
+
+def _without_graphs_elsewhere(files: set[str], downloaded: Sequence[Downloaded]) -> set[str]:
+    """The files of a repository without the graphs that were not downloaded, if any was."""
+    here = {model.source for model in downloaded if model.source.endswith(".onnx")}
+    here |= {source.replace("decoder_with_past_model", "decoder_model") for source in here}
+    return {file for file in files if file in here or not file.endswith(".onnx")} if here else files
+
+
+def _model_folder(
+    store: Store,
+    listing: Listing,
+    source: str,
+    variant: str,
+    wanted: Callable[[Parts], Mapping[str, str]],
+    *,
+    repair: bool = False,
+) -> Downloaded:
+    """The model folder for a file of a repository; `wanted` says which files it takes, by their path in it."""
+    found = store.downloaded(listing.commit, source)
+    if found is not None and repair:
+        try:
+            found.verify()
+        except BundleError:
+            store.remove([found])
+            found = None
+    if found is None:
+        with disk_told(), store.locked(), download_bar(Downloaded.name(listing.repo, variant)) as progress:
+            # Another process may have made it meanwhile.
+            found = store.downloaded(listing.commit, source)
+            if found is None:
+                parts = Parts(store, listing, progress)
+                names = wanted(parts)
+                files = parts.get(names.values())
+                found = store.assemble(
+                    listing.commit, source, variant, {name: files[path] for name, path in names.items()}
+                )
+    found.verify()
+    return found
+
+
+def _graph_files(parts: Parts, chosen: GraphFiles) -> dict[str, str]:
+    """What runs one graph, by its path in the model folder: all beside the graph, wherever the repository has it."""
+    listing = parts.listing
+    folder = PurePosixPath(chosen.graph).parent
+    graphs = [path for path in (chosen.graph, chosen.prefill) if path is not None]
+    parts.require_room(
+        path
+        for path in listing.files
+        if any(path == graph or path.startswith((f"{graph}_data", f"{graph}.data")) for graph in graphs)
+    )
+    wanted = {PurePosixPath(path).name: path for path in graphs}
+    for graph, (file, _) in parts.get(graphs).items():
+        try:
+            data = external_files(file)
+        except BundleError as error:
+            raise BundleError(f"{graph} of {listing.repo} is not an ONNX model", "name another variant") from error
+        for name in data:
+            path = str(folder / name)
+            if not is_safe_path(name):
+                raise BundleError(f"{graph} of {listing.repo} keeps weights in {name!r}", "do not use this model")
+            if path not in listing.files:
+                raise BundleError(f"{listing.repo} lacks {path}, where {graph} keeps weights", "tell its makers")
+            wanted[name] = path
+    for name in _TEXT_FILES:
+        places = [str(place / name) for place in (folder, *folder.parents)]
+        if nearest := [place for place in places if place in listing.files]:
+            wanted[name] = nearest[0]
+    manifest = str(folder / MANIFEST_NAME)
+    if PurePosixPath(chosen.graph).name == GRAPH_NAME and manifest in listing.files:
+        wanted |= _named_by_manifest(parts, manifest)
+    return wanted
+
+
+def _named_by_manifest(parts: Parts, path: str) -> dict[str, str]:
+    """The files of a bundle that edge-run exported, its draft model's too if that lies inside."""
+    folder = PurePosixPath(path).parent
+    manifest = Manifest.from_json(parts.get([path])[path][0].read_bytes(), f"{path} of {parts.listing.repo}")
+    names = [MANIFEST_NAME, *manifest.files]
+    wanted = {name: str(folder / name) for name in names if is_safe_path(name)}
+    if manifest.draft is not None and not manifest.draft.graph and is_safe_path(manifest.draft.path):
+        draft = folder / manifest.draft.path
+        for each in map(PurePosixPath, parts.listing.files):
+            if draft in each.parents:
+                wanted[str(each.relative_to(folder))] = str(each)
+    return {name: file for name, file in wanted.items() if file in parts.listing.files}
+
+
+def _require_graph(id_: HubId, listing: Listing) -> None:
+    """Check that a repository has ONNX graphs.
+
+    Raises:
+        BundleError: it has none; says how to make one of what it has.
+    """
+    if _has_graphs(listing):
+        return
+    what = f"{id_.repo} holds no .onnx file"
+    if gguf := _gguf_files(listing):
+        names = ", ".join(sorted(gguf))
+        meant = id_.variant if id_.variant is not None else "Q4_K_M" if "Q4_K_M" in gguf else min(gguf)
+        hint = f"export its GGUF weights: edge-run export {replace(id_, variant=meant)} OUT (there are {names})"
+        raise BundleError(what, hint)
+    if _safetensors(listing):
+        raise BundleError(what, f"export its checkpoint: edge-run export {replace(id_, variant=None)} OUT")
+    raise BundleError(what, "nor safetensors or GGUF weights to export; look for another repository of this model")
+
+
+def _has_graphs(listing: Listing) -> bool:
+    return any(path.endswith(".onnx") for path in listing.files)
+
+
+def _safetensors(listing: Listing) -> list[str]:
+    """The weights of a checkpoint at the repository's root, as transformers names them."""
+    return [path for path in listing.files if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", path)]
+
+
+def _gguf_files(listing: Listing) -> dict[str, str]:
+    """GGUF files by what tells them apart: the form of their weights, else their names."""
+    paths = [path for path in sorted(listing.files) if path.endswith(".gguf")]
+    found: dict[str, str] = {}
+    for path in paths:
+        stem = PurePosixPath(path).stem
+        match = _GGUF_VARIANT.search(_GGUF_PART.sub("", stem))
+        name = match[1].upper() if match else stem
+        found[stem if name in found else name] = path
+    return found
+
+
+def _meant_gguf(id_: HubId, gguf: Mapping[str, str]) -> tuple[str, str]:
+    """The GGUF file that a variant names, or the only one: its variant and path.
+
+    Raises:
+        BundleError: there is none, or several, or it is cut into pieces.
+    """
+    wanted = (id_.variant or "").lower()
+    exact = [name for name in gguf if wanted in (name.lower(), gguf[name].lower())]
+    meant = exact or [name for name in gguf if wanted in PurePosixPath(gguf[name]).name.lower()]
+    if len(meant) != 1:
+        what = f"{id_.repo} has no GGUF file {id_.variant}" if not meant else f"{id_.repo} has several GGUF files"
+        raise BundleError(what, f"name one: {id_.repo}:NAME, of {', '.join(sorted(meant or gguf))}")
+    path = gguf[meant[0]]
+    if _GGUF_PART.search(PurePosixPath(path).stem):
+        raise BundleError(f"{path} of {id_.repo} is one of several pieces", "name a variant that is one file")
+    return meant[0], path

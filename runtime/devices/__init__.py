@@ -1,0 +1,1 @@
+"""Execution providers and the processor of this machine."""

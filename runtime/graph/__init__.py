@@ -1,0 +1,1 @@
+"""Decoder graphs: inputs and outputs, introspection, probing, sessions and bound passes."""

@@ -1,0 +1,1 @@
+"""Measuring models on this machine: pass times, exactness, comparisons, stored results."""

@@ -1,0 +1,159 @@
+"""What an answer is made of: chunks while it is written, a reply when it is whole, and the account of its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .decode import FinishReason, Step
+from .speculation.choice import SOURCE_NAMES
+from .speculation.speculator import Round
+from .speculation.tree import Source
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """Guesses that were verified, and those of them that the text took."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an answer cost. Times are seconds."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Prompt tokens whose cache rows were there from the turn before."""
+    completion_tokens: int = 0
+    """Tokens the model produced, the end-of-sequence token included."""
+    target_passes: int = 0
+    """Passes over the model's weights, the prompt's included."""
+    decode_passes: int = 0
+    """Passes after the first token."""
+    first_token_s: float = 0.0
+    """From the request to the first token."""
+    total_s: float = 0.0
+    """From the request to the end."""
+    drafted: int = 0
+    """Guesses that were verified; after the first token, like all that follows."""
+    accepted: int = 0
+    """Guesses that the text took: tokens that cost no pass of their own."""
+    by_source: Mapping[str, DraftCounts] = field(default_factory=dict)
+    """By the drafter's name."""
+    by_depth: tuple[DraftCounts, ...] = ()
+    """By distance from the text; entry 0 is the next token."""
+    draft_s: float = 0.0
+    """In the draft model's passes."""
+    target_s: float = 0.0
+    """In the target's passes."""
+    host_s: float = 0.0
+    """Looking guesses up, pruning them, choosing tokens and learning."""
+    rounds: tuple[Round | None, ...] = ()
+    """Every round after the first token, where they were asked for; None where drafting rested."""
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Rate after the first token; 0 when there was no second one."""
+        seconds = self.total_s - self.first_token_s
+        return (self.completion_tokens - 1) / seconds if self.completion_tokens > 1 and seconds > 0 else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens each pass after the first token has given; 1 without speculation."""
+        return (self.completion_tokens - 1) / self.decode_passes if self.decode_passes else 1.0
+
+
+class RoundTally:
+    """Adds up rounds: each is only put aside while the answer is written, and counted afterwards."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._drafted = [0] * len(Source)
+        self._accepted = [0] * len(Source)
+        self._drafted_at: list[int] = []
+        self._accepted_at: list[int] = []
+        self.draft_s = self.target_s = self.host_s = 0.0
+
+    def add(self, step: Step) -> None:
+        """Take in the round that a step came from."""
+        self._steps.append(step)
+
+    @property
+    def rounds(self) -> tuple[Round | None, ...]:
+        """All rounds after the first token; None where drafting rested."""
+        return tuple(step.round for step in self._steps if step.target_s)
+
+    def count(self) -> None:
+        """Count all rounds, once."""
+        for step in self._steps:
+            self.target_s += step.target_s
+            one = step.round
+            if one is None:
+                continue
+            self.draft_s += one.draft_s
+            self.host_s += one.host_s
+            if one.rows == 1:
+                continue
+            _add(self._drafted, one.drafted)
+            _add(self._accepted, one.accepted)
+            _add(self._drafted_at, one.drafted_by_depth)
+            _add(self._accepted_at, (1,) * sum(one.accepted))
+
+    @property
+    def drafted(self) -> int:
+        """Guesses verified."""
+        return sum(self._drafted)
+
+    @property
+    def accepted(self) -> int:
+        """Guesses taken."""
+        return sum(self._accepted)
+
+    def by_source(self) -> dict[str, DraftCounts]:
+        """Counts by drafter, of those that guessed anything."""
+        return {
+            SOURCE_NAMES.get(source, "other"): DraftCounts(self._drafted[source], self._accepted[source])
+            for source in Source
+            if self._drafted[source]
+        }
+
+    def by_depth(self) -> tuple[DraftCounts, ...]:
+        """Counts by distance from the text."""
+        accepted = [*self._accepted_at, *[0] * (len(self._drafted_at) - len(self._accepted_at))]
+        return tuple(DraftCounts(*both) for both in zip(self._drafted_at, accepted, strict=True))
+
+
+def _add(totals: list[int], counts: Sequence[int]) -> None:
+    totals += [0] * (len(counts) - len(totals))
+    for index, count in enumerate(counts):
+        totals[index] += count
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of an answer; the last one carries `finish_reason` and `stats`, and may have no text."""
+
+    text: str
+    finish_reason: FinishReason | None = None
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer."""
+
+    text: str
+    finish_reason: FinishReason
+    stats: Stats
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> Reply:
+        """Gather a stream that runs to its end."""
+        pieces: list[str] = []
+        for chunk in chunks:
+            pieces.append(chunk.text)
+            if chunk.finish_reason is not None and chunk.stats is not None:
+                return cls("".join(pieces), chunk.finish_reason, chunk.stats)
+        raise ValueError("the stream ended without a last chunk")

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafting, pruning, verification. Token ids only, never text."""

@@ -1,0 +1,138 @@
+"""A target's session and its draft's on the same cores.
+
+The two take turns, and a session's threads that spin while they wait for its next pass are in the other's way. Measured
+on 2 cores, three draft passes to one of the target, milliseconds a round (ONNX Runtime 1.31):
+
+| target + draft, threads of the draft | 0.5B + bundled draft | bundled pair | 1.5B + 0.5B |
+|---|---|---|---|
+| both spin, 2 | 31.8 | 1.20 | 139.7 |
+| target spins, 1 | 17.7 | 0.86 | 91.1 |
+| target spins, 2 that never spin | 17.8 | 1.03 | 87.4 |
+| both stop spinning as a pass ends, 2 | 17.3 | 1.02 | 75.9 |
+| one pool for both, 2 | 17.1 | 0.89 | 77.0 |
+
+So both stop spinning, unless the draft is so small that a second thread gains it nothing. A pool for both is no faster,
+and ONNX Runtime has one pool a process or none: every other session of the program would have to agree to use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from ...errors import BundleError
+from ...models.bundle import Bundle
+from ...models.pairing import DraftPair
+from ..graph.bound_session import BoundSession
+from ..graph.graph_io import CacheMode, GraphIO
+from ..graph.metadata import ModelMetadata
+from ..graph.open_graph import open_graph, packed_graph
+from ..graph.prepacked import prepacked_draft
+from ..graph.session import GraphSession, SessionConfig
+from ..kv.borrowed import BorrowedArena
+from ..measure.pass_cost_store import cached, save
+from ..measure.pass_timing import calibrate
+from .drafters.draft_model import DraftModel, Int32, check_target_ids
+from .drafters.layer_skip import LayerSkipDraft
+from .pass_cost import PassCost
+
+_ONE_THREAD_BELOW: Final = 16 << 20
+"""Bytes of weights that one core has read by the time two have agreed on who reads what: at 9.6 MB a pass takes 0.33 ms
+with one thread and 0.37 with two, at 270 MB 14 and 10."""
+_CALIBRATION_S: Final = 0.3
+_WIDTHS: Final = (1, 2, 4, 8)
+_AGAIN: Final = "restore it or export the draft again"
+
+
+def share_cores(config: SessionConfig, draft: Bundle) -> tuple[SessionConfig, SessionConfig]:
+    """How to run the target and the draft if the target alone would be run with `config`."""
+    if draft.weight_bytes < _ONE_THREAD_BELOW:
+        return config, replace(config, threads=1)
+    shared = replace(config, shares_cores=True)
+    return shared, shared
+
+
+def load_draft(
+    pair: DraftPair, config: SessionConfig, target_vocab: int, context: int, *, cache: bool = True
+) -> DraftModel:
+    """Load the draft model of a pair that is a model of its own.
+
+    Args:
+        pair: see `find_draft`.
+        config: the draft's; see `share_cores`.
+        target_vocab: of the target's graph.
+        context: the target's. A draft with a shorter one is silent once the text has outgrown it.
+        cache: whether weights packed for this machine, and what passes cost, are kept on disk.
+
+    Raises:
+        BundleError: the draft is not a model that edge-run can decode with, or its head is of other tokens than the
+            pair's map says.
+    """
+    bundle = pair.draft
+    session = open_graph(bundle, config, cache=cache)
+    head = session.spec.vocab_size
+    if pair.target_ids is not None:
+        _check_ids(pair, pair.target_ids, head, target_vocab)
+    elif head < target_vocab and head < pair.token_count:
+        raise BundleError(
+            f"the draft {bundle.folder} has {pair.token_count} tokens and a head of {head}, but no map of its ids",
+            "put its d2t.npy beside the graph",
+        )
+    bound = session.bind(session.arena(min(context, bundle.context or context)))
+    return DraftModel(bound, _cost(bundle, config, bound, cache=cache), target_vocab, pair.target_ids)
+
+
+def load_own_draft(
+    pair: DraftPair, config: SessionConfig, target: Bundle, spec: GraphIO, context: int, *, cache: bool = True
+) -> LayerSkipDraft:
+    """Load a draft that is the target without some of its parts, to be attached to the arena of a text.
+
+    Args:
+        pair: see `find_draft`.
+        config: the draft's; see `share_cores`.
+        target: the target's bundle.
+        spec: the target's.
+        context: as for `load_draft`.
+        cache: as for `load_draft`.
+
+    Raises:
+        BundleError: the graph cannot be loaded, or is not the target's with parts left out.
+    """
+    graph = prepacked_draft(pair.draft.graph, packed_graph(target, config, cache=cache))
+    session = GraphSession(graph, config, ModelMetadata(input_vocab=target.input_vocab))
+    own, theirs = session.spec, {tensor.past: place for place, tensor in enumerate(spec.cache)}
+    places = [theirs.get(tensor.past, -1) for tensor in own.cache]
+    same = all(place >= 0 and spec.forms[place] == form for place, form in zip(places, own.forms, strict=True))
+    if not same or own.sharing is not CacheMode.IN_PLACE or spec.sharing is not CacheMode.IN_PLACE:
+        raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.graph}", _AGAIN)
+    if pair.target_ids is not None:
+        _check_ids(pair, pair.target_ids, own.vocab_size, spec.vocab_size)
+    elif own.vocab_size != spec.vocab_size:
+        raise BundleError(f"{pair.draft.graph} has a head of {own.vocab_size} tokens, but no map of its ids", _AGAIN)
+    alone = session.bind(session.arena(context))
+    cost = _cost(pair.draft, config, alone, cache=cache)
+    bound = session.bind(BorrowedArena(own.forms, places, context))
+    return LayerSkipDraft(bound, cost, spec.vocab_size, pair.target_ids)
+
+
+def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int) -> None:
+    """Check that the map of a pair is one of a head of so many tokens.
+
+    Raises:
+        BundleError: it is not.
+    """
+    try:
+        check_target_ids(target_ids, head, target_vocab)
+    except ValueError as error:
+        what = f"the draft {pair.draft.folder} cannot be used: its map to the target's ids {error}"
+        raise BundleError(what, _AGAIN) from error
+
+
+def _cost(bundle: Bundle, config: SessionConfig, bound: BoundSession, *, cache: bool) -> PassCost:
+    """What passes of a draft cost, as kept or measured now."""
+    cost = cached(bundle, config) if cache else None
+    if cost is None:
+        cost = calibrate(bound, seconds_budget=_CALIBRATION_S, widths=_WIDTHS)
+        if cache:
+            save(cost, bundle, config)
+    return cost

@@ -1,0 +1,228 @@
+"""Everything an engine needs to draft, made when first needed: step cost, tables on disk, draft model, speculators."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from ...models.bundle import Bundle
+from ...models.cache import cache_folder
+from ...models.pairing import DraftPair
+from ..generation import CachedSequence
+from ..graph.session import GraphSession, SessionConfig
+from ..kv.arena import KVArena
+from ..measure.exactness import ExactnessReport, keep_certificate, kept_certificate, quick_certificate
+from ..measure.pass_cost_store import load_or_calibrate, save
+from ..measure.pass_timing import calibrate
+from ..sampling import SamplingParams
+from .choice import Speculation
+from .draft_loading import load_draft, load_own_draft
+from .drafters.draft_model import DraftModel
+from .drafters.history import HistoryDrafter
+from .drafters.history_store import HistoryStore
+from .drafters.interface import Drafter
+from .drafters.layer_skip import LayerSkipDraft
+from .drafters.model import ModelDrafter
+from .drafters.ngram import NgramDrafter
+from .drafters.oracle import OracleDrafter
+from .drafting import Drafting
+from .growth import Grower
+from .ngram_prior import open_prior
+from .pass_cost import PassCost
+from .sampled_speculator import DraftSampling
+from .speculator import Speculator
+
+_HISTORY_BYTES: Final = 64 << 20
+"""What the conversations kept of one model may take on disk, index included."""
+_WORTH_SAVING: Final = 256
+"""Passes observed from which a refined step cost is written back."""
+_log: Final = logging.getLogger("edgerun")
+
+
+class OracleMode(Enum):
+    """What takes the drafters' place while a recording is replayed."""
+
+    NONE = "none"
+    """Nothing: they draft as always."""
+    RIGHT = "right"
+    """A drafter that knows the answer: what no other can surpass."""
+    WRONG = "wrong"
+    """A drafter that is sure of itself and never right: what the worst one costs."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """An answer given beforehand, and whether drafts are to know it."""
+
+    answer: tuple[int, ...]
+    foresight: OracleMode = OracleMode.NONE
+
+    def believed(self, vocab_size: int) -> tuple[int, ...]:
+        """The answer that the drafter expects."""
+        if self.foresight is OracleMode.RIGHT:
+            return self.answer
+        return tuple((token + 1) % vocab_size for token in self.answer)
+
+
+class DrafterPool:
+    """Drafting for one engine.
+
+    Args:
+        graph: the target's session.
+        bundle: the target's.
+        context: most tokens of a text.
+        pair: the draft model; None for none.
+        draft_config: how the draft model is run.
+        cache: whether anything is read from disk or kept there.
+        history: whether conversations are kept and drafted from.
+        learned: whether recycled candidates are read from the cache and kept there.
+    """
+
+    def __init__(
+        self,
+        graph: GraphSession,
+        bundle: Bundle,
+        context: int,
+        pair: DraftPair | None,
+        draft_config: SessionConfig,
+        *,
+        cache: bool,
+        history: bool,
+        learned: bool,
+    ) -> None:
+        self._graph = graph
+        self._bundle = bundle
+        self._context = context
+        self._pair = pair
+        self._draft_config = draft_config
+        self._cached = cache
+        self._learned = cache and learned
+        self._store = HistoryStore(self._history_folder, _HISTORY_BYTES, _log.warning) if history else None
+        self._cost: PassCost | None = None
+        self._certificate: ExactnessReport | None = None
+        self._drafting: Drafting | None = None
+        self._model: ModelDrafter | None = None
+        self._foreseeing: dict[OracleMode, tuple[OracleDrafter, Speculator]] = {}
+        self._kept = False
+
+    def pass_cost(self, new_sequence: Callable[[], CachedSequence]) -> PassCost:
+        """What passes cost: known from before, or measured now over an arena that `new_sequence` makes."""
+        if self._cost is None:
+            bound = new_sequence().bound
+            self._cost = (
+                load_or_calibrate(self._bundle, self._graph.config, bound) if self._cached else calibrate(bound)
+            )
+        return self._cost
+
+    def draft_model(self, new_sequence: Callable[[], CachedSequence]) -> DraftModel | None:
+        """The draft model, loaded if need be; None if there is none."""
+        self._drafts(new_sequence)
+        return None if self._model is None else self._model.model
+
+    def certificate(self, new_sequence: Callable[[], CachedSequence], text: Sequence[int]) -> ExactnessReport:
+        """How exact speculation is: known from before, or its noise measured now over `text`."""
+        if self._certificate is None:
+            config = self._graph.config
+            self._certificate = kept_certificate(self._bundle, config) if self._cached else None
+            if self._certificate is None:
+                self._certificate = quick_certificate(new_sequence().bound, text)
+                if self._cached:
+                    keep_certificate(self._certificate, self._bundle, config)
+        return self._certificate
+
+    def certified(self, certificate: ExactnessReport) -> None:
+        """Take over what is known now, and keep it."""
+        self._certificate = certificate
+        if self._cached:
+            keep_certificate(certificate, self._bundle, self._graph.config)
+
+    def speculator(
+        self,
+        choice: Speculation,
+        sampling: SamplingParams,
+        new_sequence: Callable[[], CachedSequence],
+        prompt: Sequence[int],
+        arena: KVArena,
+        recorded: Recording | None = None,
+        *,
+        exact: bool = False,
+        drawing: DraftSampling = DraftSampling.OFF,
+    ) -> Speculator | None:
+        """The speculator for one answer, which is written over `arena`; None for plain decoding.
+
+        Raises:
+            InputError: a drafter that was asked for is not at hand.
+        """
+        spec = self._graph.spec
+        if choice == Speculation.OFF or (choice.automatic and not spec.verifies):
+            return None
+        trees = spec.trees
+        cost = self.pass_cost(new_sequence)
+        if recorded is not None and recorded.foresight is not OracleMode.NONE:
+            if recorded.foresight not in self._foreseeing:
+                predictor = OracleDrafter()
+                self._foreseeing[recorded.foresight] = predictor, Speculator(Grower([predictor]), cost, trees=trees)
+            predictor, speculator = self._foreseeing[recorded.foresight]
+            predictor.expect(recorded.believed(spec.vocab_size), len(prompt))
+            return speculator
+        drafting = self._drafts(new_sequence)
+        if self._model is not None:
+            if isinstance(self._model.model, LayerSkipDraft):
+                self._model.model.attach(arena)
+            self._model.temperature = 1.0 if sampling.greedy else sampling.temperature
+        if drawing is not DraftSampling.OFF and recorded is None and not sampling.greedy:
+            return drafting.drawing(drawing, sampling)
+        return drafting.speculator(choice, recorded=recorded is not None, exact=exact)
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Keep what a finished text adds, for later conversations, where that was asked for."""
+        if self._store is not None and self._store.append(tokens):
+            self._kept = True
+
+    def close(self) -> None:
+        """Keep what was learned."""
+        if self._drafting is not None:
+            self._drafting.save()
+        if self._cached and self._cost is not None and self._cost.observed >= _WORTH_SAVING:
+            save(self._cost, self._bundle, self._graph.config)
+        if self._store is not None and (self._kept or not self._store.is_indexed()):
+            self._store.reindex()
+            self._kept = False
+
+    def _drafts(self, new_sequence: Callable[[], CachedSequence]) -> Drafting:
+        """All drafters at hand, made when first asked for."""
+        if self._drafting is None:
+            self._drafting = self._make_drafting(self.pass_cost(new_sequence), trees=self._graph.spec.trees)
+        return self._drafting
+
+    def _make_drafting(self, cost: PassCost, *, trees: bool) -> Drafting:
+        vocab_size = self._graph.spec.vocab_size
+        tables: list[Drafter] = []
+        if self._store is not None:
+            tables.append(HistoryDrafter(self._store, vocab_size))
+        prior = open_prior(self._bundle, vocab_size) if self._cached else None
+        if prior is not None:
+            tables.append(NgramDrafter(prior))
+        if self._pair is not None:
+            self._model = ModelDrafter(self._load(self._pair))
+        recycled = cache_folder() / "recycled" / self._model_key if self._learned else None
+        return Drafting(cost, vocab_size, trees=trees, tables=tables, model=self._model, recycled=recycled)
+
+    def _load(self, pair: DraftPair) -> DraftModel:
+        config, spec, context, cache = self._draft_config, self._graph.spec, self._context, self._cached
+        if pair.own:
+            return load_own_draft(pair, config, self._bundle, spec, context, cache=cache)
+        return load_draft(pair, config, spec.vocab_size, context, cache=cache)
+
+    @property
+    def _history_folder(self) -> Path:
+        return cache_folder() / "history" / self._model_key
+
+    @property
+    def _model_key(self) -> str:
+        return hashlib.sha256(self._bundle.fingerprint.encode()).hexdigest()[:32]
