@@ -31,7 +31,7 @@ from edgerun.export.allocation.budget import Budget, Measure
 from edgerun.export.allocation.choices import choices_of
 from edgerun.export.allocation.costs import ByteCosts, cost_of
 from edgerun.export.allocation.format_candidates import levels, weight_count, with_embedding
-from edgerun.export.allocation.quantized_weights import UnitStore
+from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.allocation.search import SearchSettings
 from edgerun.export.calibration.calibrated_source import CalibratedSource
 from edgerun.export.calibration.collect_statistics import collect_statistics
@@ -82,7 +82,7 @@ class Comparison:
         self.forms = levels([self.methods], options.zero_points)
         self.checkpoint, self.context, self.text = checkpoint, context, text
         self.observed = CalibratedSource(checkpoint, config, statistics)
-        store = UnitStore(self.observed, config, work / "units")
+        store = QuantizedLinearStore(self.observed, config, work / "units")
         self.chooser = PlanEvaluator(checkpoint, config, text.calibration, store.weights, work / "search", context)
         self.judge = PlanEvaluator(checkpoint, config, text.held_out, store.weights, work / "judge", context)
         tokens = f"{sum(map(len, text.calibration))} tokens to choose by, {sum(map(len, text.held_out))} to judge by"
@@ -139,7 +139,7 @@ class Comparison:
         stages = [partial(self.searched_kl, tokens) for tokens in (self.options.searched // 4, self.options.searched)]
         return allocate(
             self.config,
-            lambda unit, form: self.chooser.solo(unit, form, self.options.solo),
+            lambda linear, form: self.chooser.solo(linear, form, self.options.solo),
             stages,
             budget,
             measures_for(budget, self.config),
@@ -157,9 +157,9 @@ class Comparison:
         vain = 0
         for choice in choices_of(self.config, found.solos, [ByteCosts()]):
             forms = [level.form for level in choice.levels]
-            at = forms.index(found.plan[choice.unit])
+            at = forms.index(found.plan[choice.linear])
             if at > 0:
-                plan = with_embedding(self.config, {**found.plan, choice.unit: forms[at - 1]})
+                plan = with_embedding(self.config, {**found.plan, choice.linear: forms[at - 1]})
                 vain += self.chooser.divergence(plan, self.options.searched).mean_kl <= found.divergence
         return vain
 

@@ -18,7 +18,7 @@ import onnx
 from safetensors.numpy import save_file
 
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
-from edgerun.export.checkpoint.layout import FINAL_NORM, layer_layout, units_of
+from edgerun.export.checkpoint.layout import FINAL_NORM, fused_linears, layer_layout
 from edgerun.export.quantization.codes import dequantize_rows
 from edgerun.models.bundle import COMPANIONS, Bundle, open_bundle
 
@@ -58,21 +58,21 @@ def read_weights(bundle: Bundle, config: DecoderConfig) -> Tensors:
     graph = onnx.load(bundle.graph).graph
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     tensors: Tensors = {}
-    for unit in units_of(config):
-        if unit.name == "head" and config.tied_head:
+    for linear in fused_linears(config):
+        if linear.name == "head" and config.tied_head:
             continue
-        form = bundle.manifest.weights[unit.name]
+        form = bundle.manifest.weights[linear.name]
         if form.bits == 32:
-            matrix = stored[f"{unit.name}.weight"]
-            matrix = matrix if matrix.shape == unit.shape else matrix.T
+            matrix = stored[f"{linear.name}.weight"]
+            matrix = matrix if matrix.shape == linear.shape else matrix.T
         else:
-            scales = stored[f"{unit.name}.scales"].reshape(unit.shape[0], -1)
-            matrix = dequantize_rows(stored[f"{unit.name}.codes"], scales, unit.columns, form)
-        parts = np.split(matrix, np.cumsum(unit.rows)[:-1])
-        tensors |= dict(zip(unit.weights, map(np.ascontiguousarray, parts), strict=True))
-        if unit.biased:
-            parts = np.split(stored[f"{unit.name}.bias"], np.cumsum(unit.rows)[:-1])
-            tensors |= dict(zip(unit.biases, map(np.ascontiguousarray, parts), strict=True))
+            scales = stored[f"{linear.name}.scales"].reshape(linear.shape[0], -1)
+            matrix = dequantize_rows(stored[f"{linear.name}.codes"], scales, linear.columns, form)
+        parts = np.split(matrix, np.cumsum(linear.rows)[:-1])
+        tensors |= dict(zip(linear.weights, map(np.ascontiguousarray, parts), strict=True))
+        if linear.biased:
+            parts = np.split(stored[f"{linear.name}.bias"], np.cumsum(linear.rows)[:-1])
+            tensors |= dict(zip(linear.biases, map(np.ascontiguousarray, parts), strict=True))
     for index in range(config.layers):
         layer = layer_layout(config, index)
         before = "layers.0.input_norm" if index == 0 else f"layers.{index - 1}.next_norm"

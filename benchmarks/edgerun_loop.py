@@ -15,7 +15,7 @@ class EdgeRunLoop:
 
     def __init__(self, model: Path, threads: int, capacity: int) -> None:
         self._engine = edgerun.load(model, threads=threads, context=capacity, draft=None)
-        self._vocab = self._engine.spec.vocab_size
+        self._vocab = self._engine.graph_io.vocab_size
         self._text = self._engine.new_sequence()
 
     def prefill(self, tokens: int) -> float:

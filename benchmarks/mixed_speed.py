@@ -31,8 +31,8 @@ from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.allocate import allocate, measures_for
 from edgerun.export.allocation.baseline_plans import uniform_plan
 from edgerun.export.allocation.budget import Budget, Measure, parse_budget
-from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_units, weight_count, with_embedding
-from edgerun.export.allocation.linear_times import UnitTimes, known_or_measured
+from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_linears, weight_count, with_embedding
+from edgerun.export.allocation.linear_times import LinearTimes, known_or_measured
 from edgerun.export.allocation.search import SearchSettings
 from edgerun.export.allocation.whole_passes import slower_than_predicted
 from edgerun.export.bundle_content import BundleContent
@@ -98,17 +98,17 @@ def main() -> None:
     )
 
 
-def plan_within(budget: Budget, config: DecoderConfig, times: UnitTimes, stopwatch: Stopwatch) -> Plan:
+def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes, stopwatch: Stopwatch) -> Plan:
     """What the exporter chooses where all weights count alike."""
     timed = budget.measure is Measure.MILLISECONDS
     rows = dict.fromkeys((budget.rows, *ROWS) if timed else ROWS)
-    sizes = {unit.name: unit.weight_count for unit in chosen_units(config)}
+    sizes = {linear.name: linear.weight_count for linear in chosen_linears(config)}
 
-    def alone(unit: str, form: WeightFormat) -> float:
-        return sizes[unit] * 4.0**-form.bits * math.log(form.block)
+    def alone(linear: str, form: WeightFormat) -> float:
+        return sizes[linear] * 4.0**-form.bits * math.log(form.block)
 
     def together(plan: Mapping[str, WeightFormat]) -> float:
-        return sum(alone(unit, plan[unit]) for unit in sizes)
+        return sum(alone(linear, plan[linear]) for linear in sizes)
 
     def slowness(plan: Mapping[str, WeightFormat]) -> float:
         return slower_than_predicted(times, plan, [budget.rows], stopwatch)
@@ -172,14 +172,14 @@ def account(
     label: str,
     plan: Plan,
     config: DecoderConfig,
-    times: UnitTimes,
+    times: LinearTimes,
     memory: dict[str, float],
     found: dict[int, Series],
     timed: Mapping[int, float],
     on_disk: int,
 ) -> dict[str, Any]:
     """The figures of one bundle."""
-    read = sum(bytes_read(unit, plan[unit.name]) for unit in chosen_units(config))
+    read = sum(bytes_read(linear, plan[linear.name]) for linear in chosen_linears(config))
     return {
         "plan": label,
         "bits_per_weight": 8 * read / weight_count(config),

@@ -66,7 +66,7 @@ def main() -> None:
     shape = replace(SHAPES[_SHAPE], name=f"{_SHAPE}-shell", vocab=4096, context=2048)
     model = bundle(options.work, shape, options.block, folder)
     with edgerun.load(model, draft=folder / "draft") as engine:
-        contenders = [Contender(str(each), each) for each in map(Speculation.parse, options.spec or ["auto"])]
+        contenders = [Contender(str(each), each) for each in map(Speculation.parse, options.graph_io or ["auto"])]
         plan = Plan(_LONGEST, TurnRange.parse("all"), replay=True)
         busy = machine_load()
         conversations = read_recording(recording)

@@ -65,7 +65,7 @@ def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespac
     conversations = read_recording(options.data / "replay" / recording.file)
     each = options.limit * (_CATEGORIES if len(counts(conversations)) == 1 else 1)
     conversations = chosen(conversations, each)
-    contenders = [Contender(str(choice), choice) for choice in map(Speculation.parse, options.spec or ["auto"])]
+    contenders = [Contender(str(choice), choice) for choice in map(Speculation.parse, options.graph_io or ["auto"])]
     if options.wrong:
         contenders.append(Contender(_WRONG, Speculation.AUTO, foresight=OracleMode.WRONG))
     contenders.append(Contender(_CEILING, Speculation.AUTO, foresight=OracleMode.RIGHT))

@@ -14,7 +14,7 @@ from ..models.variants import GENAI_CONFIG
 from .bundle_content import BundleContent
 from .check.parity import Parity, check_parity
 from .checkpoint.config import DecoderConfig
-from .checkpoint.layout import units_of
+from .checkpoint.layout import fused_linears
 from .genai.genai_layout import write_genai_layout
 from .graph.decoder import build_graph
 from .graph.initializers import Initializers
@@ -44,7 +44,9 @@ def write_bundle(folder: Path, content: BundleContent, progress: Progress = sile
     """
     config, checkpoint = content.config, content.source
     require_zero_points(content.plan.values())
-    total = sum(unit.weight_count for unit in units_of(config) if not (config.tied_head and unit.name == "head"))
+    total = sum(
+        linear.weight_count for linear in fused_linears(config) if not (config.tied_head and linear.name == "head")
+    )
     files: dict[str, FileDigest] = {}
     with WeightFile(folder / WEIGHTS_NAME) as data:
         weights = Initializers(checkpoint, data, _fraction_of(total, progress))
@@ -60,7 +62,7 @@ def write_bundle(folder: Path, content: BundleContent, progress: Progress = sile
     progress("checking", 1.0)
     names = (GRAPH_NAME, GENAI_CONFIG, *COMPANIONS)
     files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
-    bits = sum(weights.unit_bits.values()) / total
+    bits = sum(weights.linear_bits.values()) / total
     manifest = Manifest(
         architecture=architecture_of(config, content.context),
         weights=content.plan,

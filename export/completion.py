@@ -11,7 +11,7 @@ from typing import Final
 from ..models.atomic import write_atomically
 from ..models.bundle import GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
 from ..models.manifest import MANIFEST_NAME, Calibration, Manifest, WeightFormat
-from .allocation.format_candidates import chosen_units, weight_count
+from .allocation.format_candidates import chosen_linears, weight_count
 from .allocation.plan_file import write_plan
 from .allocation.sensitivity import Solo
 from .bundle_content import BundleContent
@@ -27,11 +27,11 @@ from .report import (
     PlanKind,
     Speed,
     compared_plans,
+    linear_figures,
     megabytes,
     nearest_plans,
     plan_figures,
     search_steps,
-    unit_figures,
     write_report,
 )
 from .workbench import Workbench
@@ -105,7 +105,7 @@ def complete(
     report = ModelReport(
         model=name,
         command=content.command,
-        units=unit_figures(content.config, content.plan, solos, times),
+        linears=linear_figures(content.config, content.plan, solos, times),
         plans=_plans(prepared, rounded, recipe, progress),
         file_bytes=sum((folder / file).stat().st_size for file in (GRAPH_NAME, WEIGHTS_NAME)),
         parity=written.parity.as_mapping(),
@@ -159,12 +159,12 @@ def _solos(prepared: CalibratedModel, progress: Progress) -> Mapping[str, Sequen
     weights = weight_count(config)
     if weights > _MOST_SOLO_WEIGHTS:
         return {}
-    units = [unit.name for unit in chosen_units(config) if plan[unit.name] != FP32]
+    linears = [linear.name for linear in chosen_linears(config) if plan[linear.name] != FP32]
     tokens = max(_FEWEST_TOKENS, int(_SOLO_WORK / weights))
     found = {}
-    for number, unit in enumerate(units, 1):
-        found[unit] = (Solo(plan[unit], prepared.candidates.solo(unit, plan[unit], tokens)),)
-        progress("measuring units", number / len(units))
+    for number, linear in enumerate(linears, 1):
+        found[linear] = (Solo(plan[linear], prepared.candidates.solo(linear, plan[linear], tokens)),)
+        progress("measuring units", number / len(linears))
     return found
 
 
@@ -189,7 +189,7 @@ def _plans(
         prepared.judge.release()
     chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, kl, times, rate)
     if allocation is None:
-        used = {content.plan[unit.name] for unit in chosen_units(config)}
+        used = {content.plan[linear.name] for linear in chosen_linears(config)}
         if not recipe.observed or len(used) > 1 or FP32 in used:
             return [replace(chosen, kl=rounded.mean_kl)]
         return [chosen, *nearest_plans(config, list(used), nearest, times, progress)]
@@ -206,12 +206,12 @@ def _plans(
 def _plan_text(content: BundleContent, solos: Mapping[str, Sequence[Solo]], rounded: Divergence) -> str:
     """The plan as a file, with what each unit costs."""
     notes = {}
-    for unit in unit_figures(content.config, content.plan, solos):
-        note = f"{megabytes(unit.bytes_read)} MB"
-        notes[unit.name] = note if unit.solo_kl is None else f"{note}, KL {unit.solo_kl:.2g} by itself"
+    for linear in linear_figures(content.config, content.plan, solos):
+        note = f"{megabytes(linear.bytes_read)} MB"
+        notes[linear.name] = note if linear.solo_kl is None else f"{note}, KL {linear.solo_kl:.2g} by itself"
     heading = [
         f"Weights of {content.source.folder.resolve().name}: mean KL {rounded.mean_kl:.4g} from the float32 model.",
         "Edit formats and export again with --plan and this file.",
     ]
-    named = {unit.name: content.plan[unit.name] for unit in chosen_units(content.config)}
+    named = {linear.name: content.plan[linear.name] for linear in chosen_linears(content.config)}
     return write_plan(named, notes, heading)

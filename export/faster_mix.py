@@ -15,7 +15,7 @@ from .allocation.allocate import Allocation, Limited
 from .allocation.choices import Divergence, choices_of, fits, plan_of
 from .allocation.format_candidates import with_embedding
 from .allocation.lagrange import seed_plan
-from .allocation.linear_times import UnitTimes
+from .allocation.linear_times import LinearTimes
 from .allocation.speculation import Candidate, DraftSpeed, SpeculativeCosts, fastest, with_draft
 from .progress import Progress
 
@@ -42,7 +42,7 @@ def faster_with_guesses(
     allocation: Allocation,
     limited: Limited,
     divergence: Divergence,
-    times: UnitTimes,
+    times: LinearTimes,
     draft: DraftSpeed,
     progress: Progress,
 ) -> Faster:
@@ -58,9 +58,9 @@ def faster_with_guesses(
     """
     plain = Candidate(allocation.plan, allocation.divergence, draft)
     others: list[Candidate] = []
-    for guesses in range(_MOST_GUESSES + 1):
-        others += _candidates(allocation, limited, divergence, times, draft, guesses)
-        progress(_STAGE, (guesses + 1) / (_MOST_GUESSES + 1))
+    for candidates in range(_MOST_GUESSES + 1):
+        others += _candidates(allocation, limited, divergence, times, draft, candidates)
+        progress(_STAGE, (candidates + 1) / (_MOST_GUESSES + 1))
     rate = with_draft(times, plain.plan, draft).tokens_per_second
     best = fastest(times, others, allocation.divergence)
     if best is None:
@@ -75,13 +75,13 @@ def _candidates(
     allocation: Allocation,
     limited: Limited,
     divergence: Divergence,
-    times: UnitTimes,
+    times: LinearTimes,
     draft: DraftSpeed,
-    guesses: int,
+    candidates: int,
 ) -> Iterator[Candidate]:
     """Plans of little time with so many guesses a round, down to where they diverge more than the given one."""
     config = times.config
-    costs = SpeculativeCosts(times, draft, guesses)
+    costs = SpeculativeCosts(times, draft, candidates)
     choices = choices_of(config, allocation.solos, [costs, limited.costs])
     budget = limited.room
     low = sum(min(level.costs[0] for level in choice.levels) for choice in choices)

@@ -10,7 +10,7 @@ from typing import Final
 from ..errors import InputError
 from ..models.manifest import SHORTEST_CONTEXT, GraphLayout, Method, WeightFormat
 from .checkpoint.config import DecoderConfig
-from .checkpoint.layout import Unit, units_of
+from .checkpoint.layout import FusedLinear, fused_linears
 from .requests import CalibrationRequest, DraftRequest, MixRequest, Objective
 
 FP32: Final = WeightFormat(32)
@@ -154,31 +154,31 @@ class ExportRecipe:
             InputError: the blocks do not divide the rows of experts, or those are to have zero points.
         """
         plan = {}
-        for unit in units_of(config):
-            asked = self.head_format if unit.name in _OUTER else self.body
-            form = FP32 if unit.exact else asked or _widest(unit, own_format)
-            if unit.experts and form.block and unit.columns % form.block:
+        for linear in fused_linears(config):
+            asked = self.head_format if linear.name in _OUTER else self.body
+            form = FP32 if linear.exact else asked or _widest(linear, own_format)
+            if linear.experts and form.block and linear.columns % form.block:
                 raise InputError(
-                    f"{unit.name} has experts of {unit.columns} columns, which are no whole blocks of {form.block}",
+                    f"{linear.name} has experts of {linear.columns} columns, which are no whole blocks of {form.block}",
                     "choose smaller blocks, or fp32",
                 )
-            if unit.experts and form.zero_points:
+            if linear.experts and form.zero_points:
                 raise InputError(
-                    f"{unit.name} has experts, whose operator does not take zero points", "leave --zero-points out"
+                    f"{linear.name} has experts, whose operator does not take zero points", "leave --zero-points out"
                 )
-            plan[unit.name] = form
+            plan[linear.name] = form
         return plan
 
 
 def with_methods(plan: Mapping[str, WeightFormat], methods: Mapping[int, Method]) -> dict[str, WeightFormat]:
     """A plan that says for each unit of few bits how its codes are chosen: as before, or by `methods` of bits."""
     return {
-        unit: form if form.bits == FP32.bits else replace(form, method=form.method or methods.get(form.bits))
-        for unit, form in plan.items()
+        linear: form if form.bits == FP32.bits else replace(form, method=form.method or methods.get(form.bits))
+        for linear, form in plan.items()
     }
 
 
-def _widest(unit: Unit, own_format: Callable[[str], WeightFormat]) -> WeightFormat:
-    form = max(map(own_format, unit.weights), key=lambda form: (form.bits, form.offsets))
+def _widest(linear: FusedLinear, own_format: Callable[[str], WeightFormat]) -> WeightFormat:
+    form = max(map(own_format, linear.weights), key=lambda form: (form.bits, form.offsets))
     # The embedding's operator has no offsets, and the head may be the embedding.
-    return INT8 if form.offsets and unit.name in _OUTER else form
+    return INT8 if form.offsets and linear.name in _OUTER else form

@@ -146,7 +146,7 @@ class Session:
             or not is_whole(plain, 0)
         ):
             raise InputError(f"{path} is damaged", hint)
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < engine.spec.vocab_size:
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < engine.graph_io.vocab_size:
             raise InputError(f"{path} is damaged: it holds tokens that the model does not have", hint)
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         session = cls(engine, system=system)

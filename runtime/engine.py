@@ -108,15 +108,15 @@ class Engine:
         if pair is not None:
             config, draft_config = share_cores(config, pair.draft)
         self._graph: GraphSession | None = open_graph(bundle, config, cache=cache)
-        self.spec: Final = self._graph.spec
-        self.context: Final = _context_limit(bundle, self.spec.capacity, context)
+        self.graph_io: Final = self._graph.graph_io
+        self.context: Final = _context_limit(bundle, self.graph_io.capacity, context)
         """Most tokens of prompt and answer together."""
         self.device: Final = config.device
-        _require_whole_head(bundle, self.spec)
-        self.tokenizer: Final = TextTokenizer(bundle, self.spec.vocab_size)
+        _require_whole_head(bundle, self.graph_io)
+        self.tokenizer: Final = TextTokenizer(bundle, self.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         self.defaults: Final = ModelDefaults.of(bundle)
-        self._workshop: Final = DrafterPool(
+        self._drafter_pool: Final = DrafterPool(
             self._graph, bundle, self.context, pair, draft_config, cache=cache, history=history, learned=learned
         )
         trim_heap()
@@ -182,7 +182,7 @@ class Engine:
     def close(self) -> None:
         """End the answer being written and free the model's memory; calling it again does nothing."""
         self.turns.close()
-        self._workshop.close()
+        self._drafter_pool.close()
         self._graph = None
         self._text = None
 
@@ -255,7 +255,7 @@ class Engine:
         self.check_fits(prompt)
         if not answer:
             raise InputError("the recorded answer is empty", "leave it out")
-        if min(answer) < 0 or max(answer) >= self.spec.vocab_size:
+        if min(answer) < 0 or max(answer) >= self.graph_io.vocab_size:
             raise InputError("the recorded answer has tokens that the model does not", "record it with this model")
         most = min(len(answer), options.max_tokens or len(answer))
         recorded = Recording(tuple(answer), foresight)
@@ -264,25 +264,25 @@ class Engine:
 
     def pass_cost(self) -> PassCost:
         """What passes cost on this machine; measured now if it is not known yet."""
-        return self._workshop.pass_cost(self.new_sequence)
+        return self._drafter_pool.pass_cost(self.new_sequence)
 
     def speculator(self, sampling: SamplingParams, arena: KVArena) -> Speculator | None:
         """Every drafter at hand, for answers that are decoded without `run` over `arena`."""
-        return self._workshop.speculator(Speculation.AUTO, sampling, self.new_sequence, (), arena)
+        return self._drafter_pool.speculator(Speculation.AUTO, sampling, self.new_sequence, (), arena)
 
     def draft_model(self) -> DraftModel | None:
         """The draft model that guesses ahead, loaded if need be; None if there is none. It follows every answer."""
-        return self._workshop.draft_model(self.new_sequence)
+        return self._drafter_pool.draft_model(self.new_sequence)
 
-    def certificate(self) -> ExactnessReport:
+    def exactness_report(self) -> ExactnessReport:
         """How exact speculation is on this machine, as far as it is known; a little is measured now if nothing is."""
-        return self._workshop.certificate(
+        return self._drafter_pool.exactness_report(
             self.new_sequence, self.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True)
         )
 
-    def certified(self, certificate: ExactnessReport) -> None:
+    def store_exactness_report(self, exactness_report: ExactnessReport) -> None:
         """Take over what was found out about that, and keep it."""
-        self._workshop.certified(certificate)
+        self._drafter_pool.store_exactness_report(exactness_report)
 
     def check_fits(self, prompt: Sequence[int]) -> None:
         """Check that a prompt leaves room for an answer.
@@ -318,7 +318,7 @@ class Engine:
         limits = DecodeLimits(options.max_tokens, frozenset() if recorded else self.tokenizer.eos)
         kept = min(text.bound.arena.length, len(text.tokens))
         sampling = options.sampling(self.defaults)
-        speculator = self._workshop.speculator(
+        speculator = self._drafter_pool.speculator(
             options.speculation,
             sampling,
             self.new_sequence,
@@ -344,25 +344,25 @@ class Engine:
             epsilon=epsilon,
             keep_rounds=options.explain,
         )
-        self._workshop.remember(text.tokens[kept:])
+        self._drafter_pool.remember(text.tokens[kept:])
 
     def _exactly(self, speculator: Speculator | None, sampling: SamplingParams) -> tuple[Speculator | None, float]:
         """Who may guess in an exact answer, and which scores are too near to trust passes over guesses."""
         if speculator is None or not sampling.greedy:
             return None, 0.0
-        certificate = self.certificate()
-        return (speculator, certificate.epsilon) if certificate.noise.sound else (None, 0.0)
+        exactness_report = self.exactness_report()
+        return (speculator, exactness_report.epsilon) if exactness_report.noise.sound else (None, 0.0)
 
 
-def _require_whole_head(bundle: Bundle, spec: GraphIO) -> None:
+def _require_whole_head(bundle: Bundle, graph_io: GraphIO) -> None:
     """Refuse a draft that cannot say most of its tokens.
 
     Raises:
         BundleError: the model is one.
     """
-    if spec.vocab_size < spec.input_vocab and bundle.file(MAP_NAME) is not None:
+    if graph_io.vocab_size < graph_io.input_vocab and bundle.file(MAP_NAME) is not None:
         raise BundleError(
-            f"{bundle.folder} is a draft whose head has {spec.vocab_size} of {spec.input_vocab} tokens",
+            f"{bundle.folder} is a draft whose head has {graph_io.vocab_size} of {graph_io.input_vocab} tokens",
             "run the model that it drafts for",
         )
 

@@ -70,7 +70,7 @@ def complete(
     decoder = StreamDecoder(tokenizer)
     matcher = StopMatcher(stops)
     finish = FinishReason.LENGTH
-    sampler = Sampler(sampling, text.bound.spec.vocab_size)
+    sampler = Sampler(sampling, text.bound.graph_io.vocab_size)
     chooser: TokenSampler = sampler if answer is None else ReplaySampler(answer, len(prompt), sampler)
     near_ties = None if epsilon is None else NearTies(text.bound, sampler, epsilon, cancelled)
     tally = RoundTally()

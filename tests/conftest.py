@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from foreign import ForeignExports
+from support.foreign_exporters import ForeignExports
 
 # How long an example takes says nothing where other programs run. A run that decides whether a change may land gives
 # one answer; elsewhere property tests look for new examples.
@@ -34,13 +34,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama of 300 tokens and a context of 256, float32, with a chat template."""
-    tiny = pytest.importorskip("tiny", reason="needs the export extra")
+    tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
     return tiny.write_bundle(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
 def foreign_exports(tmp_path_factory: pytest.TempPathFactory) -> ForeignExports:
     """Models as other tools export them; asking for a tool that is not at hand skips the test."""
-    tiny = pytest.importorskip("tiny", reason="needs the export extra")
+    tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
     folder = tmp_path_factory.mktemp("foreign")
     return ForeignExports(folder, tiny.write_checkpoint(folder / "tokenizer"))

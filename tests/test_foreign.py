@@ -11,15 +11,15 @@ import pytest
 from tokenizers import Tokenizer
 
 import edgerun
-from data import data_path
-from drafters import NEARLY_FREE, FixedCost
 from edgerun import Engine, GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.export import FP32, ExportRecipe, export_model
 from edgerun.runtime.graph.graph_io import GraphIO
 from edgerun.runtime.result import Reply
-from foreign import Exporter, ForeignExports
-from foreign_exports import EXPORTERS, GREEDY_TOKENS, PROMPT
+from support.adversarial_drafters import NEARLY_FREE, FixedCost
+from support.foreign_export_script import EXPORTERS, GREEDY_TOKENS, PROMPT
+from support.foreign_exporters import Exporter, ForeignExports
+from support.shared_data import data_path
 
 SPECULATIONS = (Speculation.OFF, Speculation.AUTO)
 FORMS = [
@@ -62,13 +62,13 @@ def check_tokens(folder: Path, expected: list[int]) -> GraphIO:
     """Decode with and without guesses; returns what the model is."""
     assert len(expected) == GREEDY_TOKENS
     with edgerun.load(folder, threads=1, cache=False) as llm:
-        llm._workshop._cost = FixedCost(NEARLY_FREE)
+        llm._drafter_pool._cost = FixedCost(NEARLY_FREE)
         prompt = llm.tokenizer.encode(PROMPT, add_special_tokens=True)
         for speculation in SPECULATIONS:
             tokens, reply = tokens_of(llm, prompt, speculation)
             assert tokens == expected, speculation
             assert (reply.stats.drafted > 0) == (speculation is not Speculation.OFF)
-        return llm.spec
+        return llm.graph_io
 
 
 @pytest.mark.parametrize(("exporter", "form"), [(Exporter.OPTIMUM, "with_past"), (Exporter.GENAI, "fp32")])
@@ -88,14 +88,14 @@ def test_the_command_line_opens_them(
 
 def test_an_old_decoder_with_fused_past_and_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = data_path("onnx/tiny-random-gpt2-fp32")
-    tiny = pytest.importorskip("tiny", reason="needs the export extra")
+    tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
     tokenizer = tmp_path / "tokenizer.json"
     tiny.tiny_tokenizer(1000).save(str(tokenizer))
     prompt = Tokenizer.from_file(str(tokenizer)).encode(PROMPT).ids
     expected = fused_past_greedy(folder / "past.onnx", prompt, GREEDY_TOKENS)
     assert len(set(expected)) > 3
     with edgerun.load(folder, threads=1, cache=False, tokenizer=tokenizer) as llm:
-        llm._workshop._cost = FixedCost(NEARLY_FREE)
+        llm._drafter_pool._cost = FixedCost(NEARLY_FREE)
         for speculation in SPECULATIONS:
             assert tokens_of(llm, prompt, speculation)[0] == expected, speculation
     assert main([str(folder), "--tokenizer", str(tokenizer), "-p", PROMPT, "--raw", "-n", "20", "--json"]) == 0

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import edgerun
-from data import data_path
 from edgerun.export import FP32, ExportRecipe, export_checkpoint
-from tiny import write_checkpoint
+from support.shared_data import data_path
+from support.tiny_models import write_checkpoint
 
 torch = pytest.importorskip("torch", reason="needs the oracle extra")
 transformers = pytest.importorskip("transformers", reason="needs the oracle extra")

@@ -50,7 +50,7 @@ class Run:
     seconds: float = 0.0
     passes: int = 0
     """Passes over the weights: one a round."""
-    guesses: Count = Count()
+    candidates: Count = Count()
     by_source: Mapping[str, Count] = field(default_factory=dict)
     by_depth: tuple[Count, ...] = ()
     """Index 0 is a guess at the token right after the anchor."""
@@ -71,7 +71,7 @@ class Run:
             self.tokens + other.tokens,
             self.seconds + other.seconds,
             self.passes + other.passes,
-            self.guesses + other.guesses,
+            self.candidates + other.candidates,
             {name: self.by_source.get(name, Count()) + other.by_source.get(name, Count()) for name in names},
             tuple(one + two for one, two in zip(*padded, strict=True)),
             self.draft_s + other.draft_s,
@@ -251,8 +251,8 @@ def as_mapping(account: Account) -> dict[str, Any]:
         "interval": _interval(account.mean),
         "tokens_per_second": _short(run.rate),
         "tokens_per_pass": _short(run.tokens_per_pass),
-        "drafted": run.guesses.drafted,
-        "accepted": run.guesses.accepted,
+        "drafted": run.candidates.drafted,
+        "accepted": run.candidates.accepted,
         "by_source": {name: _counted(count) for name, count in run.by_source.items()},
         "by_depth": [_counted(count) for count in run.by_depth],
         "round_ms": {
@@ -279,7 +279,7 @@ def _category_mapping(each: CategoryAccount) -> dict[str, Any]:
         "interval": _interval(each.ratio),
         "quartiles": [_short(value) for value in each.quartiles],
         "tokens_per_pass": _short(each.run.tokens_per_pass),
-        "acceptance": _short(each.run.guesses.share),
+        "acceptance": _short(each.run.candidates.share),
     }
 
 

@@ -250,7 +250,7 @@ def run_of(stats: Stats) -> Run:
         tokens=max(stats.completion_tokens - 1, 0),
         seconds=stats.total_s - stats.first_token_s,
         passes=stats.decode_passes,
-        guesses=Count(stats.drafted, stats.accepted),
+        candidates=Count(stats.drafted, stats.accepted),
         by_source={name: Count(count.drafted, count.accepted) for name, count in stats.by_source.items()},
         by_depth=tuple(Count(count.drafted, count.accepted) for count in stats.by_depth),
         draft_s=stats.draft_s,

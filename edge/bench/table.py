@@ -71,7 +71,7 @@ def _categories(account: Account) -> Table:
             f"{each.run.rate:.1f}",
             times(each.ratio),
             f"{each.run.tokens_per_pass:.2f}",
-            share(each.run.guesses),
+            share(each.run.candidates),
         )
     table.add_section()
     table.add_row(
@@ -81,7 +81,7 @@ def _categories(account: Account) -> Table:
         f"{account.run.rate:.1f}",
         times(account.mean),
         f"{account.run.tokens_per_pass:.2f}",
-        share(account.run.guesses),
+        share(account.run.candidates),
         style="bold",
     )
     return table

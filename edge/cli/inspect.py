@@ -19,7 +19,7 @@ from ...models.pairing import find_draft
 from ...runtime.engine import Engine, load
 from ...runtime.graph.graph_io import CacheMode, GraphIO
 from ...runtime.graph.session import SessionConfig
-from ...runtime.measure.exactness import kept_certificate
+from ...runtime.measure.exactness import stored_exactness_report
 from ...runtime.measure.pass_cost_store import cached
 from ..terminal.plan_table import plan_table
 from .tune import context_label, describe_cost
@@ -65,7 +65,7 @@ def inspect(
 
 def describe(engine: Engine) -> dict[str, Any]:
     """The facts about a loaded model, as plain values."""
-    spec, manifest = engine.spec, engine.bundle.manifest
+    spec, manifest = engine.graph_io, engine.bundle.manifest
     facts: dict[str, Any] = {"model": str(engine.bundle.folder), "graph": engine.bundle.graph.name}
     if manifest is not None:
         architecture = manifest.architecture
@@ -103,8 +103,10 @@ def describe(engine: Engine) -> dict[str, Any]:
     facts["draft"] = _draft(engine.bundle)
     cost = cached(engine.bundle, SessionConfig(engine.device))
     facts["pass_costs"] = None if cost is None else describe_cost(cost)
-    certificate = kept_certificate(engine.bundle, SessionConfig(engine.device))
-    facts["exactness"] = None if certificate is None else {"verdict": verdict(certificate), **certificate.to_json()}
+    exactness_report = stored_exactness_report(engine.bundle, SessionConfig(engine.device))
+    facts["exactness"] = (
+        None if exactness_report is None else {"verdict": verdict(exactness_report), **exactness_report.to_json()}
+    )
     return facts
 
 

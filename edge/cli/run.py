@@ -145,7 +145,7 @@ def run(
         if as_json:
             print(json.dumps(reply_json(reply, engine, options.speculation, load_s), ensure_ascii=False))  # noqa: T201
         if explain:
-            show_rounds(reply.stats.rounds, engine.spec)
+            show_rounds(reply.stats.rounds, engine.graph_io)
         if stats:
             write_error(stats_line(reply.stats, load_s))
     return _INTERRUPTED if interrupted else 0

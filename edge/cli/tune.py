@@ -69,7 +69,7 @@ def tune(
         with _progress_bar() as progress:
             cost = calibrate(engine.new_sequence().bound, contexts=contexts, progress=progress)
         file = save(cost, engine.bundle, SessionConfig(engine.device, threads or 0))
-        prior_bytes = build_prior(engine.bundle, engine.tokenizer, engine.spec.vocab_size, texts) if texts else 0
+        prior_bytes = build_prior(engine.bundle, engine.tokenizer, engine.graph_io.vocab_size, texts) if texts else 0
         facts = {
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
@@ -126,7 +126,7 @@ def context_label(up_to: int | None) -> str:
 
 def _contexts(engine: Engine, *, asked: bool) -> list[int]:
     """Committed rows to measure at."""
-    spec = engine.spec
+    spec = engine.graph_io
     row_bytes = spec.row_bytes
     longest = engine.context if asked else min(engine.context, _MOST_CACHE_BYTES // row_bytes)
     fitting = [context for context in _CONTEXTS if context + WIDTHS[-1] <= longest]

@@ -68,44 +68,48 @@ def verify(
         asking = Asking(engine, Plan(max_tokens))
         asked = [asking.ask((), each.exchanges[0]).prompt for each in conversations]
         with _progress_bar() as progress:
-            certificate = Comparison(engine, max_tokens).certify(asked, progress)
-        engine.certified(certificate)
+            exactness_report = Comparison(engine, max_tokens).certify(asked, progress)
+        engine.store_exactness_report(exactness_report)
         if as_json:
-            print(json.dumps(facts(engine, certificate), ensure_ascii=False))  # noqa: T201
+            print(json.dumps(facts(engine, exactness_report), ensure_ascii=False))  # noqa: T201
         else:
-            _show(engine, certificate, [each.exchanges[0].prompt for each in conversations])
-    return 0 if certificate.passed else 1
+            _show(engine, exactness_report, [each.exchanges[0].prompt for each in conversations])
+    return 0 if exactness_report.passed else 1
 
 
-def facts(engine: Engine, certificate: ExactnessReport) -> dict[str, Any]:
+def facts(engine: Engine, exactness_report: ExactnessReport) -> dict[str, Any]:
     """A certificate as plain values."""
     return {
         "model": str(engine.bundle.folder),
         "device": str(engine.device),
-        "verdict": verdict(certificate),
-        **certificate.to_json(),
+        "verdict": verdict(exactness_report),
+        **exactness_report.to_json(),
     }
 
 
-def verdict(certificate: ExactnessReport) -> str:
+def verdict(exactness_report: ExactnessReport) -> str:
     """A certificate in a few words."""
-    counts = [count for count in (certificate.greedy, certificate.sampled, certificate.exact) if count is not None]
+    counts = [
+        count
+        for count in (exactness_report.greedy, exactness_report.sampled, exactness_report.exact)
+        if count is not None
+    ]
     texts, tied = sum(count.texts for count in counts), sum(count.tied for count in counts)
     failed = sum(count.failed for count in counts)
-    ties = f"ties below {certificate.epsilon:.3g}"
-    if not certificate.noise.sound:
+    ties = f"ties below {exactness_report.epsilon:.3g}"
+    if not exactness_report.noise.sound:
         return "FAILED: passes over several tokens compute something else than passes over one"
     if failed:
-        return f"FAILED: {failed} of {texts} texts differ where there is no tie below {certificate.epsilon:.3g}"
-    if certificate.noise.identical and not tied:
+        return f"FAILED: {failed} of {texts} texts differ where there is no tie below {exactness_report.epsilon:.3g}"
+    if exactness_report.noise.identical and not tied:
         return "bit-identical"
     if not texts:
         return f"identical up to {ties}, as far as one text shows; edge-run verify compares more"
     return f"identical up to {ties} ({tied} of {texts} texts differ{', each at a tie' if tied else ''})"
 
 
-def _show(engine: Engine, certificate: ExactnessReport, prompts: Sequence[str]) -> None:
-    noise = certificate.noise
+def _show(engine: Engine, exactness_report: ExactnessReport, prompts: Sequence[str]) -> None:
+    noise = exactness_report.noise
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -118,14 +122,14 @@ def _show(engine: Engine, certificate: ExactnessReport, prompts: Sequence[str]) 
         "rows", "keep to themselves" if not noise.leak else f"see others that they should not: {noise.leak:.2g}"
     )
     for kind, name in _KINDS.items():
-        count = getattr(certificate, kind)
+        count = getattr(exactness_report, kind)
         if count is not None:
             table.add_row(name, _counted(count))
     console = Console(highlight=False)
     console.print(table)
-    if certificate.counterexample is not None:
-        console.print(_told(engine, certificate.counterexample, prompts), markup=False)
-    console.print(verdict(certificate), style="bold", markup=False)
+    if exactness_report.counterexample is not None:
+        console.print(_told(engine, exactness_report.counterexample, prompts), markup=False)
+    console.print(verdict(exactness_report), style="bold", markup=False)
 
 
 def _counted(count: ComparisonCounts) -> str:
@@ -134,7 +138,7 @@ def _counted(count: ComparisonCounts) -> str:
         parts.append(f"{count.tied} part at a tie, the clearest of {count.widest_tie:.2g}")
     if count.failed:
         parts.append(f"{count.failed} part elsewhere")
-    parts.append(f"{count.accepted} of {count.guesses} guesses taken")
+    parts.append(f"{count.accepted} of {count.candidates} guesses taken")
     if count.again:
         parts.append(f"{count.again} rows run again")
     return ", ".join(parts)

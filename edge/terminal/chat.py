@@ -105,7 +105,7 @@ class TerminalChat:
         if interrupted():
             self._note("stopped")
         if self._options.explain and self._last is not None:
-            show_rounds(self._last.rounds, self._engine.spec)
+            show_rounds(self._last.rounds, self._engine.graph_io)
         if self._show_stats:
             self._stats("")
 

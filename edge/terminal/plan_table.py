@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...models.manifest import WeightFormat
 
-_LAYER_UNIT: Final = re.compile(r"layers\.(\d+)\.(.+)")
+_LAYER_LINEAR: Final = re.compile(r"layers\.(\d+)\.(.+)")
 _PARTS: Final = ("qkv", "o", "router", "gate_up", "down")
 """The units of a layer in the order of the graph; others come after them."""
 
@@ -22,7 +22,7 @@ class LayerRun:
 
     first: int
     last: int
-    units: Mapping[str, str]
+    linears: Mapping[str, str]
     """What is said of a unit, by its name within a layer."""
 
     @property
@@ -36,26 +36,26 @@ def layer_runs(weights: Mapping[str, WeightFormat]) -> list[LayerRun]:
     spelled = _spelled(weights)
     layers: dict[int, dict[str, str]] = {}
     for name, text in spelled.items():
-        if found := _LAYER_UNIT.fullmatch(name):
+        if found := _LAYER_LINEAR.fullmatch(name):
             layers.setdefault(int(found[1]), {})[found[2]] = text
     runs: list[LayerRun] = []
-    for layer, units in sorted(layers.items()):
-        if runs and runs[-1].last == layer - 1 and runs[-1].units == units:
-            runs[-1] = LayerRun(runs[-1].first, layer, units)
+    for layer, linears in sorted(layers.items()):
+        if runs and runs[-1].last == layer - 1 and runs[-1].linears == linears:
+            runs[-1] = LayerRun(runs[-1].first, layer, linears)
         else:
-            runs.append(LayerRun(layer, layer, units))
+            runs.append(LayerRun(layer, layer, linears))
     return runs
 
 
 def plan_table(weights: Mapping[str, WeightFormat]) -> Table:
     """The layers of a plan for a terminal; methods are named where there are several."""
     runs = layer_runs(weights)
-    parts = sorted({part for run in runs for part in run.units}, key=_place)
+    parts = sorted({part for run in runs for part in run.linears}, key=_place)
     table = Table(title="weights by layer", title_justify="left", title_style="bold", min_width=len("weights by layer"))
     for name in ("", *parts):
         table.add_column(name, overflow="fold")
     for run in runs:
-        table.add_row(run.label, *(run.units.get(part, "-") for part in parts))
+        table.add_row(run.label, *(run.linears.get(part, "-") for part in parts))
     return table
 
 
@@ -65,7 +65,7 @@ def _place(part: str) -> tuple[int, str]:
 
 def _spelled(weights: Mapping[str, WeightFormat]) -> dict[str, str]:
     """Format by unit in words, with its method where the layers have several."""
-    methods = {form.method for name, form in weights.items() if form.bits != 32 and _LAYER_UNIT.fullmatch(name)}
+    methods = {form.method for name, form in weights.items() if form.bits != 32 and _LAYER_LINEAR.fullmatch(name)}
     return {
         name: f"{form} {form.method.value}" if form.method is not None and len(methods) > 1 else str(form)
         for name, form in weights.items()

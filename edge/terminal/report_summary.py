@@ -17,7 +17,7 @@ def show_report(console: Console, report: ModelReport) -> None:
     """Print what a reader wants to know at once; the rest is in the report's page."""
     from ...export.report import heads_of  # noqa: PLC0415 -- an extra
 
-    layers = plan_table({unit.name: unit.form for unit in report.units})
+    layers = plan_table({linear.name: linear.form for linear in report.linears})
     if layers.row_count:
         console.print(layers)
     if len(report.compared) > 1:

@@ -14,7 +14,7 @@ from ..progress import Progress, silent
 from .budget import Budget, Measure, require_reachable
 from .choices import Choice, Divergence, Picks, choices_of, lowered, plan_of, total_costs
 from .costs import ByteCosts, Costs
-from .format_candidates import chosen_units, may_have, with_embedding
+from .format_candidates import chosen_linears, may_have, with_embedding
 from .lagrange import cheapest, seed_plan
 from .polish import polished, without_vain_levels
 from .search import Measured, SearchSettings, evolve
@@ -35,7 +35,7 @@ Slowness = Callable[[Mapping[str, WeightFormat]], float]
 class SoloDivergence(Protocol):
     """Measures a unit by itself."""
 
-    def __call__(self, unit: str, form: WeightFormat) -> float:
+    def __call__(self, linear: str, form: WeightFormat) -> float:
         """Mean KL in nats with only that unit rounded."""
         ...
 
@@ -103,10 +103,13 @@ def require_affordable(config: DecoderConfig, budget: Budget, measure: Limited, 
     Raises:
         InputError: none does.
     """
-    costs, units = measure.costs, list(chosen_units(config))
+    costs, linears = measure.costs, list(chosen_linears(config))
     least, most = (
         measure.slowness
-        * (costs.fixed + sum(pick(costs.of(unit, form) for form in forms if may_have(unit, form)) for unit in units))
+        * (
+            costs.fixed
+            + sum(pick(costs.of(linear, form) for form in forms if may_have(linear, form)) for linear in linears)
+        )
         for pick in (min, max)
     )
     require_reachable(budget, config, least, most)
@@ -144,11 +147,11 @@ def allocate(
         InputError: no plan keeps to the budget.
         OSError: the disk refused a write.
     """
-    units = list(chosen_units(config))
+    linears = list(chosen_linears(config))
     costs = [measure.costs for measure in measures]
     leading, *others = measures
     require_affordable(config, budget, leading, forms)
-    solos = solo_divergences(units, forms, solo, folder / SOLO_FILE, progress)
+    solos = solo_divergences(linears, forms, solo, folder / SOLO_FILE, progress)
     choices = choices_of(config, solos, costs)
     measured = Measured(choices, stages)
 

@@ -12,17 +12,17 @@ from typing import Final
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from .costs import Costs, cost_of
-from .format_candidates import HEAD_UNIT, chosen_units
+from .format_candidates import HEAD_LINEAR, chosen_linears
 
 _STRIDE: Final = 3
 
 
 def uniform_plan(config: DecoderConfig, form: WeightFormat) -> dict[str, WeightFormat]:
     """One format for every chosen unit."""
-    return {unit.name: form for unit in chosen_units(config)}
+    return {linear.name: form for linear in chosen_linears(config)}
 
 
-def favoured_units(config: DecoderConfig) -> list[str]:
+def favoured_linears(config: DecoderConfig) -> list[str]:
     """The units that the rule gives more bits, the head first, then from the outer layers inwards."""
     layers = config.layers
     picked = [
@@ -31,7 +31,7 @@ def favoured_units(config: DecoderConfig) -> list[str]:
         if index < layers / 8 or index >= 7 * layers / 8 or (index - round(layers / 8)) % _STRIDE == _STRIDE - 1
     ]
     outwards_first = sorted(picked, key=lambda index: min(index, layers - 1 - index))
-    return [HEAD_UNIT, *(f"layers.{index}.{name}" for index in outwards_first for name in ("qkv", "down"))]
+    return [HEAD_LINEAR, *(f"layers.{index}.{name}" for index in outwards_first for name in ("qkv", "down"))]
 
 
 def rule_plans(
@@ -42,7 +42,7 @@ def rule_plans(
     For every pair of formats, the dearer one for the favoured units. What is left over raises units of the rest, from
     the first layer on, to the next format that fits: the rule is held against plans of as many bytes.
     """
-    favoured = set(favoured_units(config))
+    favoured = set(favoured_linears(config))
     rising = sorted(forms, key=lambda form: cost_of(uniform_plan(config, form), costs, config))
     for place, base in enumerate(rising):
         for raised in rising[place + 1 :]:

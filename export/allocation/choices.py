@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from .costs import Costs
-from .format_candidates import chosen_units
+from .format_candidates import chosen_linears
 from .sensitivity import Solo
 
 Picks = tuple[int, ...]
@@ -35,7 +35,7 @@ class Level:
 class Choice:
     """A unit and its levels, from the cheapest in the leading measure upwards."""
 
-    unit: str
+    linear: str
     levels: tuple[Level, ...]
 
 
@@ -52,12 +52,12 @@ def choices_of(
         measures: in which levels cost something.
     """
     found = []
-    for unit in chosen_units(config):
+    for linear in chosen_linears(config):
         levels = [
-            Level(form, tuple(costs.of(unit, form) for costs in measures), divergence)
-            for form, divergence in solos[unit.name]
+            Level(form, tuple(costs.of(linear, form) for costs in measures), divergence)
+            for form, divergence in solos[linear.name]
         ]
-        found.append(Choice(unit.name, worthwhile(without_beaten_repairs(levels))))
+        found.append(Choice(linear.name, worthwhile(without_beaten_repairs(levels))))
     return tuple(found)
 
 
@@ -129,4 +129,4 @@ def lowered(choices: Sequence[Choice], picks: Picks, limits: Sequence[float]) ->
 
 def plan_of(choices: Sequence[Choice], picks: Picks) -> dict[str, WeightFormat]:
     """Format by unit."""
-    return {choice.unit: choice.levels[pick].form for choice, pick in zip(choices, picks, strict=True)}
+    return {choice.linear: choice.levels[pick].form for choice, pick in zip(choices, picks, strict=True)}

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import Unit
-from .format_candidates import bytes_read, chosen_units
+from ..checkpoint.layout import FusedLinear
+from .format_candidates import bytes_read, chosen_linears
 
 
 class Costs(Protocol):
@@ -19,7 +19,7 @@ class Costs(Protocol):
         """What a pass costs besides its units."""
         ...
 
-    def of(self, unit: Unit, form: WeightFormat) -> float:
+    def of(self, linear: FusedLinear, form: WeightFormat) -> float:
         """What a unit costs in that format."""
         ...
 
@@ -29,11 +29,11 @@ class ByteCosts:
 
     fixed = 0.0
 
-    def of(self, unit: Unit, form: WeightFormat) -> float:
+    def of(self, linear: FusedLinear, form: WeightFormat) -> float:
         """Bytes of a unit."""
-        return float(bytes_read(unit, form))
+        return float(bytes_read(linear, form))
 
 
 def cost_of(plan: Mapping[str, WeightFormat], costs: Costs, config: DecoderConfig) -> float:
     """What a whole plan costs."""
-    return costs.fixed + sum(costs.of(unit, plan[unit.name]) for unit in chosen_units(config))
+    return costs.fixed + sum(costs.of(linear, plan[linear.name]) for linear in chosen_linears(config))

@@ -13,7 +13,7 @@ from typing import Final
 
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import Unit, embedding_layout, units_of
+from ..checkpoint.layout import FusedLinear, embedding_layout, fused_linears
 from ..quantization.codes import blocks_of, factor_form
 
 LADDER: Final = tuple(
@@ -25,8 +25,8 @@ REPAIRED: Final = tuple(replace(form, rank=rank) for form in LADDER if form.bits
 """What is there besides where units may be repaired."""
 _PACKED_BLOCK_BYTES: Final = 8
 _STORED_BLOCK_BYTES: Final = 4
-EMBEDDING_UNIT: Final = "embedding"
-HEAD_UNIT: Final = "head"
+EMBEDDING_LINEAR: Final = "embedding"
+HEAD_LINEAR: Final = "head"
 
 
 def levels(
@@ -52,39 +52,39 @@ def levels(
     return tuple({(form, form.method): form for form in forms}.values())
 
 
-def may_have(unit: Unit, form: WeightFormat) -> bool:
+def may_have(linear: FusedLinear, form: WeightFormat) -> bool:
     """Whether a unit can be stored so: only the linears of layers are repaired, by factors that are thinner than they.
 
     Of an embedding rows are taken and no products, and a head may be the embedding's matrix.
     """
-    return not form.rank or (unit.name not in (EMBEDDING_UNIT, HEAD_UNIT) and form.rank <= min(unit.shape))
+    return not form.rank or (linear.name not in (EMBEDDING_LINEAR, HEAD_LINEAR) and form.rank <= min(linear.shape))
 
 
-def chosen_units(config: DecoderConfig) -> Iterator[Unit]:
+def chosen_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
     """The units that have a format of their own: a tied head stands for the embedding too."""
-    for unit in units_of(config):
-        if not unit.exact and not (config.tied_head and unit.name == EMBEDDING_UNIT):
-            yield unit
+    for linear in fused_linears(config):
+        if not linear.exact and not (config.tied_head and linear.name == EMBEDDING_LINEAR):
+            yield linear
 
 
 def with_embedding(config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
     """A plan for every unit, in the order of the graph: a tied embedding has its head's format."""
     formats = dict(plan)
     if config.tied_head:
-        formats[EMBEDDING_UNIT] = formats[HEAD_UNIT]
-    return {unit.name: WeightFormat(32) if unit.exact else formats[unit.name] for unit in units_of(config)}
+        formats[EMBEDDING_LINEAR] = formats[HEAD_LINEAR]
+    return {linear.name: WeightFormat(32) if linear.exact else formats[linear.name] for linear in fused_linears(config)}
 
 
-def bytes_read(unit: Unit, form: WeightFormat) -> int:
+def bytes_read(linear: FusedLinear, form: WeightFormat) -> int:
     """Bytes of a unit that a pass reads, packed for x86, factors included; those of the file of an embedding.
 
     Of an embedding a pass reads a row for each token, which is next to nothing. What it takes of the file and of memory
     counts instead.
     """
-    rows, columns = unit.shape
+    rows, columns = linear.shape
     if form.bits == 32:
         return 4 * rows * columns
-    if unit.name != EMBEDDING_UNIT:
+    if linear.name != EMBEDDING_LINEAR:
         factors = factor_form(form)
         thin = _packed_bytes(form.rank, columns, factors) + _packed_bytes(rows, form.rank, factors)
         return _packed_bytes(rows, columns, form) + thin
@@ -102,4 +102,4 @@ def _packed_bytes(rows: int, columns: int, form: WeightFormat) -> int:
 def weight_count(config: DecoderConfig) -> int:
     """Weights of all units, a shared matrix once."""
     tied = embedding_layout(config).weight_count if config.tied_head else 0
-    return sum(unit.weight_count for unit in units_of(config)) - tied
+    return sum(linear.weight_count for linear in fused_linears(config)) - tied

@@ -25,11 +25,11 @@ from ...models.cache import cache_folder
 from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import Unit, units_of
+from ..checkpoint.layout import FusedLinear, fused_linears
 from ..graph import contract
 from ..progress import Progress, silent
 from ..workbench import NodeStopwatch, PassTimes
-from .format_candidates import EMBEDDING_UNIT, HEAD_UNIT, LADDER
+from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, LADDER
 from .pass_fit import WholePass, fit_passes
 from .timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 
@@ -44,24 +44,24 @@ Times = Mapping[int, float]
 
 
 @dataclass(frozen=True)
-class UnitTimes:
+class LinearTimes:
     """Milliseconds of passes over one model, on this machine."""
 
     config: DecoderConfig
-    units: Mapping[tuple[str, WeightFormat], Times]
+    linears: Mapping[tuple[str, WeightFormat], Times]
     """By kind of unit (`kind_of`) and format; see `timed_form`."""
     rest: Times
     """What a pass takes besides its units."""
 
-    def unit(self, unit: Unit, form: WeightFormat, rows: int) -> float:
+    def linear(self, linear: FusedLinear, form: WeightFormat, rows: int) -> float:
         """Milliseconds of one unit; none for an embedding, of which a pass reads a few rows.
 
         Raises:
             KeyError: that format was not measured.
         """
-        if unit.name == EMBEDDING_UNIT:
+        if linear.name == EMBEDDING_LINEAR:
             return 0.0
-        return at_rows(self.units[kind_of(unit.name), timed_form(form)], rows)
+        return at_rows(self.linears[kind_of(linear.name), timed_form(form)], rows)
 
     def milliseconds(self, plan: Mapping[str, WeightFormat], rows: int) -> float:
         """Milliseconds of a pass over `rows` rows of a model with that plan, the logits of all rows included.
@@ -69,42 +69,42 @@ class UnitTimes:
         Raises:
             KeyError: a format of it was not measured, or a unit is missing.
         """
-        units = sum(self.unit(unit, plan[unit.name], rows) for unit in units_of(self.config))
-        return at_rows(self.rest, rows) + units
+        linears = sum(self.linear(linear, plan[linear.name], rows) for linear in fused_linears(self.config))
+        return at_rows(self.rest, rows) + linears
 
     def costs(self, rows: int) -> TimeCosts:
         """The times of passes over `rows` rows as what plans cost."""
         return TimeCosts(self, rows)
 
-    def scaled(self, factor: float) -> UnitTimes:
+    def scaled(self, factor: float) -> LinearTimes:
         """All times by a factor: those of the machine when it is that much slower."""
         return replace(
             self,
-            units={key: _scaled(times, factor) for key, times in self.units.items()},
+            linears={key: _scaled(times, factor) for key, times in self.linears.items()},
             rest=_scaled(self.rest, factor),
         )
 
     def to_json(self) -> dict[str, Any]:
         """A plain object that `from_json` reads."""
-        units: dict[str, dict[str, Times]] = {}
-        for (kind, form), times in self.units.items():
-            units.setdefault(kind, {})[f"{form.bits}/{form.block}" + f"/{form.rank}" * (form.rank > 0)] = times
-        return {"units": units, "rest": self.rest}
+        linears: dict[str, dict[str, Times]] = {}
+        for (kind, form), times in self.linears.items():
+            linears.setdefault(kind, {})[f"{form.bits}/{form.block}" + f"/{form.rank}" * (form.rank > 0)] = times
+        return {"units": linears, "rest": self.rest}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], config: DecoderConfig) -> UnitTimes:
+    def from_json(cls, data: Mapping[str, Any], config: DecoderConfig) -> LinearTimes:
         """What `to_json` wrote.
 
         Raises:
             ValueError: it is something else.
         """
         try:
-            units = {
+            linears = {
                 (str(kind), _read(form)): _times(times)
                 for kind, forms in data["units"].items()
                 for form, times in forms.items()
             }
-            return cls(config, units, _times(data["rest"]))
+            return cls(config, linears, _times(data["rest"]))
         except (KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"holds no times of units: {error}") from error
 
@@ -113,7 +113,7 @@ class UnitTimes:
 class TimeCosts:
     """Milliseconds of a pass over some rows; `Costs` of plans."""
 
-    times: UnitTimes
+    times: LinearTimes
     rows: int
 
     @property
@@ -121,9 +121,9 @@ class TimeCosts:
         """What a pass takes besides its units."""
         return at_rows(self.times.rest, self.rows)
 
-    def of(self, unit: Unit, form: WeightFormat) -> float:
+    def of(self, linear: FusedLinear, form: WeightFormat) -> float:
         """What a unit takes."""
-        return self.times.unit(unit, form, self.rows)
+        return self.times.linear(linear, form, self.rows)
 
 
 def known_or_measured(
@@ -131,7 +131,7 @@ def known_or_measured(
     stopwatch: NodeStopwatch,
     forms: Iterable[WeightFormat] = LADDER,
     progress: Progress = silent,
-) -> UnitTimes:
+) -> LinearTimes:
     """The times of a model of that shape under the stopwatch's conditions, from the cache or measured now.
 
     Those from the cache are of the machine as it was; see `whole_passes`.
@@ -143,7 +143,7 @@ def known_or_measured(
     timed = tuple(dict.fromkeys(map(timed_form, forms)))
     file = _file(config, timed, stopwatch.conditions)
     try:
-        known = UnitTimes.from_json(parse_json_object(file.read_bytes()), config)
+        known = LinearTimes.from_json(parse_json_object(file.read_bytes()), config)
     except (OSError, ValueError):
         known = measure(config, stopwatch, timed, progress)
         with suppress(OSError):
@@ -157,7 +157,7 @@ def measure(
     forms: Sequence[WeightFormat] = LADDER,
     progress: Progress = silent,
     rounds: int = _ROUNDS,
-) -> UnitTimes:
+) -> LinearTimes:
     """Measure the times of a model of that shape.
 
     Args:
@@ -174,8 +174,8 @@ def measure(
     timed = tuple(dict.fromkeys(map(timed_form, forms)))
     mixed, uniform = timing_bundles(config, timed), uniform_bundles(config, timed)
     passes = _timed([*mixed, *uniform], stopwatch, rounds, progress)
-    units = _units(config, mixed, passes[: len(mixed)])
-    return _fitted(UnitTimes(config, units, dict.fromkeys(ROWS, 0.0)), [*mixed, *uniform], passes)
+    linears = _linears(config, mixed, passes[: len(mixed)])
+    return _fitted(LinearTimes(config, linears, dict.fromkeys(ROWS, 0.0)), [*mixed, *uniform], passes)
 
 
 def _timed(
@@ -194,7 +194,7 @@ def _timed(
     return passes
 
 
-def _units(
+def _linears(
     config: DecoderConfig, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassTimes]]
 ) -> dict[tuple[str, WeightFormat], Times]:
     """Milliseconds of units by kind and format, the mean of all that there are."""
@@ -202,12 +202,14 @@ def _units(
     for bundle, by_rows in zip(bundles, passes, strict=True):
         for rows, times in by_rows.items():
             for name, form in bundle.plan.items():
-                if name != EMBEDDING_UNIT:
-                    seen[kind_of(name), form][rows].append(1e3 * unit_seconds(times.nodes, name, config))
+                if name != EMBEDDING_LINEAR:
+                    seen[kind_of(name), form][rows].append(1e3 * linear_seconds(times.nodes, name, config))
     return {key: {rows: fmean(times) for rows, times in by_rows.items()} for key, by_rows in seen.items()}
 
 
-def _fitted(times: UnitTimes, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassTimes]]) -> UnitTimes:
+def _fitted(
+    times: LinearTimes, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassTimes]]
+) -> LinearTimes:
     """Times whose sums are near to the passes, and the rest of a pass."""
     # One layer and a head of another format are there to time the head; most of such a pass may lie in a cache.
     deep = max(bundle.config.layers for bundle in bundles) > 1
@@ -216,31 +218,31 @@ def _fitted(times: UnitTimes, bundles: Sequence[TimingBundle], passes: Sequence[
         rows: fit_passes([_whole(times, bundle, by_rows[rows].seconds, rows) for bundle, by_rows in counted])
         for rows in times.rest
     }
-    units = {
+    linears = {
         (kind, form): {rows: each * fits[rows].factors.get(form.bits, 1.0) for rows, each in by_rows.items()}
-        for (kind, form), by_rows in times.units.items()
+        for (kind, form), by_rows in times.linears.items()
     }
-    return UnitTimes(times.config, units, {rows: fit.layer * times.config.layers for rows, fit in fits.items()})
+    return LinearTimes(times.config, linears, {rows: fit.layer * times.config.layers for rows, fit in fits.items()})
 
 
-def _whole(times: UnitTimes, bundle: TimingBundle, seconds: float, rows: int) -> WholePass:
+def _whole(times: LinearTimes, bundle: TimingBundle, seconds: float, rows: int) -> WholePass:
     """A pass, and what its units would take by themselves."""
-    units: defaultdict[int, float] = defaultdict(float)
-    for unit in units_of(bundle.config):
-        units[bundle.plan[unit.name].bits] += times.unit(unit, bundle.plan[unit.name], rows)
-    return WholePass(bundle.config.layers, 1e3 * seconds, units)
+    linears: defaultdict[int, float] = defaultdict(float)
+    for linear in fused_linears(bundle.config):
+        linears[bundle.plan[linear.name].bits] += times.linear(linear, bundle.plan[linear.name], rows)
+    return WholePass(bundle.config.layers, 1e3 * seconds, linears)
 
 
-def unit_seconds(nodes: Mapping[str, float], unit: str, config: DecoderConfig) -> float:
+def linear_seconds(nodes: Mapping[str, float], linear: str, config: DecoderConfig) -> float:
     """Seconds of the nodes that a unit consists of: one, or several whose names begin with the unit's."""
-    if unit == HEAD_UNIT:
+    if linear == HEAD_LINEAR:
         return nodes[contract.LOGITS if config.logits_softcap is None else "head.product"]
-    return sum(seconds for name, seconds in nodes.items() if name == unit or name.startswith(f"{unit}."))
+    return sum(seconds for name, seconds in nodes.items() if name == linear or name.startswith(f"{linear}."))
 
 
-def kind_of(unit: str) -> str:
+def kind_of(linear: str) -> str:
     """What units of all layers have in common: qkv, o, gate_up, down; a head is a kind of its own."""
-    return unit.rsplit(".", 1)[-1]
+    return linear.rsplit(".", 1)[-1]
 
 
 def timed_form(form: WeightFormat) -> WeightFormat:

@@ -26,7 +26,7 @@ class WholePass:
 
     layers: int
     milliseconds: float
-    units: Mapping[int, float]
+    linears: Mapping[int, float]
     """Milliseconds of all its units of so many bits, as they were timed one by one."""
 
 
@@ -43,8 +43,8 @@ class PassFit:
 
 def fit_passes(passes: Sequence[WholePass]) -> PassFit:
     """Fit factors and the rest of a layer to passes, at least one."""
-    bits = sorted({each for one in passes for each in one.units})
-    rows = [[*(one.units.get(each, 0.0) for each in bits), one.layers] for one in passes]
+    bits = sorted({each for one in passes for each in one.linears})
+    rows = [[*(one.linears.get(each, 0.0) for each in bits), one.layers] for one in passes]
     milliseconds = np.array([one.milliseconds for one in passes])
     holds = _HOLD * np.eye(len(bits), len(bits) + 1)
     system = np.vstack([np.array(rows) / milliseconds[:, None], holds])

@@ -19,8 +19,8 @@ from ...errors import InputError
 from ...models.json_file import shown
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import units_of
-from .format_candidates import EMBEDDING_UNIT, HEAD_UNIT, chosen_units, may_have, with_embedding
+from ..checkpoint.layout import fused_linears
+from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, chosen_linears, may_have, with_embedding
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,21 +78,21 @@ def read_plan(file: Path, config: DecoderConfig) -> dict[str, WeightFormat]:
         InputError: the file cannot be read or is no TOML, or does not fit the model: a unit is missing or unknown, or a
             format is none.
     """
-    units = _units(file)
-    known = {unit.name: unit for unit in units_of(config)}
-    needed = [unit.name for unit in chosen_units(config)]
-    if strange := [name for name in units if name not in known]:
+    linears = _linears(file)
+    known = {linear.name: linear for linear in fused_linears(config)}
+    needed = [linear.name for linear in chosen_linears(config)]
+    if strange := [name for name in linears if name not in known]:
         raise InputError(f"{file} names {_listed(strange, 'unit')} that the model does not have", _units_hint(needed))
-    if missing := [name for name in needed if name not in units]:
+    if missing := [name for name in needed if name not in linears]:
         raise InputError(f"{file} lacks {_listed(missing, 'unit')} of the model", _units_hint(needed))
-    plan = {name: _form(file, name, value) for name, value in units.items()}
+    plan = {name: _form(file, name, value) for name, value in linears.items()}
     for name, form in plan.items():
         if not may_have(known[name], form):
             raise InputError(
                 f"{file} gives {name} the format {form}, which it cannot have",
                 "a rank is for the linears of layers, and no larger than they",
             )
-    if config.tied_head and plan.get(EMBEDDING_UNIT, plan[HEAD_UNIT]) != plan[HEAD_UNIT]:
+    if config.tied_head and plan.get(EMBEDDING_LINEAR, plan[HEAD_LINEAR]) != plan[HEAD_LINEAR]:
         raise InputError(
             f"{file} stores embedding and head in two ways, and they are one matrix", "leave the embedding out"
         )
@@ -116,7 +116,7 @@ def parse_form(text: str) -> WeightFormat | None:
     return replace(form, method=known[method.strip()])
 
 
-def _units(file: Path) -> dict[str, object]:
+def _linears(file: Path) -> dict[str, object]:
     try:
         with file.open("rb") as opened:
             data = opened.read(_LONGEST + 1)

@@ -22,8 +22,8 @@ from ..workbench import Stopwatch
 from .allocate import Allocation, Limited, allocate, measures_for
 from .budget import Budget, Measure
 from .format_candidates import levels, weight_count
-from .linear_times import UnitTimes
-from .quantized_weights import UnitStore
+from .linear_times import LinearTimes
+from .quantized_weights import QuantizedLinearStore
 from .search import SearchSettings
 from .whole_passes import slower_than_predicted
 
@@ -47,8 +47,8 @@ class Mixing:
         text: CalibrationText,
         recipe: ExportRecipe,
         request: MixRequest,
-        store: UnitStore,
-        times: UnitTimes,
+        store: QuantizedLinearStore,
+        times: LinearTimes,
         stopwatch: Stopwatch,
         folder: Path,
     ) -> None:
@@ -128,8 +128,8 @@ class Mixing:
         tokens = int(share * min(self._tokens(_PLAN_WORK), self._all_tokens))
         return self._evaluator.divergence(plan, max(_FEWEST_TOKENS, tokens)).mean_kl
 
-    def _solo(self, unit: str, form: WeightFormat) -> float:
-        return self._evaluator.solo(unit, form, self._tokens(_SOLO_WORK))
+    def _solo(self, linear: str, form: WeightFormat) -> float:
+        return self._evaluator.solo(linear, form, self._tokens(_SOLO_WORK))
 
     def _tokens(self, work: float) -> int:
         return max(_FEWEST_TOKENS, int(work / weight_count(self._config)))

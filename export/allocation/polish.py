@@ -151,7 +151,7 @@ def _as_if_additive(
     for choice, own, known in zip(choices, picks, levels, strict=True):
         known[own] = replace(known[own], divergence=0.0)
         numbers.append(sorted(known))
-        near.append(Choice(choice.unit, tuple(known[pick] for pick in numbers[-1])))
+        near.append(Choice(choice.linear, tuple(known[pick] for pick in numbers[-1])))
     found = seed_plan(near, limits)
     return tuple(known[pick] for known, pick in zip(numbers, found, strict=True))
 

@@ -22,20 +22,20 @@ from ...models.atomic import folder_written_atomically
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.derived_source import DerivedSource
-from ..checkpoint.layout import Unit, units_of
+from ..checkpoint.layout import FusedLinear, fused_linears
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Coded, Factors, Float32Array, ModelSource, RowRange
 from ..quantization.codes import decoded
 from ..quantization.input_statistics import Aim, InputStatistics
 from ..quantization.low_rank_correction import factors_for
-from .format_candidates import EMBEDDING_UNIT, HEAD_UNIT
+from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 
 
-class UnitStore:
+class QuantizedLinearStore:
     """The units of a source in few bits, on disk."""
 
     def __init__(
-        self, source: ModelSource, config: DecoderConfig, folder: Path, aims: Callable[[Unit], Aim] | None = None
+        self, source: ModelSource, config: DecoderConfig, folder: Path, aims: Callable[[FusedLinear], Aim] | None = None
     ) -> None:
         """Open a store, with what is in it.
 
@@ -48,23 +48,23 @@ class UnitStore:
         self._source = source
         self._aims = aims or self._own_weights
         self._folder = folder
-        self._units = {unit.name: unit for unit in units_of(config)}
+        self._linears = {linear.name: linear for linear in fused_linears(config)}
         self._tied = config.tied_head
 
-    def make(self, unit: Unit, form: WeightFormat) -> None:
+    def make(self, linear: FusedLinear, form: WeightFormat) -> None:
         """Round a unit, unless that has been done.
 
         Raises:
             CheckpointError: a tensor cannot be read.
             OSError: the disk refused a write.
         """
-        folder = self._place(unit, form)
+        folder = self._place(linear, form)
         if form.bits == 32 or folder.is_dir():
             return
         if form.rank:
-            self._make_factors(unit, form)
+            self._make_factors(linear, form)
             return
-        ranges = (rows for name in unit.weights for rows in self._source.row_ranges(name))
+        ranges = (rows for name in linear.weights for rows in self._source.row_ranges(name))
         with _blas().limit(limits=1, user_api="blas"):
             pieces = list(in_order(lambda rows: self._source.coded(rows, form), ranges))
         with folder_written_atomically(folder, replaceable=lambda _: False) as staging:
@@ -72,13 +72,13 @@ class UnitStore:
                 if parts[0] is not None:
                     np.save(staging / f"{field}.npy", np.concatenate(parts), allow_pickle=False)
 
-    def coded(self, unit: Unit, form: WeightFormat) -> Coded:
+    def coded(self, linear: FusedLinear, form: WeightFormat) -> Coded:
         """All rows of a unit in few bits, mapped from disk; rounded first if need be."""
-        self.make(unit, form)
-        folder = self._place(unit, form)
+        self.make(linear, form)
+        folder = self._place(linear, form)
         if form.rank:
             mapped = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in Factors._fields)
-            return self.coded(unit, replace(form, rank=0))._replace(factors=Factors(*mapped))
+            return self.coded(linear, replace(form, rank=0))._replace(factors=Factors(*mapped))
         return Coded(
             np.load(folder / "packed.npy", mmap_mode="r", allow_pickle=False),
             np.load(folder / "scales.npy", mmap_mode="r", allow_pickle=False),
@@ -86,36 +86,36 @@ class UnitStore:
             _mapped(folder / "zero_points.npy"),
         )
 
-    def weights(self, unit: Unit, form: WeightFormat) -> Float32Array:
+    def weights(self, linear: FusedLinear, form: WeightFormat) -> Float32Array:
         """A unit's matrix, float32 [N, K], rounded to a format and back."""
         if form.bits == 32:
-            return self._own_weights(unit).weights
-        return decoded(self.coded(unit, form), unit.columns, form)
+            return self._own_weights(linear).weights
+        return decoded(self.coded(linear, form), linear.columns, form)
 
     def view(self, plan: Mapping[str, WeightFormat]) -> StoredSource:
         """The source with the codes of a plan's units as they lie in the store."""
-        return StoredSource(self._source, {name: self._units[name] for name in plan}, self.coded)
+        return StoredSource(self._source, {name: self._linears[name] for name in plan}, self.coded)
 
     def remove(self) -> None:
         """Delete the store's files."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _make_factors(self, unit: Unit, form: WeightFormat) -> None:
+    def _make_factors(self, linear: FusedLinear, form: WeightFormat) -> None:
         """What repairs the unit as it is without a rank, which shares its codes."""
-        weights, inputs = self._aims(unit)
+        weights, inputs = self._aims(linear)
         if inputs is None:
-            alike = np.ones(unit.columns, np.float32)
+            alike = np.ones(linear.columns, np.float32)
             inputs = InputStatistics(alike, alike)
-        factors = factors_for(weights - self.weights(unit, replace(form, rank=0)), inputs, form)
-        with folder_written_atomically(self._place(unit, form), replaceable=lambda _: False) as staging:
+        factors = factors_for(weights - self.weights(linear, replace(form, rank=0)), inputs, form)
+        with folder_written_atomically(self._place(linear, form), replaceable=lambda _: False) as staging:
             for field, values in factors._asdict().items():
                 np.save(staging / f"{field}.npy", values, allow_pickle=False)
 
-    def _own_weights(self, unit: Unit) -> Aim:
-        return Aim(np.concatenate([self._source.read(name) for name in unit.weights]), None)
+    def _own_weights(self, linear: FusedLinear) -> Aim:
+        return Aim(np.concatenate([self._source.read(name) for name in linear.weights]), None)
 
-    def _place(self, unit: Unit, form: WeightFormat) -> Path:
-        name = HEAD_UNIT if self._tied and unit.name == EMBEDDING_UNIT else unit.name
+    def _place(self, linear: FusedLinear, form: WeightFormat) -> Path:
+        name = HEAD_LINEAR if self._tied and linear.name == EMBEDDING_LINEAR else linear.name
         method = "" if form.method is None else f"-{form.method.value}"
         return self._folder / f"{name}-{str(form).replace('/', '-')}{method}"
 
@@ -134,25 +134,28 @@ class StoredSource(DerivedSource):
     """A source whose units are rounded already."""
 
     def __init__(
-        self, source: ModelSource, units: Mapping[str, Unit], stored: Callable[[Unit, WeightFormat], Coded]
+        self,
+        source: ModelSource,
+        linears: Mapping[str, FusedLinear],
+        stored: Callable[[FusedLinear, WeightFormat], Coded],
     ) -> None:
         super().__init__(source)
         self._stored = stored
-        self._places: dict[str, tuple[Unit, int]] = {}
+        self._places: dict[str, tuple[FusedLinear, int]] = {}
         """By a matrix's name the unit it belongs to and its first row there."""
-        for unit in units.values():
+        for linear in linears.values():
             first = 0
-            for name, rows in zip(unit.weights, unit.rows, strict=True):
-                self._places[name] = unit, first
+            for name, rows in zip(linear.weights, linear.rows, strict=True):
+                self._places[name] = linear, first
                 first += rows
 
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
         """Some rows of a matrix in few bits, from the store."""
         if rows.name not in self._places:
             return self._source.coded(rows, form)
-        unit, first = self._places[rows.name]
+        linear, first = self._places[rows.name]
         part = slice(first + rows.start, first + rows.stop)
-        packed, scales, offsets, points, factors = self._stored(unit, form)
+        packed, scales, offsets, points, factors = self._stored(linear, form)
         return Coded(
             packed[part],
             scales[part],

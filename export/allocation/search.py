@@ -205,7 +205,7 @@ def _share_done(state: _State, settings: SearchSettings) -> float:
 
 
 def _save(checkpoint: Path, state: _State, choices: Sequence[Choice]) -> None:
-    plan = {unit: spelled(form) for unit, form in plan_of(choices, state.parent).items()}
+    plan = {linear: spelled(form) for linear, form in plan_of(choices, state.parent).items()}
     data = {
         "plan": plan,
         "divergence": state.divergence,
@@ -223,7 +223,7 @@ def _restored(checkpoint: Path, choices: Sequence[Choice]) -> _State | None:
         data: dict[str, Any] = parse_json_object(checkpoint.read_bytes())
         # By name: times measured again may make other levels pointless, and number the rest otherwise.
         names = [[spelled(level.form) for level in choice.levels] for choice in choices]
-        parent = tuple(known.index(data["plan"][choice.unit]) for known, choice in zip(names, choices, strict=True))
+        parent = tuple(known.index(data["plan"][choice.linear]) for known, choice in zip(names, choices, strict=True))
         history = [(int(when), float(value)) for when, value in data["history"]]
         generation, idle = int(data["generation"]), int(data["idle"])
         state = _State(parent, float(data["divergence"]), generation, idle, float(data["seconds"]), history)

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from ...models.atomic import write_atomically
 from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
-from ..checkpoint.layout import Unit
+from ..checkpoint.layout import FusedLinear
 from ..progress import Progress, silent
 from .format_candidates import may_have
 from .plan_file import spelled
@@ -27,7 +27,7 @@ class Solo(NamedTuple):
 
 
 def solo_divergences(
-    units: Sequence[Unit],
+    linears: Sequence[FusedLinear],
     forms: Sequence[WeightFormat],
     solo: Callable[[str, WeightFormat], float],
     file: Path,
@@ -46,21 +46,21 @@ def solo_divergences(
         OSError: the disk refused a write.
     """
     known = _read(file)
-    tried = {unit.name: [form for form in forms if may_have(unit, form)] for unit in units}
+    tried = {linear.name: [form for form in forms if may_have(linear, form)] for linear in linears}
     total = sum(map(len, tried.values()))
     done = 0
 
-    def measured(unit: str, form: WeightFormat) -> Solo:
+    def measured(linear: str, form: WeightFormat) -> Solo:
         nonlocal done
-        key = f"{unit} {spelled(form)}"
+        key = f"{linear} {spelled(form)}"
         if key not in known:
-            known[key] = solo(unit, form)
+            known[key] = solo(linear, form)
             write_atomically(file, json.dumps(known, indent=0).encode())
         done += 1
         progress(STAGE, done / total)
         return Solo(form, known[key])
 
-    return {unit: tuple(measured(unit, form) for form in of_unit) for unit, of_unit in tried.items()}
+    return {linear: tuple(measured(linear, form) for form in of_unit) for linear, of_unit in tried.items()}
 
 
 def _read(file: Path) -> dict[str, float]:

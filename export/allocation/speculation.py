@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...models.manifest import WeightFormat
-from ..checkpoint.layout import Unit
-from .linear_times import UnitTimes, at_rows
+from ..checkpoint.layout import FusedLinear
+from .linear_times import LinearTimes, at_rows
 
 MOST_GUESSES: Final = 15
 """Of a round."""
@@ -34,7 +34,7 @@ class DraftSpeed:
 class Speculation:
     """Decoding with the number of guesses that is best on average."""
 
-    guesses: int
+    candidates: int
     """In a round; 0 where none pays."""
     tokens: float
     """Of a round."""
@@ -58,9 +58,9 @@ class Candidate:
     """The draft beside a target of that plan: another plan agrees with its draft more or less often."""
 
 
-def expected_tokens(agreement: float, guesses: int) -> float:
+def expected_tokens(agreement: float, candidates: int) -> float:
     """Of a round with that many guesses, the certain one included."""
-    return sum(agreement**depth for depth in range(guesses + 1))
+    return sum(agreement**depth for depth in range(candidates + 1))
 
 
 def speculation(pass_milliseconds: Callable[[int], float], draft: DraftSpeed) -> Speculation:
@@ -77,21 +77,21 @@ def speculation(pass_milliseconds: Callable[[int], float], draft: DraftSpeed) ->
         raise ValueError(f"{draft.agreement} is no share of guesses")
     rounds = (
         Speculation(
-            guesses,
-            expected_tokens(draft.agreement, guesses),
-            pass_milliseconds(guesses + 1) + guesses * draft.milliseconds,
+            candidates,
+            expected_tokens(draft.agreement, candidates),
+            pass_milliseconds(candidates + 1) + candidates * draft.milliseconds,
         )
-        for guesses in range(MOST_GUESSES + 1)
+        for candidates in range(MOST_GUESSES + 1)
     )
-    return max(rounds, key=lambda each: (each.tokens_per_second, -each.guesses))
+    return max(rounds, key=lambda each: (each.tokens_per_second, -each.candidates))
 
 
-def with_draft(times: UnitTimes, plan: Mapping[str, WeightFormat], draft: DraftSpeed) -> Speculation:
+def with_draft(times: LinearTimes, plan: Mapping[str, WeightFormat], draft: DraftSpeed) -> Speculation:
     """What a target with that plan is expected to do beside a draft."""
     return speculation(lambda rows: times.milliseconds(plan, rows), draft)
 
 
-def fastest(times: UnitTimes, candidates: Iterable[Candidate], most_divergence: float) -> Candidate | None:
+def fastest(times: LinearTimes, candidates: Iterable[Candidate], most_divergence: float) -> Candidate | None:
     """The plan that is expected to decode fastest with its draft, among those of at most that divergence."""
     allowed = [each for each in candidates if each.divergence <= most_divergence]
     return max(allowed, key=lambda each: with_draft(times, each.plan, each.draft).tokens_per_second, default=None)
@@ -104,17 +104,17 @@ class SpeculativeCosts:
     searched for in this measure. `with_draft` says which number is the best for the plan that is found.
     """
 
-    def __init__(self, times: UnitTimes, draft: DraftSpeed, guesses: int) -> None:
+    def __init__(self, times: LinearTimes, draft: DraftSpeed, candidates: int) -> None:
         self._times = times
-        self._rows = guesses + 1
-        self._drafting = guesses * draft.milliseconds
-        self._tokens = expected_tokens(draft.agreement, guesses)
+        self._rows = candidates + 1
+        self._drafting = candidates * draft.milliseconds
+        self._tokens = expected_tokens(draft.agreement, candidates)
 
     @property
     def fixed(self) -> float:
         """What a token takes besides the target's units."""
         return (at_rows(self._times.rest, self._rows) + self._drafting) / self._tokens
 
-    def of(self, unit: Unit, form: WeightFormat) -> float:
+    def of(self, linear: FusedLinear, form: WeightFormat) -> float:
         """What a unit takes of a token."""
-        return self._times.unit(unit, form, self._rows) / self._tokens
+        return self._times.linear(linear, form, self._rows) / self._tokens

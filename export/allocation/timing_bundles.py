@@ -19,13 +19,13 @@ from ...models.bundle import GRAPH_NAME, WEIGHTS_NAME, digest_file, remember_ver
 from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
 from ..bundle_writer import PRODUCER, architecture_of
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import expected_tensors, layer_layout, units_of
+from ..checkpoint.layout import expected_tensors, fused_linears, layer_layout
 from ..checkpoint.source import Coded, Factors, Float32Array, RowRange, UInt8Array
 from ..graph.decoder import build_graph
 from ..graph.initializers import Initializers
 from ..graph.weight_file import WeightFile
 from ..quantization.codes import blocks_of, factor_form
-from .format_candidates import EMBEDDING_UNIT, HEAD_UNIT, may_have
+from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, may_have
 
 _CONTEXT: Final = 1024
 _SMALL: Final = 64_000_000
@@ -61,7 +61,8 @@ class TimingBundle:
         manifest = Manifest(
             architecture=architecture_of(config, context),
             weights=self.plan,
-            bits_per_weight=sum(weights.unit_bits.values()) / sum(unit.weight_count for unit in units_of(config)),
+            bits_per_weight=sum(weights.linear_bits.values())
+            / sum(linear.weight_count for linear in fused_linears(config)),
             files=files,
             producer=PRODUCER,
         )
@@ -71,7 +72,7 @@ class TimingBundle:
 
 def timing_bundles(config: DecoderConfig, forms: Sequence[WeightFormat]) -> list[TimingBundle]:
     """As many models as there are formats. The first has all layers, unless that is too much."""
-    body = sum(unit.weight_count for index in range(config.layers) for unit in layer_layout(config, index).units)
+    body = sum(linear.weight_count for index in range(config.layers) for linear in layer_layout(config, index).linears)
     most = max(len(forms), int(_LARGE * config.layers / body))
     others = config.layers if body <= _SMALL else 1
     depths = [min(config.layers, most)] + [others] * (len(forms) - 1)
@@ -85,7 +86,7 @@ def uniform_bundles(config: DecoderConfig, forms: Sequence[WeightFormat]) -> lis
         known = largest.get(form.bits)
         if not form.rank and (known is None or known.block < form.block):
             largest[form.bits] = form
-    body = sum(unit.weight_count for index in range(config.layers) for unit in layer_layout(config, index).units)
+    body = sum(linear.weight_count for index in range(config.layers) for linear in layer_layout(config, index).linears)
     layers = min(config.layers, max(2, int(_UNIFORM * config.layers / body)))
     return [_bundle(config, layers, [form], 0) for _, form in sorted(largest.items())]
 
@@ -97,11 +98,11 @@ def _bundle(config: DecoderConfig, layers: int, forms: Sequence[WeightFormat], t
     """
     short = replace(config, layers=layers, attention=config.attention[:layers], tied_head=True)
     outer = replace(forms[turn], rank=0)
-    plan = {EMBEDDING_UNIT: outer, HEAD_UNIT: outer}
+    plan = {EMBEDDING_LINEAR: outer, HEAD_LINEAR: outer}
     for index in range(layers):
-        for place, unit in enumerate(layer_layout(short, index).units):
+        for place, linear in enumerate(layer_layout(short, index).linears):
             form = forms[(index + place + turn) % len(forms)]
-            plan[unit.name] = form if may_have(unit, form) else replace(form, rank=0)
+            plan[linear.name] = form if may_have(linear, form) else replace(form, rank=0)
     return TimingBundle(short, plan)
 
 

@@ -16,10 +16,10 @@ from typing import Final
 
 from ...models.cache import cache_folder
 from ...models.manifest import WeightFormat
-from ..checkpoint.layout import units_of
+from ..checkpoint.layout import fused_linears
 from ..workbench import Stopwatch
-from .format_candidates import EMBEDDING_UNIT, HEAD_UNIT
-from .linear_times import UnitTimes
+from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
+from .linear_times import LinearTimes
 from .timing_bundles import TimingBundle
 
 _ROUNDS: Final = 8
@@ -29,7 +29,7 @@ makes it slower, never faster."""
 
 
 def slower_than_predicted(
-    times: UnitTimes, plan: Mapping[str, WeightFormat], rows: Sequence[int], stopwatch: Stopwatch
+    times: LinearTimes, plan: Mapping[str, WeightFormat], rows: Sequence[int], stopwatch: Stopwatch
 ) -> float:
     """Measured by predicted time of undisturbed passes of a model with that plan; over several rows the geometric mean.
 
@@ -45,7 +45,7 @@ def slower_than_predicted(
     """
     # A tied head saves writing a matrix, and takes the same time.
     tied = replace(times.config, tied_head=True)
-    formats = {unit.name: plan[unit.name] for unit in units_of(tied)} | {EMBEDDING_UNIT: plan[HEAD_UNIT]}
+    formats = {linear.name: plan[linear.name] for linear in fused_linears(tied)} | {EMBEDDING_LINEAR: plan[HEAD_LINEAR]}
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="plan-", dir=cache_folder()) as folder:
         path = Path(folder) / "model"

@@ -19,7 +19,7 @@ import numpy as np
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.derived_source import DerivedSource
-from ..checkpoint.layout import Layer, Norm, Unit, final_norm, head_layout, layer_layout
+from ..checkpoint.layout import FusedLinear, Layer, Norm, final_norm, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Coded, Float32Array, ModelSource, RowRange
 from ..progress import Progress
@@ -101,9 +101,9 @@ class AwqStatistics:
         self._statistics = statistics
         self._folds = folds
 
-    def of(self, unit: str) -> InputStatistics | None:
+    def of(self, linear: str) -> InputStatistics | None:
         """See `Statistics.of`."""
-        known, factors = self._statistics.of(unit), self._folds.inputs.get(unit)
+        known, factors = self._statistics.of(linear), self._folds.inputs.get(linear)
         return known if known is None or factors is None else scaled_inputs(known, factors)
 
 
@@ -141,18 +141,18 @@ def fold(
     found: dict[str, Float32Array] = {}
 
     def search(place: _Place) -> Float32Array | None:
-        known = statistics.of(place.unit.name)
-        return None if known is None else _factors(_some_rows(source, place.unit), known, form, place.sharing)
+        known = statistics.of(place.linear.name)
+        return None if known is None else _factors(_some_rows(source, place.linear), known, form, place.sharing)
 
     for number, (place, factors) in enumerate(zip(places, in_order(search, places), strict=True)):
         progress("folding", number / len(places))
         if factors is not None:
-            found[place.unit.name] = factors
+            found[place.linear.name] = factors
     progress("folding", 1.0)
     folds = AwqScales()
     for place in places:
-        if place.unit.name in found:
-            place.enter(folds, found[place.unit.name])
+        if place.linear.name in found:
+            place.enter(folds, found[place.linear.name])
     return AwqSource(source, config, folds), AwqStatistics(statistics, folds)
 
 
@@ -160,10 +160,10 @@ def fold(
 class _Place:
     """A unit whose inputs come from somewhere that can take a factor for each."""
 
-    unit: Unit
+    linear: FusedLinear
     norm: Norm | None = None
     """The norm before it."""
-    before: Unit | None = None
+    before: FusedLinear | None = None
     """Or the linear whose outputs its inputs are multiples of."""
     at: int = 0
     """Where in that linear's rows they begin."""
@@ -173,8 +173,8 @@ class _Place:
     def enter(self, folds: AwqScales, factors: Float32Array) -> None:
         """Multiply the unit's columns by factors [K], and divide what its inputs come from."""
         inverse = np.reciprocal(factors)
-        folds.inputs[self.unit.name] = inverse
-        folds.columns.update(dict.fromkeys(self.unit.weights, factors))
+        folds.inputs[self.linear.name] = inverse
+        folds.columns.update(dict.fromkeys(self.linear.weights, factors))
         if self.norm is not None:
             folds.norms[self.norm.weight] = inverse
         if self.before is not None:
@@ -203,19 +203,19 @@ def _places_of(layer: Layer, config: DecoderConfig) -> Iterator[_Place]:
     yield _Place(layer.down, before=layer.gate_up, at=config.intermediate_size)
 
 
-def _by_tensor(unit: Unit, start: int, factors: Float32Array) -> Iterator[tuple[str, Float32Array]]:
+def _by_tensor(linear: FusedLinear, start: int, factors: Float32Array) -> Iterator[tuple[str, Float32Array]]:
     """Factors of a unit's outputs from `start` on, by the names of its matrices and biases."""
-    whole = np.ones(unit.shape[0], np.float32)
+    whole = np.ones(linear.shape[0], np.float32)
     whole[start : start + len(factors)] = factors
-    parts = np.split(whole, np.cumsum(unit.rows)[:-1])
-    for names in (unit.weights, unit.biases):
+    parts = np.split(whole, np.cumsum(linear.rows)[:-1])
+    for names in (linear.weights, linear.biases):
         yield from ((name, part) for name, part in zip(names, parts, strict=bool(names)) if (part != 1).any())
 
 
-def _some_rows(source: ModelSource, unit: Unit) -> Float32Array:
+def _some_rows(source: ModelSource, linear: FusedLinear) -> Float32Array:
     """Rows of a unit from top to bottom, about `_ROWS` of them."""
-    step = max(1, unit.shape[0] // _ROWS)
-    parts = (part for name in unit.weights for part in source.row_ranges(name))
+    step = max(1, linear.shape[0] // _ROWS)
+    parts = (part for name in linear.weights for part in source.row_ranges(name))
     return np.concatenate([source.read_rows(part)[-part.start % step :: step] for part in parts])
 
 

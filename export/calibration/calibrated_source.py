@@ -11,7 +11,7 @@ import numpy as np
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.derived_source import DerivedSource
-from ..checkpoint.layout import Unit, units_of
+from ..checkpoint.layout import FusedLinear, fused_linears
 from ..checkpoint.source import Coded, ModelSource, RowRange
 from ..quantization.input_statistics import Aim, InputStatistics
 from ..quantization.methods import QUANTIZERS
@@ -23,7 +23,7 @@ _KEPT: Final = 2
 class Statistics(Protocol):
     """Statistics by unit (see `statistics.StatisticsStore`)."""
 
-    def of(self, unit: str) -> InputStatistics | None:
+    def of(self, linear: str) -> InputStatistics | None:
         """What is known of a unit's inputs; None where nothing is."""
         ...
 
@@ -35,19 +35,19 @@ class CalibratedSource(DerivedSource):
         """`statistics` are of the model that `source` is."""
         super().__init__(source)
         # A tied head comes after the embedding, and it is the head that multiplies.
-        self._units = {name: unit.name for unit in units_of(config) for name in unit.weights}
+        self._linears = {name: linear.name for linear in fused_linears(config) for name in linear.weights}
         self._statistics = lru_cache(_KEPT)(statistics.of)
         self._reading = threading.Lock()
 
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
         """Some rows of a matrix in few bits, by the method that the format names and what is known of their inputs."""
         weights = self._source.read_rows(rows)
-        return QUANTIZERS[form.method or Method.RTN](weights, form, self._inputs(self._units[rows.name]))
+        return QUANTIZERS[form.method or Method.RTN](weights, form, self._inputs(self._linears[rows.name]))
 
-    def aim(self, unit: Unit) -> Aim:
+    def aim(self, linear: FusedLinear) -> Aim:
         """A unit's weights, and what is known of its inputs."""
-        return Aim(np.concatenate([self._source.read(name) for name in unit.weights]), self._inputs(unit.name))
+        return Aim(np.concatenate([self._source.read(name) for name in linear.weights]), self._inputs(linear.name))
 
-    def _inputs(self, unit: str) -> InputStatistics | None:
+    def _inputs(self, linear: str) -> InputStatistics | None:
         with self._reading:  # or two threads would have statistics of one unit apart, and what is made of them
-            return self._statistics(unit)
+            return self._statistics(linear)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import Unit, head_layout, layer_layout
+from ..checkpoint.layout import FusedLinear, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource
 from ..quantization.input_statistics import InputStatistics
@@ -38,16 +38,16 @@ class StatisticsStore:
         self._folder = folder
         self._tied = config.tied_head
 
-    def of(self, unit: str) -> InputStatistics | None:
+    def of(self, linear: str) -> InputStatistics | None:
         """What is known of a unit's inputs.
 
         None for an embedding, which has none, unless the head is the same matrix: that one's count for both.
         """
-        if unit == "embedding":
+        if linear == "embedding":
             return self.of(_HEAD) if self._tied else None
-        rows = np.load(self._folder / f"{unit}.npy", allow_pickle=False)
-        tokens = int(np.load(self._folder / f"{unit}.tokens.npy", allow_pickle=False))
-        moments = self._folder / f"{unit}.moments.npy"
+        rows = np.load(self._folder / f"{linear}.npy", allow_pickle=False)
+        tokens = int(np.load(self._folder / f"{linear}.tokens.npy", allow_pickle=False))
+        moments = self._folder / f"{linear}.moments.npy"
         second = np.load(moments, mmap_mode="r", allow_pickle=False) if moments.is_file() else None
         return InputStatistics(rows[0], rows[1], second, tokens)
 
@@ -102,12 +102,12 @@ def _collect_layer(
     runner: LayerRunner, index: int, hidden: list[Float32Array], batches: list[Batch], folder: Path, moments: bool
 ) -> None:
     """Take the statistics of one layer; `hidden` is then what comes after it."""
-    units = {unit.name: unit for unit in layer_layout(runner.config, index).units}
-    matrices = {name: runner.matrix(unit) for name, unit in units.items()}
-    sums = {name: _Sums(unit, moments) for name, unit in units.items()}
+    linears = {linear.name: linear for linear in layer_layout(runner.config, index).linears}
+    matrices = {name: runner.matrix(linear) for name, linear in linears.items()}
+    sums = {name: _Sums(linear, moments) for name, linear in linears.items()}
 
     def run(number: int) -> tuple[Float32Array, dict[str, Float32Array]]:
-        return runner.captured(index, hidden[number], batches[number], lambda unit: matrices[unit.name])
+        return runner.captured(index, hidden[number], batches[number], lambda linear: matrices[linear.name])
 
     numbers = range(len(batches))
     for number, (after, inputs) in zip(numbers, in_order(run, numbers), strict=True):
@@ -121,12 +121,12 @@ def _collect_layer(
 class _Sums:
     """Sums over tokens of what enters a unit."""
 
-    def __init__(self, unit: Unit, moments: bool) -> None:
-        self._name = unit.name
+    def __init__(self, linear: FusedLinear, moments: bool) -> None:
+        self._name = linear.name
         self._tokens = 0
-        self._squares: Float64Array = np.zeros(unit.columns)
-        self._magnitudes: Float64Array = np.zeros(unit.columns)
-        self._moments = np.zeros((unit.columns, unit.columns), np.float32) if moments else None
+        self._squares: Float64Array = np.zeros(linear.columns)
+        self._magnitudes: Float64Array = np.zeros(linear.columns)
+        self._moments = np.zeros((linear.columns, linear.columns), np.float32) if moments else None
 
     def add(self, rows: Float32Array) -> None:
         """Count rows [n, K] in."""

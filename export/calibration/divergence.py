@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ...models.manifest import WeightFormat
 from ..check.contract_session import GraphSession
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import Unit, layer_layout, units_of
+from ..checkpoint.layout import FusedLinear, fused_linears, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource
 from ..workbench import TokenArray
@@ -63,7 +63,7 @@ class PlanEvaluator:
         source: ModelSource,
         config: DecoderConfig,
         text: Sequence[TokenArray],
-        weights_of: Callable[[Unit, WeightFormat], Float32Array],
+        weights_of: Callable[[FusedLinear, WeightFormat], Float32Array],
         folder: Path,
         context: int,
     ) -> None:
@@ -87,14 +87,14 @@ class PlanEvaluator:
         self._weights_of = weights_of
         self._text = tuple(text)
         self._batches = packed(self._text)
-        self._units = {unit.name: unit for unit in units_of(config)}
+        self._linears = {linear.name: linear for linear in fused_linears(config)}
         self._runner, self._judge = self._loaded()
         self._matrices = RecentArrays(_MATRICES)
         self._exact = PinnedArrays(2 * _STATES, folder)
         self._recent = RecentArrays(_STATES)
         self._believed: dict[int, list[Believed]] = {}
         self._prefixes: dict[tuple[int, tuple[object, ...]], int] = {}
-        self._stages: list[tuple[Unit, ...]] = [(self._units["embedding"],)]
+        self._stages: list[tuple[FusedLinear, ...]] = [(self._linears["embedding"],)]
         for index in range(config.layers):
             layer = layer_layout(config, index)
             self._stages += [(layer.qkv, layer.output), (layer.gate_up, layer.down)]
@@ -102,7 +102,7 @@ class PlanEvaluator:
         self._stride = max(1, math.ceil(of_a_plan / (_STATES / 2)))
         """Of every so many half layers the states are kept, so that those of two plans fit."""
 
-    def solo(self, unit: str, form: WeightFormat, tokens: int | None = None) -> float:
+    def solo(self, linear: str, form: WeightFormat, tokens: int | None = None) -> float:
         """Mean KL with only that unit rounded; a tied head and its embedding are one.
 
         Args:
@@ -110,7 +110,7 @@ class PlanEvaluator:
             form: its format.
             tokens: on how many tokens at least, from the first on; None for all.
         """
-        return self.divergence({unit: form}, tokens).mean_kl
+        return self.divergence({linear: form}, tokens).mean_kl
 
     def divergence(self, plan: Mapping[str, WeightFormat], tokens: int | None = None) -> Divergence:
         """Measure a plan; units it does not name stay exact.
@@ -126,7 +126,7 @@ class PlanEvaluator:
         numbers = self._enough(tokens)
         self._believe(numbers)
         chosen = self._complete(plan)
-        hidden, head = self._run(chosen, numbers), self._matrix(self._units["head"], chosen["head"])
+        hidden, head = self._run(chosen, numbers), self._matrix(self._linears["head"], chosen["head"])
 
         def judge(number: int) -> list[Judged]:
             rows = self._logits(number, hidden[number], head)
@@ -186,7 +186,7 @@ class PlanEvaluator:
 
     def _complete(self, plan: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
         """A plan with a format for every unit; a tied head has its embedding's."""
-        complete = {name: plan.get(name, EXACT) for name in self._units}
+        complete = {name: plan.get(name, EXACT) for name in self._linears}
         if self._config.tied_head:
             shared = plan.get("embedding", plan.get("head", EXACT))
             complete |= {"embedding": shared, "head": shared}
@@ -198,7 +198,7 @@ class PlanEvaluator:
         if not missing:
             return
         exact = self._complete({})
-        hidden, head = self._run(exact, missing), self._matrix(self._units["head"], EXACT)
+        hidden, head = self._run(exact, missing), self._matrix(self._linears["head"], EXACT)
 
         def believe(number: int) -> list[Believed]:
             return [self._judge.believed(*each) for each in self._logits(number, hidden[number], head)]
@@ -211,13 +211,13 @@ class PlanEvaluator:
         exact_until = self._exact_until(plan)
         begun = {number: self._latest(number, keys, exact_until) for number in numbers}
         hidden: dict[int, Float32Array] = {number: state for number, (_, state) in begun.items() if state is not None}
-        for stage, units in enumerate(self._stages):
+        for stage, linears in enumerate(self._stages):
             due = [number for number, (start, _) in begun.items() if start <= stage]
             if not due:
                 continue
             # Rows of the exact embedding are read as they are needed.
-            rounded = [unit for unit in units if stage > 0 or plan[unit.name] != EXACT]
-            weights = {unit.name: self._matrix(unit, plan[unit.name]) for unit in rounded}
+            rounded = [linear for linear in linears if stage > 0 or plan[linear.name] != EXACT]
+            weights = {linear.name: self._matrix(linear, plan[linear.name]) for linear in rounded}
 
             def step(number: int, stage: int = stage, weights: Mapping[str, Float32Array] = weights) -> Float32Array:
                 return self._step(stage, self._batches[number], hidden.get(number), weights)
@@ -238,8 +238,8 @@ class PlanEvaluator:
             return self._runner.embed(batch, weights.get("embedding"))
         index, second = divmod(stage - 1, 2)
         if second:
-            return self._runner.feed_forward(index, hidden, lambda unit: weights[unit.name])
-        return self._runner.attention(index, hidden, batch, lambda unit: weights[unit.name])
+            return self._runner.feed_forward(index, hidden, lambda linear: weights[linear.name])
+        return self._runner.attention(index, hidden, batch, lambda linear: weights[linear.name])
 
     def _latest(self, number: int, keys: Sequence[int], exact_until: int) -> tuple[int, Float32Array | None]:
         """The stage to begin with, and the states before it; None before the first."""
@@ -255,15 +255,15 @@ class PlanEvaluator:
     def _keys(self, plan: Mapping[str, WeightFormat]) -> list[int]:
         """For each stage a number that stands for all formats up to and with it."""
         keys, key = [], 0
-        for units in self._stages:
-            step = key, tuple(astuple(plan[unit.name]) for unit in units)
+        for linears in self._stages:
+            step = key, tuple(astuple(plan[linear.name]) for linear in linears)
             key = self._prefixes.setdefault(step, len(self._prefixes) + 1)
             keys.append(key)
         return keys
 
     def _exact_until(self, plan: Mapping[str, WeightFormat]) -> int:
         """How many stages, from the first on, round nothing."""
-        exact = [all(plan[unit.name] == EXACT for unit in units) for units in self._stages]
+        exact = [all(plan[linear.name] == EXACT for linear in linears) for linears in self._stages]
         return [*exact, False].index(False)
 
     def _logits(
@@ -276,14 +276,14 @@ class PlanEvaluator:
             part = slice(start, start + step)
             yield self._runner.logits(rows[part], lambda _: head), following[part]
 
-    def _matrix(self, unit: Unit, form: WeightFormat) -> Float32Array:
+    def _matrix(self, linear: FusedLinear, form: WeightFormat) -> Float32Array:
         """The matrix [N, K] that a unit computes with."""
-        if unit.name == "head" and self._config.tied_head:
-            unit = self._units["embedding"]
-        key = unit.name, astuple(form)
+        if linear.name == "head" and self._config.tied_head:
+            linear = self._linears["embedding"]
+        key = linear.name, astuple(form)
         matrix = self._matrices.get(key)
         if matrix is None:
-            matrix = self._runner.matrix(unit) if form == EXACT else self._weights_of(unit, form)
+            matrix = self._runner.matrix(linear) if form == EXACT else self._weights_of(linear, form)
             self._matrices.put(key, matrix)
         return matrix
 

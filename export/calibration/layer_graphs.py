@@ -16,7 +16,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import Norm, Unit, layer_layout
+from ..checkpoint.layout import FusedLinear, Norm, layer_layout
 from ..graph import contract
 from ..graph.attention import Attention
 from ..graph.decoder import IR_VERSION, OPSET
@@ -45,7 +45,7 @@ class HalfLayer:
     model: ModelProto
     vectors: dict[str, Vector]
     """Norms and biases by input; their sources are those of the layer it was built for."""
-    matrices: dict[str, Unit]
+    matrices: dict[str, FusedLinear]
     """Units by the input that takes their matrix [N, K]."""
     captured: dict[str, str]
     """By the name of a unit, the value [B, S, K] that it multiplies: an output, or `HIDDEN`."""
@@ -75,17 +75,17 @@ class _FedNodes(Nodes):
     def __init__(self, config: DecoderConfig) -> None:
         self.fed = _FedWeights()
         super().__init__(config, {}, self.fed)
-        self.matrices: dict[str, Unit] = {}
+        self.matrices: dict[str, FusedLinear] = {}
         self.inputs_of: dict[str, str] = {}
 
-    def linear(self, unit: Unit, value: str) -> str:
-        matrix = f"{unit.name}.weight"
-        self.matrices[matrix] = unit
-        self.inputs_of[unit.name] = value
-        product = self.add("FusedMatMul", [value, matrix], f"{unit.name}.product", MICROSOFT, transB=1)
-        if not unit.biased:
+    def linear(self, linear: FusedLinear, value: str) -> str:
+        matrix = f"{linear.name}.weight"
+        self.matrices[matrix] = linear
+        self.inputs_of[linear.name] = value
+        product = self.add("FusedMatMul", [value, matrix], f"{linear.name}.product", MICROSOFT, transB=1)
+        if not linear.biased:
             return product
-        return self.add("Add", [product, self.weights.vector(f"{unit.name}.bias", unit.biases)], unit.name)
+        return self.add("Add", [product, self.weights.vector(f"{linear.name}.bias", linear.biases)], linear.name)
 
     def joined(self, value: str, after: Norm | None) -> None:
         """What the half makes of the residual and its own output."""

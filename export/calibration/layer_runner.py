@@ -19,7 +19,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from ...errors import InputError
 from ..check.contract_session import FreeSession
 from ..checkpoint.config import DecoderConfig, LayerAttention
-from ..checkpoint.layout import Unit, embedding_layout, final_norm, head_layout, layer_layout
+from ..checkpoint.layout import FusedLinear, embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, ModelSource, RowRange
 from ..graph import contract
 from ..graph.decoder import IR_VERSION, OPSET
@@ -27,7 +27,7 @@ from ..graph.nodes import MICROSOFT
 from .layer_graphs import HIDDEN, HalfLayer, attention_half, feed_forward_half
 from .text_packing import Batch
 
-WeightsOf = Callable[[Unit], Float32Array]
+WeightsOf = Callable[[FusedLinear], Float32Array]
 """The matrix [N, K] of a unit."""
 
 AT_ONCE: Final = 2
@@ -67,14 +67,14 @@ class LayerRunner:
         self._head = _session(_head_graph(config))
         self._vectors: dict[tuple[tuple[str, ...], float], Float32Array] = {}
 
-    def matrix(self, unit: Unit) -> Float32Array:
+    def matrix(self, linear: FusedLinear) -> Float32Array:
         """A unit's matrix as the checkpoint has it, float32 [N, K].
 
         Raises:
             CheckpointError: it cannot be read.
         """
-        matrix, row = np.empty(unit.shape, np.float32), 0
-        for name in unit.weights:
+        matrix, row = np.empty(linear.shape, np.float32), 0
+        for name in linear.weights:
             for piece in self.source.pieces(name):
                 matrix[row : row + len(piece)] = piece
                 row += len(piece)
@@ -147,8 +147,8 @@ class LayerRunner:
         wanted = [name for name in dict.fromkeys(half.graph.captured.values()) if name != HIDDEN]
         after, *values = self._run(half, index, hidden, weights_of, feeds, wanted)
         found = {HIDDEN: hidden, **dict(zip(wanted, values, strict=True))}
-        names = {unit.name: _of_layer(unit.name, half.index, index) for unit in half.graph.matrices.values()}
-        return after, {names[unit]: found[value] for unit, value in half.graph.captured.items()}
+        names = {linear.name: _of_layer(linear.name, half.index, index) for linear in half.graph.matrices.values()}
+        return after, {names[linear]: found[value] for linear, value in half.graph.captured.items()}
 
     def _run(
         self,
@@ -159,10 +159,10 @@ class LayerRunner:
         feeds: Mapping[str, Any],
         wanted: list[str],
     ) -> list[Float32Array]:
-        units = {unit.name: unit for unit in layer_layout(self.config, index).units}
+        linears = {linear.name: linear for linear in layer_layout(self.config, index).linears}
         matrices = {
-            name: weights_of(units[_of_layer(unit.name, half.index, index)])
-            for name, unit in half.graph.matrices.items()
+            name: weights_of(linears[_of_layer(linear.name, half.index, index)])
+            for name, linear in half.graph.matrices.items()
         }
         vectors = {
             name: self._vector(tuple(_of_layer(each, half.index, index) for each in vector.sources), vector.plus)

@@ -15,11 +15,11 @@ from typing import Final
 from ...models.manifest import Method, WeightFormat
 from ..allocation.allocate import Allocation, measures_for, require_affordable
 from ..allocation.budget import Budget, Measure
-from ..allocation.format_candidates import LADDER, REPAIRED, chosen_units
-from ..allocation.linear_times import UnitTimes, known_or_measured
+from ..allocation.format_candidates import LADDER, REPAIRED, chosen_linears
+from ..allocation.linear_times import LinearTimes, known_or_measured
 from ..allocation.plan_file import read_plan
 from ..allocation.plan_selection import Mixing
-from ..allocation.quantized_weights import UnitStore
+from ..allocation.quantized_weights import QuantizedLinearStore
 from ..allocation.speculation import DraftSpeed
 from ..bundle_content import BundleContent, Model
 from ..bundle_writer import write_bundle
@@ -57,7 +57,7 @@ class CalibratedModel:
     unobserved: PlanEvaluator
     """The same of the checkpoint as it is: nothing folded, and rounded without knowing any inputs."""
     allocation: Allocation | None = None
-    times: UnitTimes | None = None
+    times: LinearTimes | None = None
     speculative_rate: float | None = None
     """Tokens a second that are expected beside the draft, where the mix was chosen for that."""
 
@@ -101,7 +101,7 @@ def prepare(
     if recipe.observed:
         source = observed = _observed(Model(checkpoint, config, context), text, recipe, folder, progress)
         aims = observed.aim
-    store = UnitStore(source, config, folder / "units", aims)
+    store = QuantizedLinearStore(source, config, folder / "units", aims)
     model = Model(source, config, context)
     allocation = times = rate = None
     if recipe.mix is not None and plan is None:
@@ -116,7 +116,7 @@ def prepare(
         _round(config, formats, store, progress)
     content = BundleContent(store.view(formats), checkpoint, config, formats, context, recipe.layout, command)
     judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
-    plain = UnitStore(checkpoint, config, folder / "unobserved" / "units")
+    plain = QuantizedLinearStore(checkpoint, config, folder / "unobserved" / "units")
     unobserved = PlanEvaluator(checkpoint, config, text.held_out, plain.weights, folder / "unobserved", context)
     return CalibratedModel(content, text, judge, candidates, unobserved, allocation, times, rate)
 
@@ -127,12 +127,14 @@ def _require_affordable(config: DecoderConfig, budget: Budget) -> None:
         require_affordable(config, budget, measures_for(budget, config)[0], LADDER)
 
 
-def _round(config: DecoderConfig, plan: Mapping[str, WeightFormat], store: UnitStore, progress: Progress) -> None:
+def _round(
+    config: DecoderConfig, plan: Mapping[str, WeightFormat], store: QuantizedLinearStore, progress: Progress
+) -> None:
     """Round all units of a plan that are not yet: here, one after the other, not from the threads that write."""
-    units = list(chosen_units(config))
-    for number, unit in enumerate(units, 1):
-        store.make(unit, plan[unit.name])
-        progress("rounding", number / len(units))
+    linears = list(chosen_linears(config))
+    for number, linear in enumerate(linears, 1):
+        store.make(linear, plan[linear.name])
+        progress("rounding", number / len(linears))
 
 
 def _mixed(
@@ -140,11 +142,11 @@ def _mixed(
     text: CalibrationText,
     recipe: ExportRecipe,
     mix: MixRequest,
-    store: UnitStore,
+    store: QuantizedLinearStore,
     folder: Path,
     workbench: Workbench,
     progress: Progress,
-) -> tuple[Allocation, UnitTimes, float | None]:
+) -> tuple[Allocation, LinearTimes, float | None]:
     """Formats chosen under the budget, the times of units, and the tokens a second expected beside the draft."""
     timed = (*LADDER, *REPAIRED) if mix.repair else LADDER
     times = known_or_measured(model.config, workbench.time_nodes, timed, progress)
@@ -198,7 +200,7 @@ def _wants_moments(recipe: ExportRecipe) -> bool:
 def _draft_speed(
     plan: Mapping[str, WeightFormat],
     model: Model,
-    store: UnitStore,
+    store: QuantizedLinearStore,
     text: CalibrationText,
     recipe: ExportRecipe,
     folder: Path,

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import Method, WeightFormat
-from ..allocation.quantized_weights import UnitStore
+from ..allocation.quantized_weights import QuantizedLinearStore
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.derived_source import DerivedSource
-from ..checkpoint.layout import Unit, embedding_layout, head_layout, layer_layout
+from ..checkpoint.layout import FusedLinear, embedding_layout, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Coded, Float32Array, ModelSource, RowRange
 from ..progress import Progress
@@ -52,25 +52,25 @@ _Half = Callable[[list[Float32Array], int, WeightsOf], _Captured]
 class SuccessiveSource(DerivedSource):
     """Reads like the model it is made of; a unit that has targets is rounded to those."""
 
-    def __init__(self, source: ModelSource, aims: Callable[[Unit], Aim] | None = None) -> None:
+    def __init__(self, source: ModelSource, aims: Callable[[FusedLinear], Aim] | None = None) -> None:
         """`aims` says what units without targets should compute; without it, all their inputs count alike."""
         super().__init__(source)
         self._aims = aims
         self._targets: dict[str, tuple[Float32Array, InputStatistics]] = {}
 
-    def aim(self, unit: Unit, targets: Float32Array, inputs: InputStatistics) -> None:
+    def aim(self, linear: FusedLinear, targets: Float32Array, inputs: InputStatistics) -> None:
         """From now on round this unit alone to targets [N, K], by its inputs in the rounded model."""
-        parts = np.split(targets, np.cumsum(unit.rows)[:-1])
-        self._targets = {name: (part, inputs) for name, part in zip(unit.weights, parts, strict=True)}
+        parts = np.split(targets, np.cumsum(linear.rows)[:-1])
+        self._targets = {name: (part, inputs) for name, part in zip(linear.weights, parts, strict=True)}
 
-    def aim_of(self, unit: Unit) -> Aim:
+    def aim_of(self, linear: FusedLinear) -> Aim:
         """What a unit should compute, by its targets if it has them."""
-        if unit.weights[0] in self._targets:
-            targets = [self._targets[name] for name in unit.weights]
+        if linear.weights[0] in self._targets:
+            targets = [self._targets[name] for name in linear.weights]
             return Aim(np.concatenate([part for part, _ in targets]), targets[0][1])
         if self._aims is not None:
-            return self._aims(unit)
-        return Aim(np.concatenate([self._source.read(name) for name in unit.weights]), None)
+            return self._aims(linear)
+        return Aim(np.concatenate([self._source.read(name) for name in linear.weights]), None)
 
     def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
         """Some rows of a matrix in few bits."""
@@ -88,8 +88,8 @@ def round_successively(
     folder: Path,
     context: int,
     progress: Progress,
-    aims: Callable[[Unit], Aim] | None = None,
-) -> UnitStore:
+    aims: Callable[[FusedLinear], Aim] | None = None,
+) -> QuantizedLinearStore:
     """Round all units of a plan, in the order of the graph; those of GPTQ to targets.
 
     Args:
@@ -100,7 +100,7 @@ def round_successively(
         folder: of the store, for this plan alone. Units that an interrupted run has rounded are not rounded again.
         context: positions the exported graph will serve.
         progress: hears the stage "rounding".
-        aims: what repaired units without targets should compute; see `UnitStore`.
+        aims: what repaired units without targets should compute; see `QuantizedLinearStore`.
 
     Returns:
         The units so rounded.
@@ -111,7 +111,7 @@ def round_successively(
         OSError: the disk refused a write.
     """
     aimed = SuccessiveSource(source, aims)
-    store = UnitStore(aimed, config, folder, aimed.aim_of)
+    store = QuantizedLinearStore(aimed, config, folder, aimed.aim_of)
     passes = _Passes(LayerRunner(source, config, context), packed(text.calibration), aimed, store, plan)
     for index in range(config.layers):
         progress("rounding", index / (config.layers + 1))
@@ -129,7 +129,7 @@ class _Passes:
         runner: LayerRunner,
         batches: list[Batch],
         aimed: SuccessiveSource,
-        store: UnitStore,
+        store: QuantizedLinearStore,
         plan: Mapping[str, WeightFormat],
     ) -> None:
         """Round the embedding, and begin behind it."""
@@ -138,16 +138,16 @@ class _Passes:
         self._aimed = aimed
         self._store = store
         self._plan = plan
-        unit = embedding_layout(runner.config)
-        store.make(unit, plan[unit.name])
-        rounded = self._rounded(unit)
+        linear = embedding_layout(runner.config)
+        store.make(linear, plan[linear.name])
+        rounded = self._rounded(linear)
         self._exact = [runner.embed(batch) for batch in batches]
         self._changed = [runner.embed(batch, rounded) for batch in batches]
 
     def round_layer(self, index: int) -> None:
         """Round the units of a layer, and go behind it."""
         layer = layer_layout(self._runner.config, index)
-        matrices = {unit.name: self._runner.matrix(unit) for unit in layer.units}
+        matrices = {linear.name: self._runner.matrix(linear) for linear in layer.linears}
 
         def attention(states: list[Float32Array], number: int, weights_of: WeightsOf) -> _Captured:
             return self._runner.attention_captured(index, states[number], self._batches[number], weights_of)
@@ -160,39 +160,39 @@ class _Passes:
 
     def round_head(self) -> None:
         """Round the head, which nothing comes after."""
-        unit = head_layout(self._runner.config)
-        if self._aims(unit) and not self._runner.config.tied_head:
+        linear = head_layout(self._runner.config)
+        if self._aims(linear) and not self._runner.config.tied_head:
             inputs = (
                 [self._runner.head_inputs(states[batch.filled]) for states in (exact, changed)]
                 for exact, changed, batch in zip(self._exact, self._changed, self._batches, strict=True)
             )
-            self._aim(unit, self._runner.matrix(unit), inputs)
-        self._store.make(unit, self._plan[unit.name])
+            self._aim(linear, self._runner.matrix(linear), inputs)
+        self._store.make(linear, self._plan[linear.name])
 
-    def _round_half(self, half: _Half, units: tuple[Unit, ...], matrices: dict[str, Float32Array]) -> None:
+    def _round_half(self, half: _Half, linears: tuple[FusedLinear, ...], matrices: dict[str, Float32Array]) -> None:
         numbers = range(len(self._batches))
-        exact = list(in_order(lambda number: half(self._exact, number, lambda unit: matrices[unit.name]), numbers))
+        exact = list(in_order(lambda number: half(self._exact, number, lambda linear: matrices[linear.name]), numbers))
         current = dict(matrices)
-        for unit in units:
-            if self._aims(unit):
+        for linear in linears:
+            if self._aims(linear):
                 changed = in_order(lambda number: half(self._changed, number, lambda each: current[each.name]), numbers)
                 inputs = (
-                    [found[unit.name][batch.filled] for _, found in pair]
+                    [found[linear.name][batch.filled] for _, found in pair]
                     for pair, batch in zip(zip(exact, changed, strict=True), self._batches, strict=True)
                 )
-                self._aim(unit, matrices[unit.name], inputs)
-            self._store.make(unit, self._plan[unit.name])
-            current[unit.name] = self._rounded(unit)
+                self._aim(linear, matrices[linear.name], inputs)
+            self._store.make(linear, self._plan[linear.name])
+            current[linear.name] = self._rounded(linear)
         behind = in_order(lambda number: half(self._changed, number, lambda each: current[each.name])[0], numbers)
         self._exact, self._changed = [states for states, _ in exact], list(behind)
 
-    def _aims(self, unit: Unit) -> bool:
-        return self._plan[unit.name].method is Method.GPTQ
+    def _aims(self, linear: FusedLinear) -> bool:
+        return self._plan[linear.name].method is Method.GPTQ
 
-    def _aim(self, unit: Unit, weights: Float32Array, inputs: Iterator[list[Float32Array]]) -> None:
+    def _aim(self, linear: FusedLinear, weights: Float32Array, inputs: Iterator[list[Float32Array]]) -> None:
         """Give a unit its targets, by its inputs in both models."""
-        moments, mixed = (np.zeros((unit.columns, unit.columns), np.float32) for _ in range(2))
-        magnitudes, tokens = np.zeros(unit.columns), 0
+        moments, mixed = (np.zeros((linear.columns, linear.columns), np.float32) for _ in range(2))
+        magnitudes, tokens = np.zeros(linear.columns), 0
         for exact, changed in inputs:
             moments += changed.T @ changed
             mixed += exact.T @ changed
@@ -200,11 +200,11 @@ class _Passes:
             tokens += len(changed)
         mixed -= moments
         damped = moments.astype(np.float64)
-        damped[np.diag_indices(unit.columns)] += _DAMPING * np.diagonal(damped).mean() + np.finfo(np.float64).tiny
+        damped[np.diag_indices(linear.columns)] += _DAMPING * np.diagonal(damped).mean() + np.finfo(np.float64).tiny
         shift = _SHARE * np.linalg.solve(damped, (weights @ mixed).T.astype(np.float64))
         moments /= np.float32(tokens)
         known = InputStatistics(np.diagonal(moments).copy(), (magnitudes / tokens).astype(np.float32), moments, tokens)
-        self._aimed.aim(unit, weights + shift.T.astype(np.float32), known)
+        self._aimed.aim(linear, weights + shift.T.astype(np.float32), known)
 
-    def _rounded(self, unit: Unit) -> Float32Array:
-        return self._store.weights(unit, self._plan[unit.name])
+    def _rounded(self, linear: FusedLinear) -> Float32Array:
+        return self._store.weights(linear, self._plan[linear.name])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import units_of
+from ..checkpoint.layout import fused_linears
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, RowRange
 from ..quantization.codes import decoded
@@ -17,7 +17,7 @@ class RoundedWeights:
 
     def __init__(self, checkpoint: ModelSource, config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> None:
         self._checkpoint = checkpoint
-        self._formats = {name: plan[unit.name] for unit in units_of(config) for name in unit.weights}
+        self._formats = {name: plan[linear.name] for linear in fused_linears(config) for name in linear.weights}
 
     def read(self, name: str) -> Float32Array:
         """A whole tensor that belongs to no unit: a norm or a bias."""

@@ -19,7 +19,7 @@ HEAD: Final = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Unit:
+class FusedLinear:
     """A fused linear: `modules[j]` gives `rows[j]` of its outputs."""
 
     name: str
@@ -74,11 +74,11 @@ class Norm:
 class Layer:
     """The units and norms of one decoder layer; None for a norm it does not have."""
 
-    qkv: Unit
-    output: Unit
-    gate_up: Unit
-    down: Unit
-    router: Unit | None
+    qkv: FusedLinear
+    output: FusedLinear
+    gate_up: FusedLinear
+    down: FusedLinear
+    router: FusedLinear | None
     """Chooses among experts, which gate_up and down then stack; None where the layer has none."""
     sinks: str | None
     """Scores of each head that go to no token."""
@@ -90,7 +90,7 @@ class Layer:
     after_mlp: Norm | None
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def linears(self) -> tuple[FusedLinear, ...]:
         """All of them, in the order of the graph."""
         router = () if self.router is None else (self.router,)
         return self.qkv, self.output, *router, self.gate_up, self.down
@@ -104,7 +104,7 @@ class Layer:
 
 def layer_layout(config: DecoderConfig, index: int) -> Layer:
     """Units and norms of layer `index`."""
-    unit, module, traits = f"layers.{index}", f"model.layers.{index}", config.traits
+    linear, module, traits = f"layers.{index}", f"model.layers.{index}", config.traits
     attention, hidden = f"{module}.self_attn", config.hidden_size
     router, gate_up, down = _feed_forward(config, index)
 
@@ -113,13 +113,13 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
 
     return Layer(
         qkv=_fused(
-            f"{unit}.qkv",
+            f"{linear}.qkv",
             tuple(f"{attention}.{name}" for name in traits.qkv),
             (config.query_width, config.kv_width, config.kv_width),
             hidden,
             config.qkv_bias,
         ),
-        output=Unit(f"{unit}.o", (f"{attention}.o_proj",), (hidden,), config.query_width, config.output_bias),
+        output=FusedLinear(f"{linear}.o", (f"{attention}.o_proj",), (hidden,), config.query_width, config.output_bias),
         gate_up=gate_up,
         down=down,
         router=router,
@@ -133,28 +133,30 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
     )
 
 
-def _feed_forward(config: DecoderConfig, index: int) -> tuple[Unit | None, Unit, Unit]:
+def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None, FusedLinear, FusedLinear]:
     """Router, if there is one, gate and up, and down of layer `index`."""
-    unit, mlp, hidden, experts = f"layers.{index}", f"model.layers.{index}.mlp", config.hidden_size, config.experts
+    linear, mlp, hidden, experts = f"layers.{index}", f"model.layers.{index}.mlp", config.hidden_size, config.experts
     if experts is None or config.traits.experts is None or not experts.layers[index]:
         wide, biased = config.intermediate_size, config.mlp_bias
         modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
         return (
             None,
-            _fused(f"{unit}.gate_up", modules, (wide, wide), hidden, biased),
-            Unit(f"{unit}.down", (f"{mlp}.down_proj",), (hidden,), wide, biased),
+            _fused(f"{linear}.gate_up", modules, (wide, wide), hidden, biased),
+            FusedLinear(f"{linear}.down", (f"{mlp}.down_proj",), (hidden,), wide, biased),
         )
     many, wide, traits = experts.count, experts.width, config.traits.experts
     # A rounded router chooses other experts; it is a thousandth of them in size.
-    router = Unit(f"{unit}.router", (f"{mlp}.{traits.router}",), (many,), hidden, traits.router_bias, exact=True)
+    router = FusedLinear(
+        f"{linear}.router", (f"{mlp}.{traits.router}",), (many,), hidden, traits.router_bias, exact=True
+    )
     each = [f"{mlp}.experts.{expert}" for expert in range(many)]
     both = [f"{expert}.{name}" for expert in each for name in config.traits.gate_up]
     downs = [f"{expert}.down_proj" for expert in each]
     if traits.stacked:
         both, downs = [f"{mlp}.experts.gate_up_proj"], [f"{mlp}.experts.down_proj"]
     gate_up, down = (
-        Unit(
-            f"{unit}.{name}",
+        FusedLinear(
+            f"{linear}.{name}",
             tuple(modules),
             (many * rows // len(modules),) * len(modules),
             columns,
@@ -167,9 +169,9 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[Unit | None, Unit,
     return router, gate_up, down
 
 
-def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> Unit:
+def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> FusedLinear:
     """A unit of several projections, each in a module of its own or all in one already."""
-    return Unit(name, modules, rows if len(modules) == len(rows) else (sum(rows),), columns, biased)
+    return FusedLinear(name, modules, rows if len(modules) == len(rows) else (sum(rows),), columns, biased)
 
 
 def _head_norm(config: DecoderConfig, weight: str, width: int) -> Norm | None:
@@ -187,22 +189,22 @@ def final_norm(config: DecoderConfig) -> Norm:
     return Norm(FINAL_NORM, config.hidden_size)
 
 
-def embedding_layout(config: DecoderConfig) -> Unit:
+def embedding_layout(config: DecoderConfig) -> FusedLinear:
     """The token embedding, a unit of vocabulary x hidden."""
-    return Unit("embedding", (EMBEDDING.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
+    return FusedLinear("embedding", (EMBEDDING.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
 
 
-def head_layout(config: DecoderConfig) -> Unit:
+def head_layout(config: DecoderConfig) -> FusedLinear:
     """The LM head; the embedding's matrix where the two are tied."""
     source = EMBEDDING if config.tied_head else HEAD
-    return Unit("head", (source.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
+    return FusedLinear("head", (source.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
 
 
-def units_of(config: DecoderConfig) -> Iterator[Unit]:
+def fused_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
     """Every unit, in the order of the graph; a tied head comes after the embedding it shares."""
     yield embedding_layout(config)
     for index in range(config.layers):
-        yield from layer_layout(config, index).units
+        yield from layer_layout(config, index).linears
     yield head_layout(config)
 
 
@@ -211,8 +213,8 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
     yield from _tensors_of(embedding_layout(config))
     for index in range(config.layers):
         layer = layer_layout(config, index)
-        for unit in layer.units:
-            yield from _tensors_of(unit)
+        for linear in layer.linears:
+            yield from _tensors_of(linear)
         for norm in layer.norms:
             yield norm.weight, (norm.width,)
         if layer.sinks is not None:
@@ -221,8 +223,8 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
     yield FINAL_NORM, (config.hidden_size,)
 
 
-def _tensors_of(unit: Unit) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, rows in zip(unit.weights, unit.rows, strict=True):
-        yield name, (rows, unit.columns)
-    for name, rows in zip(unit.biases, unit.rows, strict=unit.biased):
-        yield name, (unit.experts, rows // unit.experts) if unit.stacked else (rows,)
+def _tensors_of(linear: FusedLinear) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, rows in zip(linear.weights, linear.rows, strict=True):
+        yield name, (rows, linear.columns)
+    for name, rows in zip(linear.biases, linear.rows, strict=linear.biased):
+        yield name, (linear.experts, rows // linear.experts) if linear.stacked else (rows,)

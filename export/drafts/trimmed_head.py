@@ -24,7 +24,7 @@ from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
 from ..check.contract_session import GraphSession
 from ..graph import contract
 from ..graph.weight_file import WeightFile
-from ..upgrade.describe import bits_per_weight, units_of
+from ..upgrade.describe import bits_per_weight, fused_linears
 from ..upgrade.edit.editable import EditableGraph, Node
 from ..upgrade.edit.write import InPlace, ToFile
 from ..upgrade.selected_logits import find_lm_head
@@ -113,7 +113,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     graph = EditableGraph.open(whole.graph)
     _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
-    units = units_of(graph, contract.LOGITS)
+    linears = fused_linears(graph, contract.LOGITS)
     folder.mkdir(parents=True, exist_ok=True)
     with WeightFile(folder / WEIGHTS_NAME) as data:
         model = graph.model(ToFile(data, lambda _: None))
@@ -130,7 +130,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     manifest = replace(
         whole.manifest,
         architecture=replace(architecture, tied_head=False),
-        bits_per_weight=bits_per_weight(units),
+        bits_per_weight=bits_per_weight(linears),
         files=files,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")

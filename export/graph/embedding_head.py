@@ -26,13 +26,13 @@ class Vocabulary:
         )
 
     def _rows(self) -> str:
-        nodes, unit = self._nodes, embedding_layout(self._nodes.config)
-        form = nodes.plan[unit.name]
+        nodes, linear = self._nodes, embedding_layout(self._nodes.config)
+        form = nodes.plan[linear.name]
         if form.bits == 32:
-            self._matrix = nodes.weights.plain(unit)
+            self._matrix = nodes.weights.plain(linear)
             return nodes.add("Gather", [self._matrix, "input_ids"], "embedded", axis=0)
         head = head_layout(nodes.config).name if nodes.config.tied_head else ""
-        stored, self._table = nodes.weights.gathered(unit, form, head)
+        stored, self._table = nodes.weights.gathered(linear, form, head)
         points = [stored.zero_points] if stored.zero_points else []
         gathered = nodes.add(
             "GatherBlockQuantized",
@@ -45,7 +45,7 @@ class Vocabulary:
             quantize_axis=2,
         )
         joined = nodes.add("Reshape", [gathered, nodes.integers("embedded.shape", 0, 0, -1)], "embedded.joined")
-        columns = unit.columns
+        columns = linear.columns
         if columns % form.block == 0:
             return joined
         bounds = [
@@ -70,10 +70,10 @@ class Vocabulary:
             nodes.add("Mul", [bounded, nodes.scalar("head.cap", cap)], contract.LOGITS)
 
     def _product(self, rows: str, output: str) -> str:
-        nodes, unit, tied = self._nodes, head_layout(self._nodes.config), self._nodes.config.tied_head
-        form = nodes.plan[unit.name]
+        nodes, linear, tied = self._nodes, head_layout(self._nodes.config), self._nodes.config.tied_head
+        form = nodes.plan[linear.name]
         if form.bits == 32:
-            matrix = self._matrix if tied else nodes.weights.plain(unit)
+            matrix = self._matrix if tied else nodes.weights.plain(linear)
             return nodes.add("Gemm", [rows, matrix], output, transB=1)
-        stored = self._table if tied else nodes.weights.quantized(unit, form)
-        return nodes.matmul_nbits(unit.shape, form, [rows, *stored.inputs()], output)
+        stored = self._table if tied else nodes.weights.quantized(linear, form)
+        return nodes.matmul_nbits(linear.shape, form, [rows, *stored.inputs()], output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ..checkpoint.config import Activation, ExpertsConfig
-from ..checkpoint.layout import Layer, Unit
+from ..checkpoint.layout import FusedLinear, Layer
 from .nodes import INT8_ACTIVATIONS, MICROSOFT, Nodes
 
 _INTERLEAVED: Final = 1
@@ -31,7 +31,9 @@ def _activated(nodes: Nodes, name: str, gate: str) -> str:
             return nodes.add("Gelu", [gate], f"{name}.gelu", approximate="tanh")
 
 
-def _append_experts(nodes: Nodes, name: str, layer: Layer, router: Unit, experts: ExpertsConfig, normed: str) -> str:
+def _append_experts(
+    nodes: Nodes, name: str, layer: Layer, router: FusedLinear, experts: ExpertsConfig, normed: str
+) -> str:
     """One operator that runs each token's experts only: QMoE at accuracy level 4, or MoE in float32."""
     scores = nodes.linear(router, normed)
     flat = nodes.add("Reshape", [scores, nodes.integers("router.flat", -1, experts.count)], f"{name}.scores")
@@ -64,10 +66,10 @@ def _append_experts(nodes: Nodes, name: str, layer: Layer, router: Unit, experts
     return output if experts.normalized else _in_shares(nodes, name, experts, scores, output)
 
 
-def _stack(nodes: Nodes, unit: Unit) -> tuple[str, str, str]:
+def _stack(nodes: Nodes, linear: FusedLinear) -> tuple[str, str, str]:
     """A unit's experts: weights or codes, scales or nothing, biases or nothing."""
-    codes, scales = nodes.weights.experts(unit, nodes.plan[unit.name])
-    return codes, scales, nodes.weights.vector(f"{unit.name}.bias", unit.biases) if unit.biased else ""
+    codes, scales = nodes.weights.experts(linear, nodes.plan[linear.name])
+    return codes, scales, nodes.weights.vector(f"{linear.name}.bias", linear.biases) if linear.biased else ""
 
 
 def _trimmed(inputs: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from onnx import TensorProto, helper, numpy_helper
 
 from ...models.manifest import WeightFormat
-from ..checkpoint.layout import Unit
+from ..checkpoint.layout import FusedLinear
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Factors, Float32Array, ModelSource, RowRange, UInt8Array
 from ..quantization.codes import OFFSETS, blocks_of, quantize_rows, unpack_zero_points
@@ -61,7 +61,7 @@ class Initializers:
     def __init__(self, checkpoint: ModelSource, data: WeightFile, stored: Callable[[int], None]) -> None:
         """`stored` hears the number of weights just written."""
         self.protos: list[TensorProto] = []
-        self.unit_bits: dict[str, int] = {}
+        self.linear_bits: dict[str, int] = {}
         """Stored bits by unit, scales and padding included; a shared matrix counts once."""
         self._checkpoint = checkpoint
         self._data = data
@@ -81,57 +81,57 @@ class Initializers:
         value = np.concatenate([self._checkpoint.read(source) for source in sources])
         return self.constant(name, value + np.float32(plus) if plus else value)
 
-    def plain(self, unit: Unit) -> str:
+    def plain(self, linear: FusedLinear) -> str:
         """Add a unit's matrix [N, K] in float32."""
-        name = f"{unit.name}.weight"
-        self._begin(name, np.dtype(np.float32), unit.shape, unit)
-        for source in unit.weights:
+        name = f"{linear.name}.weight"
+        self._begin(name, np.dtype(np.float32), linear.shape, linear)
+        for source in linear.weights:
             for piece in self._checkpoint.pieces(source):
                 self._data.append(piece)
                 self._stored(piece.size)
         return name
 
-    def plain_transposed(self, unit: Unit) -> str:
+    def plain_transposed(self, linear: FusedLinear) -> str:
         """Add the transpose [K, N] of a unit's matrix in float32; the whole matrix is in memory meanwhile."""
-        name = f"{unit.name}.weight"
-        self._begin(name, np.dtype(np.float32), unit.shape[::-1], unit)
-        matrix = np.concatenate([self._checkpoint.read(source) for source in unit.weights])
+        name = f"{linear.name}.weight"
+        self._begin(name, np.dtype(np.float32), linear.shape[::-1], linear)
+        matrix = np.concatenate([self._checkpoint.read(source) for source in linear.weights])
         self._data.append(matrix.T)
         self._stored(matrix.size)
         return name
 
-    def quantized(self, unit: Unit, form: WeightFormat) -> StoredMatrix:
+    def quantized(self, linear: FusedLinear, form: WeightFormat) -> StoredMatrix:
         """Add a unit's matrix in blocks along K (see `quantization.codes`), as MatMulNBits takes it.
 
         Returns:
             Names of the codes, uint8 [N, blocks, block * bits / 8], of the scales, float32 [N, blocks], and of the zero
             points, uint8 [N, ceil(blocks * bits / 8)].
         """
-        return self._quantized(unit, form)[0]
+        return self._quantized(linear, form)[0]
 
-    def repaired(self, unit: Unit, form: WeightFormat) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
+    def repaired(self, linear: FusedLinear, form: WeightFormat) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
         """Add a unit's matrix as `quantized` does, and the two thin ones whose product repairs it.
 
         Returns:
             Names for the matrix itself, for the one [rank, K] that inputs meet first, and for the other, [N, rank].
         """
-        matrix, rest = self._quantized(unit, form)
+        matrix, rest = self._quantized(linear, form)
         first = rest.factors[0]
-        down = self._factor(unit, "down", first.down_codes, first.down_scales)
+        down = self._factor(linear, "down", first.down_codes, first.down_scales)
         codes = np.concatenate([part.up_codes for part in rest.factors])
         scales = np.concatenate([part.up_scales for part in rest.factors])
-        return matrix, down, self._factor(unit, "up", codes, scales)
+        return matrix, down, self._factor(linear, "up", codes, scales)
 
-    def _quantized(self, unit: Unit, form: WeightFormat) -> tuple[StoredMatrix, _BesideCodes]:
-        codes, rest = self._codes(unit, form)
-        points = self._more(unit, "zero_points", rest.points) if form.zero_points else ""
-        return StoredMatrix(codes, self._more(unit, "scales", rest.scales), points), rest
+    def _quantized(self, linear: FusedLinear, form: WeightFormat) -> tuple[StoredMatrix, _BesideCodes]:
+        codes, rest = self._codes(linear, form)
+        points = self._more(linear, "zero_points", rest.points) if form.zero_points else ""
+        return StoredMatrix(codes, self._more(linear, "scales", rest.scales), points), rest
 
-    def _factor(self, unit: Unit, name: str, codes: UInt8Array, scales: Float32Array) -> StoredMatrix:
-        stored = self._more(unit, f"{name}_codes", codes)
-        return StoredMatrix(stored, self._more(unit, f"{name}_scales", scales))
+    def _factor(self, linear: FusedLinear, name: str, codes: UInt8Array, scales: Float32Array) -> StoredMatrix:
+        stored = self._more(linear, f"{name}_codes", codes)
+        return StoredMatrix(stored, self._more(linear, f"{name}_scales", scales))
 
-    def gathered(self, unit: Unit, form: WeightFormat, product: str = "") -> tuple[StoredMatrix, StoredMatrix]:
+    def gathered(self, linear: FusedLinear, form: WeightFormat, product: str = "") -> tuple[StoredMatrix, StoredMatrix]:
         """Add a unit's matrix in blocks along K, of which GatherBlockQuantized takes rows.
 
         Args:
@@ -144,44 +144,44 @@ class Initializers:
             zero points, if there are any, uint8 of that shape, a byte each. Then those for MatMulNBits, which share the
             bytes of codes and scales; zero points are stored again, packed.
         """
-        codes, rest = self._codes(unit, form)
-        scales = self._more(unit, "scales", rest.scales[..., None])
+        codes, rest = self._codes(linear, form)
+        scales = self._more(linear, "scales", rest.scales[..., None])
         points = packed = ""
         if form.zero_points:
             spread = unpack_zero_points(rest.points, rest.scales.shape[1], form.bits)
-            points = self._more(unit, "gathered_zero_points", spread[..., None])
-            packed = self._more(unit, "zero_points", rest.points) if product else ""
+            points = self._more(linear, "gathered_zero_points", spread[..., None])
+            packed = self._more(linear, "zero_points", rest.points) if product else ""
         flat = self._reshaped(scales, f"{product}.scales", rest.scales.shape) if product else ""
         return StoredMatrix(codes, scales, points), StoredMatrix(codes, flat, packed)
 
-    def quantized_with_offsets(self, unit: Unit, form: WeightFormat) -> tuple[str, str, str, str]:
+    def quantized_with_offsets(self, linear: FusedLinear, form: WeightFormat) -> tuple[str, str, str, str]:
         """Add a unit's matrix in blocks that have offsets.
 
         Returns:
             Names of codes and scales as of `quantized`, and of the codes and scales of the matrix of offsets
             [N, blocks], stored in `OFFSETS`.
         """
-        codes, rest = self._codes(unit, form)
+        codes, rest = self._codes(linear, form)
         rounded, offset_scales = quantize_rows(rest.offsets, OFFSETS)
-        self._begin(f"{unit.name}.offset_codes", rounded.dtype, rounded.shape, unit)
+        self._begin(f"{linear.name}.offset_codes", rounded.dtype, rounded.shape, linear)
         self._data.append(rounded)
         return (
             codes,
-            self._more(unit, "scales", rest.scales),
-            f"{unit.name}.offset_codes",
-            self._more(unit, "offset_scales", offset_scales),
+            self._more(linear, "scales", rest.scales),
+            f"{linear.name}.offset_codes",
+            self._more(linear, "offset_scales", offset_scales),
         )
 
-    def _codes(self, unit: Unit, form: WeightFormat) -> tuple[str, _BesideCodes]:
+    def _codes(self, linear: FusedLinear, form: WeightFormat) -> tuple[str, _BesideCodes]:
         """Add a unit's codes; returns their name, and what belongs to them."""
-        rows, columns = unit.shape
-        name = f"{unit.name}.codes"
-        self._begin(name, np.dtype(np.uint8), (rows, blocks_of(columns, form), form.block * form.bits // 8), unit)
+        rows, columns = linear.shape
+        name = f"{linear.name}.codes"
+        self._begin(name, np.dtype(np.uint8), (rows, blocks_of(columns, form), form.block * form.bits // 8), linear)
         scales: list[Float32Array] = []
         offsets: list[Float32Array] = []
         points: list[UInt8Array] = []
         factors: list[Factors] = []
-        parts = chain.from_iterable(self._checkpoint.row_ranges(source) for source in unit.weights)
+        parts = chain.from_iterable(self._checkpoint.row_ranges(source) for source in linear.weights)
         for piece in in_order(lambda part: self._checkpoint.coded(part, form), parts):
             self._data.append(piece.packed)
             scales.append(piece.scales)
@@ -194,50 +194,50 @@ class Initializers:
         all_points = np.concatenate(points) if points else np.empty((0, 0), np.uint8)
         return name, _BesideCodes(np.concatenate(scales), np.concatenate(offsets), all_points, factors)
 
-    def _more(self, unit: Unit, kind: str, value: Float32Array | UInt8Array) -> str:
+    def _more(self, linear: FusedLinear, kind: str, value: Float32Array | UInt8Array) -> str:
         """Add what belongs to a unit's codes."""
-        name = f"{unit.name}.{kind}"
-        self._begin(name, value.dtype, value.shape, unit)
+        name = f"{linear.name}.{kind}"
+        self._begin(name, value.dtype, value.shape, linear)
         self._data.append(value)
         return name
 
-    def experts(self, unit: Unit, form: WeightFormat) -> tuple[str, str]:
+    def experts(self, linear: FusedLinear, form: WeightFormat) -> tuple[str, str]:
         """Add a unit's experts, stacked.
 
         Returns:
             Names of the codes, uint8 [experts, N, K * bits / 8], and of the scales, float32 [experts, N, K / block]; in
             32 bits that of the weights, float32 [experts, N, K], and nothing.
         """
-        rows, columns = unit.shape
-        stacked = (unit.experts, rows // unit.experts)
+        rows, columns = linear.shape
+        stacked = (linear.experts, rows // linear.experts)
         if form.bits == 32:
-            name = f"{unit.name}.weight"
-            self._begin(name, np.dtype(np.float32), (*stacked, columns), unit)
-            for part in self._parts_of_experts(unit):
+            name = f"{linear.name}.weight"
+            self._begin(name, np.dtype(np.float32), (*stacked, columns), linear)
+            for part in self._parts_of_experts(linear):
                 weights = _alternating([self._checkpoint.read_rows(each) for each in part])
                 self._data.append(weights)
                 self._stored(weights.size)
             return name, ""
-        codes, scales = f"{unit.name}.codes", f"{unit.name}.scales"
-        self._begin(codes, np.dtype(np.uint8), (*stacked, columns * form.bits // 8), unit)
+        codes, scales = f"{linear.name}.codes", f"{linear.name}.scales"
+        self._begin(codes, np.dtype(np.uint8), (*stacked, columns * form.bits // 8), linear)
         all_scales = []
         coded = in_order(
-            lambda part: [self._checkpoint.coded(each, form) for each in part], self._parts_of_experts(unit)
+            lambda part: [self._checkpoint.coded(each, form) for each in part], self._parts_of_experts(linear)
         )
         for pieces in coded:
             packed = _alternating([piece.packed for piece in pieces])
             self._data.append(packed)
             all_scales.append(_alternating([piece.scales for piece in pieces]))
             self._stored(len(packed) * columns)
-        self._begin(scales, np.dtype(np.float32), (*stacked, columns // form.block), unit)
+        self._begin(scales, np.dtype(np.float32), (*stacked, columns // form.block), linear)
         self._data.append(np.concatenate(all_scales))
         return codes, scales
 
-    def _parts_of_experts(self, unit: Unit) -> Iterator[tuple[RowRange, ...]]:
+    def _parts_of_experts(self, linear: FusedLinear) -> Iterator[tuple[RowRange, ...]]:
         """Ranges of rows that follow each other in the stack; those of one tuple alternate."""
-        together = 2 if unit.interleaved else 1
-        for start in range(0, len(unit.weights), together):
-            modules = unit.weights[start : start + together]
+        together = 2 if linear.interleaved else 1
+        for start in range(0, len(linear.weights), together):
+            modules = linear.weights[start : start + together]
             yield from zip(*(self._checkpoint.row_ranges(name) for name in modules), strict=True)
 
     def _reshaped(self, name: str, alias: str, shape: Sequence[int]) -> str:
@@ -250,10 +250,12 @@ class Initializers:
         self.protos.append(proto)
         return alias
 
-    def _begin(self, name: str, dtype: np.dtype[np.generic], shape: Sequence[int], unit: Unit | None = None) -> None:
+    def _begin(
+        self, name: str, dtype: np.dtype[np.generic], shape: Sequence[int], linear: FusedLinear | None = None
+    ) -> None:
         length = int(np.prod(shape)) * dtype.itemsize
-        if unit is not None:
-            self.unit_bits[unit.name] = self.unit_bits.get(unit.name, 0) + 8 * length
+        if linear is not None:
+            self.linear_bits[linear.name] = self.linear_bits.get(linear.name, 0) + 8 * length
         proto = TensorProto(name=name, dims=shape, data_location=TensorProto.EXTERNAL)
         proto.data_type = helper.np_dtype_to_tensor_dtype(dtype)
         offset = self._data.start(length)

@@ -10,7 +10,7 @@ from onnx import NodeProto, helper
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import Norm, Unit
+from ..checkpoint.layout import FusedLinear, Norm
 from ..quantization.codes import OFFSETS, blocks_of, factor_form
 from .initializers import Initializers, StoredMatrix
 
@@ -94,40 +94,40 @@ class Nodes:
         )
         return output, total
 
-    def linear(self, unit: Unit, value: str) -> str:
+    def linear(self, linear: FusedLinear, value: str) -> str:
         """A unit of the layers, bias included."""
-        form = self.plan[unit.name]
-        bias = self.weights.vector(f"{unit.name}.bias", unit.biases) if unit.biased else ""
+        form = self.plan[linear.name]
+        bias = self.weights.vector(f"{linear.name}.bias", linear.biases) if linear.biased else ""
         if form.offsets:
-            return self._linear_with_offsets(unit, form, value, bias)
+            return self._linear_with_offsets(linear, form, value, bias)
         if form.rank:
-            return self._repaired_linear(unit, form, value, bias)
+            return self._repaired_linear(linear, form, value, bias)
         if form.bits != 32:
-            stored = self.weights.quantized(unit, form)
-            return self.matmul_nbits(unit.shape, form, [value, *stored.inputs(bias)], unit.name)
-        product = self.add("MatMul", [value, self.weights.plain_transposed(unit)], f"{unit.name}.product")
-        return self.add("Add", [product, bias], unit.name) if bias else product
+            stored = self.weights.quantized(linear, form)
+            return self.matmul_nbits(linear.shape, form, [value, *stored.inputs(bias)], linear.name)
+        product = self.add("MatMul", [value, self.weights.plain_transposed(linear)], f"{linear.name}.product")
+        return self.add("Add", [product, bias], linear.name) if bias else product
 
-    def _linear_with_offsets(self, unit: Unit, form: WeightFormat, value: str, bias: str) -> str:
+    def _linear_with_offsets(self, linear: FusedLinear, form: WeightFormat, value: str, bias: str) -> str:
         """The product with the codes, and that of the inputs' sums over blocks with the offsets."""
-        codes, scales, offset_codes, offset_scales = self.weights.quantized_with_offsets(unit, form)
+        codes, scales, offset_codes, offset_scales = self.weights.quantized_with_offsets(linear, form)
         inputs = [value, *StoredMatrix(codes, scales).inputs(bias)]
-        product = self.matmul_nbits(unit.shape, form, inputs, f"{unit.name}.product")
+        product = self.matmul_nbits(linear.shape, form, inputs, f"{linear.name}.product")
         blocks = self.integers(f"blocks.{form.block}", 0, 0, -1, form.block)
-        apart = self.add("Reshape", [value, blocks], f"{unit.name}.blocks")
-        sums = self.add("ReduceSum", [apart, self.integers("last.axis", -1)], f"{unit.name}.sums", keepdims=0)
-        shape = (unit.shape[0], blocks_of(unit.columns, form))
-        offsets = self.matmul_nbits(shape, OFFSETS, [sums, offset_codes, offset_scales], f"{unit.name}.offsets")
-        return self.add("Add", [product, offsets], unit.name)
+        apart = self.add("Reshape", [value, blocks], f"{linear.name}.blocks")
+        sums = self.add("ReduceSum", [apart, self.integers("last.axis", -1)], f"{linear.name}.sums", keepdims=0)
+        shape = (linear.shape[0], blocks_of(linear.columns, form))
+        offsets = self.matmul_nbits(shape, OFFSETS, [sums, offset_codes, offset_scales], f"{linear.name}.offsets")
+        return self.add("Add", [product, offsets], linear.name)
 
-    def _repaired_linear(self, unit: Unit, form: WeightFormat, value: str, bias: str) -> str:
+    def _repaired_linear(self, linear: FusedLinear, form: WeightFormat, value: str, bias: str) -> str:
         """The product with the codes, and that with two thin matrices one after the other."""
-        matrix, down, up = self.weights.repaired(unit, form)
-        stored, (rows, columns) = factor_form(form), unit.shape
-        product = self.matmul_nbits(unit.shape, form, [value, *matrix.inputs(bias)], f"{unit.name}.product")
-        thin = self.matmul_nbits((form.rank, columns), stored, [value, *down.inputs()], f"{unit.name}.thin")
-        repair = self.matmul_nbits((rows, form.rank), stored, [thin, *up.inputs()], f"{unit.name}.repair")
-        return self.add("Add", [product, repair], unit.name)
+        matrix, down, up = self.weights.repaired(linear, form)
+        stored, (rows, columns) = factor_form(form), linear.shape
+        product = self.matmul_nbits(linear.shape, form, [value, *matrix.inputs(bias)], f"{linear.name}.product")
+        thin = self.matmul_nbits((form.rank, columns), stored, [value, *down.inputs()], f"{linear.name}.thin")
+        repair = self.matmul_nbits((rows, form.rank), stored, [thin, *up.inputs()], f"{linear.name}.repair")
+        return self.add("Add", [product, repair], linear.name)
 
     def matmul_nbits(self, shape: tuple[int, int], form: WeightFormat, inputs: list[str], output: str) -> str:
         """The product with a quantized matrix of that many outputs (N) and inputs (K)."""

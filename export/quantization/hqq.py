@@ -36,15 +36,15 @@ def hqq_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics 
 
 
 def _search(candidates: Candidates) -> None:
-    units, shares, bits = candidates.units, candidates.shares, candidates.form.bits
-    scales = np.ones(len(units), np.float32)
+    linears, shares, bits = candidates.linears, candidates.shares, candidates.form.bits
+    scales = np.ones(len(linears), np.float32)
     candidates.offer(scales)
     stiffness = _STIFFNESS
-    moving = np.arange(len(units))
+    moving = np.arange(len(linears))
     for _ in range(_ROUNDS):
         # A block stops for itself: its scale must not depend on which rows are rounded together.
         part = None if shares is None else shares[moving]
-        fitted = _fitted_scales(units[moving], part, scales[moving], bits, stiffness)
+        fitted = _fitted_scales(linears[moving], part, scales[moving], bits, stiffness)
         moved = np.abs(fitted - scales[moving]) > _SETTLED
         scales[moving] = fitted
         moving = moving[moved]
@@ -53,11 +53,11 @@ def _search(candidates: Candidates) -> None:
 
 
 def _fitted_scales(
-    units: Float32Array, shares: Float32Array | None, scales: Float32Array, bits: int, stiffness: float
+    linears: Float32Array, shares: Float32Array | None, scales: Float32Array, bits: int, stiffness: float
 ) -> Float32Array:
     """The scales after one round."""
-    codes = rounded(units, scales, bits)
-    dense = units - _shrunk(units - codes * scales[:, None], stiffness)
+    codes = rounded(linears, scales, bits)
+    dense = linears - _shrunk(linears - codes * scales[:, None], stiffness)
     match, power = fit(dense, codes, shares)
     fitted: Float32Array = scales.copy()
     np.divide(match, power, out=fitted, where=power > 0)
@@ -65,16 +65,16 @@ def _fitted_scales(
 
 
 def _search_zeros(candidates: Candidates) -> None:
-    units, shares, bits = candidates.units, candidates.shares, candidates.form.bits
+    linears, shares, bits = candidates.linears, candidates.shares, candidates.form.bits
     last = (1 << bits) - 1
-    ones = np.ones(len(units), np.float32)
-    zeros = centred_zeros(units, ones, bits)
+    ones = np.ones(len(linears), np.float32)
+    zeros = centred_zeros(linears, ones, bits)
     candidates.offer(ones, zeros)
     stiffness = _STIFFNESS
-    moving = np.arange(len(units))
+    moving = np.arange(len(linears))
     for _ in range(_ROUNDS):
         fitted = _fitted_zeros(
-            units[moving], None if shares is None else shares[moving], zeros[moving], last, stiffness
+            linears[moving], None if shares is None else shares[moving], zeros[moving], last, stiffness
         )
         moved = np.abs(fitted - zeros[moving]) > _SETTLED
         zeros[moving] = fitted
@@ -84,12 +84,12 @@ def _search_zeros(candidates: Candidates) -> None:
 
 
 def _fitted_zeros(
-    units: Float32Array, shares: Float32Array | None, zeros: Float32Array, last: int, stiffness: float
+    linears: Float32Array, shares: Float32Array | None, zeros: Float32Array, last: int, stiffness: float
 ) -> Float32Array:
     """The zero points, in fractions of a code, after one round with scales of 1."""
-    codes = np.clip(np.rint(units + zeros[:, None]), 0, last)
-    dense = units - _shrunk(units - (codes - zeros[:, None]), stiffness)
-    shares = np.ones_like(units) if shares is None else shares
+    codes = np.clip(np.rint(linears + zeros[:, None]), 0, last)
+    dense = linears - _shrunk(linears - (codes - zeros[:, None]), stiffness)
+    shares = np.ones_like(linears) if shares is None else shares
     fitted: Float32Array = ((codes - dense) * shares).sum(axis=1) / shares.sum(axis=1)
     return fitted
 

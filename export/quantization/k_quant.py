@@ -56,7 +56,7 @@ def _search_with_zeros(candidates: Candidates) -> None:
     stretches = [each for each in _POWERS if each > 0] if form.powers_of_two else _STRETCHES_WITH_ZEROS[form.bits]
     for stretch in stretches:
         scales = _even(candidates, stretch)
-        centred = centred_zeros(candidates.units, scales, form.bits)
+        centred = centred_zeros(candidates.linears, scales, form.bits)
         for shift in _AROUND[form.bits]:
             candidates.offer(scales, np.clip(centred + np.float32(shift), 0, last))
     for _ in range(_REFINEMENTS):
@@ -64,4 +64,4 @@ def _search_with_zeros(candidates: Candidates) -> None:
 
 
 def _even(candidates: Candidates, scale: float) -> Float32Array:
-    return np.full(len(candidates.units), scale, np.float32)
+    return np.full(len(candidates.linears), scale, np.float32)

@@ -26,7 +26,7 @@ _CHUNK: Final = 1 << 16
 class Candidates:
     """Blocks, and of the scales and zero points offered for them those with the least squared error."""
 
-    def __init__(self, units: Float32Array, shares: Float32Array | None, form: WeightFormat) -> None:
+    def __init__(self, linears: Float32Array, shares: Float32Array | None, form: WeightFormat) -> None:
         """Begin with scales of 0.
 
         Args:
@@ -34,14 +34,14 @@ class Candidates:
             shares: their importance, [n, block], or None where all count the same.
             form: bits, and what scales and zero points may be.
         """
-        self.units: Final = units
+        self.linears: Final = linears
         self.shares: Final = shares
         self.form: Final = form
-        self.scales: Float32Array = np.zeros(len(units), np.float32)
+        self.scales: Float32Array = np.zeros(len(linears), np.float32)
         """The best scales so far."""
-        self.zeros: Float32Array = np.full(len(units), 1 << (form.bits - 1), np.float32)
+        self.zeros: Float32Array = np.full(len(linears), 1 << (form.bits - 1), np.float32)
         """Their zero points, whole numbers; the middle code where the format has none."""
-        self._gain = np.zeros(len(units), np.float32)
+        self._gain = np.zeros(len(linears), np.float32)
 
     def offer(self, scales: Float32Array, zeros: Float32Array | None = None) -> None:
         """Consider the codes nearest for these scales and zero points, and the scales that fit them best.
@@ -54,7 +54,7 @@ class Candidates:
             scales: [n], in units of the usual ones.
             zeros: whole numbers [n]; None where the format has none.
         """
-        match, power = fit(self.units, rounded(self.units, scales, self.form.bits, zeros), self.shares)
+        match, power = fit(self.linears, rounded(self.linears, scales, self.form.bits, zeros), self.shares)
         fitted = np.divide(match, power, out=np.zeros_like(match), where=power > 0)
         if self.form.powers_of_two:
             fitted = powers_of_two(fitted)
@@ -82,9 +82,9 @@ def search_scales(
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
         inverse = np.divide(1, scales[part], out=np.zeros_like(scales[part]), where=scales[part] != 0)
-        units = flat[part] * inverse[:, None]
-        shares = None if by_column is None else by_column[np.arange(start, start + len(units)) % len(by_column)]
-        candidates = Candidates(units, shares, form)
+        linears = flat[part] * inverse[:, None]
+        shares = None if by_column is None else by_column[np.arange(start, start + len(linears)) % len(by_column)]
+        candidates = Candidates(linears, shares, form)
         search(candidates)
         scales[part] *= candidates.scales
         if zeros is not None:
@@ -106,7 +106,7 @@ def _by_column(importance: Float32Array, columns: int, form: WeightFormat) -> Fl
     return blocks
 
 
-def rounded(units: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array | None = None) -> Float32Array:
+def rounded(linears: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array | None = None) -> Float32Array:
     """Codes less their zero points, [n, block]; 0 where the scale is 0.
 
     Args:
@@ -117,7 +117,7 @@ def rounded(units: Float32Array, scales: Float32Array, bits: int, zeros: Float32
     """
     half = 1 << (bits - 1)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
-    codes = units * inverse[:, None]
+    codes = linears * inverse[:, None]
     if zeros is None:
         np.rint(codes, out=codes)
         np.clip(codes, -half, half - 1, out=codes)
@@ -130,9 +130,9 @@ def rounded(units: Float32Array, scales: Float32Array, bits: int, zeros: Float32
     return codes
 
 
-def fit(units: Float32Array, codes: Float32Array, shares: Float32Array | None) -> tuple[Float32Array, Float32Array]:
+def fit(linears: Float32Array, codes: Float32Array, shares: Float32Array | None) -> tuple[Float32Array, Float32Array]:
     """sum(w x q) and sum(w q q), both [n]: their quotient is the scale that fits codes q best to weights x."""
     weighted = codes if shares is None else codes * shares
-    match: Float32Array = np.einsum("nk,nk->n", units, weighted)
+    match: Float32Array = np.einsum("nk,nk->n", linears, weighted)
     power: Float32Array = np.einsum("nk,nk->n", weighted, codes)
     return match, power

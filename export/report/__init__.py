@@ -1,27 +1,27 @@
 """What an export chose and what that costs, as tables and plots."""
 
 from .compared_plans import compared_plans, nearest_plans
-from .figures import DraftFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed, UnitFigures
-from .gather import plan_figures, search_steps, unit_figures
+from .figures import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed
+from .gather import linear_figures, plan_figures, search_steps
 from .page import as_values, page, write_report
 from .tables import heads_of, megabytes
 
 __all__ = [
     "DraftFigures",
+    "LinearFigures",
     "ModelReport",
     "PlanFigures",
     "PlanKind",
     "SearchStep",
     "Speed",
-    "UnitFigures",
     "as_values",
     "compared_plans",
     "heads_of",
+    "linear_figures",
     "megabytes",
     "nearest_plans",
     "page",
     "plan_figures",
     "search_steps",
-    "unit_figures",
     "write_report",
 ]

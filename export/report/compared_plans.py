@@ -8,7 +8,7 @@ from typing import Final
 from ...models.manifest import Method, WeightFormat
 from ..allocation.baseline_plans import rule_plans, uniform_plan
 from ..allocation.costs import ByteCosts, cost_of
-from ..allocation.linear_times import UnitTimes
+from ..allocation.linear_times import LinearTimes
 from ..checkpoint.config import DecoderConfig
 from ..progress import Progress, silent
 from .figures import ALIKE, PlanFigures, PlanKind
@@ -22,7 +22,7 @@ def compared_plans(
     forms: Sequence[WeightFormat],
     limit: float,
     divergence: Callable[[Mapping[str, WeightFormat]], float],
-    times: UnitTimes | None = None,
+    times: LinearTimes | None = None,
     progress: Progress = silent,
     *,
     others: Sequence[Mapping[str, WeightFormat]] = (),
@@ -71,7 +71,7 @@ def nearest_plans(
     config: DecoderConfig,
     forms: Sequence[WeightFormat],
     divergence: Callable[[Mapping[str, WeightFormat]], float],
-    times: UnitTimes | None = None,
+    times: LinearTimes | None = None,
     progress: Progress = silent,
 ) -> list[PlanFigures]:
     """Measure rounding to nearest, which needs no text, in one format for all units.

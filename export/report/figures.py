@@ -38,7 +38,7 @@ class PlanKind(Enum):
 
 
 @dataclass(frozen=True)
-class UnitFigures:
+class LinearFigures:
     """A fused linear in its format."""
 
     name: str
@@ -124,7 +124,7 @@ class ModelReport:
 
     model: str
     command: str
-    units: Sequence[UnitFigures]
+    linears: Sequence[LinearFigures]
     """In the order of the graph; a matrix that two units share is there once."""
     plans: Sequence[PlanFigures]
     """The chosen one and those it is compared with."""

@@ -7,23 +7,23 @@ from typing import Final
 
 from ...models.manifest import WeightFormat
 from ..allocation.costs import cost_of
-from ..allocation.format_candidates import bytes_read, chosen_units, weight_count
-from ..allocation.linear_times import UnitTimes
+from ..allocation.format_candidates import bytes_read, chosen_linears, weight_count
+from ..allocation.linear_times import LinearTimes
 from ..allocation.sensitivity import Solo
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import Unit
-from .figures import PlanFigures, PlanKind, SearchStep, UnitFigures
+from ..checkpoint.layout import FusedLinear
+from .figures import LinearFigures, PlanFigures, PlanKind, SearchStep
 
 ROWS: Final = (1, 4)
 """Tokens of the passes whose time the report predicts: plain decoding, and a few guesses."""
 
 
-def unit_figures(
+def linear_figures(
     config: DecoderConfig,
     plan: Mapping[str, WeightFormat],
     solos: Mapping[str, Sequence[Solo]] | None = None,
-    times: UnitTimes | None = None,
-) -> list[UnitFigures]:
+    times: LinearTimes | None = None,
+) -> list[LinearFigures]:
     """Figures of every unit that has a format of its own, in the order of the graph.
 
     Args:
@@ -33,16 +33,16 @@ def unit_figures(
         times: of passes on this machine; None where they were not measured.
     """
     return [
-        UnitFigures(
-            name=unit.name,
-            rows=unit.shape[0],
-            columns=unit.columns,
-            form=plan[unit.name],
-            bytes_read=bytes_read(unit, plan[unit.name]),
-            solo_kl=_alone(plan[unit.name], () if solos is None else solos.get(unit.name, ())),
-            milliseconds=None if times is None else _milliseconds(times, unit, plan[unit.name]),
+        LinearFigures(
+            name=linear.name,
+            rows=linear.shape[0],
+            columns=linear.columns,
+            form=plan[linear.name],
+            bytes_read=bytes_read(linear, plan[linear.name]),
+            solo_kl=_alone(plan[linear.name], () if solos is None else solos.get(linear.name, ())),
+            milliseconds=None if times is None else _milliseconds(times, linear, plan[linear.name]),
         )
-        for unit in chosen_units(config)
+        for linear in chosen_linears(config)
     ]
 
 
@@ -52,11 +52,11 @@ def plan_figures(
     name: str,
     kind: PlanKind,
     kl: float | None = None,
-    times: UnitTimes | None = None,
+    times: LinearTimes | None = None,
     speculative_rate: float | None = None,
 ) -> PlanFigures:
-    """Figures of a whole plan; arguments as for `unit_figures`."""
-    size = sum(bytes_read(unit, plan[unit.name]) for unit in chosen_units(config))
+    """Figures of a whole plan; arguments as for `linear_figures`."""
+    size = sum(bytes_read(linear, plan[linear.name]) for linear in chosen_linears(config))
     return PlanFigures(
         name=name,
         kind=kind,
@@ -79,16 +79,16 @@ def _alone(form: WeightFormat, solos: Sequence[Solo]) -> float | None:
     return next(known, None)
 
 
-def _milliseconds(times: UnitTimes, unit: Unit, form: WeightFormat) -> float | None:
+def _milliseconds(times: LinearTimes, linear: FusedLinear, form: WeightFormat) -> float | None:
     """A unit's part of a pass over one token; None in a format that was not timed."""
     try:
-        return times.unit(unit, form, 1)
+        return times.linear(linear, form, 1)
     except KeyError:
         return None
 
 
 def _passes(
-    times: UnitTimes, config: DecoderConfig, plan: Mapping[str, WeightFormat], rows: Sequence[int] = ROWS
+    times: LinearTimes, config: DecoderConfig, plan: Mapping[str, WeightFormat], rows: Sequence[int] = ROWS
 ) -> dict[int, float]:
     """Milliseconds by rows; none where a format was not timed."""
     try:

@@ -9,9 +9,9 @@ from html import escape
 from typing import Final
 
 from .axes import Axis, svg, text
-from .figures import UnitFigures
+from .figures import LinearFigures
 
-_LAYER_UNIT: Final = re.compile(r"layers\.(\d+)\.(.+)")
+_LAYER_LINEAR: Final = re.compile(r"layers\.(\d+)\.(.+)")
 _WIDE: Final = 1108
 _LABELS: Final = 74
 _GAP: Final = 10
@@ -25,54 +25,54 @@ _STRONG: Final = 0.6
 """Shade from which on words are dark, whatever the page."""
 
 
-def bits_grid(units: Sequence[UnitFigures]) -> str | None:
+def bits_grid(linears: Sequence[LinearFigures]) -> str | None:
     """Bits and block of each unit."""
-    return _grid("Bits of each matrix, and weights that share a scale", units, _bits, _bits_kind)
+    return _grid("Bits of each matrix, and weights that share a scale", linears, _bits, _bits_kind)
 
 
-def _bits(unit: UnitFigures) -> tuple[str, str]:
+def _bits(linear: LinearFigures) -> tuple[str, str]:
     """Bits, and the weights of a block."""
-    return str(unit.form.bits), f"/{unit.form.block}" if unit.form.block else ""
+    return str(linear.form.bits), f"/{linear.form.block}" if linear.form.block else ""
 
 
-def _bits_kind(unit: UnitFigures) -> tuple[str, float]:
-    known = next((bits for bits in (2, 4, 8) if unit.form.bits <= bits), 32)
+def _bits_kind(linear: LinearFigures) -> tuple[str, float]:
+    known = next((bits for bits in (2, 4, 8) if linear.form.bits <= bits), 32)
     return f"bits{known}", 1.0
 
 
-def solo_kl_grid(units: Sequence[UnitFigures]) -> str | None:
+def solo_kl_grid(linears: Sequence[LinearFigures]) -> str | None:
     """The grid of solo KL, the darker the more."""
-    logs = [math.log10(unit.solo_kl) for unit in units if unit.solo_kl is not None and unit.solo_kl > 0]
+    logs = [math.log10(linear.solo_kl) for linear in linears if linear.solo_kl is not None and linear.solo_kl > 0]
     if not logs:
         return None
     scale = Axis(min(logs), max(logs) if max(logs) > min(logs) else min(logs) + 1, 0.08, 1.0)
 
-    def words(unit: UnitFigures) -> tuple[str, str]:
-        return ("-" if unit.solo_kl is None else f"{unit.solo_kl:.0e}".replace("e-0", "e-")), ""
+    def words(linear: LinearFigures) -> tuple[str, str]:
+        return ("-" if linear.solo_kl is None else f"{linear.solo_kl:.0e}".replace("e-0", "e-")), ""
 
-    def shade(unit: UnitFigures) -> tuple[str, float]:
-        if unit.solo_kl is None or unit.solo_kl <= 0:
+    def shade(linear: LinearFigures) -> tuple[str, float]:
+        if linear.solo_kl is None or linear.solo_kl <= 0:
             return "cost", 0.0
-        share = scale.at(math.log10(unit.solo_kl))
+        share = scale.at(math.log10(linear.solo_kl))
         return "cost strong" if share > _STRONG else "cost", share
 
-    return _grid("KL of each matrix when it alone is rounded, nats", units, words, shade)
+    return _grid("KL of each matrix when it alone is rounded, nats", linears, words, shade)
 
 
 def _grid(
     title: str,
-    units: Sequence[UnitFigures],
-    words: Callable[[UnitFigures], tuple[str, str]],
-    shade: Callable[[UnitFigures], tuple[str, float]],
+    linears: Sequence[LinearFigures],
+    words: Callable[[LinearFigures], tuple[str, str]],
+    shade: Callable[[LinearFigures], tuple[str, float]],
 ) -> str | None:
     """A cell for each unit: layers from left to right, the units of a layer below each other, the others at the end."""
-    placed: dict[tuple[str, int], UnitFigures] = {}
+    placed: dict[tuple[str, int], LinearFigures] = {}
     outer = []
-    for unit in units:
-        if found := _LAYER_UNIT.fullmatch(unit.name):
-            placed[found[2], int(found[1])] = unit
+    for linear in linears:
+        if found := _LAYER_LINEAR.fullmatch(linear.name):
+            placed[found[2], int(found[1])] = linear
         else:
-            outer.append(unit)
+            outer.append(linear)
     if not placed:
         return None
     parts = list(dict.fromkeys(part for part, _ in placed))
@@ -84,12 +84,12 @@ def _grid(
     every = 1 if cell >= _TWO_LINES / 1.5 else 5
     drawn += [text(_LABELS + (at + 0.5) * cell, top - 6, str(at), "tick middle") for at in range(0, layers, every)]
     drawn += [text(_LABELS - 8, top + (at + 0.5) * _CELL_HEIGHT + 4, part, "tick end") for at, part in enumerate(parts)]
-    for (part, layer), unit in placed.items():
-        drawn.append(_cell(_LABELS + layer * cell, top + parts.index(part) * _CELL_HEIGHT, cell, unit, words, shade))
+    for (part, layer), linear in placed.items():
+        drawn.append(_cell(_LABELS + layer * cell, top + parts.index(part) * _CELL_HEIGHT, cell, linear, words, shade))
     left = _LABELS + layers * cell + _GAP
-    for row, unit in enumerate(outer):
-        drawn.append(_cell(left, top + row * _CELL_HEIGHT, _WIDEST_CELL, unit, words, shade))
-        drawn.append(text(left + _WIDEST_CELL + 8, top + (row + 0.5) * _CELL_HEIGHT + 4, unit.name, "tick"))
+    for row, linear in enumerate(outer):
+        drawn.append(_cell(left, top + row * _CELL_HEIGHT, _WIDEST_CELL, linear, words, shade))
+        drawn.append(text(left + _WIDEST_CELL + 8, top + (row + 0.5) * _CELL_HEIGHT + 4, linear.name, "tick"))
     rows = max(len(parts), len(outer))
     width = max(left + outer_width, _LETTER * len(title))
     return svg(width, top + rows * _CELL_HEIGHT + 4, title, drawn, shrinks=False)
@@ -99,15 +99,15 @@ def _cell(
     x: float,
     y: float,
     width: float,
-    unit: UnitFigures,
-    words: Callable[[UnitFigures], tuple[str, str]],
-    shade: Callable[[UnitFigures], tuple[str, float]],
+    linear: LinearFigures,
+    words: Callable[[LinearFigures], tuple[str, str]],
+    shade: Callable[[LinearFigures], tuple[str, float]],
 ) -> str:
-    first, second = words(unit)
-    kind, opacity = shade(unit)
-    hint = f"{unit.name}: {unit.form}, {unit.bytes_read / 1e6:.4g} MB"
-    if unit.solo_kl is not None:
-        hint += f", KL {unit.solo_kl:.3g}"
+    first, second = words(linear)
+    kind, opacity = shade(linear)
+    hint = f"{linear.name}: {linear.form}, {linear.bytes_read / 1e6:.4g} MB"
+    if linear.solo_kl is not None:
+        hint += f", KL {linear.solo_kl:.3g}"
     middle, base = x + width / 2, y + _CELL_HEIGHT / 2 + 4
     shown = text(middle, base, first + second, f"middle {kind}")
     if width < _TWO_LINES:

@@ -26,8 +26,8 @@ _WIDEST_CELL: Final = 62
 def plots_of(report: ModelReport) -> dict[str, str]:
     """An SVG element for each plot the report has data for, by a short name."""
     drawn = {
-        "bits": bits_grid(report.units),
-        "kl": solo_kl_grid(report.units),
+        "bits": bits_grid(report.linears),
+        "kl": solo_kl_grid(report.linears),
         "frontier": _plans(
             report.plans, "Size against quality", "MB read for a token", lambda plan: plan.bytes_read / 1e6, joined=True
         ),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .figures import DraftFigures, ModelReport, PlanFigures, PlanKind, Speed, UnitFigures
+from .figures import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, Speed
 
 _MEGA: Final = 1e6
 
@@ -85,7 +85,7 @@ def heads_of(report: ModelReport) -> list[Head]:
 def tables_of(report: ModelReport) -> list[Table]:
     """All tables that the report has figures for."""
     found = [_plans(report), _quality(report), _speed(report.speed), _drafts(report.drafts)]
-    return [*(table for table in found if table is not None), _units(report.units), _conditions(report)]
+    return [*(table for table in found if table is not None), _linears(report.linears), _conditions(report)]
 
 
 def _plans(report: ModelReport) -> Table | None:
@@ -214,22 +214,26 @@ def _drafts(drafts: Sequence[DraftFigures]) -> Table | None:
     return Table("Draft", columns, tuple(rows))
 
 
-def _units(units: Sequence[UnitFigures]) -> Table:
+def _linears(linears: Sequence[LinearFigures]) -> Table:
     timed, judged = (
-        any(unit.milliseconds is not None for unit in units),
-        any(unit.solo_kl is not None for unit in units),
+        any(linear.milliseconds is not None for linear in linears),
+        any(linear.solo_kl is not None for linear in linears),
     )
     columns: tuple[str, ...] = ("", "format", "rounded by", "outputs", "inputs", "MB", "bits a weight")
     columns += ("ms",) * timed + ("KL alone, nats",) * judged
 
-    def cells(unit: UnitFigures) -> tuple[str, ...]:
-        method = "-" if unit.form.method is None else unit.form.method.value
-        shape = (str(unit.rows), str(unit.columns), megabytes(unit.bytes_read), f"{unit.bits_per_weight:.2f}")
-        found = (_number(unit.milliseconds, ".3f"),) * timed + (_number(unit.solo_kl, "#.3g"),) * judged
-        return (unit.name, str(unit.form), method, *shape, *found)
+    def cells(linear: LinearFigures) -> tuple[str, ...]:
+        method = "-" if linear.form.method is None else linear.form.method.value
+        shape = (str(linear.rows), str(linear.columns), megabytes(linear.bytes_read), f"{linear.bits_per_weight:.2f}")
+        found = (_number(linear.milliseconds, ".3f"),) * timed + (_number(linear.solo_kl, "#.3g"),) * judged
+        return (linear.name, str(linear.form), method, *shape, *found)
 
     return Table(
-        "Matrices", columns, tuple(Row(cells(unit)) for unit in units), words=("format", "rounded by"), folded=True
+        "Matrices",
+        columns,
+        tuple(Row(cells(linear)) for linear in linears),
+        words=("format", "rounded by"),
+        folded=True,
     )
 
 

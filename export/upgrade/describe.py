@@ -34,7 +34,7 @@ _ZERO_POINTS: Final = 3
 
 
 @dataclass(frozen=True)
-class Unit:
+class FusedLinear:
     """One matrix of the model."""
 
     name: str
@@ -46,7 +46,7 @@ class Unit:
     """Bytes by where they lie: of codes, scales and zero points."""
 
 
-def units_of(graph: EditableGraph, logits: str) -> list[Unit]:
+def fused_linears(graph: EditableGraph, logits: str) -> list[FusedLinear]:
     """Every matrix by which states are multiplied, and the embedding.
 
     Those of a layer are told apart by their place: what leads to an attention is its `qkv`; of those behind it the
@@ -56,7 +56,7 @@ def units_of(graph: EditableGraph, logits: str) -> list[Unit]:
     after: dict[str, int] = {}
     """How many attentions a value comes after."""
     layers: defaultdict[int, list[Node]] = defaultdict(list)
-    units = []
+    linears = []
     for node in graph.in_order():
         depth = max((after.get(name, 0) for name in node.inputs), default=0)
         after.update(dict.fromkeys(node.outputs, depth + (node.op == _ATTENTION)))
@@ -64,13 +64,13 @@ def units_of(graph: EditableGraph, logits: str) -> list[Unit]:
         if matrix is None:
             continue
         if node is head:
-            units.append(_unit(graph, node, "head", matrix))
+            linears.append(_linear_of(graph, node, "head", matrix))
         elif node is embedding:
-            units.append(_unit(graph, node, "embedding", matrix))
+            linears.append(_linear_of(graph, node, "embedding", matrix))
         elif node.op.startswith("Gather"):
             continue  # positions, or cosines and sines
         elif _leads_to_attention(graph, node):
-            units.append(_unit(graph, node, f"layers.{depth}.qkv", matrix))
+            linears.append(_linear_of(graph, node, f"layers.{depth}.qkv", matrix))
         elif depth:
             layers[depth - 1].append(node)
     for layer, nodes in layers.items():
@@ -78,37 +78,40 @@ def units_of(graph: EditableGraph, logits: str) -> list[Unit]:
             matrix = _matrix(graph, node)
             part = "o" if index == 0 else "down" if index == len(nodes) - 1 else "gate_up"
             if matrix is not None:
-                units.append(_unit(graph, node, f"layers.{layer}.{part}", matrix))
-    return units
+                linears.append(_linear_of(graph, node, f"layers.{layer}.{part}", matrix))
+    return linears
 
 
-def formats_of(units: list[Unit]) -> dict[str, WeightFormat]:
+def formats_of(linears: list[FusedLinear]) -> dict[str, WeightFormat]:
     """Format by unit; of one that consists of several matrices, that of the largest."""
-    largest: dict[str, Unit] = {}
-    for unit in units:
-        if unit.name not in largest or unit.rows * unit.columns > largest[unit.name].rows * largest[unit.name].columns:
-            largest[unit.name] = unit
-    formats = {name: unit.format for name, unit in largest.items()}
+    largest: dict[str, FusedLinear] = {}
+    for linear in linears:
+        if (
+            linear.name not in largest
+            or linear.rows * linear.columns > largest[linear.name].rows * largest[linear.name].columns
+        ):
+            largest[linear.name] = linear
+    formats = {name: linear.format for name, linear in largest.items()}
     return {**formats, "embedding": formats.get("embedding", formats["head"])}
 
 
-def bits_per_weight(units: list[Unit]) -> float:
+def bits_per_weight(linears: list[FusedLinear]) -> float:
     """Stored bits over weights; what several units share counts once."""
     stored: dict[Source, int] = {}
     weights: dict[Source, int] = {}
-    for unit in units:
-        stored |= unit.stored
-        weights[next(iter(unit.stored))] = unit.rows * unit.columns
+    for linear in linears:
+        stored |= linear.stored
+        weights[next(iter(linear.stored))] = linear.rows * linear.columns
     return 8 * sum(stored.values()) / sum(weights.values())
 
 
 def architecture_of(
-    units: list[Unit], form: AttentionForm, family: str, context: int, intermediate_size: int | None
+    linears: list[FusedLinear], form: AttentionForm, family: str, context: int, intermediate_size: int | None
 ) -> Architecture:
     """The model's numbers."""
-    head = next(unit for unit in units if unit.name == "head")
-    embedding = next((unit for unit in units if unit.name == "embedding"), head)
-    widths = [unit.columns for unit in units if unit.name.endswith(".down")]
+    head = next(linear for linear in linears if linear.name == "head")
+    embedding = next((linear for linear in linears if linear.name == "embedding"), head)
+    widths = [linear.columns for linear in linears if linear.name.endswith(".down")]
     return Architecture(
         family=family,
         vocab_size=min(head.rows, embedding.rows),
@@ -152,13 +155,13 @@ def _adds_residual(graph: EditableGraph, node: Node) -> bool:
     return node.op.startswith("Skip") or (node.op == "Add" and not any(name in graph.tensors for name in node.inputs))
 
 
-def _unit(graph: EditableGraph, node: Node, name: str, matrix: Tensor) -> Unit:
+def _linear_of(graph: EditableGraph, node: Node, name: str, matrix: Tensor) -> FusedLinear:
     """A node's matrix; scales and zero points count as stored where it is quantized."""
     bits = node.attribute("bits", node.attribute("expert_weight_bits", 4 if node.op == "MatMulBnb4" else None))
     stored = {matrix.source: matrix.nbytes}
     if bits is None:
         rows, columns = _extents(graph, node, matrix)
-        return Unit(name, WeightFormat(8 * matrix.nbytes // matrix.size), rows, columns, stored)
+        return FusedLinear(name, WeightFormat(8 * matrix.nbytes // matrix.size), rows, columns, stored)
     for index in range(1, len(node.inputs)):
         tensor = graph.tensors.get(node.input(index))
         if tensor is not None and index != 5:  # a bias
@@ -167,7 +170,7 @@ def _unit(graph: EditableGraph, node: Node, name: str, matrix: Tensor) -> Unit:
     rows = node.attribute("N", matrix.shape[0])
     points = node.op == "MatMulNBits" and bool(node.input(_ZERO_POINTS))
     form = WeightFormat(int(bits), node.attribute("block_size", 0), zero_points=points)
-    return Unit(name, form, rows, columns, stored)
+    return FusedLinear(name, form, rows, columns, stored)
 
 
 def _extents(graph: EditableGraph, node: Node, matrix: Tensor) -> tuple[int, int]:

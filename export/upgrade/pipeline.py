@@ -25,7 +25,7 @@ from ..progress import Progress, silent
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe
 from .contract_inputs import AttentionForm, state_cache_shape, wire_attention
 from .decoder_io import Ports, settle_ports
-from .describe import Unit, architecture_of, bits_per_weight, formats_of, units_of
+from .describe import FusedLinear, architecture_of, bits_per_weight, formats_of, fused_linears
 from .edit.branches import take_cached_branch
 from .edit.editable import EditableGraph
 from .edit.write import InPlace, ToFile
@@ -136,14 +136,14 @@ class _Upgrade:
         if rounds:
             quantize_linears(graph, contract.LOGITS, body, head)
         self._tune(graph)
-        units = units_of(graph, contract.LOGITS)
+        linears = fused_linears(graph, contract.LOGITS)
         self._write_files(folder, graph)
         if difference is None:
             written = _read_model(folder)
             difference = self._require_same(folder, form, written, reference)
         parity = measure(folder, form, reference, difference)
         require_companions(folder, rewired.vocabulary)
-        self._write_manifest(folder, units, form, parity, command)
+        self._write_manifest(folder, linears, form, parity, command)
         self._progress("checking", 1.0)
         return parity
 
@@ -167,7 +167,7 @@ class _Upgrade:
         graph.forget_types()
         graph.sweep()
         _drop_unread_inputs(graph)
-        vocabulary = architecture_of(units_of(graph, contract.LOGITS), form, "", self._context, None).vocab_size
+        vocabulary = architecture_of(fused_linears(graph, contract.LOGITS), form, "", self._context, None).vocab_size
         self._progress("reading", 0.5)
         untouched = EditableGraph.open(self._foreign.graph)
         take_cached_branch(untouched)
@@ -221,17 +221,17 @@ class _Upgrade:
         self._foreign.copy_companions(folder)
 
     def _write_manifest(
-        self, folder: Path, units: list[Unit], form: AttentionForm, parity: Parity, command: str
+        self, folder: Path, linears: list[FusedLinear], form: AttentionForm, parity: Parity, command: str
     ) -> None:
         width = self._foreign.config.get("intermediate_size")
-        self.bits = bits_per_weight(units)
+        self.bits = bits_per_weight(linears)
         files: dict[str, FileDigest] = {WEIGHTS_NAME: self._digest}
         files |= {name: digest_file(folder / name) for name in (GRAPH_NAME, *COMPANIONS) if (folder / name).is_file()}
         manifest = Manifest(
             architecture=architecture_of(
-                units, form, self._foreign.family, self._context, width if isinstance(width, int) else None
+                linears, form, self._foreign.family, self._context, width if isinstance(width, int) else None
             ),
-            weights=formats_of(units),
+            weights=formats_of(linears),
             bits_per_weight=self.bits,
             files=files,
             parity=parity.as_mapping(),

@@ -331,7 +331,7 @@ def _remove(path: Path) -> None:
 
 def in_bytes(count: int) -> str:
     """A number of bytes for people: 12 kB, 3.4 MB, 5.6 GB."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+    for linear, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count // size} {unit}"
+            return f"{count / size:.3g} {linear}" if count < 1000 * size else f"{count // size} {linear}"
     return f"{max(count, 0)} bytes"

@@ -52,7 +52,11 @@ class BoundSession:
     """
 
     def __init__(
-        self, session: ort.InferenceSession, spec: GraphIO, arena: KVArena, first: ort.InferenceSession | None = None
+        self,
+        session: ort.InferenceSession,
+        graph_io: GraphIO,
+        arena: KVArena,
+        first: ort.InferenceSession | None = None,
     ) -> None:
         self._session = session
         self._first = first
@@ -62,38 +66,38 @@ class BoundSession:
         self._run_options.log_severity_level = LOG_NOTHING
         # No graph capture. Unless this is said, every pass throws and catches an exception looking for it: 29 us.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
-        self.spec: Final = spec
+        self.graph_io: Final = graph_io
         self.arena: Final = arena
         self._bound_generation = -1
         self._width = 0
         self._rows = 0
-        self._tokens = np.zeros((1, 0), _dtype(spec.inputs[Role.TOKENS]))
+        self._tokens = np.zeros((1, 0), _dtype(graph_io.inputs[Role.TOKENS]))
         self._positions = np.zeros(0, np.int64)
         self._row_ids = np.zeros(0, np.int64)
-        self._logits = np.zeros((0, spec.vocab_size), _dtype(spec.logits))
+        self._logits = np.zeros((0, graph_io.vocab_size), _dtype(graph_io.logits))
         self._open_bias = np.zeros(0, np.float32)
         self._tree_bias = np.zeros(0, np.float32)
         self._bias: npt.NDArray[Any] = self._tree_bias
         """What is bound: a binding does not keep its array alive."""
-        mask = spec.inputs.get(Role.MASK)
+        mask = graph_io.inputs.get(Role.MASK)
         self._ones = np.ones((1, 0), np.int64 if mask is None else _dtype(mask))
         # Widths come and go from pass to pass; wrapping an array takes longer than binding it.
         self._by_width: dict[int, tuple[npt.NDArray[Any], list[tuple[str, ort.OrtValue]]]] = {}
         self._by_rows: dict[int, tuple[ort.OrtValue, ort.OrtValue]] = {}
         self._scalars: dict[Role, npt.NDArray[Any]] = {
             role: np.zeros(tuple(1 for _ in port.shape), _dtype(port))
-            for role, port in spec.inputs.items()
+            for role, port in graph_io.inputs.items()
             if role in (Role.LAST_ROW, Role.TOTAL, Role.LOGITS_TO_KEEP, Role.USE_CACHE)
         }
         for role, value in self._scalars.items():
-            self._bind_input(spec.inputs[role].name, value)
+            self._bind_input(graph_io.inputs[role].name, value)
 
     def most_rows(self, wanted: int) -> int:
         """How many rows of a text to run in the next pass if `wanted` is what suits in general.
 
         Where new rows behind cached ones go one by one, a prompt is best read in the first pass, which may be wide.
         """
-        return wanted if self.spec.wide or self.arena.length else max(wanted, _FIRST_ROWS)
+        return wanted if self.graph_io.wide or self.arena.length else max(wanted, _FIRST_ROWS)
 
     def forward(
         self,
@@ -122,11 +126,11 @@ class BoundSession:
         """
         ids = np.asarray(tokens, np.int64)
         # The operator would answer an id outside the vocabulary with zeros instead of an error.
-        if ids.min() < 0 or ids.max() >= self.spec.input_vocab:
+        if ids.min() < 0 or ids.max() >= self.graph_io.input_vocab:
             raise ValueError(
-                f"token ids must lie between 0 and {self.spec.input_vocab - 1}, found {ids.min()} to {ids.max()}"
+                f"token ids must lie between 0 and {self.graph_io.input_vocab - 1}, found {ids.min()} to {ids.max()}"
             )
-        if tree_mask is not None and not self.spec.trees:
+        if tree_mask is not None and not self.graph_io.trees:
             raise ValueError("this graph cannot verify trees")
         wanted = np.arange(ids.size) if rows is None else np.asarray(rows, np.int64)
         self.arena.reserve(ids.size)
@@ -136,9 +140,9 @@ class BoundSession:
 
     def _at_once(self, width: int, wanted: npt.NDArray[np.int64]) -> bool:
         """Whether one pass over several rows gives the logits that are asked for."""
-        if self.arena.length and not self.spec.wide:
+        if self.arena.length and not self.graph_io.wide:
             return False
-        return self.spec.scores is not LogitsMode.LAST or (wanted.size == 1 and wanted[0] == width - 1)
+        return self.graph_io.scores is not LogitsMode.LAST or (wanted.size == 1 and wanted[0] == width - 1)
 
     def _one_by_one(self, ids: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> Floats:
         """A pass for each row, each behind the ones before."""
@@ -173,9 +177,9 @@ class BoundSession:
         if base == 0 and positions is not None and self._positions.flat[-1] != width - 1:
             raise ValueError("a tree needs a committed row to grow from")
         given = self._bind_scores(width, wanted)
-        if self.spec.takes_bias:
+        if self.graph_io.takes_bias:
             self._bind_bias(width, total, tree_mask)
-        if Role.MASK in self.spec.inputs:
+        if Role.MASK in self.graph_io.inputs:
             self._bind_mask(total)
         scalars = self._scalars
         for role, value in ((Role.LAST_ROW, total - 1), (Role.TOTAL, total), (Role.USE_CACHE, base > 0)):
@@ -202,15 +206,15 @@ class BoundSession:
         self._first_io.clear_binding_inputs()
         self._first_io.clear_binding_outputs()
         arrays: dict[Role, npt.NDArray[Any]] = {Role.TOKENS: self._tokens[:, :width], Role.MASK: self._ones[:, :width]}
-        if Role.POSITIONS in self.spec.inputs:
+        if Role.POSITIONS in self.graph_io.inputs:
             arrays[Role.POSITIONS] = self._positions
-        if self.spec.takes_bias:
+        if self.graph_io.takes_bias:
             arrays[Role.BIAS] = self._bias
         for role, array in {**arrays, **self._scalars}.items():
-            if role in self.spec.inputs and self.spec.inputs[role].name in names:
-                self._first_io.bind_ortvalue_input(self.spec.inputs[role].name, _value(array))
+            if role in self.graph_io.inputs and self.graph_io.inputs[role].name in names:
+                self._first_io.bind_ortvalue_input(self.graph_io.inputs[role].name, _value(array))
         self._bind_growing(self._first_io, width, past=False)
-        self._first_io.bind_ortvalue_output(self.spec.logits.name, _value(self._logits_of(self._rows)))
+        self._first_io.bind_ortvalue_output(self.graph_io.logits.name, _value(self._logits_of(self._rows)))
         self._first.run_with_iobinding(self._first_io, self._run_options)
 
     def _bind_input(self, name: str, array: npt.NDArray[Any]) -> None:
@@ -222,7 +226,7 @@ class BoundSession:
             self._bind_growing(self._io, width, past=True)
         elif isinstance(arena, InPlaceArena | BorrowedArena) and self._bound_generation != (now := arena.generation):
             # The graph writes new rows in place: every layer's slice of the arena is both past and present.
-            for values, tensor in zip(arena.tensors(), self.spec.cache, strict=True):
+            for values, tensor in zip(arena.tensors(), self.graph_io.cache, strict=True):
                 value = _value(values)
                 self._io.bind_ortvalue_input(tensor.past, value)
                 self._io.bind_ortvalue_output(tensor.present, value)
@@ -232,7 +236,7 @@ class BoundSession:
         if not isinstance(self.arena, GrowingArena):
             raise TypeError("only growing arenas are bound anew for every pass")
         before = self.arena.past()
-        for rows, longer, tensor in zip(before, self.arena.present(width), self.spec.cache, strict=True):
+        for rows, longer, tensor in zip(before, self.arena.present(width), self.graph_io.cache, strict=True):
             if past:
                 io.bind_ortvalue_input(tensor.past, _value(rows))
             io.bind_ortvalue_output(tensor.present, _value(longer))
@@ -242,8 +246,8 @@ class BoundSession:
             self._tokens = np.zeros((1, width), self._tokens.dtype)
             self._by_width.clear()
         if width not in self._by_width:
-            positions = self.spec.inputs.get(Role.POSITIONS)
-            values = [(self.spec.inputs[Role.TOKENS].name, _value(self._tokens[:, :width]))]
+            positions = self.graph_io.inputs.get(Role.POSITIONS)
+            values = [(self.graph_io.inputs[Role.TOKENS].name, _value(self._tokens[:, :width]))]
             array = np.zeros((1, width), np.int64) if positions is None else _positions_array(positions, width)
             if positions is not None:
                 values.append((positions.name, _value(array)))
@@ -255,7 +259,7 @@ class BoundSession:
 
     def _bind_scores(self, width: int, wanted: npt.NDArray[np.int64]) -> int:
         """Bind what the pass scores; returns the first row whose logits it gives."""
-        scores = self.spec.scores
+        scores = self.graph_io.scores
         if scores is LogitsMode.CHOSEN:
             if wanted.size != self._rows:
                 self._bind_rows(wanted.size)
@@ -274,25 +278,25 @@ class BoundSession:
     def _bind_rows(self, rows: int) -> None:
         if rows > len(self._logits) or len(self._logits) > max(rows, _KEPT_LOGIT_ROWS):
             self._row_ids = np.zeros(rows, np.int64)
-            self._logits = np.empty((rows, self.spec.vocab_size), self._logits.dtype)
+            self._logits = np.empty((rows, self.graph_io.vocab_size), self._logits.dtype)
             self._by_rows.clear()
         values = self._by_rows.get(rows)
         if values is None:
             values = self._by_rows[rows] = (_value(self._row_ids[:rows]), _value(self._logits_of(rows)))
-        if self.spec.scores is LogitsMode.CHOSEN:
-            self._io.bind_ortvalue_input(self.spec.inputs[Role.LOGIT_ROWS].name, values[0])
-        self._io.bind_ortvalue_output(self.spec.logits.name, values[1])
+        if self.graph_io.scores is LogitsMode.CHOSEN:
+            self._io.bind_ortvalue_input(self.graph_io.inputs[Role.LOGIT_ROWS].name, values[0])
+        self._io.bind_ortvalue_output(self.graph_io.logits.name, values[1])
         self._rows = rows
 
     def _logits_of(self, rows: int) -> npt.NDArray[Any]:
         """The first rows of the logits buffer, of as many dimensions as the graph gives."""
         logits = self._logits[:rows]
-        return logits[None] if len(self.spec.logits.shape) == 3 else logits
+        return logits[None] if len(self.graph_io.logits.shape) == 3 else logits
 
     def _scored(self, first: int, wanted: npt.NDArray[np.int64]) -> Floats:
         """The logits asked for, of a pass that gives them from row `first` on, or just them."""
         logits = self._logits[: self._rows]
-        if self.spec.scores is not LogitsMode.CHOSEN and not (
+        if self.graph_io.scores is not LogitsMode.CHOSEN and not (
             wanted.size == self._rows and np.array_equal(wanted, np.arange(first, first + self._rows))
         ):
             logits = logits[wanted - first]
@@ -301,13 +305,13 @@ class BoundSession:
     def _bind_mask(self, total: int) -> None:
         if total > self._ones.shape[1]:
             self._ones = np.ones((1, max(total, self.arena.capacity)), self._ones.dtype)
-        self._bind_input(self.spec.inputs[Role.MASK].name, self._ones[:, :total])
+        self._bind_input(self.graph_io.inputs[Role.MASK].name, self._ones[:, :total])
 
     def _bind_bias(self, width: int, total: int, tree_mask: npt.NDArray[np.bool_] | None) -> None:
         """Bind `[1, 1, width, total]`: zeros where causality is the operator's own, else who sees whom."""
-        port = self.spec.inputs[Role.BIAS]
+        port = self.graph_io.inputs[Role.BIAS]
         cells = width * total
-        if tree_mask is None and self.spec.causal:
+        if tree_mask is None and self.graph_io.causal:
             if cells > self._open_bias.size:
                 self._open_bias = np.zeros(cells + width * self.arena.capacity, np.float32)
             self._bias = self._open_bias[:cells].reshape(1, 1, width, total)

@@ -60,7 +60,7 @@ _ROLES_IN_GENAI: Final[Mapping[str, Role]] = {
 
 
 def introspect(
-    inputs: Sequence[GraphValue], outputs: Sequence[GraphValue], where: str, facts: ModelMetadata
+    inputs: Sequence[GraphValue], outputs: Sequence[GraphValue], where: str, metadata: ModelMetadata
 ) -> GraphIO:
     """Find out what a graph's ports are, as far as they tell.
 
@@ -74,8 +74,8 @@ def introspect(
         BundleError: the graph is not a decoder that edge-run can run; says by what that is seen.
     """
     refuse_ports(inputs, where)
-    names, slots = _names_in_genai(facts.genai, inputs, outputs)
-    cache = find_cache(inputs, outputs, where, slots, _sizes(facts))
+    names, slots = _names_in_genai(metadata.genai, inputs, outputs)
+    cache = find_cache(inputs, outputs, where, slots, _sizes(metadata))
     roles = _roles(inputs, where, names, {tensor.past for tensor in cache})
     if not cache:
         raise BundleError(
@@ -87,13 +87,13 @@ def introspect(
         raise BundleError(f"{where} has no input for token ids (input_ids)", _HINT)
     _check_inputs(roles, where)
     logits = _logits(outputs, where, names, {tensor.present for tensor in cache})
-    vocab_size = _vocab_size(logits, where, facts)
+    vocab_size = _vocab_size(logits, where, metadata)
     capacity = _capacity(cache, inputs, outputs, where)
     ours = Role.LAST_ROW in roles and Role.TOTAL in roles
-    fused = facts.operators is not None and "GroupQueryAttention" in facts.operators
+    fused = metadata.operators is not None and "GroupQueryAttention" in metadata.operators
     return GraphIO(
         vocab_size=vocab_size,
-        input_vocab=vocab_size if facts.input_vocab is None else max(facts.input_vocab, vocab_size),
+        input_vocab=vocab_size if metadata.input_vocab is None else max(metadata.input_vocab, vocab_size),
         cache=cache,
         layers=len({(slots.get(tensor.past) or slot_of(tensor.past) or (0,))[0] for tensor in cache}),
         # Lengths as inputs are those of the operator that works in place.
@@ -202,17 +202,17 @@ def _logits(outputs: Sequence[GraphValue], where: str, names: Mapping[str, Role 
     return candidates[0]
 
 
-def _vocab_size(logits: GraphValue, where: str, facts: ModelMetadata) -> int:
-    sizes: Iterator[Any] = iter((logits.shape[-1], facts.config.get("vocab_size"), facts.genai.get("vocab_size")))
+def _vocab_size(logits: GraphValue, where: str, metadata: ModelMetadata) -> int:
+    sizes: Iterator[Any] = iter((logits.shape[-1], metadata.config.get("vocab_size"), metadata.genai.get("vocab_size")))
     size = next((size for size in sizes if is_whole(size, 1)), None)
     if size is None:
         raise BundleError(f"{where} leaves the size of its vocabulary open", "put the model's config.json beside it")
     return int(size)
 
 
-def _sizes(facts: ModelMetadata) -> dict[int, int]:
+def _sizes(metadata: ModelMetadata) -> dict[int, int]:
     """What config.json or genai_config.json says of a cache's heads and their width."""
-    config, decoder = facts.config, facts.genai.get("decoder")
+    config, decoder = metadata.config, metadata.genai.get("decoder")
     decoder = decoder if isinstance(decoder, Mapping) else {}
     query_heads = config.get("num_attention_heads", config.get("n_head"))
     hidden = config.get("hidden_size", config.get("n_embd"))

@@ -31,9 +31,9 @@ def open_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> GraphSe
         BundleError: it is not a model that edge-run can decode with.
     """
     graph = packed_graph(bundle, config, cache=cache)
-    facts = metadata_of(bundle)
-    known = _kept(bundle, config) if cache and facts.operators is not None else None
-    session = GraphSession(graph, config, replace(facts, reading=known))
+    metadata = metadata_of(bundle)
+    known = _kept(bundle, config) if cache and metadata.operators is not None else None
+    session = GraphSession(graph, config, replace(metadata, reading=known))
     if cache and session.reading is not None and session.reading != known:
         with suppress(OSError):
             keep_measurement(_file(bundle, config), session.reading.to_json(), bundle, config)

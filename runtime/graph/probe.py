@@ -40,9 +40,9 @@ class ProbeResult:
     scores: LogitsMode
     wide: bool
 
-    def applied(self, spec: GraphIO) -> GraphIO:
+    def applied(self, graph_io: GraphIO) -> GraphIO:
         """The spec with what was found."""
-        return replace(spec, sharing=self.sharing, scores=self.scores, wide=self.wide)
+        return replace(graph_io, sharing=self.sharing, scores=self.scores, wide=self.wide)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -64,17 +64,17 @@ class ProbeResult:
 class Trial(Protocol):
     """Makes the session as it would be if a spec was right."""
 
-    def __call__(self, spec: GraphIO, limit: int) -> BoundSession:
+    def __call__(self, graph_io: GraphIO, limit: int) -> BoundSession:
         """`limit` is the most rows of its arena."""
         ...
 
 
-def ports_key(spec: GraphIO) -> str:
+def ports_key(graph_io: GraphIO) -> str:
     """SHA-256 (hexadecimal) of what the ports tell."""
-    return hashlib.sha256(repr(spec).encode()).hexdigest()
+    return hashlib.sha256(repr(graph_io).encode()).hexdigest()
 
 
-def settle(spec: GraphIO, trial: Trial, where: str, *, in_place: bool, disturbs: bool) -> ProbeResult:
+def settle(graph_io: GraphIO, trial: Trial, where: str, *, in_place: bool, disturbs: bool) -> ProbeResult:
     """What running the graph shows.
 
     Args:
@@ -91,10 +91,10 @@ def settle(spec: GraphIO, trial: Trial, where: str, *, in_place: bool, disturbs:
     hint = "upgrade it with edge-run export, or choose another variant of the model"
     failures: list[EdgeError] = []
     ran = False
-    for reading in _readings(spec, in_place):
+    for reading in _readings(graph_io, in_place):
         outcome = _outcome(trial, reading, noise)
         if isinstance(outcome, bool):
-            return ProbeResult(ports_key(spec), reading.sharing, reading.scores, outcome)
+            return ProbeResult(ports_key(graph_io), reading.sharing, reading.scores, outcome)
         if outcome is None:
             ran = True
         else:
@@ -115,13 +115,13 @@ def _outcome(trial: Trial, reading: GraphIO, noise: float) -> bool | EdgeError |
         return error
 
 
-def _readings(spec: GraphIO, in_place: bool) -> Iterator[GraphIO]:
+def _readings(graph_io: GraphIO, in_place: bool) -> Iterator[GraphIO]:
     """What the graph may be, the best first."""
-    sharings = [CacheMode.IN_PLACE, CacheMode.GROWING] if in_place and spec.capacity is None else [spec.sharing]
-    scores = [LogitsMode.ALL, LogitsMode.LAST] if spec.scores is LogitsMode.ALL else [spec.scores]
+    sharings = [CacheMode.IN_PLACE, CacheMode.GROWING] if in_place and graph_io.capacity is None else [graph_io.sharing]
+    scores = [LogitsMode.ALL, LogitsMode.LAST] if graph_io.scores is LogitsMode.ALL else [graph_io.scores]
     for sharing in sharings:
         for score in scores:
-            yield replace(spec, sharing=sharing, scores=score)
+            yield replace(graph_io, sharing=sharing, scores=score)
 
 
 def _wide(bound: BoundSession, noise: float) -> bool | None:
@@ -131,16 +131,16 @@ def _wide(bound: BoundSession, noise: float) -> bool | None:
         EdgeError: the graph did not run.
     """
     arena, half = bound.arena, _TEXT_ROWS // 2
-    text = (np.arange(_TEXT_ROWS) * _STRIDE + 1) % bound.spec.vocab_size
+    text = (np.arange(_TEXT_ROWS) * _STRIDE + 1) % bound.graph_io.vocab_size
     whole = _last(bound, text)
     bound.forward(text[:half], rows=(half - 1,))
     arena.commit(half)
     together = _last(bound, text[half:])
     leak = 0.0
-    if bound.spec.scores is not LogitsMode.LAST:
+    if bound.graph_io.scores is not LogitsMode.LAST:
         first = bound.forward(text[half:], rows=(0,))[0].copy()
         other = text[half:].copy()
-        other[1:] = (other[1:] + 1) % bound.spec.vocab_size
+        other[1:] = (other[1:] + 1) % bound.graph_io.vocab_size
         leak = _apart(bound.forward(other, rows=(0,))[0], first)
     for token in text[half:]:
         apart = _last(bound, (token,))

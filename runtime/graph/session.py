@@ -69,67 +69,67 @@ def write_prepacked(graph: Path, destination: Path) -> None:
 class GraphSession:
     """A loaded graph. `spec` says what its ports are."""
 
-    def __init__(self, graph: Path, config: SessionConfig, facts: ModelMetadata | None = None) -> None:
+    def __init__(self, graph: Path, config: SessionConfig, metadata: ModelMetadata | None = None) -> None:
         """Load `graph`; `facts` are what its folder says about it.
 
         Raises:
             BundleError: the file is not a model, or not one that edge-run can decode with, here.
         """
-        facts = facts or ModelMetadata()
-        if facts.operators is not None:
-            refuse_operators(facts.operators, str(graph))
-        if facts.zero_points and config.device.kind is DeviceKind.CPU and not _multiplies_zero_points():
+        metadata = metadata or ModelMetadata()
+        if metadata.operators is not None:
+            refuse_operators(metadata.operators, str(graph))
+        if metadata.zero_points and config.device.kind is DeviceKind.CPU and not _multiplies_zero_points():
             raise BundleError(
                 f"{graph} has weights of 4 bits with zero points, which ONNX Runtime {RUNTIME_VERSION} multiplies "
                 "wrongly on this processor",
                 "upgrade onnxruntime, or export the model without --zero-points",
             )
         self._session = _load(graph, config)
-        self._first = None if facts.first is None else _load(facts.first, config)
+        self._first = None if metadata.first is None else _load(metadata.first, config)
         self.config: Final = config
         try:
             ports = _ports(self._session.get_inputs()), _ports(self._session.get_outputs())
         except UnicodeDecodeError as error:
             raise BundleError(f"{graph} is damaged: a name in it is not text", "copy the model again") from error
-        spec = introspect(*ports, str(graph), facts)
-        kept = facts.reading
-        usable = kept is not None and kept.ports == ports_key(spec)
-        self.reading: Final = kept if usable else self._settled(spec, facts, str(graph))
+        graph_io = introspect(*ports, str(graph), metadata)
+        kept = metadata.reading
+        usable = kept is not None and kept.ports == ports_key(graph_io)
+        self.reading: Final = kept if usable else self._settled(graph_io, metadata, str(graph))
         """What running the graph showed of its ports; None where they tell all."""
-        self.spec: Final = spec if self.reading is None else self.reading.applied(spec)
+        self.graph_io: Final = graph_io if self.reading is None else self.reading.applied(graph_io)
 
     def arena(self, limit: int) -> KVArena:
         """An empty arena of this graph's shape for a context of `limit` tokens."""
-        return _arena(self.spec, limit)
+        return _arena(self.graph_io, limit)
 
     def bind(self, arena: KVArena) -> BoundSession:
         """The session ready to run passes over `arena`."""
-        return BoundSession(self._session, self.spec, arena, self._first)
+        return BoundSession(self._session, self.graph_io, arena, self._first)
 
     def end_profile(self) -> Path:
         """Write what was noted of the nodes since the graph was loaded, where `SessionConfig.profile` asked for it."""
         return Path(self._session.end_profiling())
 
-    def _settled(self, spec: GraphIO, facts: ModelMetadata, where: str) -> ProbeResult | None:
-        if facts.operators is None or Role.LOGIT_ROWS in spec.inputs:
+    def _settled(self, graph_io: GraphIO, metadata: ModelMetadata, where: str) -> ProbeResult | None:
+        if metadata.operators is None or Role.LOGIT_ROWS in graph_io.inputs:
             return None
         return settle(
-            spec,
+            graph_io,
             self._try,
             where,
-            in_place="GroupQueryAttention" in facts.operators,
-            disturbs=any(name in facts.operators for name in _SHARE_A_SCALE),
+            in_place="GroupQueryAttention" in metadata.operators,
+            disturbs=any(name in metadata.operators for name in _SHARE_A_SCALE),
         )
 
-    def _try(self, spec: GraphIO, limit: int) -> BoundSession:
+    def _try(self, graph_io: GraphIO, limit: int) -> BoundSession:
         """The session as it would be if `spec` was right."""
-        return BoundSession(self._session, spec, _arena(spec, limit), self._first)
+        return BoundSession(self._session, graph_io, _arena(graph_io, limit), self._first)
 
 
-def _arena(spec: GraphIO, limit: int) -> KVArena:
-    if spec.sharing is CacheMode.GROWING:
-        return GrowingArena(spec.forms, limit)
-    return InPlaceArena(spec.forms, limit, spec.capacity)
+def _arena(graph_io: GraphIO, limit: int) -> KVArena:
+    if graph_io.sharing is CacheMode.GROWING:
+        return GrowingArena(graph_io.forms, limit)
+    return InPlaceArena(graph_io.forms, limit, graph_io.capacity)
 
 
 def _load(graph: Path, config: SessionConfig) -> ort.InferenceSession:

@@ -57,7 +57,7 @@ class SideBySide:
         """`longest` is the most tokens that any text will have."""
         self._bound: BoundSession = engine.new_sequence().bound
         self._read_before: list[int] = []
-        room = engine.context // longest if engine.spec.trees and not _has_windows(engine) else 1
+        room = engine.context // longest if engine.graph_io.trees and not _has_windows(engine) else 1
         self.together: Final = max(1, min(_MOST, room))
         """How many texts to ask for at a time."""
 
@@ -73,7 +73,7 @@ class SideBySide:
             return [each for prompt in prompts for each in self.continued([prompt], most, ends, seeds)]
         texts = [
             Continued(
-                number, [*prompt], Sampler(SamplingParams(temperature=1.0, seed=seed), self._bound.spec.vocab_size)
+                number, [*prompt], Sampler(SamplingParams(temperature=1.0, seed=seed), self._bound.graph_io.vocab_size)
             )
             for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=False))
         ]

@@ -110,8 +110,8 @@ def take_turns(bound: Sequence[BoundSession], rows: Sequence[int], rounds: int) 
 
 def one_pass(bound: BoundSession, rows: int) -> float:
     """Seconds of a pass as verification runs it: logits of all rows, and a tree mask where there are several."""
-    tokens = np.arange(rows) % bound.spec.input_vocab
-    mask = np.tri(rows, dtype=np.bool_) if rows > 1 and bound.spec.trees else None
+    tokens = np.arange(rows) % bound.graph_io.input_vocab
+    mask = np.tri(rows, dtype=np.bool_) if rows > 1 and bound.graph_io.trees else None
     started = time.perf_counter()
     bound.forward(tokens, tree_mask=mask)
     return time.perf_counter() - started

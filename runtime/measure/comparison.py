@@ -49,7 +49,7 @@ class Answer:
     tokens: tuple[int, ...]
     ended: bool
     """Whether an end-of-sequence token followed."""
-    guesses: int = 0
+    candidates: int = 0
     accepted: int = 0
     again: int = 0
     """Rows run again."""
@@ -62,7 +62,7 @@ class _Tally:
     texts: int = 0
     identical: int = 0
     tied: int = 0
-    guesses: int = 0
+    candidates: int = 0
     accepted: int = 0
     widest_tie: float = 0.0
     again: int = 0
@@ -125,7 +125,7 @@ class Comparison:
         self._limits = DecodeLimits(max_tokens, engine.tokenizer.eos)
         self._greedy = SamplingParams()
         self._sampled = [SamplingParams(temperature=temperature, seed=seed) for seed in seeds]
-        self._trees = engine.spec.trees
+        self._trees = engine.graph_io.trees
         self._tallies = {kind: _Tally() for kind in ("greedy", "sampled", "exact")}
         self._counterexample: Counterexample | None = None
 
@@ -154,7 +154,7 @@ class Comparison:
 
     def plain(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
         """What plain decoding answers."""
-        return self._decode(prompt, Sampler(params, self._engine.spec.vocab_size), None, None)
+        return self._decode(prompt, Sampler(params, self._engine.graph_io.vocab_size), None, None)
 
     def _noise(self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> WidthNoise:
         """Over the first prompts and answers: what it is needed for."""
@@ -164,7 +164,7 @@ class Comparison:
         return measure_width_noise(self._bound, chosen)
 
     def _compare(self, number: int, prompt: Sequence[int], greedy: Answer, epsilon: float) -> None:
-        vocab_size = self._engine.spec.vocab_size
+        vocab_size = self._engine.graph_io.vocab_size
         for params in (self._greedy, *self._sampled):
             plain = greedy if params.greedy else self.plain(prompt, params)
             for drafter, speculator in self._speculators(prompt, plain, params):
@@ -181,7 +181,7 @@ class Comparison:
     ) -> list[tuple[str, Speculator]]:
         """By name, new ones: what was learned from another text, or laid to rest, would be missing here."""
         foreseen = OracleDrafter(plain.tokens, len(prompt))
-        hidden = TreeDrafter(_Hidden(plain.tokens, len(prompt), self._engine.spec.vocab_size))
+        hidden = TreeDrafter(_Hidden(plain.tokens, len(prompt), self._engine.graph_io.vocab_size))
         made = [("foreseen", self._eager(Grower([foreseen]))), ("hidden", self._eager(Grower([hidden])))]
         auto = self._engine.speculator(params, self._bound.arena)
         if auto is not None:
@@ -234,7 +234,7 @@ class Comparison:
     ) -> None:
         tally = self._tallies[kind]
         tally.texts += 1
-        tally.guesses += found.guesses
+        tally.candidates += found.candidates
         tally.accepted += found.accepted
         tally.again += found.again
         if (plain.tokens, plain.ended) == (found.tokens, found.ended):
@@ -256,7 +256,7 @@ class Comparison:
     ) -> tuple[int, int, float]:
         """The tokens of both answers where they first differ, and how far plain decoding's choice is from the other."""
         position = len(prompt) + place
-        vocab_size = self._engine.spec.vocab_size
+        vocab_size = self._engine.graph_io.vocab_size
         logits = self._plain_logits([*prompt, *plain.tokens[:place]], len(prompt))
         expected = Sampler(params, vocab_size).choose(logits, position)
         ends = sorted(self._limits.eos) if found.ended else []

@@ -37,7 +37,7 @@ class ComparisonCounts:
     identical: int
     tied: int
     """Texts that part from the plain one at a near-tie, and nowhere else: behind it they are other texts."""
-    guesses: int
+    candidates: int
     """Guesses that were verified on the way."""
     accepted: int
     """Those of them that the texts took."""
@@ -127,20 +127,20 @@ def _count(data: object) -> ComparisonCounts | None:
     return ComparisonCounts(**{name: data[name] for name in names}, widest_tie=float(data["widest_tie"]))
 
 
-def kept_certificate(bundle: Bundle, config: SessionConfig) -> ExactnessReport | None:
+def stored_exactness_report(bundle: Bundle, config: SessionConfig) -> ExactnessReport | None:
     """The one kept for this model, device and machine, or None."""
     try:
-        return ExactnessReport.from_json(read_measurement(certificate_file(bundle, config)))
+        return ExactnessReport.from_json(read_measurement(exactness_file(bundle, config)))
     except (OSError, ValueError):
         return None
 
 
-def keep_certificate(certificate: ExactnessReport, bundle: Bundle, config: SessionConfig) -> Path | None:
+def save_exactness_report(exactness_report: ExactnessReport, bundle: Bundle, config: SessionConfig) -> Path | None:
     """Write it to the cache. Returns the file, or None where the disk refuses it."""
-    return keep_measurement(certificate_file(bundle, config), certificate.to_json(), bundle, config)
+    return keep_measurement(exactness_file(bundle, config), exactness_report.to_json(), bundle, config)
 
 
-def certificate_file(bundle: Bundle, config: SessionConfig) -> Path:
+def exactness_file(bundle: Bundle, config: SessionConfig) -> Path:
     """Where the certificate of this model on this device is kept; it may not exist.
 
     Raises:
@@ -149,7 +149,7 @@ def certificate_file(bundle: Bundle, config: SessionConfig) -> Path:
     return measurement_file("certificates", _FORM, bundle, config)
 
 
-def quick_certificate(bound: BoundSession, text: Sequence[int]) -> ExactnessReport:
+def measure_exactness(bound: BoundSession, text: Sequence[int]) -> ExactnessReport:
     """A certificate of little more than the noise over one text of at least two tokens: about a second.
 
     Raises:

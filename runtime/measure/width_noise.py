@@ -140,7 +140,7 @@ def measure_width_noise(
         for width in widths:
             chains[width] = max(chains[width], _apart(_in_chains(bound, start, rest, width), truth))
         disturbed = max(disturbed, _apart(_in_chains(bound, _disturbed(start, number), rest, 1), truth))
-        if bound.spec.trees:
+        if bound.graph_io.trees:
             trees = max(trees, _apart(_in_trees(bound, start, rest), truth))
         leak = max(leak, _leak(bound, start, rest))
         progress((number + 1) / len(cut))
@@ -177,7 +177,7 @@ def _in_trees(bound: BoundSession, start: Rows, text: Sequence[int]) -> Floats:
     arena = bound.arena
     arena.restore(start)
     parts = []
-    for tree, path in _trees(text, bound.spec.vocab_size):
+    for tree, path in _trees(text, bound.graph_io.vocab_size):
         base = arena.length
         parts.append(_pass(bound, tree)[path].copy())
         arena.compact(base, path)
@@ -204,14 +204,14 @@ def _trees(text: Sequence[int], vocab_size: int) -> Iterator[tuple[Tree, list[in
 
 def _leak(bound: BoundSession, start: Rows, text: Sequence[int]) -> float:
     """How far rows move when tokens that they do not see are replaced."""
-    vocab_size = bound.spec.vocab_size
+    vocab_size = bound.graph_io.vocab_size
     bound.arena.restore(start)
     chain = list(text[:8])
     half = len(chain) // 2
     other = [*chain[:half], *((token + 1) % vocab_size for token in chain[half:])]
     before = bound.forward(chain)[:half].copy()
     moved = _apart(before, bound.forward(other)[:half]) if half else 0.0
-    if bound.spec.trees:
+    if bound.graph_io.trees:
         tree, path = next(_trees(text, vocab_size))
         tokens = (tree.tokens + 7) % vocab_size
         tokens[path] = tree.tokens[path]

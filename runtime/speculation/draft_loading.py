@@ -70,7 +70,7 @@ def load_draft(
     """
     bundle = pair.draft
     session = open_graph(bundle, config, cache=cache)
-    head = session.spec.vocab_size
+    head = session.graph_io.vocab_size
     if pair.target_ids is not None:
         _check_ids(pair, pair.target_ids, head, target_vocab)
     elif head < target_vocab and head < pair.token_count:
@@ -83,7 +83,7 @@ def load_draft(
 
 
 def load_own_draft(
-    pair: DraftPair, config: SessionConfig, target: Bundle, spec: GraphIO, context: int, *, cache: bool = True
+    pair: DraftPair, config: SessionConfig, target: Bundle, graph_io: GraphIO, context: int, *, cache: bool = True
 ) -> LayerSkipDraft:
     """Load a draft that is the target without some of its parts, to be attached to the arena of a text.
 
@@ -100,19 +100,19 @@ def load_own_draft(
     """
     graph = prepacked_draft(pair.draft.graph, packed_graph(target, config, cache=cache))
     session = GraphSession(graph, config, ModelMetadata(input_vocab=target.input_vocab))
-    own, theirs = session.spec, {tensor.past: place for place, tensor in enumerate(spec.cache)}
+    own, theirs = session.graph_io, {tensor.past: place for place, tensor in enumerate(graph_io.cache)}
     places = [theirs.get(tensor.past, -1) for tensor in own.cache]
-    same = all(place >= 0 and spec.forms[place] == form for place, form in zip(places, own.forms, strict=True))
-    if not same or own.sharing is not CacheMode.IN_PLACE or spec.sharing is not CacheMode.IN_PLACE:
+    same = all(place >= 0 and graph_io.forms[place] == form for place, form in zip(places, own.forms, strict=True))
+    if not same or own.sharing is not CacheMode.IN_PLACE or graph_io.sharing is not CacheMode.IN_PLACE:
         raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.graph}", _AGAIN)
     if pair.target_ids is not None:
-        _check_ids(pair, pair.target_ids, own.vocab_size, spec.vocab_size)
-    elif own.vocab_size != spec.vocab_size:
+        _check_ids(pair, pair.target_ids, own.vocab_size, graph_io.vocab_size)
+    elif own.vocab_size != graph_io.vocab_size:
         raise BundleError(f"{pair.draft.graph} has a head of {own.vocab_size} tokens, but no map of its ids", _AGAIN)
     alone = session.bind(session.arena(context))
     cost = _cost(pair.draft, config, alone, cache=cache)
     bound = session.bind(BorrowedArena(own.forms, places, context))
-    return LayerSkipDraft(bound, cost, spec.vocab_size, pair.target_ids)
+    return LayerSkipDraft(bound, cost, graph_io.vocab_size, pair.target_ids)
 
 
 def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int) -> None:

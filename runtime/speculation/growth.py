@@ -169,10 +169,10 @@ class _Growing:
         probability = self._probs[node]
         speakers: list[tuple[int, int, dict[int, int]]] = []
         for predictor, state in zip(grower.predictors, self._states[node], strict=True):
-            guesses = predictor.guesses(state)
-            if guesses:
-                source, bucket = int(predictor.source), guesses[0].bucket
-                speakers.append((source, mixer.against(source, bucket), dict(guesses)))
+            candidates = predictor.candidates(state)
+            if candidates:
+                source, bucket = int(predictor.source), candidates[0].bucket
+                speakers.append((source, mixer.against(source, bucket), dict(candidates)))
                 if mixer.share(source, bucket) > _SURE:
                     break
         mixed = self._mix(speakers)
@@ -183,11 +183,11 @@ class _Growing:
             free = max((prediction.probability for _, prediction, _ in mixed), default=0.0)
             cost = model.seconds(state) * self._prices.second
             if grower.worth.pays(probability, free, price, cost, first=node == 0):
-                guesses = model.guesses(state)
+                candidates = model.candidates(state)
                 self._model_passes += 1
                 source = int(model.source)
-                if guesses:
-                    speakers.append((source, mixer.against(source, guesses[0].bucket), dict(guesses)))
+                if candidates:
+                    speakers.append((source, mixer.against(source, candidates[0].bucket), dict(candidates)))
                     mixed = self._mix(speakers)
                 best = max((prediction.probability for _, prediction, _ in mixed), default=0.0)
                 grower.worth.observe(free, best)
@@ -203,8 +203,8 @@ class _Growing:
         mixer = self._grower.mixer
         mixed: list[tuple[int, Prediction, int]] = []
         done: set[int] = set()
-        for _, _, guesses in speakers:
-            for token in guesses:
+        for _, _, candidates in speakers:
+            for token in candidates:
                 if token in done:
                     continue
                 done.add(token)

@@ -16,7 +16,7 @@ from ...models.pairing import DraftPair
 from ..generation import CachedSequence
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.arena import KVArena
-from ..measure.exactness import ExactnessReport, keep_certificate, kept_certificate, quick_certificate
+from ..measure.exactness import ExactnessReport, measure_exactness, save_exactness_report, stored_exactness_report
 from ..measure.pass_cost_store import load_or_calibrate, save
 from ..measure.pass_timing import calibrate
 from ..sampling import SamplingParams
@@ -104,7 +104,7 @@ class DrafterPool:
         self._learned = cache and learned
         self._store = HistoryStore(self._history_folder, _HISTORY_BYTES, _log.warning) if history else None
         self._cost: PassCost | None = None
-        self._certificate: ExactnessReport | None = None
+        self._exactness_report: ExactnessReport | None = None
         self._drafting: Drafting | None = None
         self._model: ModelDrafter | None = None
         self._foreseeing: dict[OracleMode, tuple[OracleDrafter, Speculator]] = {}
@@ -124,22 +124,22 @@ class DrafterPool:
         self._drafts(new_sequence)
         return None if self._model is None else self._model.model
 
-    def certificate(self, new_sequence: Callable[[], CachedSequence], text: Sequence[int]) -> ExactnessReport:
+    def exactness_report(self, new_sequence: Callable[[], CachedSequence], text: Sequence[int]) -> ExactnessReport:
         """How exact speculation is: known from before, or its noise measured now over `text`."""
-        if self._certificate is None:
+        if self._exactness_report is None:
             config = self._graph.config
-            self._certificate = kept_certificate(self._bundle, config) if self._cached else None
-            if self._certificate is None:
-                self._certificate = quick_certificate(new_sequence().bound, text)
+            self._exactness_report = stored_exactness_report(self._bundle, config) if self._cached else None
+            if self._exactness_report is None:
+                self._exactness_report = measure_exactness(new_sequence().bound, text)
                 if self._cached:
-                    keep_certificate(self._certificate, self._bundle, config)
-        return self._certificate
+                    save_exactness_report(self._exactness_report, self._bundle, config)
+        return self._exactness_report
 
-    def certified(self, certificate: ExactnessReport) -> None:
+    def store_exactness_report(self, exactness_report: ExactnessReport) -> None:
         """Take over what is known now, and keep it."""
-        self._certificate = certificate
+        self._exactness_report = exactness_report
         if self._cached:
-            keep_certificate(certificate, self._bundle, self._graph.config)
+            save_exactness_report(exactness_report, self._bundle, self._graph.config)
 
     def speculator(
         self,
@@ -158,17 +158,17 @@ class DrafterPool:
         Raises:
             InputError: a drafter that was asked for is not at hand.
         """
-        spec = self._graph.spec
-        if choice == Speculation.OFF or (choice.automatic and not spec.verifies):
+        graph_io = self._graph.graph_io
+        if choice == Speculation.OFF or (choice.automatic and not graph_io.verifies):
             return None
-        trees = spec.trees
+        trees = graph_io.trees
         cost = self.pass_cost(new_sequence)
         if recorded is not None and recorded.foresight is not OracleMode.NONE:
             if recorded.foresight not in self._foreseeing:
                 predictor = OracleDrafter()
                 self._foreseeing[recorded.foresight] = predictor, Speculator(Grower([predictor]), cost, trees=trees)
             predictor, speculator = self._foreseeing[recorded.foresight]
-            predictor.expect(recorded.believed(spec.vocab_size), len(prompt))
+            predictor.expect(recorded.believed(graph_io.vocab_size), len(prompt))
             return speculator
         drafting = self._drafts(new_sequence)
         if self._model is not None:
@@ -197,11 +197,11 @@ class DrafterPool:
     def _drafts(self, new_sequence: Callable[[], CachedSequence]) -> Drafting:
         """All drafters at hand, made when first asked for."""
         if self._drafting is None:
-            self._drafting = self._make_drafting(self.pass_cost(new_sequence), trees=self._graph.spec.trees)
+            self._drafting = self._make_drafting(self.pass_cost(new_sequence), trees=self._graph.graph_io.trees)
         return self._drafting
 
     def _make_drafting(self, cost: PassCost, *, trees: bool) -> Drafting:
-        vocab_size = self._graph.spec.vocab_size
+        vocab_size = self._graph.graph_io.vocab_size
         tables: list[Drafter] = []
         if self._store is not None:
             tables.append(HistoryDrafter(self._store, vocab_size))
@@ -214,10 +214,10 @@ class DrafterPool:
         return Drafting(cost, vocab_size, trees=trees, tables=tables, model=self._model, recycled=recycled)
 
     def _load(self, pair: DraftPair) -> DraftModel:
-        config, spec, context, cache = self._draft_config, self._graph.spec, self._context, self._cached
+        config, graph_io, context, cache = self._draft_config, self._graph.graph_io, self._context, self._cached
         if pair.own:
-            return load_own_draft(pair, config, self._bundle, spec, context, cache=cache)
-        return load_draft(pair, config, spec.vocab_size, context, cache=cache)
+            return load_own_draft(pair, config, self._bundle, graph_io, context, cache=cache)
+        return load_draft(pair, config, graph_io.vocab_size, context, cache=cache)
 
     @property
     def _history_folder(self) -> Path:

@@ -69,9 +69,9 @@ def best_rows(
     best, advantage, expected = 1, LEAST_ADVANTAGE, 1.0
     tokens = 1.0
     first = curve[0]
-    for guesses, probability in enumerate(probabilities[: min(most_rows, len(curve)) - 1], 1):
+    for candidates, probability in enumerate(probabilities[: min(most_rows, len(curve)) - 1], 1):
         tokens += probability
-        gained = tokens - 1 - rate * (curve[guesses] - first)
+        gained = tokens - 1 - rate * (curve[candidates] - first)
         if gained > advantage:
-            best, advantage, expected = guesses + 1, gained, tokens
+            best, advantage, expected = candidates + 1, gained, tokens
     return best, advantage if best > 1 else 0.0, expected

@@ -84,7 +84,11 @@ class TextTokenizer:
             GENAI_CONFIG: bundle.genai,
         }
         name, value = next(
-            ((name, facts["eos_token_id"]) for name, facts in said.items() if facts.get("eos_token_id") is not None),
+            (
+                (name, metadata["eos_token_id"])
+                for name, metadata in said.items()
+                if metadata.get("eos_token_id") is not None
+            ),
             ("config.json", None),
         )
         listed = value if isinstance(value, list) else [] if value is None else [value]

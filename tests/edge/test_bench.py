@@ -100,9 +100,9 @@ def test_what_is_emitted_is_what_was_accepted_and_one_a_pass(tiny_bundle: Path) 
     (trial,) = found.trials
     assert set(trial.runs) == {PLAIN, "auto", "foreseen"}
     for run in trial.runs.values():
-        assert run.tokens == 49 == run.passes + run.guesses.accepted
-    assert trial.runs[PLAIN].guesses.drafted == 0
-    ceiling = trial.runs["foreseen"].guesses
+        assert run.tokens == 49 == run.passes + run.candidates.accepted
+    assert trial.runs[PLAIN].candidates.drafted == 0
+    ceiling = trial.runs["foreseen"].candidates
     assert ceiling.accepted == ceiling.drafted
     assert found.cut == 0
 

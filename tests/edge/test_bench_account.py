@@ -24,10 +24,10 @@ def run(tokens: int, seconds: float, passes: int | None = None, drafted: int = 0
     """A run whose every guess beyond the rejected ones was taken."""
     passes = tokens if passes is None else passes
     taken = tokens - passes
-    guesses = Count(max(drafted, taken), taken)
-    depths = (guesses,) if guesses.drafted else ()
-    sources = {"suffix": guesses} if guesses.drafted else {}
-    return Run(tokens, seconds, passes, guesses, sources, depths, target_s=0.9 * seconds, prompt_s=0.5)
+    candidates = Count(max(drafted, taken), taken)
+    depths = (candidates,) if candidates.drafted else ()
+    sources = {"suffix": candidates} if candidates.drafted else {}
+    return Run(tokens, seconds, passes, candidates, sources, depths, target_s=0.9 * seconds, prompt_s=0.5)
 
 
 def trial(category: str, conversation: int, plain_s: float, seconds: float, tokens: int = 10, **more: object) -> Trial:
@@ -103,10 +103,10 @@ RUNS = st.builds(
 @given(st.lists(RUNS, min_size=1, max_size=6))
 def test_sums_keep_the_identities(runs: list[Run]) -> None:
     total = Run.total(runs)
-    assert total.tokens == total.passes + total.guesses.accepted
-    assert total.guesses.accepted <= total.guesses.drafted
-    assert sum(total.by_source.values(), Count()) == total.guesses == sum(total.by_depth, Count())
-    assert total.tokens_per_pass == pytest.approx(1 + total.guesses.accepted / total.passes)
+    assert total.tokens == total.passes + total.candidates.accepted
+    assert total.candidates.accepted <= total.candidates.drafted
+    assert sum(total.by_source.values(), Count()) == total.candidates == sum(total.by_depth, Count())
+    assert total.tokens_per_pass == pytest.approx(1 + total.candidates.accepted / total.passes)
     assert total.seconds == pytest.approx(math.fsum(each.seconds for each in runs))
     assert total.draft_s + total.target_s + total.between_s == pytest.approx(total.seconds)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from data import data_path
 from edgerun.edge.bench.prompt_sets import SHELL, Conversation, Exchange, chosen, counts, our_prompts, read_prompts
 from edgerun.edge.bench.recordings import read_recording
 from edgerun.errors import InputError
+from support.shared_data import data_path
 
 
 def lines(path: Path, *rows: object) -> Path:

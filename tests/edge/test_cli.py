@@ -16,7 +16,7 @@ import pytest
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.edge.terminal.output import for_terminal
-from tiny import write_endless_bundle
+from support.tiny_models import write_endless_bundle
 
 COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli import main; sys.exit(main())"]
 

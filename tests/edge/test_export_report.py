@@ -9,7 +9,7 @@ import pytest
 
 from edgerun.edge.cli.main import main
 
-tiny = pytest.importorskip("tiny", reason="needs the export extra")
+tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,14 @@ def test_an_observed_export_is_reported(checkpoint: Path, tmp_path: Path, capsys
     assert report["calibration"] == manifest["calibration"]
     assert report["calibration"]["folded"] is True
     assert report["command"] == manifest["command"]
-    assert [unit["name"] for unit in report["units"]] == [name for name in manifest["weights"] if name != "embedding"]
-    assert all(unit["solo_kl"] > 0 for unit in report["units"])
-    assert {unit["form"]["method"] for unit in report["units"]} == {"gptq"}
+    assert [linear["name"] for linear in report["units"]] == [
+        name for name in manifest["weights"] if name != "embedding"
+    ]
+    assert all(linear["solo_kl"] > 0 for linear in report["units"])
+    assert {linear["form"]["method"] for linear in report["units"]} == {"gptq"}
     chosen, nearest = report["plans"]
     assert (chosen["kind"], nearest["kind"], nearest["name"]) == ("chosen", "nearest", "int4/64 rtn")
-    assert chosen["bytes_read"] == nearest["bytes_read"] == sum(unit["bytes_read"] for unit in report["units"])
+    assert chosen["bytes_read"] == nearest["bytes_read"] == sum(linear["bytes_read"] for linear in report["units"])
     assert report["kl_against_nearest"] == pytest.approx(chosen["kl"] / nearest["kl"], rel=1e-4)
     assert sorted(map(int, report["speed"]["measured"])) == [1, 2, 4, 8]
     assert report["seconds"] > 0

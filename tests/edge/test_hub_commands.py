@@ -16,9 +16,9 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 import edgerun
 from edgerun.edge.cli.main import main
-from hub_fixture import own_hub
-from hub_server import HubServer, files_of, sha256
-from layouts import LAYOUTS, write_layout
+from support.hub_fixture import own_hub
+from support.hub_server import HubServer, files_of, sha256
+from support.layouts import LAYOUTS, write_layout
 
 ROOT = Path(edgerun.__file__).parent
 IN_ANOTHER_PROCESS = "import sys; from edgerun.edge.cli import main; sys.exit(main())"

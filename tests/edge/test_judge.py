@@ -14,7 +14,7 @@ from edgerun.models.pairing import name_draft
 from edgerun.runtime.measure.agreement import agreeing
 from edgerun.runtime.measure.draft_benefit import DraftJudge
 
-tiny = pytest.importorskip("tiny", reason="needs the export extra")
+tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ plans = st.lists(st.tuples(*[st.sampled_from(FORMATS)] * len(PARTS)), min_size=1
 
 
 def plan_of(layers: list[tuple[WeightFormat, ...]]) -> dict[str, WeightFormat]:
-    units = {
+    linears = {
         f"layers.{at}.{part}": form for at, forms in enumerate(layers) for part, form in zip(PARTS, forms, strict=True)
     }
-    return {"embedding": FORMATS[0], **units, "head": FORMATS[1]}
+    return {"embedding": FORMATS[0], **linears, "head": FORMATS[1]}
 
 
 def printed(plan: dict[str, WeightFormat]) -> str:
@@ -39,9 +39,9 @@ def printed(plan: dict[str, WeightFormat]) -> str:
 @given(plans)
 def test_folding_loses_nothing(layers: list[tuple[WeightFormat, ...]]) -> None:
     runs = layer_runs(plan_of(layers))
-    unfolded = [run.units for run in runs for _ in range(run.first, run.last + 1)]
+    unfolded = [run.linears for run in runs for _ in range(run.first, run.last + 1)]
     assert unfolded == [dict(zip(PARTS, map(str, forms), strict=True)) for forms in layers]
-    assert all(before.units != after.units for before, after in pairwise(runs))
+    assert all(before.linears != after.linears for before, after in pairwise(runs))
     assert [run.first for run in runs] == [0, *(run.last + 1 for run in runs[:-1])]
 
 

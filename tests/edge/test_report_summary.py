@@ -11,7 +11,7 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 from edgerun.edge.terminal.report_summary import show_report
 from edgerun.export.report import ModelReport, PlanKind
-from reports import whole_report
+from support.export_reports import whole_report
 
 
 def shown(report: ModelReport, width: int = 100) -> list[str]:
@@ -43,7 +43,7 @@ def test_figures_are_a_line_each() -> None:
 def test_an_export_without_measurements_has_its_layers_and_its_size() -> None:
     report = whole_report(3)
     (chosen,) = [dataclasses.replace(plan, kl=None) for plan in report.plans if plan.kind is PlanKind.CHOSEN]
-    lines = shown(ModelReport("m", "c", report.units, [chosen], 1, {}))
+    lines = shown(ModelReport("m", "c", report.linears, [chosen], 1, {}))
     assert lines[0].startswith("weights by layer")
     assert lines[-1] == "bits a weight: 3.50 (216.1 MB read for a token)"
     assert not any("KL" in line for line in lines)

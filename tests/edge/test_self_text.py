@@ -14,7 +14,7 @@ from edgerun.models.find import bundled_folder
 from edgerun.runtime.measure import self_text
 from edgerun.runtime.measure.self_text import read_texts, write_texts
 
-tiny = pytest.importorskip("tiny", reason="needs the export extra")
+tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 BUNDLED = bundled_folder()
 

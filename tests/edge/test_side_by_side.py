@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import edgerun
 from edgerun.runtime.measure.batched_sampling import SideBySide
 
-tiny = pytest.importorskip("tiny", reason="needs the export extra")
+tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 ENDS = frozenset(range(40))
 

@@ -26,7 +26,7 @@ from edgerun.runtime.measure.bundle_timing import (
 )
 from edgerun.runtime.measure.node_profile import read_passes
 from edgerun.runtime.measure.node_timing import BundleNodeStopwatch
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny import write_endless_bundle
+from support.tiny_models import write_endless_bundle
 
 pty = pytest.importorskip("pty", reason="POSIX terminals")
 

@@ -13,11 +13,11 @@ from edgerun.edge.cli.main import main
 from edgerun.edge.cli.verify import verdict
 from edgerun.runtime.measure.exactness import ComparisonCounts, ExactnessReport
 from edgerun.runtime.measure.width_noise import WidthNoise
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 NOISE = WidthNoise({1: 0.0, 2: 0.1}, trees=0.1, disturbed=0.1, leak=0.0, spread=4.0, rows=96)
 EXACT = dataclasses.replace(NOISE, chains={1: 0.0, 2: 0.0}, trees=0.0)
-SAME = ComparisonCounts(texts=10, identical=10, tied=0, guesses=5, accepted=3)
+SAME = ComparisonCounts(texts=10, identical=10, tied=0, candidates=5, accepted=3)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("certificate", "words"),
+    ("exactness_report", "words"),
     [
         (ExactnessReport(EXACT, SAME, SAME, SAME), "bit-identical"),
         (ExactnessReport(NOISE, SAME, SAME, SAME), "identical up to ties below 0.2 (0 of 30 texts differ)"),
@@ -56,8 +56,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
     ],
 )
-def test_the_verdict_in_words(certificate: ExactnessReport, words: str) -> None:
-    assert verdict(certificate) == words
+def test_the_verdict_in_words(exactness_report: ExactnessReport, words: str) -> None:
+    assert verdict(exactness_report) == words
 
 
 def test_a_model_passes_and_its_certificate_is_kept_and_shown(

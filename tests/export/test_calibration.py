@@ -13,9 +13,9 @@ from edgerun.export.calibration.layer_runner import LayerRunner
 from edgerun.export.calibration.text_packing import packed
 from edgerun.export.calibration.text_split import FEWEST_TOKENS, CalibrationText, divided
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.layout import units_of
+from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from tiny import write_checkpoint
+from support.tiny_models import write_checkpoint
 
 
 def silent(fraction: float) -> None:
@@ -79,12 +79,12 @@ def test_statistics_are_averages_of_the_inputs(tmp_path, family: str, tied: bool
         hidden, found = runner.captured(index, hidden, batch, runner.matrix)
         inputs |= {name: values[batch.filled].astype(np.float64) for name, values in found.items()}
     inputs["head"] = runner.head_inputs(hidden[batch.filled]).astype(np.float64)
-    for unit in units_of(config):
-        statistics = store.of(unit.name)
-        if unit.name == "embedding" and not tied:
+    for linear in fused_linears(config):
+        statistics = store.of(linear.name)
+        if linear.name == "embedding" and not tied:
             assert statistics is None
             continue
-        rows = inputs["head" if unit.name == "embedding" else unit.name]
+        rows = inputs["head" if linear.name == "embedding" else linear.name]
         assert statistics is not None
         assert statistics.second_moment is not None
         assert statistics.tokens == len(rows) == batch.count
@@ -125,8 +125,8 @@ def test_an_interrupted_pass_goes_on_where_it_stopped(tmp_path, after: int) -> N
     store = collect_statistics(source, config, text, tmp_path / "work", 256, False, begun.append)
     assert len(begun) == config.layers - after + 1
     whole = collect_statistics(source, config, text, tmp_path / "other", 256, False, silent)
-    for unit in units_of(config):
-        resumed, once = store.of(unit.name), whole.of(unit.name)
+    for linear in fused_linears(config):
+        resumed, once = store.of(linear.name), whole.of(linear.name)
         assert resumed is not None
         assert once is not None
         np.testing.assert_array_equal(resumed.mean_square, once.mean_square)

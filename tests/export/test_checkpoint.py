@@ -18,7 +18,7 @@ from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
-from tiny import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
+from support.tiny_models import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
 
 
 @settings(max_examples=30)

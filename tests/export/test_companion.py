@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from known_machine import by_bytes
 
 import edgerun
 from edgerun import BundleError, InputError
@@ -18,7 +17,8 @@ from edgerun.export.drafts.companion import CHOSEN, HeadReport, adopt_draft, req
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.manifest import GraphLayout
 from edgerun.models.pairing import find_draft
-from tiny import write_bundle, write_checkpoint
+from support.known_timings import by_bytes
+from support.tiny_models import write_bundle, write_checkpoint
 
 FORM = WeightFormat(8, 32)
 

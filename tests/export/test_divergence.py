@@ -18,9 +18,9 @@ from edgerun.export.calibration.logit_comparison import LogitsJudge
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.check.rounded_weights import RoundedWeights
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.layout import units_of
+from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from tiny import write_checkpoint
+from support.tiny_models import write_checkpoint
 
 INT4, INT2 = WeightFormat(4, 32), WeightFormat(2, 32)
 TEXTS = list(np.random.default_rng(5).integers(0, 300, (5, 24)))
@@ -30,10 +30,10 @@ def evaluator_of(folder, texts=TEXTS, family: str = "llama", **overrides) -> Pla
     source = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
     config = read_config(source.folder)
 
-    def weights_of(unit, form):
-        plan = {each.name: form for each in units_of(config)}
+    def weights_of(linear, form):
+        plan = {each.name: form for each in fused_linears(config)}
         rounded = RoundedWeights(source, config, plan)
-        return np.concatenate([piece for name in unit.weights for piece in rounded.pieces(name)])
+        return np.concatenate([piece for name in linear.weights for piece in rounded.pieces(name)])
 
     return PlanEvaluator(source, config, texts, weights_of, folder / "work", 256)
 
@@ -43,7 +43,7 @@ def expected(folder, plan, texts=TEXTS):
     source = Checkpoint(folder / "model")
     config = read_config(source.folder)
     settings = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
-    whole = {unit.name: plan.get(unit.name, FP32) for unit in units_of(config)}
+    whole = {linear.name: plan.get(linear.name, FP32) for linear in fused_linears(config)}
     if config.tied_head:
         whole["head"] = whole["embedding"]
     kl, same, ours, theirs = [], [], [], []
@@ -95,7 +95,10 @@ def test_nothing_rounded_costs_nothing(tmp_path) -> None:
     assert found.perplexity == found.float_perplexity
 
 
-UNITS = ["embedding", *(f"layers.{index}.{unit}" for index in range(2) for unit in ("qkv", "o", "gate_up", "down"))]
+LINEARS = [
+    "embedding",
+    *(f"layers.{index}.{linear}" for index in range(2) for linear in ("qkv", "o", "gate_up", "down")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +119,7 @@ def shared(tmp_path_factory):
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     plans=st.lists(
-        st.dictionaries(st.sampled_from(UNITS), st.sampled_from([INT4, INT2, FP32])), min_size=1, max_size=4
+        st.dictionaries(st.sampled_from(LINEARS), st.sampled_from([INT4, INT2, FP32])), min_size=1, max_size=4
     ),
     states=st.sampled_from([1 << 22, 60_000]),
     tokens=st.sampled_from([None, 10, 1000]),
@@ -129,9 +132,11 @@ def test_what_ran_before_makes_no_difference(shared, plans, states: int, tokens:
 
 def test_what_is_released_is_computed_again(tmp_path, monkeypatch) -> None:
     evaluator, asked = evaluator_of(tmp_path), []
-    plan = {unit.name: INT4 for unit in units_of(evaluator._config)}
+    plan = {linear.name: INT4 for linear in fused_linears(evaluator._config)}
     weights_of = evaluator._weights_of
-    monkeypatch.setattr(evaluator, "_weights_of", lambda unit, form: asked.append(unit.name) or weights_of(unit, form))
+    monkeypatch.setattr(
+        evaluator, "_weights_of", lambda linear, form: asked.append(linear.name) or weights_of(linear, form)
+    )
     first = evaluator.divergence(plan)
     once = len(asked)
     assert evaluator.divergence(plan) == first
@@ -145,9 +150,9 @@ def test_two_methods_of_one_format_are_two_forms(tmp_path) -> None:
     """Formats compare equal whatever their method; what they cost does not."""
     source = Checkpoint(write_checkpoint(tmp_path / "model"))
 
-    def weights_of(unit, form):
+    def weights_of(linear, form):
         factor = 0 if form.method is Method.HQQ else 1
-        return np.concatenate([factor * source.read(name) for name in unit.weights])
+        return np.concatenate([factor * source.read(name) for name in linear.weights])
 
     evaluator = PlanEvaluator(source, read_config(source.folder), TEXTS, weights_of, tmp_path / "work", 256)
     assert evaluator.solo("layers.0.o", INT4) == 0
@@ -158,12 +163,12 @@ def test_weights_that_are_what_they_are_rounded_to_cost_nothing(tmp_path) -> Non
     """Of a checkpoint trained for few bits what is left is the noise of arithmetic, which may even be less than 0."""
     source = Checkpoint(write_checkpoint(tmp_path / "model"))
 
-    def weights_of(unit, form):
+    def weights_of(linear, form):
         # Off by some last digits, as sums in another order are.
-        return np.concatenate([source.read(name) for name in unit.weights]) * np.float32(1 + 1e-6)
+        return np.concatenate([source.read(name) for name in linear.weights]) * np.float32(1 + 1e-6)
 
     evaluator = PlanEvaluator(source, read_config(source.folder), TEXTS, weights_of, tmp_path / "work", 256)
-    found = evaluator.divergence(dict.fromkeys(UNITS, INT4))
+    found = evaluator.divergence(dict.fromkeys(LINEARS, INT4))
     assert found.mean_kl == 0
     assert found.p99_kl != 0
 
@@ -191,7 +196,7 @@ def test_a_bundle_as_it_is(tmp_path) -> None:
     form = WeightFormat(8, 32)
     rounded = export_checkpoint(tmp_path / "model", tmp_path / "rounded", ExportRecipe(form)).bundle
     few = evaluator.divergence_of_bundle(rounded)
-    weights_alone = evaluator.divergence(dict.fromkeys(UNITS, form))
+    weights_alone = evaluator.divergence(dict.fromkeys(LINEARS, form))
     assert weights_alone.mean_kl < few.mean_kl < 50 * weights_alone.mean_kl
     assert few.tokens == weights_alone.tokens == found.tokens < sum(map(len, texts))
 

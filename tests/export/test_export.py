@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from data import data_path
 from edgerun.edge.cli.main import main
 from edgerun.errors import DestinationError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint, supported_families
@@ -27,7 +26,15 @@ from edgerun.export.checkpoint.settings import read_json
 from edgerun.export.graph.weight_file import WeightFile
 from edgerun.export.recipe import with_methods
 from edgerun.models.bundle import digest_file, open_bundle
-from tiny import FAMILY_SETTINGS, tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
+from support.shared_data import data_path
+from support.tiny_models import (
+    FAMILY_SETTINGS,
+    tiny_config,
+    tiny_weights,
+    write_bundle,
+    write_checkpoint,
+    write_weights,
+)
 
 FAMILIES = sorted(FAMILY_SETTINGS)
 WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
@@ -145,7 +152,9 @@ def test_head_has_its_own_format(tmp_path) -> None:
         bundle = write_bundle(tmp_path / str(tied), weights=recipe, tie_word_embeddings=tied)
         manifest = open_bundle(bundle).manifest
         assert manifest.weights["head"] == manifest.weights["embedding"] == WeightFormat(8, 32)
-        assert {form for unit, form in manifest.weights.items() if unit.startswith("layers")} == {WeightFormat(4, 64)}
+        assert {form for linear, form in manifest.weights.items() if linear.startswith("layers")} == {
+            WeightFormat(4, 64)
+        }
         expected = expected_logits(bundle, recipe)
         assert np.sqrt(np.mean((logits_of(bundle) - expected) ** 2)) < ACTIVATION_NOISE * expected.std()
 

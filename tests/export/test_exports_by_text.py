@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from known_machine import KnownMachine, by_bytes
 
 import edgerun
 from edgerun.errors import CheckpointError, EdgeError, InputError
@@ -25,14 +24,15 @@ from edgerun.export import (
     export_model,
     parse_budget,
 )
-from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_units, weight_count
+from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_linears, weight_count
 from edgerun.export.allocation.linear_times import known_or_measured
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.workbench import Workbench
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.measure.draft_benefit import DraftJudge
 from edgerun.runtime.measure.self_text import read_texts, write_texts
-from tiny import tiny_config, tiny_weights, write_checkpoint, write_weights
+from support.known_timings import KnownMachine, by_bytes
+from support.tiny_models import tiny_config, tiny_weights, write_checkpoint, write_weights
 
 BENCH = Workbench(write_texts, read_texts, by_bytes, KnownMachine(), DraftJudge(), {"processor": "known"})
 TEXT = CalibrationRequest(Path("text.txt"), tokens=1100)
@@ -103,7 +103,7 @@ def test_a_calibrated_bundle_is_nearer_than_one_without(
 def test_a_mix_keeps_to_its_budget_and_is_written_as_a_plan(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
     done = export(checkpoint, tmp_path / "bundle", mixed("5bpw"))
     plan, config = weights_of(tmp_path / "bundle"), read_config(checkpoint)
-    spent = sum(bytes_read(unit, plan[unit.name]) for unit in chosen_units(config))
+    spent = sum(bytes_read(linear, plan[linear.name]) for linear in chosen_linears(config))
     assert spent <= 5 * weight_count(config) / 8
     assert set(plan.values()) <= set(LADDER)
     assert len(set(plan.values())) > 1
@@ -144,16 +144,16 @@ def test_repairs_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None
     assert plain is not None
     assert repaired is not None
     plan, config = weights_of(tmp_path / "bundle"), read_config(narrow)
-    spent = sum(bytes_read(unit, plan[unit.name]) for unit in chosen_units(config))
+    spent = sum(bytes_read(linear, plan[linear.name]) for linear in chosen_linears(config))
     assert spent <= 4.8 * weight_count(config) / 8
-    ranked = {unit for unit, form in plan.items() if form.rank}
+    ranked = {linear for linear, form in plan.items() if form.rank}
     assert ranked & {"layers.0.qkv", "layers.0.gate_up"}
     assert not ranked & {"embedding", "head"}
     assert repaired.search[-1].kl < plain.search[-1].kl
     assert len(repaired.notes) == 1
     assert f"{len(ranked)} of the units" in repaired.notes[0]
     assert not plain.notes
-    assert all(unit.milliseconds is not None for unit in repaired.units)
+    assert all(linear.milliseconds is not None for linear in repaired.linears)
     assert answer(tmp_path / "bundle")
     assert "+rank" in (tmp_path / "bundle" / "plan.toml").read_text()
 
@@ -180,7 +180,7 @@ def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
         return 1e3 * machine.pass_of(plan, config.layers, 1)
 
     def alike(form: WeightFormat) -> dict[str, WeightFormat]:
-        return {unit.name: form for unit in chosen_units(config)}
+        return {linear.name: form for linear in chosen_linears(config)}
 
     bench = replace(BENCH, time=machine.whole, time_nodes=machine)
     known_or_measured(config, machine, LADDER)
@@ -218,7 +218,7 @@ def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cac
     )
     assert "text" not in stages
     assert done.report is not None
-    assert all(unit.solo_kl is not None and unit.solo_kl > 1 for unit in done.report.units)
+    assert all(linear.solo_kl is not None and linear.solo_kl > 1 for linear in done.report.linears)
     assert not left.exists()
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 
-from drafters import eager
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import GraphSession
@@ -25,7 +24,16 @@ from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.sampling import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from tiny import FAMILY_SETTINGS, tiny_config, tiny_weights, write_bundle, write_checkpoint, write_json, write_weights
+from support.adversarial_drafters import eager
+from support.tiny_models import (
+    FAMILY_SETTINGS,
+    tiny_config,
+    tiny_weights,
+    write_bundle,
+    write_checkpoint,
+    write_json,
+    write_weights,
+)
 
 TOKENS = np.random.default_rng(5).integers(0, 300, 40)
 LONGROPE = {"type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [4.0] * 8}

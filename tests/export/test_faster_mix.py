@@ -10,14 +10,14 @@ import pytest
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.allocate import Allocation, Limited
 from edgerun.export.allocation.costs import ByteCosts, cost_of
-from edgerun.export.allocation.format_candidates import chosen_units, with_embedding
-from edgerun.export.allocation.linear_times import UnitTimes, kind_of
+from edgerun.export.allocation.format_candidates import chosen_linears, with_embedding
+from edgerun.export.allocation.linear_times import LinearTimes, kind_of
 from edgerun.export.allocation.sensitivity import Solo
 from edgerun.export.allocation.speculation import DraftSpeed, with_draft
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.faster_mix import faster_with_guesses
 from edgerun.export.progress import silent
-from tiny import write_checkpoint
+from support.tiny_models import write_checkpoint
 
 TWO, FOUR, EIGHT = WeightFormat(2, 64), WeightFormat(4, 64), WeightFormat(8, 64)
 LOSS = {TWO: 1.0, FOUR: 0.1, EIGHT: 0.01}
@@ -28,19 +28,19 @@ TIMES = {TWO: {1: 1.0, 4: 4.0}, FOUR: {1: 1.5, 4: 3.6}, EIGHT: {1: 2.5, 4: 2.8}}
 @pytest.mark.parametrize("roomy", [True, False])
 def test_the_budget_holds_and_the_plan_is_no_worse(roomy: bool, tmp_path: Path) -> None:
     config = read_config(write_checkpoint(tmp_path))
-    units = [unit.name for unit in chosen_units(config)]
-    times = UnitTimes(
-        config, {(kind_of(unit), form): each for unit in units for form, each in TIMES.items()}, {1: 0.5, 4: 0.5}
+    linears = [linear.name for linear in chosen_linears(config)]
+    times = LinearTimes(
+        config, {(kind_of(linear), form): each for linear in linears for form, each in TIMES.items()}, {1: 0.5, 4: 0.5}
     )
 
     def divergence(plan: Mapping[str, WeightFormat]) -> float:
-        return sum(LOSS[plan[unit]] for unit in units)
+        return sum(LOSS[plan[linear]] for linear in linears)
 
-    four = with_embedding(config, dict.fromkeys(units, FOUR))
-    eight = with_embedding(config, dict.fromkeys(units, EIGHT))
+    four = with_embedding(config, dict.fromkeys(linears, FOUR))
+    eight = with_embedding(config, dict.fromkeys(linears, EIGHT))
     costs = ByteCosts()
     limited = Limited(costs, cost_of(eight if roomy else four, costs, config))
-    solos = {unit: tuple(Solo(form, loss) for form, loss in LOSS.items()) for unit in units}
+    solos = {linear: tuple(Solo(form, loss) for form, loss in LOSS.items()) for linear in linears}
     plain = Allocation(four, divergence(four), (), solos, (), ())
     draft = DraftSpeed(0.9, 0.1)
     found = faster_with_guesses(plain, limited, divergence, times, draft, silent)

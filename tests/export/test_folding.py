@@ -14,14 +14,14 @@ from edgerun.export.calibration.collect_statistics import StatisticsStore, colle
 from edgerun.export.calibration.text_split import CalibrationText
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
-from edgerun.export.checkpoint.layout import units_of
+from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.progress import silent
 from edgerun.export.quantization.codes import decoded
 from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
-from tiny import write_checkpoint
+from support.tiny_models import write_checkpoint
 
 FORM = WeightFormat(2, 32, method=Method.K_QUANT)
 FAMILIES = {
@@ -40,11 +40,11 @@ class Uneven:
     """Statistics of inputs whose sizes differ far more than those of a model of random weights."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        self._columns = {unit.name: unit.columns for unit in units_of(config)}
+        self._columns = {linear.name: linear.columns for linear in fused_linears(config)}
 
-    def of(self, unit: str) -> InputStatistics:
+    def of(self, linear: str) -> InputStatistics:
         """Of a unit's inputs."""
-        size = np.exp(2 * np.random.default_rng(self._columns[unit]).standard_normal(self._columns[unit]))
+        size = np.exp(2 * np.random.default_rng(self._columns[linear]).standard_normal(self._columns[linear]))
         return InputStatistics((size**2).astype(np.float32), (0.8 * size).astype(np.float32))
 
 
@@ -62,11 +62,11 @@ def test_the_model_stays_what_it_is(tmp_path, family: str) -> None:
     np.testing.assert_allclose(reference_logits(model, settings, TOKENS, 256), expected, rtol=1e-4, atol=1e-4)
     # And yet units of every kind were folded that can be.
     before, changed = Uneven(config), set()
-    for unit in units_of(config):
-        known = statistics.of(unit.name)
+    for linear in fused_linears(config):
+        known = statistics.of(linear.name)
         assert known is not None
-        if not np.array_equal(known.mean_square, before.of(unit.name).mean_square):
-            changed.add(unit.name.split(".")[-1])
+        if not np.array_equal(known.mean_square, before.of(linear.name).mean_square):
+            changed.add(linear.name.split(".")[-1])
     after_norms = set() if family == "olmo2" else {"qkv", "gate_up"}
     assert changed == {"o", "down"} | after_norms | (set() if config.tied_head else {"head"})
 
@@ -90,9 +90,9 @@ def test_statistics_are_those_of_the_folded_model(tmp_path, family: str) -> None
         return collect_statistics(which, config, text, tmp_path / name, 256, True, lambda fraction: None)
 
     expected, known = observed(model, "after"), AwqStatistics(observed(source, "before"), model.folds)
-    for unit in units_of(config):
-        first, second = known.of(unit.name), expected.of(unit.name)
-        assert (first is None) == (second is None) == (unit.name == "embedding")
+    for linear in fused_linears(config):
+        first, second = known.of(linear.name), expected.of(linear.name)
+        assert (first is None) == (second is None) == (linear.name == "embedding")
         if first is not None and second is not None:
             np.testing.assert_allclose(first.mean_square, second.mean_square, rtol=1e-3)
             np.testing.assert_allclose(first.mean_magnitude, second.mean_magnitude, rtol=1e-3)
@@ -121,15 +121,15 @@ def test_even_inputs_are_left_alone(tmp_path) -> None:
     config = read_config(source.folder)
 
     class Even:
-        def of(self, unit: str) -> InputStatistics | None:
-            columns = next(each.columns for each in units_of(config) if each.name == unit)
+        def of(self, linear: str) -> InputStatistics | None:
+            columns = next(each.columns for each in fused_linears(config) if each.name == linear)
             return InputStatistics(np.ones(columns, np.float32), np.ones(columns, np.float32))
 
     model, statistics = fold(source, config, Even(), FORM, silent)
-    for unit in units_of(config):
-        for name in unit.weights:
+    for linear in fused_linears(config):
+        for name in linear.weights:
             np.testing.assert_array_equal(model.read(name), source.read(name))
-        known = statistics.of(unit.name)
+        known = statistics.of(linear.name)
         assert known is not None
         assert (known.mean_square == 1).all()
 
@@ -140,9 +140,9 @@ def test_methods_get_the_statistics_of_the_unit(tmp_path, tied: bool) -> None:
     config = read_config(source.folder)
     statistics = Uneven(config)
     calibrated = CalibratedSource(source, config, statistics)
-    for unit in units_of(config):
-        for name in unit.weights:
+    for linear in fused_linears(config):
+        for name in linear.weights:
             (rows,) = source.row_ranges(name)
-            expected = QUANTIZERS[Method.K_QUANT](source.read(name), FORM, statistics.of(unit.name))
+            expected = QUANTIZERS[Method.K_QUANT](source.read(name), FORM, statistics.of(linear.name))
             np.testing.assert_array_equal(calibrated.coded(rows, FORM).packed, expected.packed)
     assert calibrated.own_format("model.embed_tokens.weight") == FP32

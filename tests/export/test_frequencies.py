@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgerun import InputError
 from edgerun.export.drafts.frequencies import Markers, answer_start, rank_tokens, read_markers
-from tiny import write_checkpoint
+from support.tiny_models import write_checkpoint
 
 
 def texts(*ids: list[int]) -> list[np.ndarray]:

@@ -11,7 +11,6 @@ import onnx
 import pytest
 
 import edgerun
-from drafters import NEARLY_FREE, FixedCost
 from edgerun import ExportError, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT4, ExportRecipe, WeightFormat, export_checkpoint
@@ -19,8 +18,9 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.genai.genai_layout import write_genai_layout
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import GraphLayout
-from foreign import SCRIPT, Exporter, run_in
-from tiny import write_bundle, write_checkpoint, write_json
+from support.adversarial_drafters import NEARLY_FREE, FixedCost
+from support.foreign_exporters import SCRIPT, Exporter, run_in
+from support.tiny_models import write_bundle, write_checkpoint, write_json
 
 TOKENS = 60
 PROMPT = "the cat and the other"
@@ -60,7 +60,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[list[int], list[int]]:
     """The prompt's tokens and those edge-run continues them with."""
     with edgerun.load(bundle, threads=1, cache=False) as llm:
-        llm._workshop._cost = FixedCost(NEARLY_FREE)
+        llm._drafter_pool._cost = FixedCost(NEARLY_FREE)
         prompt, text = llm.tokenizer.encode(PROMPT, add_special_tokens=True), llm.new_sequence()
         options = edgerun.GenerateOptions(max_tokens=TOKENS, temperature=0, speculation=speculation)
         stats = edgerun.Reply.of(llm.run(text, prompt, options)).stats
@@ -99,8 +99,8 @@ def test_the_graph_takes_what_genai_gives(tmp_path: Path, settings: dict[str, in
     inputs = json.loads((bundle / "genai_config.json").read_text())["model"]["decoder"]["inputs"]
     assert set(inputs) == {"input_ids", "attention_mask", *positions, "past_key_names", "past_value_names"}
     with edgerun.load(bundle, cache=False) as llm:
-        assert llm.spec.verifies
-        assert not llm.spec.trees
+        assert llm.graph_io.verifies
+        assert not llm.graph_io.trees
 
 
 def test_what_genai_is_told(tmp_path: Path) -> None:

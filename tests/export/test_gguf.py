@@ -9,10 +9,8 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
 from tokenizers import Tokenizer
 
-from data import data_path
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
@@ -24,7 +22,9 @@ from edgerun.export.gguf import opened_gguf
 from edgerun.export.graph.rope import Llama3
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, rounded_offsets
 from edgerun.models.bundle import open_bundle
-from tiny import write_checkpoint, write_json, write_weights
+from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
+from support.shared_data import data_path
+from support.tiny_models import write_checkpoint, write_json, write_weights
 
 OWN = ExportRecipe(body=None)
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -126,7 +126,7 @@ def test_every_type_computes_what_its_weights_mean(tmp_path, kind: str) -> None:
     report = export_checkpoint(file, tmp_path / "bundle", OWN)
     form = {**EXACT, **OTHER, **K_QUANTS}[kind]
     weights = open_bundle(report.bundle).manifest.weights
-    assert {form for unit, form in weights.items() if unit.startswith("layers")} == {form}
+    assert {form for linear, form in weights.items() if linear.startswith("layers")} == {form}
     assert weights["embedding"] == weights["head"] == (INT8 if form == OFFSETS else form)
     # What is left is 8-bit activations, and a second rounding to 8 bits of offsets or of weights.
     assert report.parity.mean_kl < 0.05

@@ -8,7 +8,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf_files import write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +20,8 @@ from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.checkpoint.tokenizer_check import require_tokenizer
 from edgerun.export.gguf import opened_gguf
 from edgerun.export.gguf.container import read_container
-from tiny import write_checkpoint
+from support.gguf_files import write_gguf
+from support.tiny_models import write_checkpoint
 
 
 @pytest.fixture(scope="module")

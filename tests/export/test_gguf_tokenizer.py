@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_files import tokenizer_metadata
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from data import data_path
 from edgerun.errors import CheckpointError
 from edgerun.export.gguf.metadata import Metadata
 from edgerun.export.gguf.splitting import SPLITTINGS
 from edgerun.export.gguf.vocabulary import Vocabulary
-from tiny import CHAT_TEMPLATE, tiny_tokenizer, write_json
+from support.gguf_files import tokenizer_metadata
+from support.shared_data import data_path
+from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer, write_json
 
 WHERE = Path("model.gguf")
 KINDS = [("qwen2.5", "qwen2"), ("smollm", "smollm"), ("phi-3-mini", "")]

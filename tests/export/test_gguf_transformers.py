@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_files import write_gguf
 
-from data import data_path
 from edgerun.export import FP32, ExportRecipe, export_checkpoint
 from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.gguf import opened_gguf
-from tiny import write_checkpoint
+from support.gguf_files import write_gguf
+from support.shared_data import data_path
+from support.tiny_models import write_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from correlated import correlated_inputs, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,8 @@ from edgerun.export.quantization.codes import decoded, unpack_codes, unpack_zero
 from edgerun.export.quantization.gptq import gptq_rows
 from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
-from weight_operators import FORMATS
+from support.correlated_inputs import correlated_inputs, random_rows
+from support.weight_operators import FORMATS
 
 
 def cost(weights, coded, form: WeightFormat, inputs: InputStatistics) -> float:

@@ -17,7 +17,7 @@ import pytest
 from edgerun.export import FP32, INT4, INT8, WeightFormat
 from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.checkpoint.config import read_config
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 TOKENS = np.random.default_rng(3).integers(0, 300, 12)
 MASKED = np.float32(-1e9)

@@ -21,7 +21,7 @@ from edgerun.export.drafts.head_size import (
     speed,
 )
 from edgerun.models.bundle import open_bundle
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 14))

@@ -14,9 +14,9 @@ from edgerun.export.calibration.layer_runner import LayerRunner
 from edgerun.export.calibration.text_packing import packed
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.layout import embedding_layout, units_of
+from edgerun.export.checkpoint.layout import embedding_layout, fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from tiny import FAMILY_SETTINGS, write_checkpoint
+from support.tiny_models import FAMILY_SETTINGS, write_checkpoint
 
 PLAIN = sorted(set(FAMILY_SETTINGS) - {"qwen3_moe", "gpt_oss"})
 BIASED = {"attention_bias": True, "mlp_bias": True}
@@ -57,7 +57,7 @@ def test_a_layer_computes_with_the_matrices_it_is_given(tmp_path) -> None:
     runner = runner_of(tmp_path)
     (batch,) = packed(texts_of(20))
     hidden = runner.embed(batch)
-    without = runner.layer(1, hidden, batch, lambda unit: np.zeros(unit.shape, np.float32))
+    without = runner.layer(1, hidden, batch, lambda linear: np.zeros(linear.shape, np.float32))
     np.testing.assert_array_equal(without, hidden)
     doubled = runner.embed(batch, 2 * runner.matrix(embedding_layout(runner.config)))
     np.testing.assert_allclose(doubled, 2 * hidden, rtol=1e-6)
@@ -72,13 +72,13 @@ def test_captured_inputs_give_the_units_outputs(tmp_path, family: str) -> None:
     after, inputs = runner.captured(0, hidden, batch, runner.matrix)
     np.testing.assert_array_equal(after, runner.layer(0, hidden, batch, runner.matrix))
     assert {name: values.shape[-1] for name, values in inputs.items()} == {
-        unit.name: unit.columns for unit in units_of(runner.config) if unit.name.startswith("layers.0.")
+        linear.name: linear.columns for linear in fused_linears(runner.config) if linear.name.startswith("layers.0.")
     }
     if family == "llama":
-        units = {unit.name: unit for unit in units_of(runner.config)}
+        linears = {linear.name: linear for linear in fused_linears(runner.config)}
         middle = runner.attention(0, hidden, batch, runner.matrix)
-        for unit, before, later in (("o", hidden, middle), ("down", middle, after)):
-            product = inputs[f"layers.0.{unit}"] @ runner.matrix(units[f"layers.0.{unit}"]).T
+        for linear, before, later in (("o", hidden, middle), ("down", middle, after)):
+            product = inputs[f"layers.0.{linear}"] @ runner.matrix(linears[f"layers.0.{linear}"]).T
             np.testing.assert_allclose(later - before, product, atol=1e-4)
 
 

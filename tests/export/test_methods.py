@@ -15,8 +15,8 @@ from edgerun.export.quantization.codes import decoded
 from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
-from tiny import tiny_weights, write_bundle, write_checkpoint, write_weights
-from weight_operators import FORMATS, run_operators
+from support.tiny_models import tiny_weights, write_bundle, write_checkpoint, write_weights
+from support.weight_operators import FORMATS, run_operators
 
 SEARCHING = [Method.K_QUANT, Method.HQQ]
 BLIND = [Method.RTN, *SEARCHING]
@@ -144,8 +144,8 @@ def test_the_manifest_names_the_method_of_each_unit(tmp_path) -> None:
         written = json.loads((tmp_path / "bundle" / "edge.json").read_text())["weights"]
         manifest = open_bundle(tmp_path / "bundle").manifest
         assert manifest is not None
-        for unit, form in manifest.weights.items():
-            assert written[unit].get("method") == (form.method and form.method.value)
+        for linear, form in manifest.weights.items():
+            assert written[linear].get("method") == (form.method and form.method.value)
         return {form.get("method") for form in written.values()}
 
     assert methods(ExportRecipe(INT4)) == methods(ExportRecipe(INT2)) == {"k-quant"}

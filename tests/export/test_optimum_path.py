@@ -15,9 +15,9 @@ from edgerun.edge.cli.main import main
 from edgerun.export import FP32, ExportRecipe, export_model
 from edgerun.export.optimum_path import goes_by_optimum
 from edgerun.runtime.result import Reply
-from layout_oracle import greedy_tokens
-from layouts import LAYOUTS, write_layout
-from tiny import tiny_tokenizer, write_json
+from support.layout_reference import greedy_tokens
+from support.layouts import LAYOUTS, write_layout
+from support.tiny_models import tiny_tokenizer, write_json
 
 PROMPT = [5, 17, 40, 8, 99]
 

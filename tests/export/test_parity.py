@@ -20,7 +20,7 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph import decoder as graph_module
 from edgerun.export.graph.initializers import Initializers
-from tiny import write_bundle, write_checkpoint
+from support.tiny_models import write_bundle, write_checkpoint
 
 
 def drop_norm(model: onnx.ModelProto) -> None:

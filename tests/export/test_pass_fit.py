@@ -12,16 +12,16 @@ from edgerun.export.allocation.pass_fit import WholePass, fit_passes
 BITS = (2, 4, 8)
 
 
-def a_pass(layers: int, units: dict[int, float], factors: dict[int, float], layer: float) -> WholePass:
+def a_pass(layers: int, linears: dict[int, float], factors: dict[int, float], layer: float) -> WholePass:
     """A pass over a model whose units take so much longer in it than by themselves."""
-    milliseconds = layers * layer + sum(factors[bits] * each for bits, each in units.items())
-    return WholePass(layers, milliseconds, units)
+    milliseconds = layers * layer + sum(factors[bits] * each for bits, each in linears.items())
+    return WholePass(layers, milliseconds, linears)
 
 
 def passes(factors: dict[int, float], layer: float, scale: float = 1.0) -> list[WholePass]:
     """Over models of one number of bits each, and of all."""
     uniform = [{bits: scale * (2 + bits)} for bits in BITS]
-    return [a_pass(24, units, factors, layer) for units in (*uniform, dict.fromkeys(BITS, scale))]
+    return [a_pass(24, linears, factors, layer) for linears in (*uniform, dict.fromkeys(BITS, scale))]
 
 
 @given(st.floats(-0.02, 0.2), st.floats(0.1, 100))
@@ -37,14 +37,14 @@ def test_any_pass_is_near_where_units_take_other_times_together(values: list[flo
     fit = fit_passes(passes(factors, layer))
     rng = np.random.default_rng(0)
     for _ in range(10):
-        units = dict(zip(BITS, map(float, rng.uniform(0, 4, 3)), strict=True))
-        expected = a_pass(24, units, factors, layer).milliseconds
-        assert a_pass(24, units, dict(fit.factors), fit.layer).milliseconds == pytest.approx(expected, rel=0.03)
+        linears = dict(zip(BITS, map(float, rng.uniform(0, 4, 3)), strict=True))
+        expected = a_pass(24, linears, factors, layer).milliseconds
+        assert a_pass(24, linears, dict(fit.factors), fit.layer).milliseconds == pytest.approx(expected, rel=0.03)
 
 
 def test_a_pass_that_was_disturbed_takes_no_factor_away() -> None:
     good = passes(dict.fromkeys(BITS, 1.0), 0.04)
-    slow = WholePass(24, 10 * good[0].milliseconds, good[0].units)
+    slow = WholePass(24, 10 * good[0].milliseconds, good[0].linears)
     fit = fit_passes([slow, *good[1:]])
     assert all(0.5 < factor < 1.5 for factor in fit.factors.values())
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.errors import InputError
-from edgerun.export.allocation.format_candidates import chosen_units, with_embedding
+from edgerun.export.allocation.format_candidates import chosen_linears, with_embedding
 from edgerun.export.allocation.plan_file import read_plan, spelled, write_plan
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.manifest import Method, WeightFormat
-from tiny import write_checkpoint
+from support.tiny_models import write_checkpoint
 
 FEW_BITS = st.builds(
     WeightFormat,
@@ -44,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
 @given(st.data(), st.booleans())
 def test_what_is_written_is_read_again(tmp_path_factory, config: DecoderConfig, data, tied: bool) -> None:
     model = replace(config, tied_head=tied)
-    names = [unit.name for unit in chosen_units(model)]
+    names = [linear.name for linear in chosen_linears(model)]
     plan = {name: data.draw(FORMS | REPAIRED if name.startswith("layers") else FORMS) for name in names}
     notes = {name: data.draw(st.text(max_size=20)) for name in names[::2]}
     file = tmp_path_factory.mktemp("plan") / "plan.toml"
@@ -82,7 +82,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, config: DecoderConfig, 
     ids=str,
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, config: DecoderConfig, change, message: str) -> None:
-    lines = {unit.name: '"int4/64"' for unit in chosen_units(config)} | change
+    lines = {linear.name: '"int4/64"' for linear in chosen_linears(config)} | change
     file = tmp_path / "plan.toml"
     file.write_text("[units]\n" + "".join(f'"{name}" = {form}\n' for name, form in lines.items() if form), "utf-8")
     with pytest.raises(InputError) as caught:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from correlated import correlated_inputs, random_rows
 
 from edgerun.errors import InputError
 from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.low_rank_correction import repair
+from support.correlated_inputs import correlated_inputs, random_rows
 
 
 def cost(errors, inputs: InputStatistics) -> float:

@@ -18,7 +18,7 @@ from edgerun.export.quantization.codes import (
     unpack_codes,
     unpack_zero_points,
 )
-from weight_operators import FORMATS, run_operators
+from support.weight_operators import FORMATS, run_operators
 
 SYMMETRIC = [form for form in FORMATS if not form.zero_points]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from correlated import correlated_inputs, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,12 +18,12 @@ from edgerun.export.allocation.format_candidates import (
     LADDER,
     REPAIRED,
     bytes_read,
-    chosen_units,
+    chosen_linears,
     levels,
     may_have,
     with_embedding,
 )
-from edgerun.export.allocation.quantized_weights import UnitStore
+from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.allocation.sensitivity import solo_divergences
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
@@ -34,7 +33,7 @@ from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.successive import round_successively
 from edgerun.export.calibration.text_split import CalibrationText
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.layout import Unit, units_of
+from edgerun.export.checkpoint.layout import FusedLinear, fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph import decoder as graph_module
 from edgerun.export.progress import silent
@@ -44,7 +43,8 @@ from edgerun.export.quantization.low_rank_correction import factors_for, repair
 from edgerun.export.quantization.nearest import nearest_rows
 from edgerun.export.recipe import USUAL_METHODS
 from edgerun.models.manifest import FileDigest, GraphLayout, Manifest
-from tiny import write_checkpoint
+from support.correlated_inputs import correlated_inputs, random_rows
+from support.tiny_models import write_checkpoint
 
 TWO = WeightFormat(2, 64, method=Method.K_QUANT)
 RANK = replace(TWO, rank=32)
@@ -56,9 +56,9 @@ def content_of(folder: Path, family: str, repaired: dict[str, WeightFormat]) -> 
     source = Checkpoint(write_checkpoint(folder / "checkpoint", family))
     config = read_config(source.folder)
     plan = with_embedding(config, {**uniform_plan(config, TWO), **repaired})
-    store = UnitStore(source, config, folder / "units")
-    for unit in chosen_units(config):
-        store.make(unit, plan[unit.name])
+    store = QuantizedLinearStore(source, config, folder / "units")
+    for linear in chosen_linears(config):
+        store.make(linear, plan[linear.name])
     return BundleContent(store.view(plan), source, config, plan, 64, GraphLayout.EDGE, "")
 
 
@@ -138,41 +138,48 @@ def test_nothing_is_repaired_by_nothing() -> None:
 def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "checkpoint"))
     config = read_config(source.folder)
-    inputs = {unit.columns: correlated_inputs(0, unit.columns) for unit in units_of(config)}
+    inputs = {linear.columns: correlated_inputs(0, linear.columns) for linear in fused_linears(config)}
 
-    def aim(unit: Unit) -> Aim:
-        return Aim(np.concatenate([source.read(name) for name in unit.weights]), inputs[unit.columns])
+    def aim(linear: FusedLinear) -> Aim:
+        return Aim(np.concatenate([source.read(name) for name in linear.weights]), inputs[linear.columns])
 
     def cost(errors, known: InputStatistics) -> float:
         return float(np.sum((errors @ known.second_moment) * errors))
 
-    store, blind = (UnitStore(source, config, tmp_path / name, aims) for name, aims in (("a", aim), ("b", None)))
-    for unit in (unit for unit in chosen_units(config) if may_have(unit, RANK)):
-        plain, repaired = store.coded(unit, TWO), store.coded(unit, RANK)
+    store, blind = (
+        QuantizedLinearStore(source, config, tmp_path / name, aims) for name, aims in (("a", aim), ("b", None))
+    )
+    for linear in (linear for linear in chosen_linears(config) if may_have(linear, RANK)):
+        plain, repaired = store.coded(linear, TWO), store.coded(linear, RANK)
         np.testing.assert_array_equal(plain.packed, repaired.packed)
-        weights, known = aim(unit)
-        errors = [weights - each.weights(unit, form) for each, form in ((store, TWO), (store, RANK), (blind, RANK))]
+        weights, known = aim(linear)
+        errors = [weights - each.weights(linear, form) for each, form in ((store, TWO), (store, RANK), (blind, RANK))]
         without, by_inputs, alike = (cost(each, known) for each in errors)
         assert by_inputs < alike < without
         assert (errors[2] ** 2).sum() < (errors[1] ** 2).sum()
-        view = store.view({unit.name: RANK})
-        parts = [view.coded(rows, RANK) for name in unit.weights for rows in source.row_ranges(name)]
+        view = store.view({linear.name: RANK})
+        parts = [view.coded(rows, RANK) for name in linear.weights for rows in source.row_ranges(name)]
         np.testing.assert_allclose(
-            np.concatenate([decoded(part, unit.columns, RANK) for part in parts]), store.weights(unit, RANK), atol=1e-6
+            np.concatenate([decoded(part, linear.columns, RANK) for part in parts]),
+            store.weights(linear, RANK),
+            atol=1e-6,
         )
-    again = UnitStore(source, config, tmp_path / "a", _never)
-    for unit in (unit for unit in chosen_units(config) if may_have(unit, RANK)):
-        np.testing.assert_array_equal(again.weights(unit, RANK), store.weights(unit, RANK))
+    again = QuantizedLinearStore(source, config, tmp_path / "a", _never)
+    for linear in (linear for linear in chosen_linears(config) if may_have(linear, RANK)):
+        np.testing.assert_array_equal(again.weights(linear, RANK), store.weights(linear, RANK))
 
 
 @settings(max_examples=30)
 @given(st.integers(64, 2000), st.integers(64, 2000), st.sampled_from(REPAIRED))
 def test_budgets_count_factors(rows: int, columns: int, form: WeightFormat) -> None:
-    unit = Unit("layers.0.o", ("o_proj",), (rows,), columns)
+    linear = FusedLinear("layers.0.o", ("o_proj",), (rows,), columns)
     factors = factor_form(form)
-    thin = Unit("layers.0.o", ("down",), (form.rank,), columns), Unit("layers.0.o", ("up",), (rows,), form.rank)
-    parts = bytes_read(unit, replace(form, rank=0)) + sum(bytes_read(each, factors) for each in thin)
-    assert bytes_read(unit, form) == parts
+    thin = (
+        FusedLinear("layers.0.o", ("down",), (form.rank,), columns),
+        FusedLinear("layers.0.o", ("up",), (rows,), form.rank),
+    )
+    parts = bytes_read(linear, replace(form, rank=0)) + sum(bytes_read(each, factors) for each in thin)
+    assert bytes_read(linear, form) == parts
 
 
 def test_the_file_grows_by_the_factors(tmp_path) -> None:
@@ -181,9 +188,11 @@ def test_the_file_grows_by_the_factors(tmp_path) -> None:
     grown = file_size(tmp_path / "repaired", repaired) - file_size(
         tmp_path / "plain", content_of(tmp_path, "llama", {})
     )
-    unit = next(unit for unit in units_of(repaired.config) if unit.name == name)
+    linear = next(linear for linear in fused_linears(repaired.config) if linear.name == name)
     stored = (
-        UnitStore(Checkpoint(tmp_path / "checkpoint"), repaired.config, tmp_path / "units").coded(unit, RANK).factors
+        QuantizedLinearStore(Checkpoint(tmp_path / "checkpoint"), repaired.config, tmp_path / "units")
+        .coded(linear, RANK)
+        .factors
     )
     assert stored is not None
     needed = sum(part.nbytes for part in stored)
@@ -194,11 +203,11 @@ def test_only_linears_of_layers_may_be_repaired(tmp_path) -> None:
     config = read_config(write_checkpoint(tmp_path, tie_word_embeddings=False))
     tried = levels([USUAL_METHODS], repaired=True)
     assert set(tried) == {*LADDER, *REPAIRED}
-    solos = solo_divergences(list(chosen_units(config)), tried, lambda *_: 1.0, tmp_path / "solo.json")
-    for unit in chosen_units(config):
-        ranks = {solo.form.rank for solo in solos[unit.name]}
-        assert ranks == ({0} if unit.name in ("embedding", "head") else {0, 16, 32, 64})
-    assert not may_have(Unit("layers.0.o", ("o",), (48,), 96), WeightFormat(2, 64, rank=64))
+    solos = solo_divergences(list(chosen_linears(config)), tried, lambda *_: 1.0, tmp_path / "solo.json")
+    for linear in chosen_linears(config):
+        ranks = {solo.form.rank for solo in solos[linear.name]}
+        assert ranks == ({0} if linear.name in ("embedding", "head") else {0, 16, 32, 64})
+    assert not may_have(FusedLinear("layers.0.o", ("o",), (48,), 96), WeightFormat(2, 64, rank=64))
 
 
 def test_no_format_for_all_weights_has_a_rank() -> None:
@@ -214,7 +223,7 @@ def test_units_that_make_up_for_others_are_repaired_too(tmp_path) -> None:
     known = CalibratedSource(source, config, statistics)
     plain, found = WeightFormat(2, 64, method=Method.GPTQ), []
     for form in (plain, replace(plain, rank=32)):
-        plan = {unit.name: form if may_have(unit, form) else plain for unit in units_of(config)}
+        plan = {linear.name: form if may_have(linear, form) else plain for linear in fused_linears(config)}
         folder = tmp_path / str(form.rank)
         store = round_successively(known, config, text, plan, folder, 64, silent, known.aim)
         evaluator = PlanEvaluator(source, config, text.held_out, store.weights, folder / "states", 64)
@@ -233,5 +242,5 @@ def test_a_manifest_names_ranks_where_there_are_any(tmp_path) -> None:
     assert Manifest.from_json(text) == manifest
 
 
-def _never(unit: Unit) -> Aim:
-    raise AssertionError(unit.name)
+def _never(linear: FusedLinear) -> Aim:
+    raise AssertionError(linear.name)

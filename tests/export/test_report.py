@@ -15,29 +15,29 @@ from hypothesis import strategies as st
 
 from edgerun.export.allocation.baseline_plans import uniform_plan
 from edgerun.export.allocation.format_candidates import weight_count
-from edgerun.export.allocation.linear_times import UnitTimes, kind_of, timed_form
+from edgerun.export.allocation.linear_times import LinearTimes, kind_of, timed_form
 from edgerun.export.allocation.sensitivity import Solo
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.layout import units_of
+from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.report import (
     ModelReport,
     PlanFigures,
     PlanKind,
     as_values,
     compared_plans,
+    linear_figures,
     megabytes,
     nearest_plans,
     page,
     plan_figures,
-    unit_figures,
     write_report,
 )
 from edgerun.export.report.axes import spanning
 from edgerun.export.report.figures import log_line
 from edgerun.models.bundle import holds_only_bundle_files
 from edgerun.models.manifest import Method, WeightFormat
-from reports import plan, whole_report
-from tiny import write_checkpoint
+from support.export_reports import plan, whole_report
+from support.tiny_models import write_checkpoint
 
 VOID = {"meta", "line", "circle", "rect", "polyline", "br"}
 
@@ -74,10 +74,10 @@ def structure_of(text: str) -> Structure:
 
 def bare(report: ModelReport) -> ModelReport:
     """Nothing but what every export knows."""
-    units = [dataclasses.replace(unit, solo_kl=None, milliseconds=None) for unit in report.units]
+    linears = [dataclasses.replace(linear, solo_kl=None, milliseconds=None) for linear in report.linears]
     (chosen,) = [each for each in report.plans if each.kind is PlanKind.CHOSEN]
     chosen = dataclasses.replace(chosen, kl=None, milliseconds={})
-    return ModelReport("m", "c", units, [chosen], 1, {})
+    return ModelReport("m", "c", linears, [chosen], 1, {})
 
 
 @pytest.mark.parametrize("layers", [1, 24, 130])
@@ -99,8 +99,8 @@ def test_a_page_stands_alone_and_shows_everything(layers: int) -> None:
         assert said in words
     for said in ("A pass over several tokens", "1.69 times", "written by the model itself", "tokens/s at 25 GB/s"):
         assert said in words
-    assert text.count("<tr") > len(report.units)
-    assert len(re.findall(r'class="fill bits\d', text)) == len(report.units)
+    assert text.count("<tr") > len(report.linears)
+    assert len(re.findall(r'class="fill bits\d', text)) == len(report.linears)
 
 
 def test_words_of_plots_end_within_them() -> None:
@@ -233,32 +233,32 @@ def test_axes_hold_every_value_and_have_ticks(values: list[float], log: bool, ze
 @pytest.mark.parametrize("tied", [True, False])
 def test_figures_are_gathered_from_a_plan(tied: bool, tmp_path: Path) -> None:
     config = read_config(write_checkpoint(tmp_path, tie_word_embeddings=tied))
-    plan = {unit.name: WeightFormat(4, 32) for unit in units_of(config)}
+    plan = {linear.name: WeightFormat(4, 32) for linear in fused_linears(config)}
     plan["head"] = plan["embedding"] = WeightFormat(8, 32)
     by_hqq = WeightFormat(4, 32, method=Method.HQQ)
     fine = {
         name: (Solo(by_hqq, 9.0), Solo(form, 0.5)) for name, form in plan.items() if name != "layers.1.o"
     }  # fmt: skip
-    times = UnitTimes(
+    times = LinearTimes(
         config,
         {(kind_of(name), timed_form(form)): {1: 2.0, 4: 3.0} for name, form in plan.items()},
         {1: 10.0, 4: 20.0},
     )
-    units = unit_figures(config, plan, fine, times)
+    linears = linear_figures(config, plan, fine, times)
     whole = plan_figures(config, plan, "this", PlanKind.CHOSEN, 0.25, times)
-    assert [unit.name for unit in units] == [name for name in plan if not (tied and name == "embedding")]
-    assert sum(unit.bytes_read for unit in units) == whole.bytes_read
-    assert sum(unit.rows * unit.columns for unit in units) == weight_count(config)
-    assert {unit.name: unit.solo_kl for unit in units}["layers.1.o"] is None
-    assert units[-1].bits_per_weight == 10.0
-    assert units[1].solo_kl == 0.5
-    timed = [unit.milliseconds for unit in units if unit.name != "embedding"]
+    assert [linear.name for linear in linears] == [name for name in plan if not (tied and name == "embedding")]
+    assert sum(linear.bytes_read for linear in linears) == whole.bytes_read
+    assert sum(linear.rows * linear.columns for linear in linears) == weight_count(config)
+    assert {linear.name: linear.solo_kl for linear in linears}["layers.1.o"] is None
+    assert linears[-1].bits_per_weight == 10.0
+    assert linears[1].solo_kl == 0.5
+    timed = [linear.milliseconds for linear in linears if linear.name != "embedding"]
     assert whole.milliseconds[1] == pytest.approx(10.0 + sum(filter(None, timed)))
     assert whole.milliseconds[4] == pytest.approx(20.0 + 3.0 * len(timed))
     assert whole.bits_per_weight == 8 * whole.bytes_read / weight_count(config)
     odd = plan | {"layers.0.qkv": WeightFormat(2, 64)}
     assert plan_figures(config, odd, "odd", PlanKind.RULE, times=times).milliseconds == {}
-    timed = {unit.name: unit.milliseconds for unit in unit_figures(config, odd, times=times)}
+    timed = {linear.name: linear.milliseconds for linear in linear_figures(config, odd, times=times)}
     assert (timed["layers.0.qkv"], timed["layers.0.o"]) == (None, 2.0)
 
 

@@ -8,7 +8,7 @@ import pytest
 from edgerun.export.check.reference_positions import rotation
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.graph.rope import Dynamic, Linear, Llama3, Rope, RopeScaling, Unscaled, Yarn
-from tiny import tiny_config, write_json
+from support.tiny_models import tiny_config, write_json
 
 PLAIN = [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278]
 """10000 ** (-2 i / 16): every other one is a power of ten."""

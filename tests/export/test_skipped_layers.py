@@ -31,7 +31,7 @@ from edgerun.runtime.graph.session import GraphSession as RuntimeSession
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.measure.agreement import agreeing
 from edgerun.runtime.speculation.draft_loading import load_own_draft
-from tiny import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
+from support.tiny_models import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
 SKIPPED = (SubLayer(1, Part.FEED_FORWARD), SubLayer(2, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD))
 TARGET = {rows: 0.01 * (1 + 0.1 * (rows - 1)) for rows in TARGET_ROWS}
@@ -201,7 +201,7 @@ def test_a_draft_is_chosen_measured_and_put_into_the_bundle(vocabulary: int | No
     target = RuntimeSession(bundle / "model.onnx", config)
     pair = find_draft(opened)
     assert pair is not None
-    draft = load_own_draft(pair, config, opened, target.spec, 100, cache=False)
+    draft = load_own_draft(pair, config, opened, target.graph_io, 100, cache=False)
     bound = target.bind(target.arena(100))
     same = sum(agreeing(bound, draft, text[:-1].tolist(), 1) for text in held_out)
     assert same / sum(len(text) - 2 for text in held_out) == pytest.approx(report.agreement, abs=0.08)

@@ -12,11 +12,11 @@ from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.successive import round_successively
 from edgerun.export.calibration.text_split import CalibrationText
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
-from edgerun.export.checkpoint.layout import units_of
+from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.progress import silent
 from edgerun.export.quantization.codes import decoded
-from tiny import write_checkpoint
+from support.tiny_models import write_checkpoint
 
 GPTQ = WeightFormat(4, 32, method=Method.GPTQ)
 K_QUANT = WeightFormat(4, 32, method=Method.K_QUANT)
@@ -42,12 +42,12 @@ def divergence(folder, source: CalibratedSource, config: DecoderConfig, plan, we
 def test_nearer_to_the_float_model_than_units_by_themselves(tmp_path, family: str, tied: bool) -> None:
     text = random_text(0)
     source, config = observed(tmp_path, text, family, tie_word_embeddings=tied, num_hidden_layers=3)
-    plan = {unit.name: GPTQ for unit in units_of(config)}
+    plan = {linear.name: GPTQ for linear in fused_linears(config)}
     store = round_successively(source, config, text, plan, tmp_path / "store", 256, silent)
 
-    def alone(unit, form):
-        parts = (rows for name in unit.weights for rows in source.row_ranges(name))
-        return np.concatenate([decoded(source.coded(rows, form), unit.columns, form) for rows in parts])
+    def alone(linear, form):
+        parts = (rows for name in linear.weights for rows in source.row_ranges(name))
+        return np.concatenate([decoded(source.coded(rows, form), linear.columns, form) for rows in parts])
 
     plain = divergence(tmp_path / "alone", source, config, plan, alone)
     assert divergence(tmp_path / "successive", source, config, plan, store.weights) < 0.95 * plain
@@ -56,20 +56,20 @@ def test_nearer_to_the_float_model_than_units_by_themselves(tmp_path, family: st
 def test_only_units_of_gptq_have_targets(tmp_path) -> None:
     text = random_text(0, 30)
     source, config = observed(tmp_path, text, "llama")
-    plan = {unit.name: K_QUANT for unit in units_of(config)}
+    plan = {linear.name: K_QUANT for linear in fused_linears(config)}
     plan |= {"layers.0.o": GPTQ, "layers.1.down": GPTQ, "layers.1.qkv": FP32}
     store = round_successively(source, config, text, plan, tmp_path / "store", 256, silent)
-    for unit in units_of(config):
-        if plan[unit.name].bits == 32:
+    for linear in fused_linears(config):
+        if plan[linear.name].bits == 32:
             np.testing.assert_array_equal(
-                store.weights(unit, FP32), np.concatenate([source.read(n) for n in unit.weights])
+                store.weights(linear, FP32), np.concatenate([source.read(n) for n in linear.weights])
             )
             continue
-        parts = [source.coded(rows, plan[unit.name]) for name in unit.weights for rows in source.row_ranges(name)]
+        parts = [source.coded(rows, plan[linear.name]) for name in linear.weights for rows in source.row_ranges(name)]
         same = np.array_equal(
-            np.concatenate([part.packed for part in parts]), store.coded(unit, plan[unit.name]).packed
+            np.concatenate([part.packed for part in parts]), store.coded(linear, plan[linear.name]).packed
         )
-        assert same == (plan[unit.name].method is not Method.GPTQ), unit.name
+        assert same == (plan[linear.name].method is not Method.GPTQ), linear.name
 
 
 class Broken(Exception):
@@ -79,7 +79,7 @@ class Broken(Exception):
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path) -> None:
     text = random_text(0, 30)
     source, config = observed(tmp_path, text, "llama")
-    plan = {unit.name: GPTQ for unit in units_of(config)}
+    plan = {linear.name: GPTQ for linear in fused_linears(config)}
 
     def breaks(stage: str, fraction: float) -> None:
         if fraction > 0:
@@ -91,5 +91,5 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path) -> None:
     resumed, whole = (
         round_successively(source, config, text, plan, tmp_path / name, 256, silent) for name in ("broken", "whole")
     )
-    for unit in units_of(config):
-        np.testing.assert_array_equal(resumed.coded(unit, GPTQ).packed, whole.coded(unit, GPTQ).packed)
+    for linear in fused_linears(config):
+        np.testing.assert_array_equal(resumed.coded(linear, GPTQ).packed, whole.coded(linear, GPTQ).packed)

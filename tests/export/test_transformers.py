@@ -14,7 +14,7 @@ from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.settings import read_json
-from tiny import write_checkpoint
+from support.tiny_models import write_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

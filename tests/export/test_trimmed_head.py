@@ -17,7 +17,7 @@ from edgerun.export import FP32, ExportRecipe, WeightFormat
 from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.drafts.trimmed_head import write_trimmed
 from edgerun.models.bundle import open_bundle
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 VOCABULARY = 300
 TOKENS = np.array([5, 299, 17, 120, 64, 3])

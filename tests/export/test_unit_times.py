@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from known_machine import KnownMachine
 
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.costs import cost_of
-from edgerun.export.allocation.format_candidates import LADDER, REPAIRED, chosen_units, with_embedding
+from edgerun.export.allocation.format_candidates import LADDER, REPAIRED, chosen_linears, with_embedding
 from edgerun.export.allocation.linear_times import (
     ROWS,
-    UnitTimes,
+    LinearTimes,
     at_rows,
     kind_of,
     known_or_measured,
@@ -34,7 +33,8 @@ from edgerun.runtime.graph import prepacked
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure.bundle_timing import packed_graphs
 from edgerun.runtime.measure.node_timing import BundleNodeStopwatch
-from tiny import write_checkpoint
+from support.known_timings import KnownMachine
+from support.tiny_models import write_checkpoint
 
 FORMS = (WeightFormat(2, 32), WeightFormat(4, 32), WeightFormat(8, 32))
 
@@ -57,10 +57,10 @@ def test_any_plan_is_predicted_where_times_add_up(cache: Path, tmp_path: Path, t
     machine = KnownMachine()
     times = measure(config, machine, (*LADDER, *REPAIRED))
     rng = np.random.default_rng(0)
-    units = [unit.name for unit in chosen_units(config)]
-    plan = with_embedding(config, {unit: LADDER[rng.integers(len(LADDER))] for unit in units})
+    linears = [linear.name for linear in chosen_linears(config)]
+    plan = with_embedding(config, {linear: LADDER[rng.integers(len(LADDER))] for linear in linears})
     plan |= {"layers.0.qkv": REPAIRED[0], "layers.1.o": REPAIRED[2], "layers.1.down": REPAIRED[4]}
-    assert UnitTimes.from_json(json.loads(json.dumps(times.to_json())), config) == times
+    assert LinearTimes.from_json(json.loads(json.dumps(times.to_json())), config) == times
     for rows in ROWS:
         assert times.milliseconds(plan, rows) == pytest.approx(1e3 * machine.pass_of(plan, layers, rows))
         assert cost_of(plan, times.costs(rows), config) == pytest.approx(times.milliseconds(plan, rows))
@@ -88,7 +88,7 @@ def test_times_are_measured_once_for_a_shape_and_its_conditions(cache: Path, tmp
 def test_whole_passes_say_how_much_slower_the_machine_is(cache: Path, tmp_path: Path, tied: bool) -> None:
     config, machine = config_of(tmp_path, tie_word_embeddings=tied), KnownMachine()
     times = known_or_measured(config, machine, FORMS)
-    forms = {unit.name: FORMS[place % 3] for place, unit in enumerate(chosen_units(config))}
+    forms = {linear.name: FORMS[place % 3] for place, linear in enumerate(chosen_linears(config))}
     plan = with_embedding(config, forms)
     for slow in (1.5, 0.7, 1.0):
         machine.slow = slow
@@ -108,13 +108,13 @@ def test_whole_passes_say_how_much_slower_the_machine_is(cache: Path, tmp_path: 
 )
 def test_damaged_times_are_not_read(damaged: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        UnitTimes.from_json(damaged, config_of(tmp_path))
+        LinearTimes.from_json(damaged, config_of(tmp_path))
 
 
 def test_times_survive_json(tmp_path: Path, cache: Path) -> None:
     config = config_of(tmp_path)
     times = measure(config, KnownMachine(), FORMS)
-    assert UnitTimes.from_json(json.loads(json.dumps(times.to_json())), config) == times
+    assert LinearTimes.from_json(json.loads(json.dumps(times.to_json())), config) == times
 
 
 @given(st.dictionaries(st.integers(1, 64), st.floats(0.1, 10), min_size=1), st.integers(1, 80))
@@ -150,11 +150,11 @@ def test_every_kind_of_unit_has_every_format_somewhere(tmp_path: Path) -> None:
 def test_the_models_run_and_their_nodes_are_timed(family: str, cache: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, family)
     times = measure(config, BundleNodeStopwatch(threads=1), (*FORMS, REPAIRED[0]), rounds=1)
-    assert {kind for kind, _ in times.units} == {"qkv", "o", "gate_up", "down", "head"}
-    assert all(min(each.values()) > 0 for each in times.units.values())
+    assert {kind for kind, _ in times.linears} == {"qkv", "o", "gate_up", "down", "head"}
+    assert all(min(each.values()) > 0 for each in times.linears.values())
     assert set(times.rest) == set(ROWS)
     plan = {name: timed_form(WeightFormat(4, 32, method=Method.K_QUANT)) for name in ("embedding", "head")}
-    plan |= {unit.name: FORMS[1] for unit in chosen_units(config)}
+    plan |= {linear.name: FORMS[1] for linear in chosen_linears(config)}
     plan |= {"layers.0.down": REPAIRED[0], "layers.0.gate_up": REPAIRED[0]}
     assert math.isfinite(times.milliseconds(plan, 3))
     with pytest.raises(KeyError):
@@ -167,7 +167,7 @@ def test_no_two_matrices_share_a_place_in_memory(cache: Path, tmp_path: Path, mo
     sizes = []
     for layers in (1, 2):
         short = replace(config, layers=layers, attention=config.attention[:layers], tied_head=True)
-        names = [unit.name for unit in chosen_units(short)]
+        names = [linear.name for linear in chosen_linears(short)]
         TimingBundle(short, with_embedding(short, dict.fromkeys(names, FORMS[1]))).write(tmp_path / str(layers))
         with packed_graphs([tmp_path / str(layers)]) as [(bundle, graph)]:
             GraphSession(graph, SessionConfig(choose_device("cpu"), 1))

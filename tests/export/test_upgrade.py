@@ -14,7 +14,6 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import edgerun
-from drafters import NEARLY_FREE, FixedCost
 from edgerun import GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.errors import BundleError, EdgeError, ExportError, InputError
@@ -25,10 +24,11 @@ from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.export.upgrade.parity import reference_of, require_same
 from edgerun.models.manifest import GraphLayout, Manifest, WeightFormat
 from edgerun.runtime.result import Reply
-from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Rows, Weights
-from layout_oracle import closest_call, greedy_tokens
-from layouts import COMMUNITY, GENAI, LAYOUTS, LIMITED, OPTIMUM, write_layout
-from unfit_layouts import UNFIT, write_unfit
+from support.adversarial_drafters import NEARLY_FREE, FixedCost
+from support.broken_layouts import UNFIT, write_unfit
+from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Rows, Weights
+from support.layout_reference import closest_call, greedy_tokens
+from support.layouts import COMMUNITY, GENAI, LAYOUTS, LIMITED, OPTIMUM, write_layout
 
 TOKENS = 48
 CLEAR = 0.02
@@ -81,8 +81,8 @@ def test_upgraded_models_say_the_same_in_trees(name: str, tmp_path: Path) -> Non
     layout = SPOKEN[name]
     prompt = clear_prompt(layout)
     with edgerun.load(upgrade(write_layout(tmp_path / "m", layout)), threads=1, cache=False) as llm:
-        assert llm.spec.trees
-        llm._workshop._cost = FixedCost(NEARLY_FREE)
+        assert llm.graph_io.trees
+        llm._drafter_pool._cost = FixedCost(NEARLY_FREE)
         for speculation in (Speculation.OFF, Speculation.AUTO):
             text = llm.new_sequence()
             options = GenerateOptions(max_tokens=TOKENS, temperature=0, speculation=speculation)
@@ -185,7 +185,7 @@ def test_few_bits_stay_and_an_upgrade_of_them_is_lossless(tmp_path: Path) -> Non
 def genai_int4(folder: Path) -> Path:
     """The tiny llama in GenAI's layout with 4-bit weights."""
     from edgerun.export import export_checkpoint
-    from tiny import write_checkpoint
+    from support.tiny_models import write_checkpoint
 
     checkpoint = write_checkpoint(folder / "checkpoint")
     exported = export_checkpoint(checkpoint, folder / "genai", ExportRecipe(INT4, layout=GraphLayout.GENAI)).bundle

@@ -21,7 +21,7 @@ from edgerun.export.upgrade.patterns.plain_operators import fuse_operators
 from edgerun.export.upgrade.patterns.rotary_pattern import Rotation, find_rotation
 from edgerun.export.upgrade.patterns.subgraph_probe import Probe
 from edgerun.export.upgrade.selected_logits import select_rows
-from plain_decoder import VOCABULARY, Masking, Plain, Turning, plain_decoder
+from support.naive_decoder import VOCABULARY, Masking, Plain, Turning, plain_decoder
 
 CONTEXT = 96
 NOWHERE = Path()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from edgerun.errors import EdgeError
 from edgerun.export import FP32, ExportRecipe, upgrade_model
-from folder_edits import FileEdit, file_edits
-from graph_edits import GraphEdit, graph_edits
-from layouts import LAYOUTS, write_layout
+from support.folder_edits import FileEdit, file_edits
+from support.graph_edits import GraphEdit, graph_edits
+from support.layouts import LAYOUTS, write_layout
 
 BASES = ("optimum-external-many", "optimum-merged", "renamed-genai", "genai-float16", "community", "genai-window-cache")
 fuzzing = settings(max_examples=15, suppress_health_check=list(HealthCheck))

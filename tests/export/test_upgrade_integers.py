@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.export.upgrade.edit.write import InPlace
 from edgerun.export.upgrade.linears.integer_linears import carry_over_integers
-from layout_nodes import Nodes
+from support.layout_nodes import Nodes
 
 Floats = npt.NDArray[np.float32]
 

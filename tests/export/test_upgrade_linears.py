@@ -24,7 +24,7 @@ from edgerun.export.upgrade.linears.matrices import Matrix, rounded
 from edgerun.export.upgrade.linears.sibling_linears import join_siblings, take_in_biases
 from edgerun.export.upgrade.linears.widen import widen
 from edgerun.models.manifest import WeightFormat
-from layout_nodes import Nodes
+from support.layout_nodes import Nodes
 
 Floats = npt.NDArray[np.float32]
 VOCABULARY, WIDTH, INNER = 70, 48, 40

@@ -19,9 +19,9 @@ from edgerun.export import FP32, INT4, ExportRecipe, upgrade_model
 from edgerun.export.check.contract_session import GraphSession
 from edgerun.models.manifest import Manifest, WeightFormat
 from edgerun.runtime.result import Reply
-from layout_kinds import HEAD_DIM, VOCABULARY, Layout, Weights
-from layout_oracle import greedy_tokens
-from layouts import COMMUNITY, GENAI, OPTIMUM, write_layout
+from support.layout_kinds import HEAD_DIM, VOCABULARY, Layout, Weights
+from support.layout_reference import greedy_tokens
+from support.layouts import COMMUNITY, GENAI, OPTIMUM, write_layout
 
 Change = Callable[[ModelProto], None]
 PROMPT = [7, 30, 112, 9, 260, 41]

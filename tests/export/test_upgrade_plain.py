@@ -21,7 +21,7 @@ from edgerun.export.upgrade.edit.write import InPlace
 from edgerun.export.upgrade.linears.packed_heads import pack_heads
 from edgerun.export.upgrade.patterns.activations import fuse_activations
 from edgerun.export.upgrade.patterns.norms import fuse_norms, fuse_residuals
-from layout_nodes import Nodes
+from support.layout_nodes import Nodes
 
 WIDTH = 16
 ROWS = 5

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -20,8 +19,9 @@ from edgerun.export.graph.initializers import Initializers
 from edgerun.export.quantization.codes import decoded, powers_of_two, unpack_zero_points
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
-from tiny import write_bundle, write_checkpoint
-from weight_operators import FORMATS, run_operators
+from support.gguf_files import write_gguf
+from support.tiny_models import write_bundle, write_checkpoint
+from support.weight_operators import FORMATS, run_operators
 
 WITH_POINTS = [form for form in FORMATS if form.zero_points]
 IN_POWERS = [replace(form, powers_of_two=True) for form in FORMATS]

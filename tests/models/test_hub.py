@@ -29,8 +29,8 @@ from edgerun.models.find import find_model
 from edgerun.models.hub.fetch import fetch_checkpoint, fetch_model
 from edgerun.models.hub.local_store import Store, is_safe_path, models_root, stores
 from edgerun.models.hub.model_id import HubId, parse_hub_id
-from hub_fixture import own_hub
-from hub_server import HubServer, files_of, sha256
+from support.hub_fixture import own_hub
+from support.hub_server import HubServer, files_of, sha256
 
 TEXTS = {"config.json": b"{}", "tokenizer.json": b'{"version": "1.0"}', "README.md": b"# a model"}
 

@@ -258,8 +258,8 @@ def test_everyday_slots_agree_in_request_and_command() -> None:
         request for request in by_request if request.startswith("find files larger than") and " in " not in request
     ]
     for request in large:
-        number, unit = request.split()[4:6]
-        assert by_request[request] == f"find . -type f -size +{number}{unit[0]}"
+        number, linear = request.split()[4:6]
+        assert by_request[request] == f"find . -type f -size +{number}{linear[0]}"
 
 
 def test_placeholders_are_filled_alike() -> None:

@@ -21,7 +21,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import session as runtime_session
 from edgerun.runtime.graph.metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from tiny import write_bundle, write_checkpoint
+from support.tiny_models import write_bundle, write_checkpoint
 
 POINTS = WeightFormat(4, 32, zero_points=True)
 

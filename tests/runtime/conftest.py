@@ -13,7 +13,7 @@ import pytest
 def tiny_bundle_of(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Callable[[str, str], Path]:
     """The bundle of a family (llama, qwen2, qwen3) and a weight format (fp32, int8, int4): 300 tokens, context 256."""
     from edgerun.export import FP32, INT4, INT8
-    from tiny import write_bundle
+    from support.tiny_models import write_bundle
 
     formats = {"fp32": FP32, "int8": INT8, "int4": INT4}
 

@@ -24,10 +24,10 @@ from edgerun.runtime.measure.exactness import (
     ComparisonCounts,
     Counterexample,
     ExactnessReport,
-    certificate_file,
-    keep_certificate,
-    kept_certificate,
-    quick_certificate,
+    exactness_file,
+    measure_exactness,
+    save_exactness_report,
+    stored_exactness_report,
 )
 from edgerun.runtime.measure.width_noise import WIDTHS, WidthNoise, measure_width_noise
 from edgerun.runtime.sampling import Sampler, SamplingParams
@@ -35,7 +35,7 @@ from edgerun.runtime.sampling import Sampler, SamplingParams
 CONFIG = SessionConfig(choose_device("cpu"), 1)
 TEXTS = [np.random.default_rng(seed).integers(5, 300, 60).tolist() for seed in range(3)]
 NOISE = WidthNoise({1: 0.0, 2: 0.1, 16: 0.2}, trees=0.25, disturbed=0.3, leak=0.0, spread=4.0, rows=96)
-COUNT = ComparisonCounts(texts=9, identical=7, tied=2, guesses=300, accepted=120, widest_tie=0.125, again=40)
+COUNT = ComparisonCounts(texts=9, identical=7, tied=2, candidates=300, accepted=120, widest_tie=0.125, again=40)
 FOUND = Counterexample("greedy", "hidden", 3, 0, 17, 5, 9, 1.5)
 FULL = ExactnessReport(NOISE, COUNT, COUNT, COUNT, FOUND)
 
@@ -105,16 +105,16 @@ def test_every_text_is_the_plain_one_or_parts_at_a_tie(tiny_bundle_of: Callable[
     done: list[tuple[int, int]] = []
     for model in (("llama", "fp32"), ("qwen3", "int8")):
         with edgerun.load(tiny_bundle_of(*model)) as engine:
-            certificate = Comparison(engine, 24).certify(prompts, lambda *step: done.append(step))
-        assert certificate.passed
-        assert certificate.counterexample is None
-        for count, texts in ((certificate.greedy, 9), (certificate.sampled, 18), (certificate.exact, 9)):
+            exactness_report = Comparison(engine, 24).certify(prompts, lambda *step: done.append(step))
+        assert exactness_report.passed
+        assert exactness_report.counterexample is None
+        for count, texts in ((exactness_report.greedy, 9), (exactness_report.sampled, 18), (exactness_report.exact, 9)):
             assert (count.texts, count.failed) == (texts, 0)
-            assert count.guesses > count.accepted > 0
-        assert certificate.exact.identical == certificate.exact.texts
+            assert count.candidates > count.accepted > 0
+        assert exactness_report.exact.identical == exactness_report.exact.texts
         if model[1] == "fp32":
-            assert certificate.greedy.identical == 9
-            assert certificate.sampled.identical == 18
+            assert exactness_report.greedy.identical == 9
+            assert exactness_report.sampled.identical == 18
     assert done == [(step, 7) for step in range(1, 8)] * 2
 
 
@@ -130,15 +130,15 @@ def test_a_text_that_parts_where_the_choice_was_clear_fails(tiny_bundle: Path, m
 
     monkeypatch.setattr(speculate, "match", careless)
     with edgerun.load(tiny_bundle) as engine:
-        certificate = Comparison(engine, 24).certify([TEXTS[0][:9]], lambda *_: None)
-    assert not certificate.passed
-    found = certificate.counterexample
+        exactness_report = Comparison(engine, 24).certify([TEXTS[0][:9]], lambda *_: None)
+    assert not exactness_report.passed
+    found = exactness_report.counterexample
     assert (found.kind, found.drafter, found.prompt) == ("greedy", "foreseen", 0)
-    assert certificate.greedy.failed == 3
-    assert certificate.sampled.failed > 0
-    assert certificate.exact.failed == 0  # it has a verification of its own
+    assert exactness_report.greedy.failed == 3
+    assert exactness_report.sampled.failed > 0
+    assert exactness_report.exact.failed == 0  # it has a verification of its own
     assert 9 + found.position > 14
-    assert found.gap > certificate.epsilon
+    assert found.gap > exactness_report.epsilon
 
 
 def test_the_gap_of_a_draw_is_how_far_the_edge_is(tiny_bundle: Path) -> None:
@@ -165,10 +165,10 @@ def test_the_gap_of_a_draw_is_how_far_the_edge_is(tiny_bundle: Path) -> None:
 
 
 def test_a_quick_certificate_knows_the_noise_alone(tiny_bundle: Path) -> None:
-    certificate = quick_certificate(bind(tiny_bundle), TEXTS[0])
-    assert certificate.epsilon > 0
-    assert certificate.passed
-    assert (certificate.greedy, certificate.sampled, certificate.exact) == (None, None, None)
+    exactness_report = measure_exactness(bind(tiny_bundle), TEXTS[0])
+    assert exactness_report.epsilon > 0
+    assert exactness_report.passed
+    assert (exactness_report.greedy, exactness_report.sampled, exactness_report.exact) == (None, None, None)
 
 
 small = st.floats(0, 1e6)
@@ -193,18 +193,18 @@ counts = st.none() | st.builds(ComparisonCounts, *[st.integers(0, 10**6)] * 5, s
         st.none() | st.just(FOUND),
     )
 )
-def test_json_gives_back_what_it_was_made_of(certificate: ExactnessReport) -> None:
-    assert ExactnessReport.from_json(json.loads(json.dumps(certificate.to_json()))) == certificate
+def test_json_gives_back_what_it_was_made_of(exactness_report: ExactnessReport) -> None:
+    assert ExactnessReport.from_json(json.loads(json.dumps(exactness_report.to_json()))) == exactness_report
 
 
 def test_it_is_kept_for_this_model_device_and_machine(tiny_bundle: Path, cache: Path) -> None:
     bundle = open_bundle(tiny_bundle)
-    assert kept_certificate(bundle, CONFIG) is None
-    file = keep_certificate(FULL, bundle, CONFIG)
-    assert file == certificate_file(bundle, CONFIG)
+    assert stored_exactness_report(bundle, CONFIG) is None
+    file = save_exactness_report(FULL, bundle, CONFIG)
+    assert file == exactness_file(bundle, CONFIG)
     assert list(cache.iterdir()) == [file]
-    assert kept_certificate(bundle, CONFIG) == FULL
-    assert kept_certificate(bundle, dataclasses.replace(CONFIG, threads=2)) is None
+    assert stored_exactness_report(bundle, CONFIG) == FULL
+    assert stored_exactness_report(bundle, dataclasses.replace(CONFIG, threads=2)) is None
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,13 @@ def test_it_is_kept_for_this_model_device_and_machine(tiny_bundle: Path, cache: 
 )
 def test_a_damaged_one_is_none(tiny_bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     bundle = open_bundle(tiny_bundle)
-    file = keep_certificate(FULL, bundle, CONFIG)
+    file = save_exactness_report(FULL, bundle, CONFIG)
     data = json.loads(file.read_text())
     change(data)
     file.write_text(json.dumps(data))
-    assert kept_certificate(bundle, CONFIG) is None
+    assert stored_exactness_report(bundle, CONFIG) is None
     file.write_bytes(b"\xff\x00")
-    assert kept_certificate(bundle, CONFIG) is None
+    assert stored_exactness_report(bundle, CONFIG) is None
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
@@ -239,4 +239,4 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
-    assert keep_certificate(FULL, open_bundle(tiny_bundle), CONFIG) is None
+    assert save_exactness_report(FULL, open_bundle(tiny_bundle), CONFIG) is None

@@ -18,7 +18,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling import Sampler, SamplingParams, uniform_at
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 VOCABULARY = 300
 

@@ -28,7 +28,7 @@ from edgerun import (
     TemplateError,
 )
 from edgerun.export import INT8
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters import adversaries, eager, listening_to
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
@@ -20,6 +19,7 @@ from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
+from support.adversarial_drafters import adversaries, eager, listening_to
 
 VOCABULARY = 300
 GREEDY = SamplingParams()

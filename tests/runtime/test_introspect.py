@@ -15,8 +15,8 @@ from edgerun import BundleError, ContextError
 from edgerun.runtime.graph.graph_io import CacheMode, GraphValue, LogitsMode, Role
 from edgerun.runtime.graph.introspection import introspect
 from edgerun.runtime.graph.metadata import ModelMetadata
-from layouts import LIMITED, write_layout
-from unfit_layouts import UNFIT, write_unfit
+from support.broken_layouts import UNFIT, write_unfit
+from support.layouts import LIMITED, write_layout
 
 ANOTHER = "choose another variant of it"
 OURS = f"export the model with edge-run export, or {ANOTHER}"
@@ -148,8 +148,8 @@ OUTS = {
 }
 
 
-def spec_of(ins: dict[str, GraphValue], outs: dict[str, GraphValue], facts: ModelMetadata | None = None):
-    return introspect(list(ins.values()), list(outs.values()), "F", facts or ModelMetadata())
+def spec_of(ins: dict[str, GraphValue], outs: dict[str, GraphValue], metadata: ModelMetadata | None = None):
+    return introspect(list(ins.values()), list(outs.values()), "F", metadata or ModelMetadata())
 
 
 def changed(ports: dict[str, GraphValue], name: str, **changes: object) -> dict[str, GraphValue]:
@@ -165,16 +165,16 @@ def added(ports: dict[str, GraphValue], *more: GraphValue) -> dict[str, GraphVal
 
 
 def test_the_usual_ports_are_read() -> None:
-    spec = spec_of(INS, OUTS)
-    assert (spec.vocab_size, spec.layers, spec.capacity) == (300, 1, None)
-    assert spec.sharing is CacheMode.GROWING
-    assert spec.scores is LogitsMode.ALL
-    assert set(spec.inputs) == {Role.TOKENS, Role.MASK, Role.POSITIONS}
-    assert [(tensor.past, tensor.present) for tensor in spec.cache] == [
+    graph_io = spec_of(INS, OUTS)
+    assert (graph_io.vocab_size, graph_io.layers, graph_io.capacity) == (300, 1, None)
+    assert graph_io.sharing is CacheMode.GROWING
+    assert graph_io.scores is LogitsMode.ALL
+    assert set(graph_io.inputs) == {Role.TOKENS, Role.MASK, Role.POSITIONS}
+    assert [(tensor.past, tensor.present) for tensor in graph_io.cache] == [
         ("past_key_values.0.key", "present.0.key"),
         ("past_key_values.0.value", "present.0.value"),
     ]
-    assert [tensor.form.sized(7) for tensor in spec.cache] == [(1, 2, 7, 16)] * 2
+    assert [tensor.form.sized(7) for tensor in graph_io.cache] == [(1, 2, 7, 16)] * 2
 
 
 @pytest.mark.parametrize(
@@ -299,9 +299,9 @@ def test_caches_are_known_by_many_names(keys: str, values: str) -> None:
         for kind, name in (("key", keys), ("value", values)):
             ins = added(ins, port(name.format(layer), PAST))
             outs = added(outs, port(f"present.{layer}.{kind}", PRESENT))
-    spec = spec_of(ins, outs)
-    assert spec.layers == 3
-    assert [(tensor.past, tensor.present) for tensor in spec.cache] == [
+    graph_io = spec_of(ins, outs)
+    assert graph_io.layers == 3
+    assert [(tensor.past, tensor.present) for tensor in graph_io.cache] == [
         *((keys.format(layer), f"present.{layer}.key") for layer in (0, 2, 10)),
         *((values.format(layer), f"present.{layer}.value") for layer in (0, 2, 10)),
     ]
@@ -315,21 +315,21 @@ def test_settings_fill_in_what_ports_leave_open() -> None:
         outs = changed(outs, name, shape=(None, None, None, None))
     config = {"vocab_size": 300, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     genai = {"vocab_size": 300, "decoder": {"num_key_value_heads": 2, "head_size": 16}}
-    for facts in (
+    for metadata in (
         ModelMetadata(config=config),
         ModelMetadata(config={**config, "head_dim": 16, "hidden_size": 1}),
         ModelMetadata(genai=genai),
     ):
-        spec = spec_of(ins, outs, facts)
-        assert spec.vocab_size == 300
-        assert [tensor.form.sized(5) for tensor in spec.cache] == [(1, 2, 5, 16)] * 2
+        graph_io = spec_of(ins, outs, metadata)
+        assert graph_io.vocab_size == 300
+        assert [tensor.form.sized(5) for tensor in graph_io.cache] == [(1, 2, 5, 16)] * 2
 
 
 def test_what_the_graph_says_counts_more_than_what_lies_beside_it() -> None:
-    facts = ModelMetadata(config={"vocab_size": 7, "num_key_value_heads": 9, "head_dim": 99})
-    spec = spec_of(INS, OUTS, facts)
-    assert spec.vocab_size == 300
-    assert spec.cache[0].form.sized(1) == (1, 2, 1, 16)
+    metadata = ModelMetadata(config={"vocab_size": 7, "num_key_value_heads": 9, "head_dim": 99})
+    graph_io = spec_of(INS, OUTS, metadata)
+    assert graph_io.vocab_size == 300
+    assert graph_io.cache[0].form.sized(1) == (1, 2, 1, 16)
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import edgerun
-from drafters import eager
 from edgerun import EdgeError
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.sampling import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from folder_edits import FileEdit, file_edits
-from graph_edits import GraphEdit, exchange, graph_edits
-from layout_kinds import (
+from support.adversarial_drafters import eager
+from support.folder_edits import FileEdit, file_edits
+from support.graph_edits import GraphEdit, exchange, graph_edits
+from support.layout_kinds import (
     VOCABULARY,
     Attention,
     Cache,
@@ -37,8 +37,8 @@ from layout_kinds import (
     Settings,
     Weights,
 )
-from layout_oracle import closest_call, greedy_tokens
-from layouts import LAYOUTS, write_layout
+from support.layout_reference import closest_call, greedy_tokens
+from support.layouts import LAYOUTS, write_layout
 
 BASES = (
     "optimum",
@@ -81,9 +81,9 @@ def answers(folder: Path, layout: Layout, prompt: Sequence[int]) -> list[list[in
     """
     found = []
     with edgerun.load(folder, context=CONTEXT, threads=1, cache=False) as engine:
-        for speculator in (None, eager(SuffixDrafter(), trees=engine.spec.trees)):
+        for speculator in (None, eager(SuffixDrafter(), trees=engine.graph_io.trees)):
             bound = engine.new_sequence().bound
-            sampler = Sampler(SamplingParams(), engine.spec.vocab_size)
+            sampler = Sampler(SamplingParams(), engine.graph_io.vocab_size)
             steps = decode(bound, prompt, sampler, DecodeLimits(TOKENS), lambda: False, speculator)
             found.append([token for step in steps for token in step.tokens])
         engine.generate("the", raw=True, max_tokens=2, speculation=edgerun.runtime.speculation.Speculation.OFF)

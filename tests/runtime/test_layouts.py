@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import edgerun
-from drafters import adversaries, eager, listening_to
 from edgerun import BundleError, Engine, GenerateOptions, InputError
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.decode import DecodeLimits, Step, decode
@@ -29,10 +28,11 @@ from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Speculator
-from layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Mask, Rows, Settings
-from layout_oracle import Decoder, closest_call, greedy_tokens, weights_of
-from layouts import LAYOUTS, write_layout
-from tiny import tiny_config, write_json
+from support.adversarial_drafters import adversaries, eager, listening_to
+from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Mask, Rows, Settings
+from support.layout_reference import Decoder, closest_call, greedy_tokens, weights_of
+from support.layouts import LAYOUTS, write_layout
+from support.tiny_models import tiny_config, write_json
 
 TOKENS = 62
 CLEAR = 0.02
@@ -110,16 +110,16 @@ def test_greedy_tokens_are_the_models(name: str, graph_of) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_a_graph_can_do_is_found_out(name: str, graph_of) -> None:
-    layout, spec = LAYOUTS[name], graph_of(name).spec
-    assert spec.vocab_size == VOCABULARY
-    assert spec.layers == 2
-    assert spec.sharing is (CacheMode.IN_PLACE if name in IN_PLACE else CacheMode.GROWING)
-    assert spec.capacity == layout.capacity
+    layout, graph_io = LAYOUTS[name], graph_of(name).graph_io
+    assert graph_io.vocab_size == VOCABULARY
+    assert graph_io.layers == 2
+    assert graph_io.sharing is (CacheMode.IN_PLACE if name in IN_PLACE else CacheMode.GROWING)
+    assert graph_io.capacity == layout.capacity
     one_row = {Rows.LAST: LogitsMode.LAST, Rows.LAST_FLAT: LogitsMode.LAST, Rows.CHOSEN: LogitsMode.SUFFIX}
-    assert spec.scores is one_row.get(layout.rows, LogitsMode.ALL)
-    assert spec.wide == (layout.mask is not Mask.NOT_CAUSAL)
-    assert spec.trees == (name in TREES)
-    assert spec.verifies == (layout.mask is not Mask.NOT_CAUSAL and spec.scores is not LogitsMode.LAST)
+    assert graph_io.scores is one_row.get(layout.rows, LogitsMode.ALL)
+    assert graph_io.wide == (layout.mask is not Mask.NOT_CAUSAL)
+    assert graph_io.trees == (name in TREES)
+    assert graph_io.verifies == (layout.mask is not Mask.NOT_CAUSAL and graph_io.scores is not LogitsMode.LAST)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -127,7 +127,7 @@ def test_guesses_do_not_change_the_text(name: str, graph_of) -> None:
     layout, graph = LAYOUTS[name], graph_of(name)
     prompt = prompt_of(layout, 40, salt=1)
     expected = greedy_tokens(layout, prompt, TOKENS)
-    trees = graph.spec.trees
+    trees = graph.graph_io.trees
     guessing = adversaries([*prompt, *expected], VOCABULARY, 0)
     bound = bind(graph)
     speculators = {
@@ -144,7 +144,7 @@ def test_guesses_do_not_change_the_text(name: str, graph_of) -> None:
         assert tokens_of(steps) == expected, drafter
         assert bound.arena.length == len(prompt) + TOKENS - 1
         passes[drafter] = len(steps)
-    if graph.spec.verifies:
+    if graph.graph_io.verifies:
         assert passes["oracle"] < TOKENS / 3
     if trees:
         assert passes["wide"] < TOKENS
@@ -192,7 +192,7 @@ def test_a_draft_model_of_any_layout_guesses(name: str, drafting: str, graph_of)
     layout, graph = LAYOUTS[name], graph_of(name)
     draft = DraftModel(bind(graph_of(drafting)), PassCost({0: {1: 1e-6, 2: 1e-6}}), VOCABULARY)
     prompt = prompt_of(layout, 90, salt=5)
-    speculator = eager(ModelDrafter(draft), trees=graph.spec.trees)
+    speculator = eager(ModelDrafter(draft), trees=graph.graph_io.trees)
     steps = steps_of(bind(graph), prompt, speculator)
     assert tokens_of(steps) == greedy_tokens(layout, prompt, TOKENS)
     capacity = LAYOUTS[drafting].capacity

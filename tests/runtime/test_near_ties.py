@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import edgerun
-from drafters import adversaries, eager, listening_to
 from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.runtime.decode import DecodeLimits, FinishReason, Step, decode
 from edgerun.runtime.devices.providers import choose_device
@@ -22,7 +21,8 @@ from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
-from tiny import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
+from support.adversarial_drafters import adversaries, eager, listening_to
+from support.tiny_models import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
 VOCABULARY = 300
 LIMITS = DecodeLimits(40)
@@ -239,7 +239,7 @@ def test_the_engine_keeps_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 assert exact.text == expected.text
                 if "seed" in changes:
                     assert exact.stats.drafted == 0
-        known = engine.certificate()
+        known = engine.exactness_report()
     assert len(list((tmp_path / "cache" / "certificates").iterdir())) == 1
     with edgerun.load(bundle) as engine:
-        assert engine.certificate() == known
+        assert engine.exactness_report() == known

@@ -13,7 +13,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure.node_profile import read_passes
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 
 def test_every_linear_of_every_pass_has_a_time(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgerun
-from drafters import NEARLY_FREE, FixedCost
 from edgerun import BundleError, Engine, GenerateOptions
 from edgerun.edge.cli.main import main
 from edgerun.export.drafts.skipped_layers import Part, SubLayer, write_own_draft
@@ -28,7 +27,8 @@ from edgerun.runtime.speculation.draft_loading import load_own_draft
 from edgerun.runtime.speculation.drafters.layer_skip import LayerSkipDraft
 from edgerun.runtime.speculation.sampled_speculator import DraftSampling
 from edgerun.runtime.speculation.tree import Source
-from tiny import write_bundle
+from support.adversarial_drafters import NEARLY_FREE, FixedCost
+from support.tiny_models import write_bundle
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
 SKIPPED = (SubLayer(2, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD), SubLayer(3, Part.ATTENTION))
@@ -49,10 +49,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(bundle: Path, **options: object) -> Engine:
     """An engine to which every guess of the draft's is worth its price."""
     engine = edgerun.load(bundle, threads=1, cache=False, **options)
-    workshop = engine._workshop
-    workshop._cost = FixedCost(NEARLY_FREE)
-    workshop._drafting = workshop._make_drafting(workshop._cost, trees=True)
-    workshop._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
+    drafter_pool = engine._drafter_pool
+    drafter_pool._cost = FixedCost(NEARLY_FREE)
+    drafter_pool._drafting = drafter_pool._make_drafting(drafter_pool._cost, trees=True)
+    drafter_pool._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
     return engine
 
 
@@ -72,7 +72,7 @@ def own_draft(bundle: Path, target: GraphSession) -> LayerSkipDraft:
     pair = find_draft(opened)
     assert pair is not None
     assert pair.own
-    return load_own_draft(pair, CONFIG, opened, target.spec, 600, cache=False)
+    return load_own_draft(pair, CONFIG, opened, target.graph_io, 600, cache=False)
 
 
 def read(target: GraphSession, tokens: list[int]) -> BoundSession:
@@ -268,8 +268,8 @@ def test_a_missing_or_foreign_graph_is_one_line(bundle: Path, tmp_path: Path) ->
 
 def test_inspect_and_bench_name_it(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(bundle), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["draft"] == {"name": "draft of its own", "without": "2.attention, 2.feed-forward, 3.attention"}
+    metadata = json.loads(capsys.readouterr().out)
+    assert metadata["draft"] == {"name": "draft of its own", "without": "2.attention, 2.feed-forward, 3.attention"}
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the other thing\n", encoding="utf-8")
     measured = ["bench", str(bundle), "--prompts", str(prompts), "--max-tokens", "6", "--no-cache", "--json"]

@@ -15,7 +15,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure.pass_cost_store import cached
 from edgerun.runtime.speculation.draft_loading import load_draft, share_cores
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
 KEPT = np.arange(20, 120)

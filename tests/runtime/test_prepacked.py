@@ -15,7 +15,7 @@ from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import prepacked
 from edgerun.runtime.graph.session import GraphSession, SessionConfig, write_prepacked
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import NEARLY_FREE, Adversary, FixedCost, eager, listening_to
 from edgerun.runtime.sampling import Sampler, SamplingParams
 from edgerun.runtime.speculation.backoff import Backoff
 from edgerun.runtime.speculation.drafters.interface import Candidate
@@ -21,6 +20,7 @@ from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Draft, PassTimes, Round, Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
 from edgerun.runtime.speculation.verification import VerifyResult, match
+from support.adversarial_drafters import NEARLY_FREE, Adversary, FixedCost, eager, listening_to
 
 VOCABULARY = 6
 NOBODY = frozenset[int]()
@@ -131,8 +131,8 @@ def test_the_targets_own_logits_are_recycled_along_the_accepted_path_only() -> N
     assert two is not None
     speculator.observe(draft, VerifyResult((0, two), 5), logits, 1, PassTimes(0.1))
     for token, row in ((1, 0), (2, two)):
-        assert [guess.token for guess in recycle.guesses(token)] == np.argsort(-logits[row])[:3].tolist()
-    assert not any(recycle.guesses(token) for token in (0, 3, 4, 5))
+        assert [candidate.token for candidate in recycle.candidates(token)] == np.argsort(-logits[row])[:3].tolist()
+    assert not any(recycle.candidates(token) for token in (0, 3, 4, 5))
 
 
 def test_one_token_left_or_one_row_of_room_is_a_plain_step() -> None:
@@ -191,7 +191,7 @@ class Priced:
     def after(self, state: int, token: int) -> int:
         return state + 1
 
-    def guesses(self, state: int) -> list[Candidate]:
+    def candidates(self, state: int) -> list[Candidate]:
         return [Candidate(1, 0)]
 
     def seconds(self, state: int) -> float:

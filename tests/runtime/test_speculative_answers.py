@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import edgerun
-from drafters import NEARLY_FREE, FixedCost
 from edgerun import Engine, FinishReason, GenerateOptions, InputError
 from edgerun.runtime.result import DraftCounts, Reply, Stats
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.pool import OracleMode
 from edgerun.runtime.speculation.tree import Source
+from support.adversarial_drafters import NEARLY_FREE, FixedCost
 
 OFF, AUTO = Speculation.OFF, Speculation.AUTO
 CHOICES = [AUTO, Speculation.of(Source.SUFFIX), Speculation.of(Source.RECYCLED)]
@@ -24,7 +24,7 @@ SAMPLED = GenerateOptions(max_tokens=40, temperature=0.8, top_k=40, top_p=0.95, 
 @pytest.fixture(scope="module")
 def engine(tiny_bundle: Path) -> Iterator[Engine]:
     with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
-        engine._workshop._cost = FixedCost(NEARLY_FREE)
+        engine._drafter_pool._cost = FixedCost(NEARLY_FREE)
         yield engine
 
 
@@ -191,7 +191,7 @@ def test_a_conversation_saved_after_a_stop_within_a_span_can_be_resumed(engine: 
 def test_the_context_ends_an_answer_where_it_ends_plain_ones(tiny_bundle: Path) -> None:
     for context in (12, 13, 20, 33):
         with edgerun.load(tiny_bundle, threads=1, cache=False, context=context) as engine:
-            engine._workshop._cost = FixedCost(NEARLY_FREE)
+            engine._drafter_pool._cost = FixedCost(NEARLY_FREE)
             for options in (GenerateOptions(raw=True), SAMPLED.changed({"raw": True, "seed": 3, "max_tokens": None})):
                 for prompt in ("the the", "of the and the "):
                     plain = engine.generate(prompt, options, speculation=OFF)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafters import Adversary, adversaries, eager, listening_to
 from edgerun.runtime.decode import DecodeLimits, FinishReason, Step, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
@@ -18,6 +17,7 @@ from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
+from support.adversarial_drafters import Adversary, adversaries, eager, listening_to
 
 VOCABULARY = 300
 CONTEXT = 256
@@ -213,7 +213,7 @@ def test_what_the_target_chose_is_what_is_recycled(graph: GraphSession, epsilon:
             if step.round is not None and step.round.candidates != (0,) * 7:
                 chosen[done[-1]] = token
             done.append(token)
-        assert {token: recycle.guesses(token)[0].token for token in chosen} == chosen
+        assert {token: recycle.candidates(token)[0].token for token in chosen} == chosen
     assert done == text
     assert chosen
 
@@ -361,7 +361,7 @@ def test_a_graph_without_a_mask_is_given_chains_only(
     model.graph.input.extend(ports)
     onnx.save(model, tmp_path / "model.onnx")
     chains = GraphSession(tmp_path / "model.onnx", SessionConfig(choose_device("cpu"), 1))
-    assert not chains.spec.takes_bias
+    assert not chains.graph_io.takes_bias
     for seed, params in enumerate((GREEDY, *SAMPLED)):
         prompt, limits = prompt_of(400 + seed), DecodeLimits(30)
         expected = plain(graph, prompt, params, limits)

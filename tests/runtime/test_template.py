@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import data_path
 from edgerun import TemplateError
 from edgerun.models.bundle import Bundle
 from edgerun.runtime.text.chat_template import ChatTemplate, load_template
 from edgerun.runtime.text.tokenizer import TextTokenizer
+from support.shared_data import data_path
 
 CONVERSATION = [
     {"role": "user", "content": "Grüße <b>&</b>"},

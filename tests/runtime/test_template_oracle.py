@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from data import data_path
 from edgerun import TemplateError
 from edgerun.models.bundle import Bundle
 from edgerun.runtime.text.chat_template import ChatTemplate, load_template
 from edgerun.runtime.text.tokenizer import TextTokenizer
+from support.shared_data import data_path
 
 chat_utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs the oracle extra")
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import data_path
 from edgerun import InputError
 from edgerun.models.bundle import Bundle
 from edgerun.runtime.text.detokenizer import StreamDecoder
 from edgerun.runtime.text.tokenizer import TextTokenizer
+from support.shared_data import data_path
 
 GOLDEN = {"qwen2": "qwen2.5", "phi-3": "phi-3-mini"}
 SEPARATOR = "\n__ggml_vocab_test__\n"

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 import edgerun
-from drafters import NEARLY_FREE, FixedCost
 from edgerun import BundleError, Engine, InputError
 from edgerun.edge.cli.main import main
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.pairing import find_draft, name_draft
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.draft_loading import load_own_draft
+from support.adversarial_drafters import NEARLY_FREE, FixedCost
 
 pytest.importorskip("onnx", reason="needs the export extra")
 from edgerun.export import WeightFormat
 from edgerun.export.drafts.skipped_layers import Part, SubLayer, write_own_draft
 from edgerun.export.drafts.trimmed_head import trim_own_draft, write_trimmed
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 HEAD = 60
 REQUESTS = ("what is the time", "in the end", "0123 and on")
@@ -53,10 +53,10 @@ def tokens_of(engine: Engine, request: str, temperature: float) -> list[int]:
 def engine(pair: Path) -> Iterator[Engine]:
     """An engine to which every guess of the draft's is worth its price."""
     with edgerun.load(pair, threads=1, cache=False) as engine:
-        workshop = engine._workshop
-        workshop._cost = FixedCost(NEARLY_FREE)
-        workshop._drafting = workshop._make_drafting(workshop._cost, trees=True)
-        workshop._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
+        drafter_pool = engine._drafter_pool
+        drafter_pool._cost = FixedCost(NEARLY_FREE)
+        drafter_pool._drafting = drafter_pool._make_drafting(drafter_pool._cost, trees=True)
+        drafter_pool._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
         yield engine
 
 
@@ -67,14 +67,14 @@ def test_the_pair_is_found_with_its_map(pair: Path) -> None:
     assert (found.draft.folder, found.target_ids.size) == ((pair / "draft").resolve(), HEAD)
 
 
-@pytest.mark.parametrize("spec", ["model", "auto", "suffix,model", "recycle,model"])
+@pytest.mark.parametrize("graph_io", ["model", "auto", "suffix,model", "recycle,model"])
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}])
-def test_the_text_is_that_of_plain_decoding(engine: Engine, spec: str, sampling: dict[str, float]) -> None:
+def test_the_text_is_that_of_plain_decoding(engine: Engine, graph_io: str, sampling: dict[str, float]) -> None:
     drafted = accepted = 0
     for seed, request in enumerate(REQUESTS):
         asked = {**sampling, "seed": seed, "max_tokens": 40}
         plain = engine.generate(request, speculation=OFF, **asked)
-        guessed = engine.generate(request, speculation=Speculation.parse(spec), **asked)
+        guessed = engine.generate(request, speculation=Speculation.parse(graph_io), **asked)
         assert (guessed.text, guessed.finish_reason) == (plain.text, plain.finish_reason)
         drafted += guessed.stats.drafted
         accepted += guessed.stats.accepted
@@ -82,7 +82,7 @@ def test_the_text_is_that_of_plain_decoding(engine: Engine, spec: str, sampling:
 
 
 def test_it_reads_tokens_that_its_head_lacks_and_says_the_targets(engine: Engine) -> None:
-    model = engine._workshop._model.model
+    model = engine._drafter_pool._model.model
     kept = set(model.target_ids.tolist())
     text = engine.encode_chat([{"role": "user", "content": REQUESTS[0]}])
     text += tokens_of(engine, REQUESTS[0], 0.0)
@@ -93,10 +93,10 @@ def test_it_reads_tokens_that_its_head_lacks_and_says_the_targets(engine: Engine
     said = 0
     for end in range(10, len(text)):
         model.follow(text[:end])
-        (guess,) = model.likely((), 1).tokens
+        (candidate,) = model.likely((), 1).tokens
         best = max(kept, key=lambda token: wanted[end - 1, token])
-        assert guess == best
-        said += guess == wanted[end - 1].argmax()
+        assert candidate == best
+        said += candidate == wanted[end - 1].argmax()
     assert said
 
 
@@ -127,7 +127,7 @@ def own_guesses(folder: Path) -> np.ndarray:
     with edgerun.load(folder, cache=False) as llm:
         found = find_draft(llm.bundle)
         assert found is not None
-        draft = load_own_draft(found, llm._workshop._draft_config, llm.bundle, llm.spec, 64, cache=False)
+        draft = load_own_draft(found, llm._drafter_pool._draft_config, llm.bundle, llm.graph_io, 64, cache=False)
         arena = llm._graph.arena(64)
         llm._graph.bind(arena).forward(text)
         arena.commit(text.size)

@@ -365,7 +365,7 @@ def test_a_block_is_decided_by_its_odds_and_weights() -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[BoundSession, BoundSession]:
     """A target and a draft of 16 tokens with different random weights."""
-    tiny = pytest.importorskip("tiny", reason="needs the export extra")
+    tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
     def bound(seed: int) -> BoundSession:
         bundle = tiny.write_bundle(tmp_path_factory.mktemp("pair"), seed=seed, vocab_size=16)

@@ -170,10 +170,10 @@ def _table(probe: Probe, name: str, rotated: str, heads: _Heads, context: int, i
         return None
     for start in range(0, context, _CHUNK):
         rows = min(_CHUNK, context - start)
-        unit = np.zeros((heads.count, rows, heads.width), np.float32)
-        pairs_of(unit, pairs, interleaved)[0][:] = 1
+        linear = np.zeros((heads.count, rows, heads.width), np.float32)
+        pairs_of(linear, pairs, interleaved)[0][:] = 1
         try:
-            out = probe.run([rotated], Moment(rows, start), {name: heads.laid_out(unit)})[rotated][0, 0]
+            out = probe.run([rotated], Moment(rows, start), {name: heads.laid_out(linear)})[rotated][0, 0]
         except ExportError:
             return None
         first, second = pairs_of(out, pairs, interleaved)

@@ -60,23 +60,23 @@ class DraftModel:
     """
 
     def __init__(self, bound: BoundSession, cost: PassCost, target_vocab: int, target_ids: Int32 | None = None) -> None:
-        spec = bound.spec
+        graph_io = bound.graph_io
         if target_ids is not None:
-            check_target_ids(target_ids, spec.vocab_size, target_vocab)
+            check_target_ids(target_ids, graph_io.vocab_size, target_vocab)
         self.cost: Final = cost
         self.passes = 0
         """Run so far."""
         self._bound: Final = bound
         self._arena: Final = bound.arena
-        self._branches: Final = spec.trees
+        self._branches: Final = graph_io.trees
         self.target_ids: Final = target_ids
         """int32, the target's ids of the head's tokens; None if they are the same."""
-        self.head: Final = min(spec.vocab_size, target_vocab)
+        self.head: Final = min(graph_io.vocab_size, target_vocab)
         """Tokens of the head; those that only pad it do not count."""
         self._own_ids: Final = np.full(target_vocab, _UNKNOWN, np.int32)
         """The embedding's ids of the target's tokens."""
-        if target_ids is None or spec.input_vocab > spec.vocab_size:
-            shared = min(spec.input_vocab, target_vocab)
+        if target_ids is None or graph_io.input_vocab > graph_io.vocab_size:
+            shared = min(graph_io.input_vocab, target_vocab)
             self._own_ids[:shared] = np.arange(shared)
         else:
             self._own_ids[target_ids] = np.arange(target_ids.size)

@@ -52,13 +52,13 @@ class HistoryDrafter:
         """The end of the text and one more token."""
         return (*state[1 - REACH :], token) if len(state) == REACH else (*state, token)
 
-    def guesses(self, state: Tail) -> list[Candidate]:
+    def candidates(self, state: Tail) -> list[Candidate]:
         """Up to three: what followed the longest match most often, then what followed shorter ones."""
         index = self._store.index
         if index is None or not state:
             return []
         found = sorted(index.find(state))
-        guesses: list[Candidate] = []
+        candidates: list[Candidate] = []
         counts: dict[int, int] = {}
         new: list[int] = []
         places = 0
@@ -74,11 +74,11 @@ class HistoryDrafter:
             # All places that agree in as many tokens, or more, are counted.
             agreement = _agreement(counts, places)
             for token in sorted(new, key=counts.__getitem__, reverse=True):
-                guesses.append(Candidate(token, bucket(len(state) - missing, agreement, len(guesses))))
-                if len(guesses) == _GUESSES:
-                    return guesses
+                candidates.append(Candidate(token, bucket(len(state) - missing, agreement, len(candidates))))
+                if len(candidates) == _GUESSES:
+                    return candidates
             new.clear()
-        return guesses
+        return candidates
 
 
 def _agreement(counts: dict[int, int], places: int) -> Agreement:

@@ -45,15 +45,15 @@ class Drafter(Protocol):
     def after(self, state: State, token: int) -> State:
         """The state after one more token, which the text does not get."""
 
-    def guesses(self, state: State) -> Sequence[Candidate]:
+    def candidates(self, state: State) -> Sequence[Candidate]:
         """The likeliest next tokens, best first, each token once; few or none."""
 
 
 class CostlyDrafter(Drafter, Protocol):
-    """A predictor whose guesses take time worth counting: a draft model. `after` is free; `guesses` runs it."""
+    """A predictor whose guesses take time worth counting: a draft model. `after` is free; `candidates` runs it."""
 
     def seconds(self, state: State) -> float:
-        """What `guesses(state)` is expected to take now."""
+        """What `candidates(state)` is expected to take now."""
 
     def spent(self) -> float:
         """Seconds that guessing took since this was last asked for."""

@@ -57,14 +57,14 @@ class ModelDrafter:
         return (*state, token)
 
     def seconds(self, state: Path) -> float:
-        """What `guesses(state)` is expected to take now."""
+        """What `candidates(state)` is expected to take now."""
         return self.model.seconds(state)
 
     def spent(self) -> float:
         """Seconds that the model took since this was last asked for."""
         return self.model.spent()
 
-    def guesses(self, state: Path) -> Sequence[Candidate]:
+    def candidates(self, state: Path) -> Sequence[Candidate]:
         """The model's likeliest next tokens.
 
         Raises:

@@ -69,7 +69,7 @@ class NgramDrafter:
         last: tuple[int, ...] = (*state, token)
         return last[-MOST_ORDER:]
 
-    def guesses(self, state: State) -> list[Candidate]:
+    def candidates(self, state: State) -> list[Candidate]:
         """Up to `GUESSES` tokens, likeliest first: the longest known context's, and those of shorter ones."""
         best: dict[int, tuple[float, int]] = {}
         found = self._table.find(state)

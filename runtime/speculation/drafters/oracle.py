@@ -54,17 +54,17 @@ class TreeDrafter:
             claim = float(tree.path_prob[node]) / max(float(tree.path_prob[parent]), 1e-6)
             # What is no share of anything, or no number, claims nothing.
             step = min(int(claim * _CLASSES), _CLASSES - 1) if 0 <= claim < math.inf else 0
-            guess = Candidate(int(tree.tokens[node]), step)
-            self._following.setdefault(parent, []).append(guess)
-        for guesses in self._following.values():
-            guesses.sort(key=lambda guess: -guess.bucket)
+            candidate = Candidate(int(tree.tokens[node]), step)
+            self._following.setdefault(parent, []).append(candidate)
+        for candidates in self._following.values():
+            candidates.sort(key=lambda candidate: -candidate.bucket)
         return 0
 
     def after(self, state: int | None, token: int) -> int | None:
         """The node's child."""
         return None if state is None or self._tree is None else self._tree.child(state, token)
 
-    def guesses(self, state: int | None) -> Sequence[Candidate]:
+    def candidates(self, state: int | None) -> Sequence[Candidate]:
         """The node's children, likeliest first."""
         return () if state is None else self._following.get(state, ())
 
@@ -102,6 +102,6 @@ class OracleDrafter:
         del token
         return state + 1
 
-    def guesses(self, state: int) -> Sequence[Candidate]:
+    def candidates(self, state: int) -> Sequence[Candidate]:
         """The token at this place."""
         return [Candidate(self._answer[state], 0)] if 0 <= state < len(self._answer) else ()

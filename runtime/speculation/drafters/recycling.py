@@ -64,7 +64,7 @@ class RecyclingDrafter:
         del state
         return token
 
-    def guesses(self, state: int) -> Sequence[Candidate]:
+    def candidates(self, state: int) -> Sequence[Candidate]:
         """What the target ranked highest after this token."""
         if state < 0:
             return ()

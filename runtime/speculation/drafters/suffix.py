@@ -96,7 +96,7 @@ class SuffixDrafter:
             length = self._length[node]
         return 0, 0
 
-    def guesses(self, state: Match) -> list[Candidate]:
+    def candidates(self, state: Match) -> list[Candidate]:
         """Up to three: what followed the match, the latest first, then what followed shorter ends of it."""
         node, length = self._settled(state)
         found: list[Candidate] = []

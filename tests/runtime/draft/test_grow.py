@@ -39,9 +39,9 @@ class Table:
     def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
         return (*state, token)
 
-    def guesses(self, state: tuple[int, ...]) -> list[Candidate]:
+    def candidates(self, state: tuple[int, ...]) -> list[Candidate]:
         last = state[-1] if state else self.text[-1]
-        return [Candidate(*guess) for guess in self._following.get(last, ())]
+        return [Candidate(*candidate) for candidate in self._following.get(last, ())]
 
 
 class Costly(Table):
@@ -58,9 +58,9 @@ class Costly(Table):
     def spent(self) -> float:
         return 0.0
 
-    def guesses(self, state: tuple[int, ...]) -> list[Candidate]:
+    def candidates(self, state: tuple[int, ...]) -> list[Candidate]:
         self.asked.append(state)
-        return super().guesses(state)
+        return super().candidates(state)
 
 
 GUESSES = st.dictionaries(
@@ -68,7 +68,7 @@ GUESSES = st.dictionaries(
     st.lists(
         st.tuples(st.integers(0, TOKENS - 1), st.integers(0, len(PRIOR) - 1)),
         max_size=3,
-        unique_by=lambda guess: guess[0],
+        unique_by=lambda candidate: candidate[0],
     ),
 )
 PRICES = st.lists(st.floats(0, 0.4), min_size=0, max_size=15).map(lambda rows: Prices((*sorted(rows), 0.0), 1.0))
@@ -109,8 +109,8 @@ def test_every_draft_is_a_tree_of_rows_worth_their_price(one, other, prices, dee
 
 @given(GUESSES, PRICES, st.integers(1, 6), st.integers(0, TOKENS - 1))
 @settings(max_examples=200)
-def test_no_guess_left_out_was_worth_its_row(guesses, prices, deepest, anchor) -> None:
-    grower = Grower([Table(Source.SUFFIX, guesses)])
+def test_no_guess_left_out_was_worth_its_row(candidates, prices, deepest, anchor) -> None:
+    grower = Grower([Table(Source.SUFFIX, candidates)])
     grower.follow([anchor])
     growth = grower.grow(anchor, prices, deepest, chain=False)
     tree, rows = growth.tree, len(growth.tree)
@@ -120,7 +120,7 @@ def test_no_guess_left_out_was_worth_its_row(guesses, prices, deepest, anchor) -
     for path, probability in inside.items():
         if len(path) == deepest:
             continue
-        following = guesses.get(path[-1] if path else anchor, ())
+        following = candidates.get(path[-1] if path else anchor, ())
         together = sum(PRIOR[bucket] for _, bucket in following)
         for token, bucket in following:
             value = probability * PRIOR[bucket] * min(1.0, 0.98 / together)

@@ -299,15 +299,15 @@ def test_a_damaged_index_is_left_aside(sequences: list[list[int]], bit: int, tex
         predictor = HistoryDrafter(store, VOCABULARY)
         for size in range(len(text) + 1):
             predictor.follow(text[:size])
-            assert all(0 <= guess.token < VOCABULARY for guess in predictor.guesses(predictor.state()))
+            assert all(0 <= candidate.token < VOCABULARY for candidate in predictor.candidates(predictor.state()))
         # Damage that is there when it is opened.
         warnings: list[str] = []
         later = HistoryStore(folder, LEAST, warnings.append)
         assert later.index is None
         assert len(warnings) == 1
-        assert HistoryDrafter(later, VOCABULARY).guesses((0, 1)) == []
+        assert HistoryDrafter(later, VOCABULARY).candidates((0, 1)) == []
         assert later.reindex()
-        assert HistoryDrafter(later, VOCABULARY).guesses((0, 1)) != []
+        assert HistoryDrafter(later, VOCABULARY).candidates((0, 1)) != []
 
 
 @pytest.mark.parametrize("size", [0, 1, 43, 60])
@@ -365,35 +365,37 @@ def with_history(folder: Path, *sequences: list[int]) -> HistoryDrafter:
 def test_a_guess_is_what_followed_the_longest_match(tmp_path: Path) -> None:
     made: Drafter = with_history(tmp_path, [1, 2, 3, 4, 5], [9, 3, 8], [2, 3, 6])
     made.follow([7, 1, 2, 3])
-    assert made.guesses(made.state()) == [
+    assert made.candidates(made.state()) == [
         Candidate(4, bucket(3, Agreement.ONCE, 0)),
         Candidate(6, bucket(2, Agreement.SPLIT, 1)),
         Candidate(8, bucket(1, Agreement.SPLIT, 2)),
     ]
-    assert made.guesses(made.after(made.state(), 4)) == [Candidate(5, bucket(4, Agreement.ONCE, 0))]
-    assert made.guesses(made.after(made.state(), 77)) == []
+    assert made.candidates(made.after(made.state(), 4)) == [Candidate(5, bucket(4, Agreement.ONCE, 0))]
+    assert made.candidates(made.after(made.state(), 77)) == []
     made.append(4)
-    assert made.guesses(made.state()) == [Candidate(5, bucket(4, Agreement.ONCE, 0))]
+    assert made.candidates(made.state()) == [Candidate(5, bucket(4, Agreement.ONCE, 0))]
 
 
 def test_what_followed_most_often_comes_first_and_of_equals_the_latest(tmp_path: Path) -> None:
     made = with_history(tmp_path, [1, 2], [1, 3], [1, 3], [1, 4], [1, 3])
-    assert made.guesses((1,)) == [
+    assert made.candidates((1,)) == [
         Candidate(3, bucket(1, Agreement.MOSTLY, 0)),
         Candidate(4, bucket(1, Agreement.MOSTLY, 1)),
         Candidate(2, bucket(1, Agreement.MOSTLY, 2)),
     ]
-    assert with_history(tmp_path / "b", [5, 6], [5, 6]).guesses((5,)) == [Candidate(6, bucket(1, Agreement.ALWAYS, 0))]
+    assert with_history(tmp_path / "b", [5, 6], [5, 6]).candidates((5,)) == [
+        Candidate(6, bucket(1, Agreement.ALWAYS, 0))
+    ]
 
 
 def test_a_sequence_does_not_run_into_the_next(tmp_path: Path) -> None:
     made = with_history(tmp_path, [1, 2], [3, 4])
-    assert made.guesses((2,)) == made.guesses((4,)) == []
+    assert made.candidates((2,)) == made.candidates((4,)) == []
 
 
 def test_tokens_outside_the_vocabulary_are_not_guessed(tmp_path: Path) -> None:
     made = with_history(tmp_path, [1, 2, 500], [1, 2, 600], [2, 7])
-    assert [guess.token for guess in made.guesses((1, 2))] == [7]
+    assert [candidate.token for candidate in made.candidates((1, 2))] == [7]
 
 
 @given(st.lists(st.integers(0, 9), max_size=40))
@@ -407,5 +409,5 @@ def test_the_state_is_the_end_of_the_text(text: list[int]) -> None:
             grown.append(token)
             assert grown.state() == ahead
         assert grown.state() == whole.state() == tuple(text[-REACH:])
-        assert grown.guesses(grown.state()) == []
+        assert grown.candidates(grown.state()) == []
         assert len(grown.prior) == len(EARLIER_TEXTS)

@@ -15,7 +15,7 @@ from edgerun.runtime.graph.metadata import ModelMetadata
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel, Likely
 from edgerun.runtime.speculation.pass_cost import PassCost
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 VOCABULARY = 300
 LIMIT = 64

@@ -26,14 +26,14 @@ def test_guesses_are_the_models_and_their_buckets_tell_how_likely(predictor: Mod
     for text in ([20, 21], [30, 40, 50], [7], [200, 100]):
         predictor.follow(text)
         for state in (predictor.state(), predictor.after(predictor.state(), 9)):
-            guesses = predictor.guesses(state)
+            candidates = predictor.candidates(state)
             likely = predictor.model.likely(state, 3)
             shown = [(token, p) for token, p in zip(*likely, strict=True) if p >= 0.02]
-            assert [guess.token for guess in guesses] == [token for token, _ in shown]
-            for rank, (guess, (_, p)) in enumerate(zip(guesses, shown, strict=True)):
-                assert (guess.bucket >= half) == (rank > 0)
+            assert [candidate.token for candidate in candidates] == [token for token, _ in shown]
+            for rank, (candidate, (_, p)) in enumerate(zip(candidates, shown, strict=True)):
+                assert (candidate.bucket >= half) == (rank > 0)
                 # The prior of a class is its middle, which is at most half the widest class off.
-                assert predictor.prior[guess.bucket % half] == pytest.approx(p, abs=0.051)
+                assert predictor.prior[candidate.bucket % half] == pytest.approx(p, abs=0.051)
 
 
 def test_priors_are_probabilities_that_rise_with_the_class(predictor: ModelDrafter) -> None:
@@ -48,7 +48,7 @@ def test_asking_costs_until_the_answer_is_known(predictor: ModelDrafter) -> None
     state = predictor.after(predictor.state(), 5)
     assert predictor.seconds(state) == predictor.model.cost.seconds(3, 0)
     assert predictor.spent() == 0
-    predictor.guesses(state)
+    predictor.candidates(state)
     assert predictor.seconds(state) == 0
     assert predictor.spent() > 0
     predictor.append(5)
@@ -57,8 +57,8 @@ def test_asking_costs_until_the_answer_is_known(predictor: ModelDrafter) -> None
 
 def test_a_cold_model_is_surer_of_its_first_guess(predictor: ModelDrafter) -> None:
     predictor.follow([30, 40, 50])
-    warm = predictor.guesses(())
+    warm = predictor.candidates(())
     predictor.temperature = 0.2
-    cold = predictor.guesses(())
+    cold = predictor.candidates(())
     assert cold[0].token == warm[0].token
     assert cold[0].bucket > warm[0].bucket

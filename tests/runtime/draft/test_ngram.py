@@ -137,7 +137,7 @@ def test_a_smaller_table_keeps_what_is_worth_most() -> None:
     predictor = NgramDrafter(table)
     for place in range(1, 6):
         predictor.follow(often[:place])
-        assert predictor.guesses(predictor.state())[0].token == often[place]
+        assert predictor.candidates(predictor.state())[0].token == often[place]
 
 
 def test_the_models_own_outputs_count_more_than_other_text(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_no_text_makes_a_table_without_guesses(sequences: list[list[int]]) -> No
     predictor = NgramDrafter(table)
     for text in ([], [3], [3, 4, 5, 6, 7]):
         predictor.follow(text)
-        assert predictor.guesses(predictor.state()) == []
+        assert predictor.candidates(predictor.state()) == []
 
 
 def test_contexts_do_not_reach_from_one_sequence_into_the_next() -> None:
@@ -182,11 +182,11 @@ def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) 
     assert predictor.source is Source.NGRAM
     assert all(0 < share < 1 for share in predictor.prior)
     predictor.follow(text)
-    guesses = predictor.guesses(predictor.state())
-    assert len(guesses) <= GUESSES
-    assert len({guess.token for guess in guesses}) == len(guesses)
-    assert all(0 <= guess.bucket < len(predictor.prior) for guess in guesses)
-    assert all(0 <= guess.token < VOCABULARY for guess in guesses)
+    candidates = predictor.candidates(predictor.state())
+    assert len(candidates) <= GUESSES
+    assert len({candidate.token for candidate in candidates}) == len(candidates)
+    assert all(0 <= candidate.bucket < len(predictor.prior) for candidate in candidates)
+    assert all(0 <= candidate.token < VOCABULARY for candidate in candidates)
     # Appended, followed or reached from a state: the same place.
     grown: Drafter = NgramDrafter(table_of(sequences))
     state = grown.state()
@@ -201,9 +201,9 @@ def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) 
 def test_a_longer_context_decides() -> None:
     predictor = NgramDrafter(table_of([[1, 2, 3], [4, 2, 5]] * 5))
     predictor.follow([1, 2])
-    assert [guess.token for guess in predictor.guesses(predictor.state())] == [3, 5]
+    assert [candidate.token for candidate in predictor.candidates(predictor.state())] == [3, 5]
     predictor.follow([4, 2])
-    assert [guess.token for guess in predictor.guesses(predictor.state())] == [5, 3]
+    assert [candidate.token for candidate in predictor.candidates(predictor.state())] == [5, 3]
 
 
 def sound_table(path: Path) -> bytes:

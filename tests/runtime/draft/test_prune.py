@@ -32,8 +32,8 @@ def trees(draw: st.DrawFn) -> Tree:
 
 def closed_sets(tree: Tree) -> list[tuple[int, ...]]:
     """All sets of guesses that hold their parents."""
-    guesses = range(1, len(tree))
-    sets = (chosen for count in range(len(tree)) for chosen in combinations(guesses, count))
+    candidates = range(1, len(tree))
+    sets = (chosen for count in range(len(tree)) for chosen in combinations(candidates, count))
     return [chosen for chosen in sets if all(tree.parents[node] in (0, *chosen) for node in chosen)]
 
 
@@ -74,8 +74,8 @@ def test_rows_are_the_fewest_of_the_best(
 ) -> None:
     rows, advantage, expected = best_rows(probabilities, curve, rate, most_rows)
     worth = [
-        sum(probabilities[:guesses]) - rate * (curve[guesses] - curve[0])
-        for guesses in range(min(len(probabilities) + 1, len(curve), most_rows))
+        sum(probabilities[:candidates]) - rate * (curve[candidates] - curve[0])
+        for candidates in range(min(len(probabilities) + 1, len(curve), most_rows))
     ]
     if rows == 1:
         assert max(worth) <= LEAST_ADVANTAGE + 1e-9

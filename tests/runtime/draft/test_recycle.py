@@ -17,7 +17,7 @@ KEPT = 3
 
 
 def guessed(predictor: RecyclingDrafter, token: int) -> list[int]:
-    return [guess.token for guess in predictor.guesses(token)]
+    return [candidate.token for candidate in predictor.candidates(token)]
 
 
 def ranked(logits: np.ndarray) -> list[int]:
@@ -52,20 +52,20 @@ def test_logits_that_are_no_numbers_do_no_harm(wild: float, size: int, share: fl
     logits[random.random(size) < share] = wild
     predictor = RecyclingDrafter(size)
     predictor.learn(0, logits)
-    for guess in predictor.guesses(0):
-        assert 0 <= guess.token < size
-        assert 0 <= guess.bucket < len(predictor.prior)
+    for candidate in predictor.candidates(0):
+        assert 0 <= candidate.token < size
+        assert 0 <= candidate.bucket < len(predictor.prior)
 
 
 def test_tokens_never_seen_have_no_guesses() -> None:
     predictor = RecyclingDrafter(300)
-    assert predictor.guesses(predictor.state()) == ()
+    assert predictor.candidates(predictor.state()) == ()
     predictor.follow([])
-    assert predictor.guesses(predictor.state()) == ()
+    assert predictor.candidates(predictor.state()) == ()
     predictor.follow([4, 299])
-    assert list(predictor.guesses(predictor.state())) == []
+    assert list(predictor.candidates(predictor.state())) == []
     predictor.learn(5, np.arange(300, dtype=np.float32))
-    assert list(predictor.guesses(predictor.state())) == []
+    assert list(predictor.candidates(predictor.state())) == []
     assert guessed(predictor, predictor.after(predictor.state(), 5)) == [299, 298, 297]
     predictor.append(5)
     assert predictor.state() == 5
@@ -83,7 +83,7 @@ def test_a_guess_is_of_the_class_of_its_distance(first: float, second: float, cl
     logits[[7, 3, 9]] = 0, -first, -second
     predictor = RecyclingDrafter(300)
     predictor.learn(1, logits)
-    assert sorted(guess.bucket for guess in predictor.guesses(1)) == sorted(classes)
+    assert sorted(candidate.bucket for candidate in predictor.candidates(1)) == sorted(classes)
     assert len(predictor.prior) == 10
 
 
@@ -95,7 +95,7 @@ def filled(vocab_size: int = 40, tokens: int = 9) -> RecyclingDrafter:
 
 
 def everything(predictor: RecyclingDrafter, vocab_size: int = 40) -> list[list[tuple[int, int]]]:
-    return [[tuple(guess) for guess in predictor.guesses(token)] for token in range(vocab_size)]
+    return [[tuple(candidate) for candidate in predictor.candidates(token)] for token in range(vocab_size)]
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -207,9 +207,9 @@ def test_a_damaged_file_never_harms(saved: bytes, tmp_path: Path, data: st.DataO
     path.write_bytes(damaged)
     predictor = RecyclingDrafter(40)
     loaded = predictor.load(path)
-    guesses = everything(predictor)
-    assert all(0 <= token < 40 and 0 <= bucket < 10 for row in guesses for token, bucket in row)
-    assert guesses == [[]] * 40 if not loaded else bytes(damaged) == saved
+    candidates = everything(predictor)
+    assert all(0 <= token < 40 and 0 <= bucket < 10 for row in candidates for token, bucket in row)
+    assert candidates == [[]] * 40 if not loaded else bytes(damaged) == saved
 
 
 def test_a_single_flipped_bit_anywhere_is_noticed(saved: bytes, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.sampled_verification import draw_children, verify_block, verify_recursive
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
-from tiny import write_bundle
+from support.tiny_models import write_bundle
 
 V = 16
 SAMPLED = SamplingParams(temperature=1.5, top_k=5, repeat_penalty=1.3, seed=3)

@@ -65,7 +65,7 @@ def test_guesses_are_what_a_scan_of_the_text_finds(text: list[int]) -> None:
     made = predictor(text)
     match = longest_repeated_end(text)
     assert made.state()[1] == len(match)
-    assert made.guesses(made.state()) == scanned(text, match)
+    assert made.candidates(made.state()) == scanned(text, match)
 
 
 @given(TEXTS, st.lists(TOKENS, max_size=8))
@@ -76,8 +76,8 @@ def test_a_path_of_guesses_is_followed_by_the_longest_end_that_occurs(text: list
         state = made.after(state, token)
         match = longest_known_end(text, [*match, token])
         assert state[1] == len(match)
-        assert made.guesses(state) == scanned(text, match)
-    assert made.guesses(made.state()) == scanned(text, longest_repeated_end(text))
+        assert made.candidates(state) == scanned(text, match)
+    assert made.candidates(made.state()) == scanned(text, longest_repeated_end(text))
 
 
 @given(TEXTS, TOKENS)
@@ -86,7 +86,7 @@ def test_the_state_after_a_token_is_that_of_the_text_with_it(text: list[int], to
     ahead = made.after(made.state(), token)
     made.append(token)
     assert made.state()[1] == ahead[1]
-    assert made.guesses(made.state()) == made.guesses(ahead)
+    assert made.candidates(made.state()) == made.candidates(ahead)
 
 
 @given(TEXTS, TEXTS)
@@ -95,7 +95,7 @@ def test_a_state_stays_good_while_the_text_grows(text: list[int], more: list[int
     state, match = made.state(), longest_repeated_end(text)
     for token in more:
         made.append(token)
-    assert made.guesses(state) == scanned(text + more, match)
+    assert made.candidates(state) == scanned(text + more, match)
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), TEXTS), max_size=6))
@@ -108,7 +108,7 @@ def test_following_another_text_is_starting_with_it(changes: list[tuple[int, lis
         assert made.state() == fresh.state()
         state = made.state()
         for token in (0, 1, 2, 0):
-            assert made.guesses(state) == fresh.guesses(state)
+            assert made.candidates(state) == fresh.candidates(state)
             assert made.after(state, token) == fresh.after(state, token)
             state = made.after(state, token)
 
@@ -124,7 +124,7 @@ def test_a_short_reach_still_guesses_tokens_that_followed_the_match(
         state = made.after(state, token)
         match = [*match, token][len(match) + 1 - state[1] :] if state[1] else []
         assert occurs(text, match)
-    tokens = [guess.token for guess in made.guesses(state)]
+    tokens = [candidate.token for candidate in made.candidates(state)]
     assert len(set(tokens)) == len(tokens) <= 3
     assert all((match[-1], token) in set(pairwise(text)) for token in tokens)
 
@@ -132,14 +132,14 @@ def test_a_short_reach_still_guesses_tokens_that_followed_the_match(
 @pytest.mark.parametrize("text", [[], [7], [7, 8, 9]])
 def test_a_text_without_repetition_has_no_guesses(text: list[int]) -> None:
     made: Drafter = predictor(text)
-    assert made.guesses(made.state()) == []
+    assert made.candidates(made.state()) == []
 
 
 def test_a_text_does_not_repeat_itself() -> None:
     made = predictor([1, 2, 3, 9, 1, 2, 3])
-    assert made.guesses(made.state()) == [Candidate(9, bucket(3, Agreement.ONCE, 0))]
+    assert made.candidates(made.state()) == [Candidate(9, bucket(3, Agreement.ONCE, 0))]
     made = predictor([5, 5])
-    assert made.guesses(made.state()) == [Candidate(5, bucket(1, Agreement.ONCE, 0))]
+    assert made.candidates(made.state()) == [Candidate(5, bucket(1, Agreement.ONCE, 0))]
 
 
 @pytest.mark.parametrize("text", [[0] * 4000, [0, 1] * 2000, list(range(4000)), [n * n % 61 for n in range(4000)]])
@@ -150,7 +150,7 @@ def test_memory_is_bounded_by_the_length_of_the_text(text: list[int]) -> None:
         assert tracemalloc.get_traced_memory()[0] < 400 * len(text)
     finally:
         tracemalloc.stop()
-    assert len(made.guesses(made.state())) <= 3
+    assert len(made.candidates(made.state())) <= 3
 
 
 def test_every_kind_of_evidence_has_a_bucket_of_its_own() -> None:

@@ -14,8 +14,8 @@ from typing import Any, Final
 import onnx
 from onnx.external_data_helper import set_external_data
 
-from layout_graph import Writer
-from layout_kinds import (
+from support.layout_graph import Writer
+from support.layout_kinds import (
     CONTEXT,
     HEAD_DIM,
     HEADS,
@@ -32,8 +32,8 @@ from layout_kinds import (
     Settings,
     Weights,
 )
-from layout_oracle import weights_of
-from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_config, tiny_tokenizer, write_json
+from support.layout_reference import weights_of
+from support.tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_config, tiny_tokenizer, write_json
 
 OPTIMUM: Final = Layout()
 GENAI: Final = Layout(

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from layout_kinds import HEAD_DIM, HEADS, LAYERS, CacheType, Layout
-from tiny import tiny_config, tiny_weights
+from support.layout_kinds import HEAD_DIM, HEADS, LAYERS, CacheType, Layout
+from support.tiny_models import tiny_config, tiny_weights
 
 Array = npt.NDArray[Any]
 INT8_SCALE = 0.05

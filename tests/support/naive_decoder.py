@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from layout_nodes import Nodes
+from support.layout_nodes import Nodes
 
 VOCABULARY: Final = 50
 WIDTH: Final = 32

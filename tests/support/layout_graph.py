@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from layout_kinds import (
+from support.layout_kinds import (
     CONTEXT,
     HEAD_DIM,
     HEADS,
@@ -25,8 +25,8 @@ from layout_kinds import (
     Positions,
     Rows,
 )
-from layout_nodes import Nodes
-from layout_oracle import INT8_SCALE
+from support.layout_nodes import Nodes
+from support.layout_reference import INT8_SCALE
 
 _CACHE_TYPES: Final = {
     CacheType.FLOAT32: TensorProto.FLOAT,

@@ -11,7 +11,7 @@ import huggingface_hub.utils
 import pytest
 from huggingface_hub import constants
 
-from hub_server import HubServer
+from support.hub_server import HubServer
 
 _OF_THE_USER = (
     *(

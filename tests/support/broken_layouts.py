@@ -15,9 +15,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from layout_kinds import CONTEXT, HEAD_DIM, HEADS, LAYERS, VOCABULARY
-from layouts import GENAI, genai_config
-from tiny import SPECIAL_TOKENS, tiny_config, tiny_tokenizer, write_json
+from support.layout_kinds import CONTEXT, HEAD_DIM, HEADS, LAYERS, VOCABULARY
+from support.layouts import GENAI, genai_config
+from support.tiny_models import SPECIAL_TOKENS, tiny_config, tiny_tokenizer, write_json
 
 Shape = Sequence[int | str]
 _TYPES: Final = {

@@ -13,7 +13,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
-from tiny import write_json
+from support.tiny_models import write_json
 
 _JSON: Final = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3000) | st.floats() | st.sampled_from(("", "x", "%d", "input_ids")),

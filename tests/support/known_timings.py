@@ -24,7 +24,7 @@ class KnownMachine:
         """How many there were in each call."""
         self.slow = 1.0
 
-    def unit(self, kind: str, form: WeightFormat, rows: int) -> float:
+    def linear(self, kind: str, form: WeightFormat, rows: int) -> float:
         """Seconds."""
         places = {"qkv": 1, "o": 2, "gate_up": 3, "down": 4, "head": 5}
         return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block + form.rank / 24) * rows
@@ -35,8 +35,8 @@ class KnownMachine:
 
     def pass_of(self, plan: Mapping[str, WeightFormat], layers: int, rows: int) -> float:
         """Seconds."""
-        units = sum(self.unit(kind_of(name), form, rows) for name, form in plan.items() if name != "embedding")
-        return self.rest(layers, rows) + units
+        linears = sum(self.linear(kind_of(name), form, rows) for name, form in plan.items() if name != "embedding")
+        return self.rest(layers, rows) + linears
 
     def whole(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
         """A `Stopwatch` of the same machine."""
@@ -58,7 +58,7 @@ class KnownMachine:
                             "embedded": 1.0,
                             "layers.0.qkv.product": 0.0,
                             **{
-                                node: self.unit(kind_of(name), plan[name], each) + self.slow * self._NOTING
+                                node: self.linear(kind_of(name), plan[name], each) + self.slow * self._NOTING
                                 for name, node in names.items()
                             },
                         },

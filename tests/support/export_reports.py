@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from edgerun.export.calibration.divergence import Divergence
-from edgerun.export.report import DraftFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed, UnitFigures
+from edgerun.export.report import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed
 from edgerun.export.workbench import Acceptance
 from edgerun.models.manifest import Calibration, Method, WeightFormat
 
@@ -13,9 +13,9 @@ SHAPES = {"qkv": (1152, 896), "o": (896, 896), "gate_up": (9728, 896), "down": (
 BITS = ((2, 128), (2, 64), (4, 128), (4, 64), (4, 32), (8, 128), (8, 64), (8, 32))
 
 
-def unit(name: str, shape: tuple[int, int], form: WeightFormat, kl: float | None = None) -> UnitFigures:
+def linear(name: str, shape: tuple[int, int], form: WeightFormat, kl: float | None = None) -> LinearFigures:
     read = round(shape[0] * shape[1] * (form.bits + 64 / form.block) / 8)
-    return UnitFigures(name, *shape, form, read, kl, None if kl is None else read / 25e6)
+    return LinearFigures(name, *shape, form, read, kl, None if kl is None else read / 25e6)
 
 
 def plan(name: str, kind: PlanKind, bits: float, kl: float | None) -> PlanFigures:
@@ -29,11 +29,13 @@ def log_kl(bits: float) -> float:
 
 
 def whole_report(layers: int = 24) -> ModelReport:
-    units = [unit("embedding", (151936, 896), WeightFormat(8, 128, method=Method.RTN), 4e-4)]
+    linears = [linear("embedding", (151936, 896), WeightFormat(8, 128, method=Method.RTN), 4e-4)]
     for layer in range(layers):
         for at, (part, shape) in enumerate(SHAPES.items()):
             form = WeightFormat(*BITS[(layer * 5 + at * 3) % 7], method=Method.GPTQ)
-            units.append(unit(f"layers.{layer}.{part}", shape, form, 10 ** (-2 - 0.1 * ((layer * 7 + at * 11) % 23))))
+            linears.append(
+                linear(f"layers.{layer}.{part}", shape, form, 10 ** (-2 - 0.1 * ((layer * 7 + at * 11) % 23)))
+            )
     plans = [
         plan("this model", PlanKind.CHOSEN, 3.5, 0.5 * log_kl(3.5)),
         *(
@@ -46,7 +48,7 @@ def whole_report(layers: int = 24) -> ModelReport:
     return ModelReport(
         model="Qwen2.5-0.5B-Instruct",
         command="edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 3.5bpw",
-        units=units,
+        linears=linears,
         plans=plans,
         file_bytes=230_400_000,
         parity={"max_abs_diff": 2.1e-4, "mean_kl": 0.0813, "top1_agreement": 0.91},

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from foreign_exports import LEGACY
+from support.foreign_export_script import LEGACY
 
 SCRIPT = Path(__file__).with_name("foreign_exports.py")
 
