@@ -21,7 +21,7 @@ from checkpoints import SHAPES, write_checkpoint
 
 _EXPORT = """
 import resource, sys, time
-from edgerun.edge.cli import main
+from edgerun.edge.cli.main import main
 started = time.perf_counter()
 code = main(["export", *sys.argv[1:]])
 print(time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Final
 
 from .decode import FinishReason, Step
 from .speculation.choice import SOURCE_NAMES
@@ -13,15 +15,23 @@ from .speculation.tree import Source
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Guesses that were verified, and those of them that the text took."""
+    """Numbers of draft tokens that were verified and that were accepted."""
 
     drafted: int = 0
     accepted: int = 0
 
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted draft tokens divided by verified ones; 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
 
 @dataclass(frozen=True)
 class Stats:
-    """What an answer cost. Times are seconds."""
+    """Statistics of one answer, or of several added up. Times are in seconds."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -52,17 +62,55 @@ class Stats:
     """Looking guesses up, pruning them, choosing tokens and learning."""
     rounds: tuple[Round | None, ...] = ()
     """Every round after the first token, where they were asked for; None where drafting rested."""
+    answers: int = 1
+    """Number of answers that these statistics add up."""
+
+    def __add__(self, other: Stats) -> Stats:
+        """Add the statistics of two answers. Their rounds are not kept."""
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
+        nothing = DraftCounts()
+        sources = {
+            name: self.by_source.get(name, nothing) + other.by_source.get(name, nothing)
+            for name in dict.fromkeys((*self.by_source, *other.by_source))
+        }
+        depths = zip_longest(self.by_depth, other.by_depth, fillvalue=nothing)
+        return Stats(**sums, by_source=sources, by_depth=tuple(mine + its for mine, its in depths))
+
+    @classmethod
+    def total(cls, answers: Iterable[Stats]) -> Stats:
+        """Add the statistics of several answers; those of no answer are all 0."""
+        return sum(answers, cls(answers=0))
+
+    @property
+    def decode_tokens(self) -> int:
+        """Number of tokens after the first token of each answer."""
+        return max(self.completion_tokens - self.answers, 0)
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the first token to the end."""
+        return self.total_s - self.first_token_s
 
     @property
     def decode_tokens_per_second(self) -> float:
         """Rate after the first token; 0 when there was no second one."""
-        seconds = self.total_s - self.first_token_s
-        return (self.completion_tokens - 1) / seconds if self.completion_tokens > 1 and seconds > 0 else 0.0
+        return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens each pass after the first token has given; 1 without speculation."""
-        return (self.completion_tokens - 1) / self.decode_passes if self.decode_passes else 1.0
+        """Mean number of tokens from each pass after the first token; 1 without speculation."""
+        return self.decode_tokens / self.decode_passes if self.decode_passes else 1.0
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Number of verified and accepted draft tokens of all drafters together."""
+        return DraftCounts(self.drafted, self.accepted)
+
+
+_SUMMED: Final = (
+    *("prompt_tokens", "reused_tokens", "completion_tokens", "target_passes", "decode_passes", "answers"),
+    *("first_token_s", "total_s", "draft_s", "target_s", "host_s", "drafted", "accepted"),
+)
 
 
 class RoundTally:

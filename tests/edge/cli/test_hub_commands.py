@@ -21,7 +21,7 @@ from support.hub_server import HubServer, files_of, sha256
 from support.layouts import LAYOUTS, write_layout
 
 ROOT = Path(edgerun.__file__).parent
-IN_ANOTHER_PROCESS = "import sys; from edgerun.edge.cli import main; sys.exit(main())"
+IN_ANOTHER_PROCESS = "import sys; from edgerun.edge.cli.main import main; sys.exit(main())"
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_a_killed_download_is_gone_on_with(hub: HubServer, tiny_bundle: Path, tm
 
 def test_the_hub_library_is_loaded_only_where_it_is_asked(hub: HubServer, tiny_bundle: Path, tmp_path: Path) -> None:
     program = (
-        "import sys, edgerun; edgerun.load(sys.argv[1]); from edgerun.edge.cli import main; main(['models']);"
+        "import sys, edgerun; edgerun.load(sys.argv[1]); from edgerun.edge.cli.main import main; main(['models']);"
         "sys.exit('huggingface_hub' in sys.modules)"
     )
     here = tmp_path / "package"

@@ -18,7 +18,7 @@ from edgerun.edge.cli.main import main
 from edgerun.edge.terminal.output import for_terminal
 from support.tiny_models import write_endless_bundle
 
-COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli.main import main; sys.exit(main())"]
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

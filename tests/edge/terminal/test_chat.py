@@ -17,7 +17,7 @@ from support.tiny_models import write_endless_bundle
 
 pty = pytest.importorskip("pty", reason="POSIX terminals")
 
-COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli.main import main; sys.exit(main())"]
 PROMPT = "> "
 
 
