@@ -10,7 +10,7 @@ from .outcome import ExportReport
 from .pipeline import export_checkpoint
 from .progress import Progress
 from .recipe import FP32, INT2, INT4, INT8, ExportRecipe
-from .requests import USUAL_TOKENS, CalibrationRequest, DraftRequest, MixRequest, Objective
+from .requests import USUAL_TOKENS, CalibrationRequest, DraftRequest, MixRequest
 from .upgrade import upgrade_model
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "ExportReport",
     "Method",
     "MixRequest",
-    "Objective",
     "Parity",
     "Progress",
     "WeightFormat",

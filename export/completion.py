@@ -184,10 +184,10 @@ def _plans(
     def nearest(plan: Mapping[str, WeightFormat]) -> float:
         return prepared.unobserved.divergence(plan, tokens).mean_kl
 
-    kl, rate = divergence(content.plan), prepared.speculative_rate
+    kl = divergence(content.plan)
     if allocation is None:
         prepared.judge.release()
-    chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, kl, times, rate)
+    chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, kl, times)
     if allocation is None:
         used = {content.plan[linear.name] for linear in chosen_linears(config)}
         if not recipe.observed or len(used) > 1 or FP32 in used:

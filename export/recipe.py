@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..models.manifest import SHORTEST_CONTEXT, GraphLayout, Method, WeightFormat
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import FusedLinear, fused_linears
-from .requests import CalibrationRequest, DraftRequest, MixRequest, Objective
+from .requests import CalibrationRequest, DraftRequest, MixRequest
 
 FP32: Final = WeightFormat(32)
 INT8: Final = WeightFormat(8, 32)
@@ -70,10 +70,6 @@ class ExportRecipe:
         if self.layout is not GraphLayout.EDGE and (self.mix or self.draft or self.observed):
             raise InputError(
                 "calibration, mixed weights and drafts are for edge-run's own layout", "leave --layout out"
-            )
-        if self.mix is not None and self.mix.objective is Objective.SPECULATION and self.draft is None:
-            raise InputError(
-                "a mix for decoding with guesses depends on the draft", "add --draft CHECKPOINT, or --draft-layers auto"
             )
         for form in filter(None, (self.body, self.head_format)):
             if form.offsets:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -31,15 +30,6 @@ class CalibrationRequest:
             raise InputError(f"a calibration on {self.tokens} tokens says nothing", f"give {USUAL_TOKENS}, say")
 
 
-class Objective(Enum):
-    """What a mix of formats is chosen for."""
-
-    PLAIN = "plain"
-    """Least divergence within the budget, as if every token took a pass of its own."""
-    SPECULATION = "speculation"
-    """Most tokens a second with guesses, which are judged in wider passes."""
-
-
 @dataclass(frozen=True)
 class MixRequest:
     """Formats chosen unit by unit."""
@@ -50,7 +40,6 @@ class MixRequest:
     """A plan file to follow and not to search for."""
     seconds: float | None = None
     """Most that the search may take; None for ten minutes."""
-    objective: Objective = Objective.PLAIN
     repair: bool = False
     """Whether units of 2 bits may be repaired by factors of low rank."""
     zero_points: bool = False

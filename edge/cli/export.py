@@ -21,7 +21,7 @@ from ...models.find import is_on_hub
 from ...models.hub.model_id import parse_hub_id
 from ...models.manifest import GraphLayout, WeightFormat
 from ..terminal.report_summary import show_report
-from .export_options import LayersChoice, MethodChoice, ObjectiveChoice, WeightChoice, calibration_file, draft_request
+from .export_options import LayersChoice, MethodChoice, WeightChoice, calibration_file, draft_request
 from .offline import Offline
 
 if TYPE_CHECKING:
@@ -96,10 +96,6 @@ def export(
             "--time-limit", min=0, help="Minutes that the search may take.", show_default="10", rich_help_panel=_MIX
         ),
     ] = None,
-    optimize: Annotated[
-        ObjectiveChoice,
-        typer.Option(help="Choose the mix for plain decoding, or for decoding with guesses.", rich_help_panel=_MIX),
-    ] = ObjectiveChoice.PLAIN,
     repair: Annotated[
         bool,
         typer.Option(
@@ -199,7 +195,6 @@ def export(
             CalibrationRequest,
             ExportRecipe,
             MixRequest,
-            Objective,
             export_model,
             find_source,
             has_own_formats,
@@ -230,7 +225,6 @@ def export(
             budget=None if budget is None else parse_budget(budget),
             plan=plan,
             seconds=None if minutes is None else 60 * minutes,
-            objective=Objective(optimize.value),
             repair=repair,
             zero_points=zero_points,
             powers_of_two=powers_of_two,
@@ -280,7 +274,7 @@ def _require_mix(mixed: bool, weights: WeightChoice | None, context: typer.Conte
         raise InputError(f"--plan and --weights {weights.value} contradict each other", "leave one of them out")
     # The blocks of a mix are chosen too, but those of the draft's weights are not.
     of_one_format = ("head",) if _is_typed(context, "draft_weights") else ("head", "block")
-    strange = _typed(context, of_one_format if mixed else ("budget", "minutes", "optimize", "repair", "bandwidth"))
+    strange = _typed(context, of_one_format if mixed else ("budget", "minutes", "repair", "bandwidth"))
     if strange and mixed:
         raise InputError(f"with mixed weights, {strange[0]} says nothing", "leave it out")
     if strange:

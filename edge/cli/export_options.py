@@ -60,13 +60,6 @@ class MethodChoice(str, Enum):
         return self.value.startswith("awq")
 
 
-class ObjectiveChoice(str, Enum):
-    """How `--optimize` is spelled."""
-
-    PLAIN = "plain"
-    SPECULATION = "speculation"
-
-
 class LayersChoice(str, Enum):
     """How `--draft-layers` is spelled."""
 

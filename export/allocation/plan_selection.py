@@ -120,10 +120,6 @@ class Mixing:
         assert self._request.budget is not None  # noqa: S101 -- a mix without a plan has one
         return self._request.budget
 
-    def divergence(self, plan: Mapping[str, WeightFormat]) -> float:
-        """Mean KL in nats of a plan, as the search measured it in the end."""
-        return self._measured(_STAGES[-1], plan)
-
     def _measured(self, share: float, plan: Mapping[str, WeightFormat]) -> float:
         tokens = int(share * min(self._tokens(_PLAN_WORK), self._all_tokens))
         return self._evaluator.divergence(plan, max(_FEWEST_TOKENS, tokens)).mean_kl

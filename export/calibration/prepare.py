@@ -6,7 +6,6 @@ All of it lies in a work folder, so that an interrupted export goes on where it 
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,16 +19,12 @@ from ..allocation.linear_times import LinearTimes, known_or_measured
 from ..allocation.plan_file import read_plan
 from ..allocation.plan_selection import Mixing
 from ..allocation.quantized_weights import QuantizedLinearStore
-from ..allocation.speculation import DraftSpeed
 from ..bundle_content import BundleContent, Model
-from ..bundle_writer import write_bundle
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.source import ModelSource
-from ..drafts.draft_making import make_draft
-from ..faster_mix import faster_with_guesses
 from ..progress import Progress
 from ..recipe import FP32, ExportRecipe, with_methods
-from ..requests import CalibrationRequest, MixRequest, Objective
+from ..requests import CalibrationRequest, MixRequest
 from ..workbench import Workbench
 from ..zero_points import require_zero_points
 from .awq import fold
@@ -58,8 +53,6 @@ class CalibratedModel:
     """The same of the checkpoint as it is: nothing folded, and rounded without knowing any inputs."""
     allocation: Allocation | None = None
     times: LinearTimes | None = None
-    speculative_rate: float | None = None
-    """Tokens a second that are expected beside the draft, where the mix was chosen for that."""
 
 
 def prepare(
@@ -103,9 +96,9 @@ def prepare(
         aims = observed.aim
     store = QuantizedLinearStore(source, config, folder / "units", aims)
     model = Model(source, config, context)
-    allocation = times = rate = None
+    allocation = times = None
     if recipe.mix is not None and plan is None:
-        allocation, times, rate = _mixed(model, text, recipe, recipe.mix, store, folder, workbench, progress)
+        allocation, times = _mixed(model, text, recipe, recipe.mix, store, folder, workbench, progress)
         plan = dict(allocation.plan)
     formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
     candidates = PlanEvaluator(source, config, text.held_out, store.weights, folder / "candidates", context)
@@ -118,7 +111,7 @@ def prepare(
     judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
     plain = QuantizedLinearStore(checkpoint, config, folder / "unobserved" / "units")
     unobserved = PlanEvaluator(checkpoint, config, text.held_out, plain.weights, folder / "unobserved", context)
-    return CalibratedModel(content, text, judge, candidates, unobserved, allocation, times, rate)
+    return CalibratedModel(content, text, judge, candidates, unobserved, allocation, times)
 
 
 def _require_affordable(config: DecoderConfig, budget: Budget) -> None:
@@ -146,18 +139,12 @@ def _mixed(
     folder: Path,
     workbench: Workbench,
     progress: Progress,
-) -> tuple[Allocation, LinearTimes, float | None]:
-    """Formats chosen under the budget, the times of units, and the tokens a second expected beside the draft."""
+) -> tuple[Allocation, LinearTimes]:
+    """Formats chosen under the budget, and the times of units."""
     timed = (*LADDER, *REPAIRED) if mix.repair else LADDER
     times = known_or_measured(model.config, workbench.time_nodes, timed, progress)
     mixing = Mixing(model, text, recipe, mix, store, times, workbench.time, folder)
-    allocation = mixing.allocation(progress)
-    if mix.objective is not Objective.SPECULATION:
-        return allocation, mixing.times, None
-    draft = _draft_speed(allocation.plan, model, store, text, recipe, folder, workbench, progress)
-    limit = mixing.measures[0]
-    faster = faster_with_guesses(allocation, limit, mixing.divergence, mixing.times, draft, progress)
-    return faster.allocation, mixing.times, faster.rate
+    return mixing.allocation(progress), mixing.times
 
 
 def settings_of(recipe: ExportRecipe, context: int) -> str:
@@ -195,27 +182,3 @@ def _observed(
 
 def _wants_moments(recipe: ExportRecipe) -> bool:
     return recipe.folded or recipe.mix is not None or Method.GPTQ in recipe.methods.values()
-
-
-def _draft_speed(
-    plan: Mapping[str, WeightFormat],
-    model: Model,
-    store: QuantizedLinearStore,
-    text: CalibrationText,
-    recipe: ExportRecipe,
-    folder: Path,
-    workbench: Workbench,
-    progress: Progress,
-) -> DraftSpeed:
-    """What the draft that is asked for does beside a target of that plan, from a trial export of both."""
-    assert recipe.draft is not None  # noqa: S101 -- the recipe sees to it
-    formats = with_methods(plan, recipe.methods)
-    _round(model.config, formats, store, progress)
-    content = BundleContent(store.view(formats), model.source, model.config, formats, model.context, recipe.layout, "")
-    trial = folder / "trial"
-    shutil.rmtree(trial, ignore_errors=True)
-    trial.mkdir()
-    write_bundle(trial, content)
-    speed = make_draft(trial, content, text, recipe, recipe.draft, workbench, progress).speed
-    shutil.rmtree(trial)
-    return speed

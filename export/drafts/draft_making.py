@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from ...errors import EdgeError, InputError
 from ...models.bundle import DRAFT_FOLDER
 from ...models.pairing import vocabulary_difference
-from ..allocation.speculation import DraftSpeed
 from ..bundle_content import BundleContent
 from ..bundle_writer import write_bundle
 from ..calibration.text_split import CalibrationText
@@ -22,15 +20,11 @@ from ..workbench import Workbench
 from .companion import adopt_draft
 from .own_draft import adopt_own_draft
 
-_ROUNDS: Final = 12
-"""Turns in which the draft's step is timed."""
-
 
 @dataclass(frozen=True)
 class MadeDraft:
     """A draft in its target's bundle."""
 
-    speed: DraftSpeed
     figures: DraftFigures | None
     """None where no text is long enough to judge it by."""
     note: str = ""
@@ -93,14 +87,12 @@ def make_draft(
             f"with it, {own.plain_tokens_per_second:.0f} without; it is asked only where it pays"
         )
         note = "" if own.pays else note
-        return MadeDraft(DraftSpeed(own.agreement, own.step_ms), figures, note)
+        return MadeDraft(figures, note)
     _write_companion(folder / DRAFT_FOLDER, request.source, target, recipe, request)
     head = adopt_draft(folder, request.vocabulary, text.calibration, text.held_out, workbench.time, progress)
     tokens, coverage = (None, None) if head is None else (head.tokens, head.coverage)
     figures = _judged(folder, text, workbench, request.source.resolve().name, tokens, coverage)
-    ((step),) = workbench.time([folder / DRAFT_FOLDER], (1,), _ROUNDS)
-    agreement = 0.0 if figures is None else figures.acceptance.agreement
-    return MadeDraft(DraftSpeed(agreement, 1e3 * step[1]), figures)
+    return MadeDraft(figures)
 
 
 def _judged(

@@ -69,8 +69,6 @@ class PlanFigures:
     kl: float | None = None
     milliseconds: Mapping[int, float] = field(default_factory=dict)
     """Predicted milliseconds of a pass by its rows."""
-    speculative_rate: float | None = None
-    """Tokens a second with guesses, as far as it was predicted."""
 
     def memory_bound_rate(self, bandwidth: float) -> float:
         """Tokens a second where reading the weights at `bandwidth` GB/s is all that takes time."""

@@ -53,7 +53,6 @@ def plan_figures(
     kind: PlanKind,
     kl: float | None = None,
     times: LinearTimes | None = None,
-    speculative_rate: float | None = None,
 ) -> PlanFigures:
     """Figures of a whole plan; arguments as for `linear_figures`."""
     size = sum(bytes_read(linear, plan[linear.name]) for linear in chosen_linears(config))
@@ -64,7 +63,6 @@ def plan_figures(
         bits_per_weight=8 * size / weight_count(config),
         kl=kl,
         milliseconds={} if times is None else _passes(times, config, plan),
-        speculative_rate=speculative_rate,
     )
 
 

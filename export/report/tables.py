@@ -94,19 +94,16 @@ def _plans(report: ModelReport) -> Table | None:
         return None
     plans = report.compared
     rows = sorted({count for plan in plans for count in plan.milliseconds})
-    speculative = any(plan.speculative_rate is not None for plan in plans)
     columns: tuple[str, ...] = ("", "bits a weight", "MB a token", "KL, nats", "against this model")
     columns += tuple(f"ms, {count} token{'s' * (count > 1)}" for count in rows)
-    columns += ("tokens/s with guesses",) * speculative
     columns += tuple(f"tokens/s at {bandwidth:g} GB/s" for bandwidth in report.bandwidths)
 
     def cells(plan: PlanFigures) -> tuple[str, ...]:
         size = (plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read), _number(plan.kl, "#.3g"))
         against = plan.kl / report.chosen.kl if plan.kl is not None and report.chosen.kl else None
         times = (_number(plan.milliseconds.get(count), "#.3g") for count in rows)
-        guessing = (_number(plan.speculative_rate, ".1f"),) * speculative
         bound = (f"{plan.memory_bound_rate(bandwidth):.1f}" for bandwidth in report.bandwidths)
-        return (*size, _number(against, ".3g"), *times, *guessing, *bound)
+        return (*size, _number(against, ".3g"), *times, *bound)
 
     return Table(
         "Plans",

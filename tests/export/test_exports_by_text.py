@@ -18,7 +18,6 @@ from edgerun.export import (
     ExportReport,
     Method,
     MixRequest,
-    Objective,
     WeightFormat,
     export_checkpoint,
     export_model,
@@ -238,18 +237,6 @@ def test_a_draft_changes_no_text(
     assert len(done.report.drafts) == 1
 
 
-def test_a_mix_for_guesses_diverges_no_more(checkpoint: Path, draft: Path, tmp_path: Path) -> None:
-    plain = export(checkpoint, tmp_path / "plain", mixed("5bpw")).report
-    mix = MixRequest(parse_budget("5bpw"), seconds=2, objective=Objective.SPECULATION)
-    request_ = DraftRequest(draft, None, WeightFormat(4, 32))
-    recipe = ExportRecipe(method=Method.K_QUANT, calibration=TEXT, mix=mix, draft=request_)
-    guessing = export(checkpoint, tmp_path / "guessing", recipe).report
-    assert plain is not None
-    assert guessing is not None
-    assert len(guessing.drafts) == 1
-    assert guessing.search[-1].kl <= plain.search[-1].kl * 1.2
-
-
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
@@ -289,8 +276,6 @@ def test_only_checkpoints_of_plain_linears(tmp_path: Path, checkpoint: Path) -> 
     bundle = export_checkpoint(checkpoint, tmp_path / "onnx", ExportRecipe()).bundle
     with pytest.raises(InputError, match="are for checkpoints of the families"):
         export_model(bundle, tmp_path / "bundle", mixed("5bpw"), workbench=BENCH)
-    with pytest.raises(InputError, match="depends on the draft; add --draft"):
-        mixed("5bpw", objective=Objective.SPECULATION)
 
 
 def test_a_draft_with_other_tokens_is_refused_before_anything_is_written(checkpoint: Path, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_files_are_part_of_a_bundle(tmp_path: Path) -> None:
     assert data["kl_against_rule"] == pytest.approx(2 / 3, rel=1e-3)
     assert data["bits_per_weight"] == 3.5
     assert data["quality"]["p99_kl"] == 0.913
-    assert data["units"][1]["form"] == {"format": "int2/128", "bits": 2, "block": 128, "method": "gptq"}
+    assert data["linears"][1]["form"] == {"format": "int2/128", "bits": 2, "block": 128, "method": "gptq"}
     assert data["plans"][0] | {"kl": 0} == {
         "name": "this model",
         "kind": "chosen",
@@ -149,7 +149,6 @@ def test_files_are_part_of_a_bundle(tmp_path: Path) -> None:
         "bits_per_weight": 3.5,
         "kl": 0,
         "milliseconds": {"1": 8.645, "4": 13.5078},
-        "speculative_rate": None,
     }
 
 
