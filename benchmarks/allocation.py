@@ -39,12 +39,11 @@ from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.successive import round_successively
 from edgerun.export.calibration.text_source import obtain_text
 from edgerun.export.checkpoint.config import DecoderConfig
-from edgerun.export.checkpoint.open import opened
+from edgerun.export.checkpoint.open import open_source
 from edgerun.export.checkpoint.source import ModelSource
 from edgerun.export.progress import silent
-from edgerun.export.recipe import OBSERVED_METHODS, USUAL_METHODS, ExportRecipe
+from edgerun.export.recipe import CALIBRATED_METHODS, DEFAULT_METHODS, CalibrationRequest, ExportRecipe
 from edgerun.export.report.figures import PlanFigures, PlanKind, log_line
-from edgerun.export.requests import CalibrationRequest
 
 Plan = Mapping[str, WeightFormat]
 
@@ -64,7 +63,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="of each search, at most")
     parser.add_argument("--patience", type=int, default=SearchSettings.patience)
     options = parser.parse_args()
-    with opened(options.checkpoint) as (config, checkpoint):
+    with open_source(options.checkpoint) as (config, checkpoint):
         Comparison(options, config, checkpoint).print_all()
 
 
@@ -78,7 +77,7 @@ class Comparison:
         work.mkdir(parents=True, exist_ok=True)
         text = obtain_text(checkpoint, config, context, request, work, bench_of_this_machine(), silent)
         statistics = collect_statistics(checkpoint, config, text, work / "statistics", context, True, lambda _: None)
-        self.methods = {**OBSERVED_METHODS, 2: options.method, 4: options.method}
+        self.methods = {**CALIBRATED_METHODS, 2: options.method, 4: options.method}
         self.forms = levels([self.methods], options.zero_points)
         self.checkpoint, self.context, self.text = checkpoint, context, text
         self.observed = CalibratedSource(checkpoint, config, statistics)
@@ -90,7 +89,7 @@ class Comparison:
 
     def print_all(self) -> None:
         """Every budget against what else there is."""
-        rounded = self.uniform(levels([dict.fromkeys(USUAL_METHODS, Method.RTN)]), self.kl)
+        rounded = self.uniform(levels([dict.fromkeys(DEFAULT_METHODS, Method.RTN)]), self.kl)
         uniform = self.uniform(self.forms, self.exported_kl)
         for kind, plans in (("", uniform), ("to nearest", rounded)):
             for plan in plans:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints import Shape, write_checkpoint
-from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint, upgrade_model
+from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_checkpoint, upgrade_model
 
 
 def checkpoint(work: Path, shape: Shape, tokenizer: Path | None = None) -> Path:
@@ -24,7 +24,9 @@ def bundle(work: Path, shape: Shape, block: int, tokenizer: Path | None = None) 
     """Its edge-run bundle, 4 bits in blocks of `block`."""
 
     def make(folder: Path) -> None:
-        export_checkpoint(checkpoint(work, shape, tokenizer), folder, ExportRecipe(body=WeightFormat(4, block)))
+        export_checkpoint(
+            ExportRequest(checkpoint(work, shape, tokenizer), folder, ExportRecipe(body=WeightFormat(4, block)))
+        )
 
     return _once(work / _name(shape, tokenizer) / f"edge-run-int4-{block}", make)
 
@@ -65,7 +67,7 @@ def upgraded(model: Path, recipe: ExportRecipe) -> Path:
     """A foreign ONNX model upgraded, in a folder beside it."""
     return _once(
         model.with_name(f"{model.name}-upgraded-{recipe.body or 'as-stored'}".replace("/", "-")),
-        lambda folder: upgrade_model(model, folder, recipe),
+        lambda folder: upgrade_model(ExportRequest(model, folder, recipe)),
     )
 
 

@@ -38,7 +38,7 @@ from edgerun.export.allocation.whole_passes import slower_than_predicted
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.checkpoint.config import DecoderConfig
-from edgerun.export.checkpoint.open import opened
+from edgerun.export.checkpoint.open import open_source
 from edgerun.export.recipe import ExportRecipe, with_methods
 from edgerun.export.workbench import Stopwatch
 from processes import Worker
@@ -71,7 +71,7 @@ def main() -> None:
     folder = options.work / options.shape / "mixed"
     shutil.rmtree(folder, ignore_errors=True)
     bench = bench_of_this_machine()
-    with opened(source) as (config, _):
+    with open_source(source) as (config, _):
         times = known_or_measured(config, bench.time_nodes, LADDER)
         plans = {UNIFORM: with_embedding(config, uniform_plan(config, WeightFormat(4, 128)))}
         # The machine as it is, not as it was when the units were measured.
@@ -131,7 +131,7 @@ def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes, stopw
 def write(source: Path, folder: Path, plan: Plan) -> Path:
     """A bundle of that plan."""
     folder.mkdir(parents=True)
-    with opened(source) as (config, weights):
+    with open_source(source) as (config, weights):
         recipe = ExportRecipe(method=Method.RTN)
         formats = with_methods(plan, recipe.methods)
         context = recipe.context_for(config)

@@ -26,10 +26,11 @@ import numpy.typing as npt
 import edgerun
 from edgerun.edge.workbench import bench_of_this_machine
 from edgerun.export import (
+    DEFAULT_CALIBRATION_TOKENS,
     FP32,
-    USUAL_TOKENS,
     CalibrationRequest,
     ExportRecipe,
+    ExportRequest,
     Method,
     WeightFormat,
     export_checkpoint,
@@ -51,7 +52,7 @@ class Choice:
 
     def recipe(self, form: WeightFormat, text: CalibrationRequest) -> ExportRecipe:
         """For all units in one format."""
-        return ExportRecipe(form, method=self.rounding, folded=self.folded, calibration=text if self.observed else None)
+        return ExportRecipe(form, method=self.rounding, awq=self.folded, calibration=text if self.observed else None)
 
 
 CHOICES: Final = {
@@ -71,14 +72,14 @@ def main() -> None:
     parser.add_argument("--prompt", default="Once upon a time")
     parser.add_argument("--formats", nargs="+", default=["4/32", "4/128", "2/32", "8/32"], help="bits/block[+z][+p]")
     parser.add_argument("--methods", nargs="+", choices=CHOICES, default=[*CHOICES])
-    parser.add_argument("--calibration-tokens", type=int, default=USUAL_TOKENS)
+    parser.add_argument("--calibration-tokens", type=int, default=DEFAULT_CALIBRATION_TOKENS)
     parser.add_argument("--same-kind", action="store_true", help="observe on the lines of --text that are not measured")
     parser.add_argument("--texts", type=int, default=100)
     parser.add_argument("--longest", type=int, default=256, help="tokens of a text that are read")
     options = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        exact = export_checkpoint(options.checkpoint, Path(folder) / "fp32", ExportRecipe(FP32)).bundle
+        exact = export_checkpoint(ExportRequest(options.checkpoint, Path(folder) / "fp32", ExportRecipe(FP32))).bundle
         if options.text is None:
             texts = sampled_texts(exact, options.prompt, options.texts, options.longest)
         else:
@@ -92,7 +93,9 @@ def main() -> None:
             for method in options.methods:
                 recipe = CHOICES[method].recipe(form, observed)
                 destination = Path(folder) / "few"
-                report = export_checkpoint(options.checkpoint, destination, recipe, workbench=bench_of_this_machine())
+                report = export_checkpoint(
+                    ExportRequest(options.checkpoint, destination, recipe), workbench=bench_of_this_machine()
+                )
                 kl, agreement = compare(exact, report.bundle, texts)
                 results.append({"format": name, "method": method, "mean_kl": kl, "top1_agreement": agreement})
                 facts = f"{kl:9.5f} {agreement:7.4f} {report.bits_per_weight:6.3f} {report.seconds:8.1f}"

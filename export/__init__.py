@@ -4,35 +4,45 @@ from ..models.manifest import Method, WeightFormat
 from .allocation.budget import parse_budget
 from .architectures.family import supported_families
 from .check.parity import Parity
-from .dispatch import export_model, find_source, has_own_formats
+from .destination import ExportResult
 from .gguf import is_gguf
-from .outcome import ExportReport
-from .pipeline import export_checkpoint
+from .pipeline import export_checkpoint, export_model, find_source, may_be_quantized
 from .progress import Progress
-from .recipe import FP32, INT2, INT4, INT8, ExportRecipe
-from .requests import USUAL_TOKENS, CalibrationRequest, DraftRequest, MixRequest
+from .recipe import (
+    DEFAULT_CALIBRATION_TOKENS,
+    FP32,
+    INT2,
+    INT4,
+    INT8,
+    CalibrationRequest,
+    DraftRequest,
+    ExportRecipe,
+    ExportRequest,
+    MixedPrecisionRequest,
+)
 from .upgrade import upgrade_model
 
 __all__ = [
+    "DEFAULT_CALIBRATION_TOKENS",
     "FP32",
     "INT2",
     "INT4",
     "INT8",
-    "USUAL_TOKENS",
     "CalibrationRequest",
     "DraftRequest",
     "ExportRecipe",
-    "ExportReport",
+    "ExportRequest",
+    "ExportResult",
     "Method",
-    "MixRequest",
+    "MixedPrecisionRequest",
     "Parity",
     "Progress",
     "WeightFormat",
     "export_checkpoint",
     "export_model",
     "find_source",
-    "has_own_formats",
     "is_gguf",
+    "may_be_quantized",
     "parse_budget",
     "supported_families",
     "upgrade_model",

@@ -1,37 +1,38 @@
-"""What a bundle is made of."""
+"""The model to export, and the content of the bundle made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..models.manifest import GraphLayout, WeightFormat
+from ..models.manifest import GraphLayout
 from .checkpoint.config import DecoderConfig
+from .checkpoint.layout import QuantPlan
 from .checkpoint.source import ModelSource
 
 
 @dataclass(frozen=True)
-class Model:
-    """What is to be exported."""
+class SourceModel:
+    """The model to export."""
 
     source: ModelSource
-    """Its tensors, perhaps folded."""
+    """Its tensors, AWQ scaling applied where the recipe has it."""
     config: DecoderConfig
     context: int
-    """Positions that the graph will serve."""
+    """Number of positions that the graph will serve."""
 
 
 @dataclass(frozen=True)
 class BundleContent:
-    """Weights, their formats, and what the manifest says of them."""
+    """Weights, their formats, and what the manifest says about them."""
 
     source: ModelSource
-    """The weights as they are rounded, perhaps folded."""
+    """The weights to quantize, AWQ scaling applied where the recipe has it."""
     original: ModelSource
-    """The weights as the checkpoint has them: what the bundle is compared with."""
+    """The weights of the checkpoint, with which the bundle is compared."""
     config: DecoderConfig
-    plan: Mapping[str, WeightFormat]
+    plan: QuantPlan
     context: int
+    """Number of positions that the graph serves."""
     layout: GraphLayout
     command: str
-    """What the user typed, for the manifest."""
+    """The command line, recorded in the manifest."""

@@ -1,4 +1,4 @@
-"""A bundle's files: graph, weights, what comes along from the checkpoint, and the manifest."""
+"""Writing a bundle: graph, weights, tokenizer and config files, manifest."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ PRODUCER: Final = "edge-run"
 
 
 @dataclass(frozen=True)
-class Written:
-    """What writing a bundle found out."""
+class WrittenBundle:
+    """Figures of a bundle that has just been written."""
 
     parity: Parity
     bits_per_weight: float
-    """Stored bits, scales included, over the weights of all units."""
+    """Stored bits, scales included, divided by the number of weights of all linears."""
 
 
-def write_bundle(folder: Path, content: BundleContent, progress: Progress = silent) -> Written:
+def write_bundle(folder: Path, content: BundleContent, progress: Progress = silent) -> WrittenBundle:
     """Write every file of a bundle into an empty folder, and check the graph against the reference.
 
     Raises:
         CheckpointError: a tensor cannot be read.
-        ExportError: the graph does not compute what the checkpoint means, or not well on this machine.
+        ExportError: the graph does not compute what the checkpoint does, or this machine runs it slowly.
         OSError: the disk refused a write.
     """
     config, checkpoint = content.config, content.source
@@ -74,23 +74,23 @@ def write_bundle(folder: Path, content: BundleContent, progress: Progress = sile
         layout=content.layout,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return Written(parity, bits)
+    return WrittenBundle(parity, bits)
 
 
 def _fraction_of(total: int, progress: Progress) -> Callable[[int], None]:
-    """Turns counts of weights just written into calls of `progress`."""
+    """Return a function that takes the number of weights just written and reports the fraction done."""
     written = 0
 
-    def stored(count: int) -> None:
+    def report(count: int) -> None:
         nonlocal written
         written += count
         progress("writing weights", written / total)
 
-    return stored
+    return report
 
 
 def architecture_of(config: DecoderConfig, context: int) -> Architecture:
-    """What the manifest says of a model's shape."""
+    """The manifest's description of a model's architecture."""
     return Architecture(
         family=config.family,
         vocab_size=config.vocab_size,

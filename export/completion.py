@@ -15,12 +15,12 @@ from .allocation.format_candidates import chosen_linears, weight_count
 from .allocation.plan_file import write_plan
 from .allocation.sensitivity import Solo
 from .bundle_content import BundleContent
-from .bundle_writer import Written
+from .bundle_writer import WrittenBundle
 from .calibration.divergence import Divergence
 from .calibration.prepare import CalibratedModel
 from .drafts.draft_making import make_draft
 from .progress import Progress
-from .recipe import FP32, ExportRecipe
+from .recipe import FP32, ExportRecipe, ExportRequest
 from .report import (
     ModelReport,
     PlanFigures,
@@ -52,12 +52,11 @@ _ROUNDS: Final = 12
 """Turns in which the bundle's passes are timed."""
 
 
-def complete(
+def complete_bundle(
     folder: Path,
-    name: str,
+    request: ExportRequest,
     prepared: CalibratedModel,
-    written: Written,
-    recipe: ExportRecipe,
+    written: WrittenBundle,
     workbench: Workbench,
     progress: Progress,
     started: float,
@@ -66,10 +65,9 @@ def complete(
 
     Args:
         folder: the bundle's.
-        name: of the model, for the report.
+        request: what to export and how.
         prepared: what it was made by.
         written: what writing it found out.
-        recipe: what was asked for.
         workbench: runs models.
         progress: hears what is being done.
         started: seconds of `time.perf_counter` when the export began.
@@ -78,7 +76,7 @@ def complete(
         EdgeError: the draft cannot be made, or ONNX Runtime failed.
         OSError: the disk refused a write.
     """
-    content, text = prepared.content, prepared.text
+    content, text, recipe = prepared.content, prepared.text, request.recipe
     progress(_STAGE, 0.0)
     rounded = prepared.judge.divergence(content.plan)
     # A large model's matrices are not to lie in memory beside the next one's that is measured.
@@ -90,7 +88,7 @@ def complete(
         text.origin,
         sum(map(len, text.calibration)),
         sum(map(len, text.held_out)),
-        folded=recipe.folded,
+        folded=recipe.awq,
     )
     _amend(folder, calibration, shipped)
     (measured,) = workbench.time([folder], _ROWS, _ROUNDS)
@@ -103,7 +101,7 @@ def complete(
     times, solos = prepared.times, _solos(prepared, progress)
     predicted = {} if times is None else {rows: times.milliseconds(content.plan, rows) for rows in _ROWS}
     report = ModelReport(
-        model=name,
+        model=request.source.resolve().name,
         command=content.command,
         linears=linear_figures(content.config, content.plan, solos, times),
         plans=_plans(prepared, rounded, recipe, progress),
@@ -115,13 +113,15 @@ def complete(
         speed=Speed(predicted, {rows: 1e3 * seconds for rows, seconds in measured.items()}),
         bandwidths=_bandwidths(recipe),
         drafts=drafts,
-        budget="" if recipe.mix is None or recipe.mix.budget is None else str(recipe.mix.budget),
+        budget=""
+        if recipe.mixed_precision is None or recipe.mixed_precision.budget is None
+        else str(recipe.mixed_precision.budget),
         search=[] if prepared.allocation is None else search_steps(prepared.allocation.history),
         seconds=time.perf_counter() - started,
         machine=workbench.machine,
         notes=notes,
     )
-    if recipe.mix is not None:
+    if recipe.mixed_precision is not None:
         write_atomically(folder / PLAN_NAME, _plan_text(content, solos, rounded).encode())
     write_report(folder, report)
     return report
@@ -147,7 +147,7 @@ def _notes(plan: Mapping[str, WeightFormat]) -> list[str]:
 
 def _bandwidths(recipe: ExportRecipe) -> Sequence[float]:
     """GB/s that the report speaks of: that of the machine that was asked about, else usual ones."""
-    asked = None if recipe.mix is None else recipe.mix.bandwidth
+    asked = None if recipe.mixed_precision is None else recipe.mixed_precision.bandwidth
     return _USUAL_BANDWIDTHS if asked is None else (asked / 1e9,)
 
 
@@ -190,7 +190,7 @@ def _plans(
     chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, kl, times)
     if allocation is None:
         used = {content.plan[linear.name] for linear in chosen_linears(config)}
-        if not recipe.observed or len(used) > 1 or FP32 in used:
+        if not recipe.calibrated or len(used) > 1 or FP32 in used:
             return [replace(chosen, kl=rounded.mean_kl)]
         return [chosen, *nearest_plans(config, list(used), nearest, times, progress)]
     tried = {(each.form, each.form.method): each.form for solos in allocation.solos.values() for each in solos}

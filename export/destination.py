@@ -1,23 +1,43 @@
-"""The folder an export goes to: apart from its source, and written whole or not at all."""
+"""The destination folder of an export, and the figures of what was written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DestinationError, InputError
 from ..models.atomic import folder_written_atomically
 from ..models.bundle import holds_only_bundle_files
 from ..models.text_path import require_text_path
+from .check.parity import Parity
+from .report import ModelReport
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """Figures of a finished export."""
+
+    bundle: Path
+    file_bytes: Mapping[str, int]
+    """Size by file name, `edge.json` included."""
+    bits_per_weight: float
+    """Stored bits, scales included, divided by the number of weights of all linears."""
+    seconds: float
+    parity: Parity
+    notes: tuple[str, ...] = ()
+    """Messages about what the export did without being told to."""
+    report: ModelReport | None = None
+    """Formats, quality and speed of the model; None for a data-free export."""
 
 
 def require_apart(source: Path, destination: Path) -> None:
-    """Refuse a destination that is the source, lies in it or holds it, and paths that ONNX Runtime cannot open.
+    """Refuse a destination that overlaps the source, and paths that ONNX Runtime cannot open.
 
     Raises:
-        InputError: it does, or one of them is such.
+        InputError: one folder is or contains the other, or a path is not valid text.
     """
     require_text_path(source)
     require_text_path(destination)
@@ -33,7 +53,7 @@ def bundle_written_whole(destination: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes `destination` when the block ends without an error.
 
     Raises:
-        InputError: something stands there that is not a bundle.
+        InputError: `destination` exists and is not a bundle.
         DestinationError: the disk refused a write.
     """
     try:
@@ -41,7 +61,8 @@ def bundle_written_whole(destination: Path) -> Iterator[Path]:
             yield staging
     except FileExistsError as error:
         raise InputError(
-            f"{destination} exists and is not a bundle, or not only one", "choose another folder, or move it away"
+            f"{destination} exists and holds files that are not part of a bundle",
+            "choose another folder, or move it away",
         ) from error
     except OSError as error:
         raise DestinationError(
@@ -50,7 +71,7 @@ def bundle_written_whole(destination: Path) -> Iterator[Path]:
 
 
 def _is_same(first: Path, second: Path) -> bool:
-    try:  # not by name, since some file systems do not tell capitals from small letters
+    try:  # not by name, since some file systems ignore case
         return first.samefile(second)
     except OSError:
         return False

@@ -20,10 +20,9 @@ from ..errors import CheckpointError, DestinationError, InputError
 from ..models.json_file import read_json_object
 from ..models.manifest import Method
 from .architectures.family import supported_families
-from .destination import require_apart
-from .outcome import ExportReport
+from .destination import ExportResult, require_apart
 from .progress import Progress
-from .recipe import ExportRecipe
+from .recipe import ExportRequest
 from .upgrade import upgrade_model
 
 _MODULE: Final = "optimum.exporters.onnx"
@@ -31,7 +30,7 @@ _TASK: Final = "text-generation-with-past"
 _STAGE: Final = "exporting with Optimum"
 
 
-def goes_by_optimum(source: Path) -> bool:
+def needs_optimum(source: Path) -> bool:
     """Whether a source is a checkpoint folder of a family that only Optimum may know, and Optimum is installed."""
     if not (source / "config.json").is_file() or not _is_installed():
         return False
@@ -40,23 +39,22 @@ def goes_by_optimum(source: Path) -> bool:
     return isinstance(model_type, str) and model_type not in supported_families()
 
 
-def export_by_optimum(
-    source: Path, destination: Path, recipe: ExportRecipe, progress: Progress, command: str
-) -> ExportReport:
-    """Export a checkpoint with Optimum to a folder that is removed again, and upgrade what came out.
+def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResult:
+    """Export a checkpoint with Optimum to a temporary folder, and upgrade the graph it wrote.
 
-    The folder takes the model's size in float32 and lies where `destination` will.
+    The temporary folder takes the model's size in float32 and lies beside the destination.
 
     Raises:
         CheckpointError: Optimum cannot export the checkpoint.
-        InputError: a method of rounding, zero points or powers of two are asked for.
+        InputError: the recipe has a quantization method, zero points or power-of-two scales.
         DestinationError: there is no room beside the destination.
         EdgeError: whatever `upgrade_model` raises.
     """
     started = time.perf_counter()
+    source, destination, recipe = request.source, request.destination, request.recipe
     if recipe.method not in (None, Method.RTN):
-        raise InputError("a checkpoint that goes by Optimum is rounded to nearest", "leave --method out")
-    recipe.require_usual_scales("checkpoint that goes by Optimum")
+        raise InputError("a checkpoint exported through Optimum only supports --method rtn", "leave --method out")
+    recipe.require_default_scales("checkpoint exported through Optimum")
     require_apart(source, destination)
     place = next(folder for folder in destination.absolute().parents if folder.is_dir())
     try:
@@ -64,8 +62,8 @@ def export_by_optimum(
             progress(_STAGE, 0.0)
             _run_optimum(source, Path(folder))
             progress(_STAGE, 1.0)
-            report = upgrade_model(Path(folder), destination, recipe, progress, command)
-            return replace(report, seconds=time.perf_counter() - started)
+            result = upgrade_model(replace(request, source=Path(folder)), progress)
+            return replace(result, seconds=time.perf_counter() - started)
     except OSError as error:
         raise DestinationError(
             f"{place} cannot be written: {error.strerror or error}",

@@ -1,89 +1,152 @@
-"""Checkpoint folder or GGUF file in, bundle folder out."""
+"""Exporting a model: checkpoint folder, GGUF file or ONNX model in, bundle out."""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
+from typing import Final
 
 from ..errors import InputError
-from .bundle_content import BundleContent
+from .architectures.family import supported_families
+from .bundle_content import BundleContent, SourceModel
 from .bundle_writer import write_bundle
 from .calibration.prepare import prepare, settings_of
 from .calibration.work_folder import work_folder
-from .checkpoint.open import opened
-from .completion import complete
-from .destination import bundle_written_whole, require_apart
+from .checkpoint.open import open_source
+from .completion import complete_bundle
+from .destination import ExportResult, bundle_written_whole, require_apart
 from .drafts.draft_making import require_draft
 from .gguf import is_gguf
-from .outcome import ExportReport
+from .optimum_path import export_by_optimum, needs_optimum
 from .progress import Progress, silent
-from .recipe import ExportRecipe, with_methods
+from .recipe import ExportRequest, with_methods
+from .upgrade import holds_graph, upgrade_model
 from .workbench import Workbench
+
+_SOURCES_HINT: Final = (
+    "give a checkpoint folder, a .gguf file, an .onnx file or its folder, or org/name on the Hugging Face Hub"
+)
+_LATER_PART: Final = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+"""Matches all parts of a split GGUF model but the first."""
+
+
+def find_source(source: Path) -> Path:
+    """Return what to export where `source` is named: itself, or the only GGUF file in that folder.
+
+    Raises:
+        InputError: the path does not exist, is not a model, or holds several GGUF files.
+    """
+    if not source.exists() and not holds_graph(source):
+        raise InputError(f"{source} does not exist", _SOURCES_HINT)
+    if source.is_file() and not (is_gguf(source) or holds_graph(source)):
+        raise InputError(f"{source} is not a model", _SOURCES_HINT)
+    if not source.is_dir() or (source / "config.json").is_file() or holds_graph(source):
+        return source
+    files = [path for path in sorted(source.glob("*.gguf")) if _LATER_PART.search(path.name) is None]
+    if len(files) > 1:
+        raise InputError(
+            f"{source} holds several GGUF files: {', '.join(path.name for path in files)}", "give one of them"
+        )
+    return files[0] if files else source
+
+
+def may_be_quantized(source: Path) -> bool:
+    """Whether a source may store quantized weights, which are kept unless the user requests another format."""
+    return is_gguf(source) or holds_graph(source)
+
+
+def export_model(
+    request: ExportRequest, progress: Progress = silent, workbench: Workbench | None = None
+) -> ExportResult:
+    """Export a model of any kind.
+
+    An ONNX language model goes to `upgrade_model`, a checkpoint folder or a GGUF file to `export_checkpoint`, a
+    checkpoint of another family to `export_by_optimum`.
+
+    Raises:
+        InputError: calibration, mixed weights, a draft or a report is requested, and the source is not a checkpoint
+            folder that is exported directly.
+        EdgeError: whatever the function for the source raises.
+    """
+    source = request.source
+    if not request.recipe.data_free and (holds_graph(source) or needs_optimum(source) or is_gguf(source)):
+        raise InputError(
+            "calibration, mixed weights, drafts and reports need a checkpoint of a family that edge-run exports itself",
+            f"these are {', '.join(supported_families())}",
+        )
+    if holds_graph(source):
+        return upgrade_model(request, progress)
+    if needs_optimum(source):
+        return export_by_optimum(request, progress)
+    return export_checkpoint(request, progress, workbench)
 
 
 def export_checkpoint(
-    source: Path,
-    destination: Path,
-    recipe: ExportRecipe,
-    progress: Progress = silent,
-    command: str = "",
-    workbench: Workbench | None = None,
-) -> ExportReport:
-    """Export a Hugging Face checkpoint folder or a GGUF file to a bundle and check it against the reference.
+    request: ExportRequest, progress: Progress = silent, workbench: Workbench | None = None
+) -> ExportResult:
+    """Export a Hugging Face checkpoint folder or a GGUF file to a bundle and check it against the reference decoder.
 
     Args:
-        source: folder with config.json, safetensors weights and tokenizer.json; or a .gguf file, the first of several
-            where the model is split.
-        destination: the bundle's folder; an earlier bundle there is replaced at the end, all at once.
-        recipe: weight formats and context, and what else is asked for.
-        progress: hears stages such as "writing weights" and "checking".
-        command: what the user typed, for the manifest.
-        workbench: runs models; needed unless the recipe is `plain`.
+        request: what to export, where to and how; the source is a folder with config.json, safetensors weights and
+            tokenizer.json, or a .gguf file.
+        progress: is told the stages, such as "writing weights" and "checking".
+        workbench: runs models; required unless the recipe is `data_free`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
-        InputError: the destination holds something that is not a bundle's or overlaps the source, the context is
-            too long, a method is chosen for a GGUF file, a text, budget or plan does not do (see `prepare`), or the
-            draft has other tokens.
+        InputError: the destination overlaps the source or holds something other than a bundle, the context is too
+            long, a method is given for a GGUF file, the text, budget or plan does not fit (see `prepare`), or the draft
+            has another vocabulary.
         DestinationError: the disk refused a write.
-        ExportError: the graph does not compute what the checkpoint means. As with every error, the destination is as it
-            was before.
-        ValueError: there is no workbench, and one is needed.
+        ExportError: the graph does not compute what the checkpoint does. After any error the destination is as before.
+        ValueError: a workbench is required and missing.
     """
     started = time.perf_counter()
-    if recipe.method is not None and is_gguf(source):
-        raise InputError("the weights of a GGUF file are not rounded by a method of choice", "leave --method out")
+    source, recipe = request.source, request.recipe
     if is_gguf(source):
-        recipe.require_usual_scales("GGUF file")
-    require_apart(source, destination)
-    with opened(source) as (config, checkpoint):
-        context = recipe.context_for(config)
+        if recipe.method is not None:
+            raise InputError("--method is not supported for a GGUF file", "leave --method out")
+        recipe.require_default_scales("GGUF file")
+    require_apart(source, request.destination)
+    with open_source(source) as (config, checkpoint):
+        model = SourceModel(checkpoint, config, recipe.context_for(config))
         if recipe.draft is not None:
             require_draft(checkpoint.folder, recipe.draft)
-        if recipe.plain:
-            plan = recipe.plan_for(config, checkpoint.own_format)
-            if not is_gguf(source):
-                plan = with_methods(plan, recipe.methods)
-            content = BundleContent(checkpoint, checkpoint, config, plan, context, recipe.layout, command)
-            with bundle_written_whole(destination) as staging:
-                written = write_bundle(staging, content, progress)
-                sizes, found = sizes_of(staging), None
-        else:
-            if workbench is None:
-                raise ValueError("an export by text needs a workbench")
-            with work_folder(source, settings_of(recipe, context), recipe.work) as folder:
-                prepared = prepare(checkpoint, config, context, recipe, command, folder, workbench, progress)
-                with bundle_written_whole(destination) as staging:
-                    written = write_bundle(staging, prepared.content, progress)
-                    found = complete(
-                        staging, source.resolve().name, prepared, written, recipe, workbench, progress, started
-                    )
-                    sizes = sizes_of(staging)
+        if recipe.data_free:
+            return _export_data_free(request, model, progress, started)
+        if workbench is None:
+            raise ValueError("a calibrated export needs a workbench")
+        with work_folder(source, settings_of(recipe, model.context), recipe.work_folder) as folder:
+            prepared = prepare(model, request, folder, workbench, progress)
+            with bundle_written_whole(request.destination) as staging:
+                written = write_bundle(staging, prepared.content, progress)
+                report = complete_bundle(staging, request, prepared, written, workbench, progress, started)
+                sizes = _file_sizes(staging)
+    return ExportResult(
+        request.destination,
+        sizes,
+        written.bits_per_weight,
+        time.perf_counter() - started,
+        written.parity,
+        report=report,
+    )
+
+
+def _export_data_free(request: ExportRequest, model: SourceModel, progress: Progress, started: float) -> ExportResult:
+    recipe, checkpoint = request.recipe, model.source
+    plan = recipe.quant_plan(model.config, checkpoint.stored_format)
+    if not is_gguf(request.source):
+        plan = with_methods(plan, recipe.methods)
+    content = BundleContent(checkpoint, checkpoint, model.config, plan, model.context, recipe.layout, request.command)
+    with bundle_written_whole(request.destination) as staging:
+        written = write_bundle(staging, content, progress)
+        sizes = _file_sizes(staging)
     seconds = time.perf_counter() - started
-    return ExportReport(destination, sizes, written.bits_per_weight, seconds, written.parity, report=found)
+    return ExportResult(request.destination, sizes, written.bits_per_weight, seconds, written.parity)
 
 
-def sizes_of(folder: Path) -> dict[str, int]:
-    """Bytes by file, those of folders in it included."""
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes by file name relative to the folder, files in subfolders included."""
     files = (file for file in sorted(folder.rglob("*")) if file.is_file())
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}

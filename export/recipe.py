@@ -1,4 +1,4 @@
-"""What to make of a checkpoint: how its weights are stored and how long a context the graph serves."""
+"""The choices of one export: weight formats, context length, calibration, draft."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 
 from ..errors import InputError
 from ..models.manifest import SHORTEST_CONTEXT, GraphLayout, Method, WeightFormat
+from .allocation.budget import Budget
 from .checkpoint.config import DecoderConfig
-from .checkpoint.layout import FusedLinear, fused_linears
-from .requests import CalibrationRequest, DraftRequest, MixRequest
+from .checkpoint.layout import FusedLinear, QuantPlan, fused_linears
 
 FP32: Final = WeightFormat(32)
 INT8: Final = WeightFormat(8, 32)
@@ -20,15 +20,91 @@ INT2: Final = WeightFormat(2, 32)
 
 BLOCKS: Final = (32, 64, 128)
 QUANTIZED_BITS: Final = (2, 4, 8)
-USUAL_METHODS: Final[Mapping[int, Method]] = {2: Method.K_QUANT, 4: Method.K_QUANT, 8: Method.RTN}
-"""By bits. Of 8 bits, rounding to nearest loses next to nothing, and takes least time."""
-OBSERVED_METHODS: Final[Mapping[int, Method]] = {2: Method.GPTQ, 4: Method.GPTQ, 8: Method.K_QUANT}
-"""By bits, where the inputs of the linears are known."""
-_OUTER: Final = ("embedding", "head")
+DEFAULT_METHODS: Final[Mapping[int, Method]] = {2: Method.K_QUANT, 4: Method.K_QUANT, 8: Method.RTN}
+"""Method by bit width, without calibration. At 8 bits, round-to-nearest is nearly lossless and the fastest."""
+CALIBRATED_METHODS: Final[Mapping[int, Method]] = {2: Method.GPTQ, 4: Method.GPTQ, 8: Method.K_QUANT}
+"""Method by bit width, where statistics of the linears' inputs are known."""
+DEFAULT_CALIBRATION_TOKENS: Final = 16384
 DEFAULT_CONTEXT_LIMIT: Final = 32768
-"""Longest context exported unasked: the rotary table costs 4 * head_dim bytes a position."""
+"""Longest context exported by default: the rotary table costs 4 * head_dim bytes a position."""
 LONGEST_CONTEXT: Final = 1 << 20
 """Longest context exported at all, unless the checkpoint itself has a longer one."""
+_VOCABULARY_LINEARS: Final = ("embedding", "head")
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """The text that the model reads before its weights are quantized.
+
+    Raises:
+        InputError: `max_tokens` is less than 1.
+    """
+
+    file: Path | None = None
+    """A text file, or a .jsonl file of conversations; None for text that the model itself generates."""
+    max_tokens: int = DEFAULT_CALIBRATION_TOKENS
+    seed: int = 0
+    """Random seed of the generated text and of the plan search."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InputError(
+                f"calibration needs at least 1 token, not {self.max_tokens}",
+                f"give a number such as {DEFAULT_CALIBRATION_TOKENS}",
+            )
+
+
+@dataclass(frozen=True)
+class MixedPrecisionRequest:
+    """A weight format for each linear, found by a search or read from a plan file.
+
+    Raises:
+        InputError: not exactly one of `budget` and `plan` is given.
+    """
+
+    budget: Budget | None = None
+    """What all linears together may take; None where a plan is given."""
+    plan: Path | None = None
+    """A plan file to follow instead of searching."""
+    max_seconds: float | None = None
+    """Time limit of the search; None for ten minutes."""
+    low_rank_correction: bool = False
+    """Whether 2-bit linears may get a low-rank correction (QERA)."""
+    zero_points: bool = False
+    """Whether blocks have zero points."""
+    powers_of_two: bool = False
+    """Whether scales are powers of two."""
+    bandwidth: float | None = None
+    """Memory bandwidth, in bytes a second, of another machine whose speed the report predicts."""
+
+    def __post_init__(self) -> None:
+        if (self.budget is None) == (self.plan is None):
+            raise InputError(
+                "mixed weights need either a budget or a plan, not both", "add --budget 3.5bpw, or --plan FILE"
+            )
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A draft model that is exported with the target.
+
+    Raises:
+        InputError: `vocabulary_size` is negative.
+    """
+
+    source: Path | None = None
+    """The draft's checkpoint; None for a draft made of the target's own layers."""
+    vocabulary_size: int | None = None
+    """Number of tokens that the draft's LM head keeps; 0 for the fastest number, None for all."""
+    weight_format: WeightFormat | None = None
+    """Format of the draft checkpoint's weights; None for the target's default."""
+
+    def __post_init__(self) -> None:
+        if self.vocabulary_size is not None and self.vocabulary_size < 0:
+            raise InputError(
+                f"the draft's vocabulary must be a positive number of tokens, not {self.vocabulary_size}",
+                "give a number of at least 1, or auto",
+            )
 
 
 def _float_format(name: str) -> WeightFormat:  # noqa: ARG001 -- the same for every matrix
@@ -40,141 +116,160 @@ class ExportRecipe:
     """The choices of one export.
 
     Raises:
-        InputError: a format or the context is not one that can be exported.
+        InputError: a format or the context cannot be exported, or two choices exclude each other.
     """
 
     body: WeightFormat | None = INT4
-    """Format of the linears inside the layers; None stands for the nearest to what each is stored as."""
+    """Format of the linears inside the layers; None for the format nearest to how each one is stored."""
     head: WeightFormat | None = None
-    """Format of the LM head and of the embedding; None stands for the body's."""
+    """Format of the LM head and of the embedding; None for that of `body`."""
     context: int | None = None
-    """Positions the graph serves; None stands for the checkpoint's usual ones, at most `DEFAULT_CONTEXT_LIMIT`."""
+    """Number of positions the graph serves; None for the checkpoint's default, at most `DEFAULT_CONTEXT_LIMIT`."""
     method: Method | None = None
-    """How codes and scales are chosen; None stands for `USUAL_METHODS`."""
+    """Quantization method; None for `DEFAULT_METHODS`, or `CALIBRATED_METHODS` in a calibrated export."""
     layout: GraphLayout = GraphLayout.EDGE
-    """Whose inputs and outputs the graph has."""
+    """Which inputs and outputs the graph has."""
     calibration: CalibrationRequest | None = None
-    """Text on which the model is observed first; None for none, or for the usual one where something needs it."""
-    folded: bool = False
-    """Whether columns that matter are scaled up before they are rounded, and their inputs down (AWQ)."""
-    mix: MixRequest | None = None
-    """Formats chosen unit by unit, in place of `body` and `head`."""
+    """Calibration text; None for no calibration, or for the default text where another choice needs one."""
+    awq: bool = False
+    """Whether AWQ scaling precedes quantization."""
+    mixed_precision: MixedPrecisionRequest | None = None
+    """Formats chosen linear by linear, instead of `body` and `head`."""
     draft: DraftRequest | None = None
-    """A draft model to go with it; None for none."""
+    """The draft model to export with the target; None for none."""
     report: bool = False
-    """Whether to write a report even where formats are given and nothing is observed."""
-    work: Path | None = None
-    """Folder for what is found out on the way, which is kept; None for one in the cache, removed in the end."""
+    """Whether to write a report even if nothing else needs calibration text."""
+    work_folder: Path | None = None
+    """Folder that keeps intermediate results; None for one in the cache, which is removed at the end."""
 
     def __post_init__(self) -> None:
-        if self.layout is not GraphLayout.EDGE and (self.mix or self.draft or self.observed):
-            raise InputError(
-                "calibration, mixed weights and drafts are for edge-run's own layout", "leave --layout out"
-            )
-        for form in filter(None, (self.body, self.head_format)):
-            if form.offsets:
-                raise InputError("weights with offsets cannot be asked for", "they are kept where a GGUF file has them")
-            if form.rank:
-                raise InputError(
-                    "repairs cannot be asked for", "mixed weights choose where they pay: set a mix's `repair`"
-                )
-            plain = form.bits == FP32.bits and form.block == 0
-            if not plain and (form.bits not in QUANTIZED_BITS or form.block not in BLOCKS):
-                raise InputError(
-                    f"weights of {form.bits} bits in blocks of {form.block} cannot be exported",
-                    "supported are fp32, and 2, 4 and 8 bits in blocks of " + ", ".join(map(str, BLOCKS)),
-                )
+        if self.layout is not GraphLayout.EDGE and (self.draft or self.calibrated):
+            raise InputError("calibration, mixed weights and drafts need edge-run's own layout", "leave --layout out")
+        for weight_format in filter(None, (self.body, self.head_format)):
+            _require_exportable(weight_format)
         if self.method is not None and {self.body, self.head_format} == {FP32}:
-            raise InputError("fp32 weights are not rounded, so there is no method to choose", "leave --method out")
+            raise InputError("--method has no effect on fp32 weights, which are not quantized", "leave --method out")
         if self.context is not None and self.context < SHORTEST_CONTEXT:
-            raise InputError(
-                f"a context of {self.context} positions cannot be exported", f"give at least {SHORTEST_CONTEXT}"
-            )
+            raise InputError(f"a context of {self.context} positions is too short", f"give at least {SHORTEST_CONTEXT}")
 
     @property
-    def observed(self) -> bool:
-        """Whether weights are rounded by what is known of their inputs."""
-        return bool(self.calibration or self.folded or self.mix) or self.method is Method.GPTQ
+    def calibrated(self) -> bool:
+        """Whether weights are quantized with statistics of the linears' inputs."""
+        return bool(self.calibration or self.awq or self.mixed_precision) or self.method is Method.GPTQ
+
+    @property
+    def data_free(self) -> bool:
+        """Whether the export needs no text."""
+        return not (self.calibrated or self.draft or self.report)
 
     @property
     def methods(self) -> Mapping[int, Method]:
-        """How codes and scales are chosen, by bits, where a plan does not say."""
+        """Quantization method by bit width, for linears whose plan entry does not name one."""
         if self.method is not None:
             return dict.fromkeys(QUANTIZED_BITS, self.method)
-        return OBSERVED_METHODS if self.observed else USUAL_METHODS
-
-    @property
-    def plain(self) -> bool:
-        """Whether formats and methods say it all, and no text is needed."""
-        return not (self.observed or self.mix or self.draft or self.report)
+        return CALIBRATED_METHODS if self.calibrated else DEFAULT_METHODS
 
     @property
     def head_format(self) -> WeightFormat | None:
         """Format of the LM head and of the embedding, None as in `body`."""
         return self.body if self.head is None else self.head
 
-    def require_usual_scales(self, source: str) -> None:
-        """Refuse zero points and powers of two for a kind of source, such as "GGUF file".
+    def require_default_scales(self, source: str) -> None:
+        """Refuse zero points and power-of-two scales for a kind of source, such as "GGUF file".
 
         Raises:
-            InputError: they are asked for.
+            InputError: the recipe has one of them.
         """
-        for form in filter(None, (self.body, self.head_format)):
-            if form.zero_points or form.powers_of_two:
-                option = "--zero-points" if form.zero_points else "--powers-of-two"
-                raise InputError(f"{option} is not for a {source}", f"leave {option} out")
+        for weight_format in filter(None, (self.body, self.head_format)):
+            if weight_format.zero_points or weight_format.powers_of_two:
+                option = "--zero-points" if weight_format.zero_points else "--powers-of-two"
+                raise InputError(f"{option} is not supported for a {source}", f"leave {option} out")
 
     def context_for(self, config: DecoderConfig) -> int:
-        """Positions the graph of that model serves.
+        """Number of positions that the exported graph of a model serves.
 
         Raises:
-            InputError: more are asked for than can be exported.
+            InputError: the recipe's context is longer than can be exported.
         """
         if self.context is None:
-            return min(config.usual_positions, DEFAULT_CONTEXT_LIMIT)
+            return min(config.default_positions, DEFAULT_CONTEXT_LIMIT)
         longest = max(config.max_positions, LONGEST_CONTEXT)
         if self.context > longest:
-            raise InputError(f"a context of {self.context} positions cannot be exported", f"give at most {longest}")
+            raise InputError(f"a context of {self.context} positions is too long", f"give at most {longest}")
         return self.context
 
-    def plan_for(
-        self, config: DecoderConfig, own_format: Callable[[str], WeightFormat] = _float_format
+    def quant_plan(
+        self, config: DecoderConfig, stored_format: Callable[[str], WeightFormat] = _float_format
     ) -> dict[str, WeightFormat]:
-        """Weight format by unit of that model; a unit that keeps its own takes the widest of its matrices.
+        """The quantization plan of a model; a linear that keeps its format takes the widest of its matrices.
 
         Args:
-            config: the model's numbers.
-            own_format: the format nearest to how a checkpoint's matrix is stored, by its name.
+            config: the model's configuration.
+            stored_format: returns the format nearest to how a checkpoint tensor is stored, by its name.
 
         Raises:
-            InputError: the blocks do not divide the rows of experts, or those are to have zero points.
+            InputError: the experts of a layer cannot have the format.
         """
         plan = {}
         for linear in fused_linears(config):
-            asked = self.head_format if linear.name in _OUTER else self.body
-            form = FP32 if linear.exact else asked or _widest(linear, own_format)
-            if linear.experts and form.block and linear.columns % form.block:
+            requested = self.head_format if linear.name in _VOCABULARY_LINEARS else self.body
+            weight_format = FP32 if linear.exact else requested or _widest(linear, stored_format)
+            if linear.experts and weight_format.block and linear.columns % weight_format.block:
                 raise InputError(
-                    f"{linear.name} has experts of {linear.columns} columns, which are no whole blocks of {form.block}",
+                    f"the experts of {linear.name} have {linear.columns} columns, "
+                    f"which is not a multiple of the block size {weight_format.block}",
                     "choose smaller blocks, or fp32",
                 )
-            if linear.experts and form.zero_points:
+            if linear.experts and weight_format.zero_points:
                 raise InputError(
-                    f"{linear.name} has experts, whose operator does not take zero points", "leave --zero-points out"
+                    f"{linear.name} has experts, whose operator does not support zero points",
+                    "leave --zero-points out",
                 )
-            plan[linear.name] = form
+            plan[linear.name] = weight_format
         return plan
 
 
-def with_methods(plan: Mapping[str, WeightFormat], methods: Mapping[int, Method]) -> dict[str, WeightFormat]:
-    """A plan that says for each unit of few bits how its codes are chosen: as before, or by `methods` of bits."""
+@dataclass(frozen=True)
+class ExportRequest:
+    """One export: what to read, where to write, and how."""
+
+    source: Path
+    """A checkpoint folder, a .gguf file (the first part of a split model), an .onnx file or a folder that holds one."""
+    destination: Path
+    """The bundle's folder; an earlier bundle there is replaced at the end, all at once."""
+    recipe: ExportRecipe
+    command: str = ""
+    """The command line, recorded in the manifest."""
+
+
+def with_methods(plan: QuantPlan, methods: Mapping[int, Method]) -> dict[str, WeightFormat]:
+    """Fill in the quantization method of each linear: the one it has, or that of `methods` for its bit width."""
     return {
-        linear: form if form.bits == FP32.bits else replace(form, method=form.method or methods.get(form.bits))
-        for linear, form in plan.items()
+        linear: each if each.bits == FP32.bits else replace(each, method=each.method or methods.get(each.bits))
+        for linear, each in plan.items()
     }
 
 
-def _widest(linear: FusedLinear, own_format: Callable[[str], WeightFormat]) -> WeightFormat:
-    form = max(map(own_format, linear.weights), key=lambda form: (form.bits, form.offsets))
-    # The embedding's operator has no offsets, and the head may be the embedding.
-    return INT8 if form.offsets and linear.name in _OUTER else form
+def _require_exportable(weight_format: WeightFormat) -> None:
+    if weight_format.offsets:
+        raise InputError(
+            "weights with offsets cannot be requested", "they are only kept where a GGUF file already has them"
+        )
+    if weight_format.rank:
+        raise InputError(
+            "a low-rank correction cannot be requested for all weights",
+            "use mixed weights, which choose the linears that get one",
+        )
+    if weight_format.bits == FP32.bits and weight_format.block == 0:
+        return
+    if weight_format.bits not in QUANTIZED_BITS or weight_format.block not in BLOCKS:
+        raise InputError(
+            f"{weight_format.bits}-bit weights in blocks of {weight_format.block} are not supported",
+            "supported are fp32, and 2, 4 and 8 bits in blocks of " + ", ".join(map(str, BLOCKS)),
+        )
+
+
+def _widest(linear: FusedLinear, stored_format: Callable[[str], WeightFormat]) -> WeightFormat:
+    widest = max(map(stored_format, linear.weights), key=lambda each: (each.bits, each.offsets))
+    # The embedding's operator has no offsets, and the head may share the embedding.
+    return INT8 if widest.offsets and linear.name in _VOCABULARY_LINEARS else widest

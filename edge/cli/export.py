@@ -25,7 +25,7 @@ from .export_options import LayersChoice, MethodChoice, WeightChoice, calibratio
 from .offline import Offline
 
 if TYPE_CHECKING:
-    from ...export import ExportReport
+    from ...export import ExportResult
 
 
 _USUAL_BLOCK: Final = 32
@@ -191,13 +191,14 @@ def export(
     """
     try:
         from ...export import (
-            USUAL_TOKENS,
+            DEFAULT_CALIBRATION_TOKENS,
             CalibrationRequest,
             ExportRecipe,
-            MixRequest,
+            ExportRequest,
+            MixedPrecisionRequest,
             export_model,
             find_source,
-            has_own_formats,
+            may_be_quantized,
             parse_budget,
         )
     except ModuleNotFoundError as error:
@@ -209,7 +210,7 @@ def export(
     source = find_source(_on_disk(source))
     mixed = weights is WeightChoice.MIXED or plan is not None
     _require_mix(mixed, weights, context)
-    if weights is None and not has_own_formats(source):
+    if weights is None and not may_be_quantized(source):
         weights = WeightChoice.INT4
     if weights is None and head is None and block != _USUAL_BLOCK:
         raise InputError(
@@ -221,17 +222,17 @@ def export(
 
     mix = calibrated = None
     if mixed:
-        mix = MixRequest(
+        mix = MixedPrecisionRequest(
             budget=None if budget is None else parse_budget(budget),
             plan=plan,
-            seconds=None if minutes is None else 60 * minutes,
-            repair=repair,
+            max_seconds=None if minutes is None else 60 * minutes,
+            low_rank_correction=repair,
             zero_points=zero_points,
             powers_of_two=powers_of_two,
             bandwidth=None if bandwidth is None else bandwidth * 1e9,
         )
     if calibration is not None or tokens is not None or seed:
-        calibrated = CalibrationRequest(calibration_file(calibration), tokens or USUAL_TOKENS, seed)
+        calibrated = CalibrationRequest(calibration_file(calibration), tokens or DEFAULT_CALIBRATION_TOKENS, seed)
     small = draft_request(draft, draft_vocab, draft_layers, form(draft_weights))
     if small is not None and small.source is not None:
         small = replace(small, source=find_source(_on_disk(small.source)))
@@ -242,15 +243,16 @@ def export(
         method=None if method is None else method.rounding,
         layout=layout,
         calibration=calibrated,
-        folded=method is not None and method.folded,
-        mix=mix,
+        awq=method is not None and method.folded,
+        mixed_precision=mix,
         draft=small,
         report=report,
-        work=work,
+        work_folder=work,
     )
     with _progress_bar() as progress:
         said = _command(context, name, _meant(None if mixed else weights, head, block))
-        finished = export_model(source, destination, recipe, progress, said, bench_of_this_machine())
+        request = ExportRequest(source, destination, recipe, said)
+        finished = export_model(request, progress, bench_of_this_machine())
     _show(finished)
 
 
@@ -348,7 +350,7 @@ def _progress_bar() -> Iterator[_Bar]:
         yield _Bar(progress)
 
 
-def _show(report: ExportReport) -> None:
+def _show(report: ExportResult) -> None:
     size = sum(report.file_bytes.values()) / 1e6
     parity = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.as_mapping().items())
     typer.echo(

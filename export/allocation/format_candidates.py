@@ -14,7 +14,7 @@ from typing import Final
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, embedding_layout, fused_linears
-from ..quantization.codes import blocks_of, factor_form
+from ..quantization.codes import blocks_of, factor_format
 
 LADDER: Final = tuple(
     WeightFormat(bits, block)
@@ -85,7 +85,7 @@ def bytes_read(linear: FusedLinear, form: WeightFormat) -> int:
     if form.bits == 32:
         return 4 * rows * columns
     if linear.name != EMBEDDING_LINEAR:
-        factors = factor_form(form)
+        factors = factor_format(form)
         thin = _packed_bytes(form.rank, columns, factors) + _packed_bytes(rows, form.rank, factors)
         return _packed_bytes(rows, columns, form) + thin
     blocks = blocks_of(columns, form)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from ...models.manifest import WeightFormat
-from ..bundle_content import Model
+from ..bundle_content import SourceModel
 from ..calibration.divergence import PlanEvaluator
 from ..calibration.text_split import CalibrationText
 from ..progress import Progress
-from ..recipe import ExportRecipe
-from ..requests import MixRequest
+from ..recipe import ExportRecipe, MixedPrecisionRequest
 from ..workbench import Stopwatch
 from .allocate import Allocation, Limited, allocate, measures_for
 from .budget import Budget, Measure
@@ -43,10 +42,10 @@ class Mixing:
 
     def __init__(
         self,
-        model: Model,
+        model: SourceModel,
         text: CalibrationText,
         recipe: ExportRecipe,
-        request: MixRequest,
+        request: MixedPrecisionRequest,
         store: QuantizedLinearStore,
         times: LinearTimes,
         stopwatch: Stopwatch,
@@ -94,11 +93,11 @@ class Mixing:
             [partial(self._measured, share) for share in _STAGES],
             self._budget,
             self.measures,
-            levels([recipe.methods], request.zero_points, request.powers_of_two, request.repair),
+            levels([recipe.methods], request.zero_points, request.powers_of_two, request.low_rank_correction),
             folder=self._folder,
             settings=SearchSettings(
                 seed=0 if recipe.calibration is None else recipe.calibration.seed,
-                seconds=_SEARCH_SECONDS if request.seconds is None else request.seconds,
+                seconds=_SEARCH_SECONDS if request.max_seconds is None else request.max_seconds,
             ),
             progress=progress,
             slowness=self._slowness if self._budget.measure is Measure.MILLISECONDS else None,

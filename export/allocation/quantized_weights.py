@@ -21,13 +21,13 @@ from threadpoolctl import ThreadpoolController
 from ...models.atomic import folder_written_atomically
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.derived_source import DerivedSource
+from ..checkpoint.derived_source import ModelSourceWrapper
 from ..checkpoint.layout import FusedLinear, fused_linears
 from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Coded, Factors, Float32Array, ModelSource, RowRange
-from ..quantization.codes import decoded
-from ..quantization.input_statistics import Aim, InputStatistics
-from ..quantization.low_rank_correction import factors_for
+from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, QuantizedRows, RowRange
+from ..quantization.codes import dequantized
+from ..quantization.input_statistics import CorrectionTarget, InputStatistics
+from ..quantization.low_rank_correction import correction_factors
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 
 
@@ -35,7 +35,11 @@ class QuantizedLinearStore:
     """The units of a source in few bits, on disk."""
 
     def __init__(
-        self, source: ModelSource, config: DecoderConfig, folder: Path, aims: Callable[[FusedLinear], Aim] | None = None
+        self,
+        source: ModelSource,
+        config: DecoderConfig,
+        folder: Path,
+        correction_targets: Callable[[FusedLinear], CorrectionTarget] | None = None,
     ) -> None:
         """Open a store, with what is in it.
 
@@ -46,7 +50,7 @@ class QuantizedLinearStore:
             aims: what a repaired unit should compute; without it, the source's weights, and all inputs count alike.
         """
         self._source = source
-        self._aims = aims or self._own_weights
+        self._aims = correction_targets or self._own_weights
         self._folder = folder
         self._linears = {linear.name: linear for linear in fused_linears(config)}
         self._tied = config.tied_head
@@ -66,20 +70,22 @@ class QuantizedLinearStore:
             return
         ranges = (rows for name in linear.weights for rows in self._source.row_ranges(name))
         with _blas().limit(limits=1, user_api="blas"):
-            pieces = list(in_order(lambda rows: self._source.coded(rows, form), ranges))
+            pieces = list(in_order(lambda rows: self._source.quantized(rows, form), ranges))
         with folder_written_atomically(folder, replaceable=lambda _: False) as staging:
-            for field, parts in zip(Coded._fields, zip(*pieces, strict=True), strict=True):
+            for field, parts in zip(QuantizedRows._fields, zip(*pieces, strict=True), strict=True):
                 if parts[0] is not None:
                     np.save(staging / f"{field}.npy", np.concatenate(parts), allow_pickle=False)
 
-    def coded(self, linear: FusedLinear, form: WeightFormat) -> Coded:
+    def quantized(self, linear: FusedLinear, form: WeightFormat) -> QuantizedRows:
         """All rows of a unit in few bits, mapped from disk; rounded first if need be."""
         self.make(linear, form)
         folder = self._place(linear, form)
         if form.rank:
-            mapped = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in Factors._fields)
-            return self.coded(linear, replace(form, rank=0))._replace(factors=Factors(*mapped))
-        return Coded(
+            mapped = (
+                np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in LowRankFactors._fields
+            )
+            return self.quantized(linear, replace(form, rank=0))._replace(factors=LowRankFactors(*mapped))
+        return QuantizedRows(
             np.load(folder / "packed.npy", mmap_mode="r", allow_pickle=False),
             np.load(folder / "scales.npy", mmap_mode="r", allow_pickle=False),
             _mapped(folder / "offsets.npy"),
@@ -90,11 +96,11 @@ class QuantizedLinearStore:
         """A unit's matrix, float32 [N, K], rounded to a format and back."""
         if form.bits == 32:
             return self._own_weights(linear).weights
-        return decoded(self.coded(linear, form), linear.columns, form)
+        return dequantized(self.quantized(linear, form), linear.columns, form)
 
     def view(self, plan: Mapping[str, WeightFormat]) -> StoredSource:
         """The source with the codes of a plan's units as they lie in the store."""
-        return StoredSource(self._source, {name: self._linears[name] for name in plan}, self.coded)
+        return StoredSource(self._source, {name: self._linears[name] for name in plan}, self.quantized)
 
     def remove(self) -> None:
         """Delete the store's files."""
@@ -106,13 +112,13 @@ class QuantizedLinearStore:
         if inputs is None:
             alike = np.ones(linear.columns, np.float32)
             inputs = InputStatistics(alike, alike)
-        factors = factors_for(weights - self.weights(linear, replace(form, rank=0)), inputs, form)
+        factors = correction_factors(weights - self.weights(linear, replace(form, rank=0)), inputs, form)
         with folder_written_atomically(self._place(linear, form), replaceable=lambda _: False) as staging:
             for field, values in factors._asdict().items():
                 np.save(staging / f"{field}.npy", values, allow_pickle=False)
 
-    def _own_weights(self, linear: FusedLinear) -> Aim:
-        return Aim(np.concatenate([self._source.read(name) for name in linear.weights]), None)
+    def _own_weights(self, linear: FusedLinear) -> CorrectionTarget:
+        return CorrectionTarget(np.concatenate([self._source.read(name) for name in linear.weights]), None)
 
     def _place(self, linear: FusedLinear, form: WeightFormat) -> Path:
         name = HEAD_LINEAR if self._tied and linear.name == EMBEDDING_LINEAR else linear.name
@@ -130,14 +136,14 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-class StoredSource(DerivedSource):
+class StoredSource(ModelSourceWrapper):
     """A source whose units are rounded already."""
 
     def __init__(
         self,
         source: ModelSource,
         linears: Mapping[str, FusedLinear],
-        stored: Callable[[FusedLinear, WeightFormat], Coded],
+        stored: Callable[[FusedLinear, WeightFormat], QuantizedRows],
     ) -> None:
         super().__init__(source)
         self._stored = stored
@@ -149,14 +155,14 @@ class StoredSource(DerivedSource):
                 self._places[name] = linear, first
                 first += rows
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
         """Some rows of a matrix in few bits, from the store."""
         if rows.name not in self._places:
-            return self._source.coded(rows, form)
+            return self._source.quantized(rows, form)
         linear, first = self._places[rows.name]
         part = slice(first + rows.start, first + rows.stop)
         packed, scales, offsets, points, factors = self._stored(linear, form)
-        return Coded(
+        return QuantizedRows(
             packed[part],
             scales[part],
             None if offsets is None else offsets[part],

@@ -20,11 +20,11 @@ from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
 from ..bundle_writer import PRODUCER, architecture_of
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import expected_tensors, fused_linears, layer_layout
-from ..checkpoint.source import Coded, Factors, Float32Array, RowRange, UInt8Array
+from ..checkpoint.source import Float32Array, LowRankFactors, QuantizedRows, RowRange, UInt8Array
 from ..graph.decoder import build_graph
 from ..graph.initializers import Initializers
 from ..graph.weight_file import WeightFile
-from ..quantization.codes import blocks_of, factor_form
+from ..quantization.codes import blocks_of, factor_format
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, may_have
 
 _CONTEXT: Final = 1024
@@ -52,7 +52,7 @@ class TimingBundle:
             OSError: the disk refused a write.
         """
         folder.mkdir(parents=True)
-        config, context = self.config, min(_CONTEXT, self.config.usual_positions)
+        config, context = self.config, min(_CONTEXT, self.config.default_positions)
         with WeightFile(folder / WEIGHTS_NAME) as data:
             weights = Initializers(_RandomSource(config, folder), data, lambda _: None)
             (folder / GRAPH_NAME).write_bytes(build_graph(config, context, self.plan, weights).SerializeToString())
@@ -137,22 +137,24 @@ class _RandomSource:
         for start in range(0, rows, step):
             yield RowRange(name, start, min(start + step, rows))
 
-    def pieces(self, name: str) -> Iterator[Float32Array]:
+    def chunks(self, name: str) -> Iterator[Float32Array]:
         for rows in self.row_ranges(name):
             yield self.read_rows(rows)
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
         count, columns = rows.stop - rows.start, self._shapes[rows.name][1]
         # A generator for each piece: they are made on several threads, and no two may be alike, or ONNX Runtime packs
         # equal matrices once and reads them from a cache.
         random = np.random.default_rng((crc32(rows.name.encode()), rows.start))
         factors = None
         if form.rank:
-            stored = factor_form(form)
-            factors = Factors(*_codes(random, form.rank, columns, stored), *_codes(random, count, form.rank, stored))
-        return Coded(*_codes(random, count, columns, form), factors=factors)
+            stored = factor_format(form)
+            factors = LowRankFactors(
+                *_codes(random, form.rank, columns, stored), *_codes(random, count, form.rank, stored)
+            )
+        return QuantizedRows(*_codes(random, count, columns, form), factors=factors)
 
-    def own_format(self, name: str) -> WeightFormat:
+    def stored_format(self, name: str) -> WeightFormat:
         raise ValueError(f"{name} has the format that is asked for")
 
     def _normal(self, shape: tuple[int, ...]) -> Float32Array:

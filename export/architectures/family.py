@@ -20,7 +20,9 @@ from ..checkpoint.settings import number
 from .windows import Never, Windows
 
 OPTIMUM: Final = 'pip install "edge-run[optimum]"'
-"""How to get the exporter of other families."""
+"""How to install the exporter of other families."""
+_SHARED_MODULES: Final = frozenset(("family", "windows"))
+"""Modules of `architectures` that are not named like a `model_type`."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ class Family:
 
 def supported_families() -> list[str]:
     """The `model_type`s that have an architecture file, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(architectures.__path__))
+    names = {module.name for module in pkgutil.iter_modules(architectures.__path__)}
+    return sorted(names - _SHARED_MODULES)
 
 
 def find_family(model_type: str) -> Family:

@@ -18,12 +18,12 @@ import numpy as np
 
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.derived_source import DerivedSource
+from ..checkpoint.derived_source import ModelSourceWrapper
 from ..checkpoint.layout import FusedLinear, Layer, Norm, final_norm, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Coded, Float32Array, ModelSource, RowRange
+from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange
 from ..progress import Progress
-from ..quantization.codes import decoded
+from ..quantization.codes import dequantized
 from ..quantization.input_statistics import InputStatistics
 from ..quantization.methods import QUANTIZERS
 from .calibrated_source import Statistics
@@ -52,7 +52,7 @@ class AwqScales:
     """Factors of a unit's inputs [K], by the unit's name."""
 
 
-class AwqSource(DerivedSource):
+class AwqSource(ModelSourceWrapper):
     """Reads like a model multiplied by `AwqScales`."""
 
     def __init__(self, source: ModelSource, config: DecoderConfig, folds: AwqScales) -> None:
@@ -74,15 +74,15 @@ class AwqSource(DerivedSource):
         """See `ModelSource.read_rows`."""
         return self._multiplied(self._source.read_rows(rows), rows)
 
-    def pieces(self, name: str) -> Iterator[Float32Array]:
-        """See `ModelSource.pieces`."""
+    def chunks(self, name: str) -> Iterator[Float32Array]:
+        """See `ModelSource.chunks`."""
         return in_order(self.read_rows, self.row_ranges(name))
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
         """Some rows of a matrix in few bits, by the method that the format names."""
         return QUANTIZERS[form.method or Method.RTN](self.read_rows(rows), form)
 
-    def own_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- what is multiplied has no codes of its own
+    def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- what is multiplied has no codes of its own
         """Float32."""
         return WeightFormat(32)
 
@@ -243,7 +243,7 @@ def _error(weights: Float32Array, inputs: InputStatistics, form: WeightFormat, f
     method = Method.K_QUANT if form.method is Method.GPTQ else form.method or Method.RTN
     diagonal = InputStatistics(inputs.mean_square / factors**2, inputs.mean_magnitude / factors)
     scaled = weights * factors
-    error = decoded(QUANTIZERS[method](scaled, form, diagonal), scaled.shape[1], form) / factors - weights
+    error = dequantized(QUANTIZERS[method](scaled, form, diagonal), scaled.shape[1], form) / factors - weights
     if inputs.second_moment is None:
         return float((np.square(error) @ inputs.mean_square).sum())
     return float(np.einsum("nk,nk->", error @ inputs.second_moment, error))

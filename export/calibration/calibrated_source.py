@@ -10,10 +10,10 @@ import numpy as np
 
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.derived_source import DerivedSource
+from ..checkpoint.derived_source import ModelSourceWrapper
 from ..checkpoint.layout import FusedLinear, fused_linears
-from ..checkpoint.source import Coded, ModelSource, RowRange
-from ..quantization.input_statistics import Aim, InputStatistics
+from ..checkpoint.source import ModelSource, QuantizedRows, RowRange
+from ..quantization.input_statistics import CorrectionTarget, InputStatistics
 from ..quantization.methods import QUANTIZERS
 
 _KEPT: Final = 2
@@ -28,8 +28,8 @@ class Statistics(Protocol):
         ...
 
 
-class CalibratedSource(DerivedSource):
-    """Reads like the model it is made of; `coded` gives each method the statistics of the unit."""
+class CalibratedSource(ModelSourceWrapper):
+    """Reads like the model it is made of; `quantized` gives each method the statistics of the unit."""
 
     def __init__(self, source: ModelSource, config: DecoderConfig, statistics: Statistics) -> None:
         """`statistics` are of the model that `source` is."""
@@ -39,14 +39,16 @@ class CalibratedSource(DerivedSource):
         self._statistics = lru_cache(_KEPT)(statistics.of)
         self._reading = threading.Lock()
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
         """Some rows of a matrix in few bits, by the method that the format names and what is known of their inputs."""
         weights = self._source.read_rows(rows)
         return QUANTIZERS[form.method or Method.RTN](weights, form, self._inputs(self._linears[rows.name]))
 
-    def aim(self, linear: FusedLinear) -> Aim:
+    def correction_target(self, linear: FusedLinear) -> CorrectionTarget:
         """A unit's weights, and what is known of its inputs."""
-        return Aim(np.concatenate([self._source.read(name) for name in linear.weights]), self._inputs(linear.name))
+        return CorrectionTarget(
+            np.concatenate([self._source.read(name) for name in linear.weights]), self._inputs(linear.name)
+        )
 
     def _inputs(self, linear: str) -> InputStatistics | None:
         with self._reading:  # or two threads would have statistics of one unit apart, and what is made of them

@@ -75,7 +75,7 @@ class LayerRunner:
         """
         matrix, row = np.empty(linear.shape, np.float32), 0
         for name in linear.weights:
-            for piece in self.source.pieces(name):
+            for piece in self.source.chunks(name):
                 matrix[row : row + len(piece)] = piece
                 row += len(piece)
         return matrix

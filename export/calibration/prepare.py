@@ -19,12 +19,17 @@ from ..allocation.linear_times import LinearTimes, known_or_measured
 from ..allocation.plan_file import read_plan
 from ..allocation.plan_selection import Mixing
 from ..allocation.quantized_weights import QuantizedLinearStore
-from ..bundle_content import BundleContent, Model
+from ..bundle_content import BundleContent, SourceModel
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.source import ModelSource
 from ..progress import Progress
-from ..recipe import FP32, ExportRecipe, with_methods
-from ..requests import CalibrationRequest, MixRequest
+from ..recipe import (
+    FP32,
+    CalibrationRequest,
+    ExportRecipe,
+    ExportRequest,
+    MixedPrecisionRequest,
+    with_methods,
+)
 from ..workbench import Workbench
 from ..zero_points import require_zero_points
 from .awq import fold
@@ -56,23 +61,13 @@ class CalibratedModel:
 
 
 def prepare(
-    checkpoint: ModelSource,
-    config: DecoderConfig,
-    context: int,
-    recipe: ExportRecipe,
-    command: str,
-    folder: Path,
-    workbench: Workbench,
-    progress: Progress,
+    model: SourceModel, request: ExportRequest, folder: Path, workbench: Workbench, progress: Progress
 ) -> CalibratedModel:
     """Observe a model as a recipe asks, and choose the formats of its units.
 
     Args:
-        checkpoint: its tensors.
-        config: its numbers.
-        context: positions the exported graph will serve.
-        recipe: what is asked for; not a `plain` one.
-        command: what the user typed, for the manifest.
+        model: the model as its checkpoint has it.
+        request: what is asked for; its recipe is not `data_free`.
         folder: keeps what is found out; of this model and the settings of `settings_of`.
         workbench: runs models.
         progress: hears what is being done.
@@ -83,31 +78,38 @@ def prepare(
         ExportError: a trial export failed.
         OSError: the disk refused a write.
     """
-    request = recipe.calibration or CalibrationRequest()
-    plan = None if recipe.mix is None or recipe.mix.plan is None else read_plan(recipe.mix.plan, config)
-    if recipe.mix is not None and recipe.mix.zero_points:
+    recipe, checkpoint, config, context = request.recipe, model.source, model.config, model.context
+    calibration = recipe.calibration or CalibrationRequest()
+    plan = (
+        None
+        if recipe.mixed_precision is None or recipe.mixed_precision.plan is None
+        else read_plan(recipe.mixed_precision.plan, config)
+    )
+    if recipe.mixed_precision is not None and recipe.mixed_precision.zero_points:
         require_zero_points([WeightFormat(4, 32, zero_points=True)])
-    if recipe.mix is not None and recipe.mix.budget is not None:
-        _require_affordable(config, recipe.mix.budget)
-    text = obtain_text(checkpoint, config, context, request, folder, workbench, progress)
-    source, aims = checkpoint, None
-    if recipe.observed:
-        source = observed = _observed(Model(checkpoint, config, context), text, recipe, folder, progress)
-        aims = observed.aim
-    store = QuantizedLinearStore(source, config, folder / "units", aims)
-    model = Model(source, config, context)
+    if recipe.mixed_precision is not None and recipe.mixed_precision.budget is not None:
+        _require_affordable(config, recipe.mixed_precision.budget)
+    text = obtain_text(checkpoint, config, context, calibration, folder, workbench, progress)
+    source, correction_targets = checkpoint, None
+    if recipe.calibrated:
+        source = observed = _observed(model, text, recipe, folder, progress)
+        correction_targets = observed.correction_target
+    store = QuantizedLinearStore(source, config, folder / "units", correction_targets)
+    model = SourceModel(source, config, context)
     allocation = times = None
-    if recipe.mix is not None and plan is None:
-        allocation, times = _mixed(model, text, recipe, recipe.mix, store, folder, workbench, progress)
+    if recipe.mixed_precision is not None and plan is None:
+        allocation, times = _mixed(model, text, recipe, recipe.mixed_precision, store, folder, workbench, progress)
         plan = dict(allocation.plan)
-    formats = with_methods(recipe.plan_for(config) if plan is None else plan, recipe.methods)
+    formats = with_methods(recipe.quant_plan(config) if plan is None else plan, recipe.methods)
     candidates = PlanEvaluator(source, config, text.held_out, store.weights, folder / "candidates", context)
     if any(form.method is Method.GPTQ for form in formats.values()):
         key = hashlib.sha256(repr(sorted(formats.items())).encode()).hexdigest()[:16]
-        store = round_successively(source, config, text, formats, folder / f"rounded-{key}", context, progress, aims)
+        store = round_successively(
+            source, config, text, formats, folder / f"rounded-{key}", context, progress, correction_targets
+        )
     else:
         _round(config, formats, store, progress)
-    content = BundleContent(store.view(formats), checkpoint, config, formats, context, recipe.layout, command)
+    content = BundleContent(store.view(formats), checkpoint, config, formats, context, recipe.layout, request.command)
     judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
     plain = QuantizedLinearStore(checkpoint, config, folder / "unobserved" / "units")
     unobserved = PlanEvaluator(checkpoint, config, text.held_out, plain.weights, folder / "unobserved", context)
@@ -131,17 +133,17 @@ def _round(
 
 
 def _mixed(
-    model: Model,
+    model: SourceModel,
     text: CalibrationText,
     recipe: ExportRecipe,
-    mix: MixRequest,
+    mix: MixedPrecisionRequest,
     store: QuantizedLinearStore,
     folder: Path,
     workbench: Workbench,
     progress: Progress,
 ) -> tuple[Allocation, LinearTimes]:
-    """Formats chosen under the budget, and the times of units."""
-    timed = (*LADDER, *REPAIRED) if mix.repair else LADDER
+    """Formats chosen under the budget, and the times of linears."""
+    timed = (*LADDER, *REPAIRED) if mix.low_rank_correction else LADDER
     times = known_or_measured(model.config, workbench.time_nodes, timed, progress)
     mixing = Mixing(model, text, recipe, mix, store, times, workbench.time, folder)
     return mixing.allocation(progress), mixing.times
@@ -154,13 +156,13 @@ def settings_of(recipe: ExportRecipe, context: int) -> str:
     if request.file is not None and request.file.is_file():
         about = request.file.stat()
         file = (request.file.name, about.st_size, about.st_mtime_ns)
-    mix = recipe.mix
-    marks = None if mix is None else (mix.zero_points, mix.powers_of_two, mix.repair)
-    return repr((file, request.tokens, request.seed, recipe.method, recipe.folded, recipe.observed, marks, context))
+    mix = recipe.mixed_precision
+    marks = None if mix is None else (mix.zero_points, mix.powers_of_two, mix.low_rank_correction)
+    return repr((file, request.max_tokens, request.seed, recipe.method, recipe.awq, recipe.calibrated, marks, context))
 
 
 def _observed(
-    model: Model, text: CalibrationText, recipe: ExportRecipe, folder: Path, progress: Progress
+    model: SourceModel, text: CalibrationText, recipe: ExportRecipe, folder: Path, progress: Progress
 ) -> CalibratedSource:
     """The checkpoint, rounded by what is known of the inputs of its linears."""
     statistics = collect_statistics(
@@ -172,13 +174,13 @@ def _observed(
         _wants_moments(recipe),
         lambda fraction: progress("observing", fraction),
     )
-    if not recipe.folded:
+    if not recipe.awq:
         return CalibratedSource(model.source, model.config, statistics)
-    form = FOLDED_FOR if recipe.mix is not None or recipe.body in (None, FP32) else recipe.body
+    form = FOLDED_FOR if recipe.mixed_precision is not None or recipe.body in (None, FP32) else recipe.body
     form = replace(form, method=recipe.methods.get(form.bits))
     folded, of_folded = fold(model.source, model.config, statistics, form, progress)
     return CalibratedSource(folded, model.config, of_folded)
 
 
 def _wants_moments(recipe: ExportRecipe) -> bool:
-    return recipe.folded or recipe.mix is not None or Method.GPTQ in recipe.methods.values()
+    return recipe.awq or recipe.mixed_precision is not None or Method.GPTQ in recipe.methods.values()

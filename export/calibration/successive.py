@@ -25,12 +25,12 @@ import numpy.typing as npt
 from ...models.manifest import Method, WeightFormat
 from ..allocation.quantized_weights import QuantizedLinearStore
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.derived_source import DerivedSource
+from ..checkpoint.derived_source import ModelSourceWrapper
 from ..checkpoint.layout import FusedLinear, embedding_layout, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Coded, Float32Array, ModelSource, RowRange
+from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange
 from ..progress import Progress
-from ..quantization.input_statistics import Aim, InputStatistics
+from ..quantization.input_statistics import CorrectionTarget, InputStatistics
 from ..quantization.methods import QUANTIZERS
 from .layer_runner import LayerRunner, WeightsOf
 from .text_packing import Batch, packed
@@ -49,33 +49,35 @@ _Half = Callable[[list[Float32Array], int, WeightsOf], _Captured]
 """Half a layer, of one of several batches of hidden states."""
 
 
-class SuccessiveSource(DerivedSource):
+class SuccessiveSource(ModelSourceWrapper):
     """Reads like the model it is made of; a unit that has targets is rounded to those."""
 
-    def __init__(self, source: ModelSource, aims: Callable[[FusedLinear], Aim] | None = None) -> None:
-        """`aims` says what units without targets should compute; without it, all their inputs count alike."""
+    def __init__(
+        self, source: ModelSource, correction_targets: Callable[[FusedLinear], CorrectionTarget] | None = None
+    ) -> None:
+        """`correction_targets` gives what linears without targets should compute; None weights all inputs alike."""
         super().__init__(source)
-        self._aims = aims
+        self._aims = correction_targets
         self._targets: dict[str, tuple[Float32Array, InputStatistics]] = {}
 
-    def aim(self, linear: FusedLinear, targets: Float32Array, inputs: InputStatistics) -> None:
+    def correction_target(self, linear: FusedLinear, targets: Float32Array, inputs: InputStatistics) -> None:
         """From now on round this unit alone to targets [N, K], by its inputs in the rounded model."""
         parts = np.split(targets, np.cumsum(linear.rows)[:-1])
         self._targets = {name: (part, inputs) for name, part in zip(linear.weights, parts, strict=True)}
 
-    def aim_of(self, linear: FusedLinear) -> Aim:
+    def aim_of(self, linear: FusedLinear) -> CorrectionTarget:
         """What a unit should compute, by its targets if it has them."""
         if linear.weights[0] in self._targets:
             targets = [self._targets[name] for name in linear.weights]
-            return Aim(np.concatenate([part for part, _ in targets]), targets[0][1])
+            return CorrectionTarget(np.concatenate([part for part, _ in targets]), targets[0][1])
         if self._aims is not None:
             return self._aims(linear)
-        return Aim(np.concatenate([self._source.read(name) for name in linear.weights]), None)
+        return CorrectionTarget(np.concatenate([self._source.read(name) for name in linear.weights]), None)
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
         """Some rows of a matrix in few bits."""
         if rows.name not in self._targets:
-            return self._source.coded(rows, form)
+            return self._source.quantized(rows, form)
         targets, inputs = self._targets[rows.name]
         return QUANTIZERS[form.method or Method.RTN](targets[rows.start : rows.stop], form, inputs)
 
@@ -88,12 +90,12 @@ def round_successively(
     folder: Path,
     context: int,
     progress: Progress,
-    aims: Callable[[FusedLinear], Aim] | None = None,
+    correction_targets: Callable[[FusedLinear], CorrectionTarget] | None = None,
 ) -> QuantizedLinearStore:
     """Round all units of a plan, in the order of the graph; those of GPTQ to targets.
 
     Args:
-        source: the model, perhaps folded; what has no targets is rounded by its `coded`.
+        source: the model, perhaps folded; what has no targets is rounded by its `quantized`.
         config: its numbers.
         text: the calibration part is read.
         plan: format by unit.
@@ -110,7 +112,7 @@ def round_successively(
         InputError: the model has experts.
         OSError: the disk refused a write.
     """
-    aimed = SuccessiveSource(source, aims)
+    aimed = SuccessiveSource(source, correction_targets)
     store = QuantizedLinearStore(aimed, config, folder, aimed.aim_of)
     passes = _Passes(LayerRunner(source, config, context), packed(text.calibration), aimed, store, plan)
     for index in range(config.layers):
@@ -204,7 +206,7 @@ class _Passes:
         shift = _SHARE * np.linalg.solve(damped, (weights @ mixed).T.astype(np.float64))
         moments /= np.float32(tokens)
         known = InputStatistics(np.diagonal(moments).copy(), (magnitudes / tokens).astype(np.float32), moments, tokens)
-        self._aimed.aim(linear, weights + shift.T.astype(np.float32), known)
+        self._aimed.correction_target(linear, weights + shift.T.astype(np.float32), known)
 
     def _rounded(self, linear: FusedLinear) -> Float32Array:
         return self._store.weights(linear, self._plan[linear.name])

@@ -14,8 +14,7 @@ from ..bundle_writer import write_bundle
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.source import ModelSource
 from ..progress import Progress
-from ..recipe import INT8, ExportRecipe, with_methods
-from ..requests import CalibrationRequest
+from ..recipe import INT8, CalibrationRequest, ExportRecipe, with_methods
 from ..workbench import TokenArray, Workbench
 from .text_split import CalibrationText, divided
 
@@ -55,15 +54,15 @@ def obtain_text(
         shutil.rmtree(trial, ignore_errors=True)
         trial.mkdir(parents=True)
         recipe = ExportRecipe(INT8, context=context)
-        plan = with_methods(recipe.plan_for(config), recipe.methods)
+        plan = with_methods(recipe.quant_plan(config), recipe.methods)
         content = BundleContent(checkpoint, checkpoint, config, plan, context, recipe.layout, "")
         write_bundle(trial, content, lambda _, fraction: progress(_STAGE, 0.5 * fraction))
         if request.file is None:
             texts = workbench.write(
-                trial, request.tokens, longest, request.seed, lambda share: progress(_STAGE, 0.5 + 0.5 * share)
+                trial, request.max_tokens, longest, request.seed, lambda share: progress(_STAGE, 0.5 + 0.5 * share)
             )
         else:
-            texts = _first(workbench.read(trial, request.file, request.tokens, longest), request.tokens)
+            texts = _first(workbench.read(trial, request.file, request.max_tokens, longest), request.max_tokens)
         shutil.rmtree(trial)
         _keep(folder, texts)
         progress(_STAGE, 1.0)

@@ -33,7 +33,7 @@ class WeightSource(Protocol):
         """Some rows of a matrix."""
         ...
 
-    def pieces(self, name: str) -> Iterator[npt.NDArray[np.float32]]:
+    def chunks(self, name: str) -> Iterator[npt.NDArray[np.float32]]:
         """A matrix from top to bottom, some rows at a time."""
         ...
 
@@ -204,7 +204,7 @@ def _activated(config: Settings, gate: Float64Array) -> Float64Array:
 
 def _linear(weights: WeightSource, name: str, value: Float64Array, biased: bool) -> Float64Array:
     """value @ weight.T + bias, a piece of the weight at a time."""
-    products = [value @ piece.astype(np.float64).T for piece in weights.pieces(f"{name}.weight")]
+    products = [value @ piece.astype(np.float64).T for piece in weights.chunks(f"{name}.weight")]
     result = np.concatenate(products, axis=-1)
     return result + weights.read(f"{name}.bias") if biased else result
 

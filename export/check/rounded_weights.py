@@ -9,7 +9,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import fused_linears
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, RowRange
-from ..quantization.codes import decoded
+from ..quantization.codes import dequantized
 
 
 class RoundedWeights:
@@ -29,8 +29,8 @@ class RoundedWeights:
         if form.bits == 32:
             return self._checkpoint.read_rows(rows)
         columns = self._checkpoint.shape(rows.name)[1]
-        return decoded(self._checkpoint.coded(rows, form), columns, form)
+        return dequantized(self._checkpoint.quantized(rows, form), columns, form)
 
-    def pieces(self, name: str) -> Iterator[Float32Array]:
+    def chunks(self, name: str) -> Iterator[Float32Array]:
         """A unit's matrix from top to bottom, rounded."""
         return in_order(self.read_rows, self._checkpoint.row_ranges(name))

@@ -81,7 +81,7 @@ class DecoderConfig:
     """Layer by layer."""
     experts: ExpertsConfig | None
     max_positions: int
-    usual_positions: int
+    default_positions: int
     """How far the model's usual rotation reaches; to serve longer texts it has another, for all positions."""
     norm_epsilon: float
     activation: Activation
@@ -153,7 +153,7 @@ def read_config(folder: Path) -> DecoderConfig:
         ),
         experts=_read_experts(config, family.experts, layers) if family.experts else None,
         max_positions=max_positions(config),
-        usual_positions=scaling.original_positions if isinstance(scaling, LongRope) else max_positions(config),
+        default_positions=scaling.original_positions if isinstance(scaling, LongRope) else max_positions(config),
         norm_epsilon=number(config, "rms_norm_eps", default=1e-6),
         activation=_activation(config, family),
         tied_head=bool(config.get("tie_word_embeddings", False)),

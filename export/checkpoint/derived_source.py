@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...models.manifest import WeightFormat
-from .source import Coded, Float32Array, ModelSource, RowRange
+from .source import Float32Array, ModelSource, QuantizedRows, RowRange
 
 
-class DerivedSource:
+class ModelSourceWrapper:
     """A `ModelSource` that hands everything to the one it is made of."""
 
     def __init__(self, source: ModelSource) -> None:
@@ -40,14 +40,14 @@ class DerivedSource:
         """See `ModelSource.row_ranges`."""
         return self._source.row_ranges(name)
 
-    def pieces(self, name: str) -> Iterator[Float32Array]:
-        """See `ModelSource.pieces`."""
-        return self._source.pieces(name)
+    def chunks(self, name: str) -> Iterator[Float32Array]:
+        """See `ModelSource.chunks`."""
+        return self._source.chunks(name)
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
-        """See `ModelSource.coded`."""
-        return self._source.coded(rows, form)
+    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
+        """See `ModelSource.quantized`."""
+        return self._source.quantized(rows, form)
 
-    def own_format(self, name: str) -> WeightFormat:
-        """See `ModelSource.own_format`."""
-        return self._source.own_format(name)
+    def stored_format(self, name: str) -> WeightFormat:
+        """See `ModelSource.stored_format`."""
+        return self._source.stored_format(name)

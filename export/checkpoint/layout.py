@@ -6,16 +6,20 @@ checkpoint tensors, one under the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
+from ...models.manifest import WeightFormat
 from ..architectures.family import HeadNorm
 from .config import DecoderConfig
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 FINAL_NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
+
+QuantPlan: TypeAlias = Mapping[str, WeightFormat]
+"""A quantization plan: the weight format of each linear, by its name."""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from .layout import expected_tensors
 from .safetensors_files import Checkpoint
 from .source import ModelSource
 from .tokenizer_check import require_tokenizer
-from .tokenizer_files import require_companions
+from .tokenizer_files import require_config_files
 
 
 @contextmanager
-def opened(source: Path) -> Iterator[tuple[DecoderConfig, ModelSource]]:
+def open_source(source: Path) -> Iterator[tuple[DecoderConfig, ModelSource]]:
     """A model to export, with everything there that is needed.
 
     Raises:
@@ -33,5 +33,5 @@ def _complete(config: DecoderConfig, checkpoint: ModelSource) -> tuple[DecoderCo
     for name, shape in expected_tensors(config):
         checkpoint.require(name, shape)
     require_tokenizer(checkpoint.folder, config.vocab_size)
-    require_companions(checkpoint.folder, config.vocab_size)
+    require_config_files(checkpoint.folder, config.vocab_size)
     return config, checkpoint

@@ -22,7 +22,7 @@ from ...models.manifest import Method, WeightFormat
 from ..quantization.methods import QUANTIZERS
 from .prefetch import in_order
 from .settings import read_json
-from .source import Coded, Float32Array, RowRange, UInt8Array
+from .source import Float32Array, QuantizedRows, RowRange, UInt8Array
 from .stacked_experts import FloatStack, Mxfp4Stack
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -114,7 +114,7 @@ class Checkpoint:
         for start in range(0, rows, step):
             yield RowRange(name, start, min(start + step, rows))
 
-    def pieces(self, name: str) -> Iterator[Float32Array]:
+    def chunks(self, name: str) -> Iterator[Float32Array]:
         """A matrix from top to bottom, about a million weights at a time.
 
         Raises:
@@ -122,7 +122,7 @@ class Checkpoint:
         """
         return in_order(self.read_rows, self.row_ranges(name))
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
         """Some rows of a matrix in few bits, by the method that the format names.
 
         Raises:
@@ -130,7 +130,7 @@ class Checkpoint:
         """
         return QUANTIZERS[form.method or Method.RTN](self.read_rows(rows), form)
 
-    def own_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- a checkpoint folder holds floats
+    def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- a checkpoint folder holds floats
         """Float32, in which any of a checkpoint's tensors is exact."""
         return WeightFormat(32)
 

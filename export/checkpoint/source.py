@@ -29,8 +29,8 @@ class RowRange:
     stop: int
 
 
-class Factors(NamedTuple):
-    """Two thin matrices, in `quantization.codes.factor_form`, whose product is added to rows of rounded weights."""
+class LowRankFactors(NamedTuple):
+    """Two thin matrices, in `quantization.codes.factor_format`, whose product is added to rows of rounded weights."""
 
     down_codes: UInt8Array
     """Of the matrix [rank, K] that inputs meet first, uint8 [rank, blocks, block]; the same for all rows of a unit."""
@@ -42,7 +42,7 @@ class Factors(NamedTuple):
     """[rows, blocks]."""
 
 
-class Coded(NamedTuple):
+class QuantizedRows(NamedTuple):
     """Rows of a matrix in few bits (see `quantization.codes`)."""
 
     packed: UInt8Array
@@ -54,7 +54,7 @@ class Coded(NamedTuple):
     zero_points: UInt8Array | None = None
     """The codes that stand for 0, packed along the blocks of a row, uint8 [rows, ceil(blocks * bits / 8)]; None where
     that is the middle code, 2 ** (bits - 1)."""
-    factors: Factors | None = None
+    factors: LowRankFactors | None = None
     """What repairs these rows, where the format has a rank."""
 
 
@@ -86,17 +86,17 @@ class ModelSource(Protocol):
         """Ranges that cover a matrix from top to bottom, each of about a million weights."""
         ...
 
-    def pieces(self, name: str) -> Iterator[Float32Array]:
+    def chunks(self, name: str) -> Iterator[Float32Array]:
         """A matrix from top to bottom, about a million weights at a time."""
         ...
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
+    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
         """Some rows of a matrix in few bits.
 
         Those of the file itself where it has them in that form, else such as the form's method chooses.
         """
         ...
 
-    def own_format(self, name: str) -> WeightFormat:
+    def stored_format(self, name: str) -> WeightFormat:
         """The format of the operators that comes nearest to how a matrix is stored."""
         ...

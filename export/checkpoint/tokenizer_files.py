@@ -15,7 +15,7 @@ _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def require_companions(folder: Path, vocab_size: int) -> None:
+def require_config_files(folder: Path, vocab_size: int) -> None:
     """Check what a checkpoint has of tokenizer_config.json, generation_config.json and chat_template.jinja.
 
     Raises:

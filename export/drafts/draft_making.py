@@ -11,11 +11,10 @@ from ...models.pairing import vocabulary_difference
 from ..bundle_content import BundleContent
 from ..bundle_writer import write_bundle
 from ..calibration.text_split import CalibrationText
-from ..checkpoint.open import opened
+from ..checkpoint.open import open_source
 from ..progress import Progress
-from ..recipe import INT4, ExportRecipe, with_methods
+from ..recipe import INT4, DraftRequest, ExportRecipe, with_methods
 from ..report import DraftFigures
-from ..requests import DraftRequest
 from ..workbench import Workbench
 from .companion import adopt_draft
 from .own_draft import adopt_own_draft
@@ -44,7 +43,7 @@ def require_draft(target: Path, request: DraftRequest) -> None:
     """
     if request.source is None:
         return
-    with opened(request.source) as (_, draft):
+    with open_source(request.source) as (_, draft):
         difference = vocabulary_difference(target, draft.folder)
     if difference:
         raise InputError(
@@ -78,9 +77,11 @@ def make_draft(
         OSError: the disk refused a write.
     """
     if request.source is None:
-        own = adopt_own_draft(folder, request.vocabulary, text.calibration, text.held_out, workbench.time, progress)
+        own = adopt_own_draft(
+            folder, request.vocabulary_size, text.calibration, text.held_out, workbench.time, progress
+        )
         made_of = f"the model without {', '.join(own.skips)}" if own.skips else "the model itself"
-        tokens = own.tokens if request.vocabulary is not None else None
+        tokens = own.tokens if request.vocabulary_size is not None else None
         figures = _judged(folder, text, workbench, made_of, tokens, None)
         note = (
             f"the draft does not pay on this machine: {own.tokens_per_second:.0f} tokens a second are expected "
@@ -89,7 +90,7 @@ def make_draft(
         note = "" if own.pays else note
         return MadeDraft(figures, note)
     _write_companion(folder / DRAFT_FOLDER, request.source, target, recipe, request)
-    head = adopt_draft(folder, request.vocabulary, text.calibration, text.held_out, workbench.time, progress)
+    head = adopt_draft(folder, request.vocabulary_size, text.calibration, text.held_out, workbench.time, progress)
     tokens, coverage = (None, None) if head is None else (head.tokens, head.coverage)
     figures = _judged(folder, text, workbench, request.source.resolve().name, tokens, coverage)
     return MadeDraft(figures)
@@ -109,12 +110,12 @@ def _write_companion(
     folder: Path, source: Path, target: BundleContent, recipe: ExportRecipe, request: DraftRequest
 ) -> None:
     """Export the draft's own checkpoint into a folder of the target's."""
-    form = request.form or (recipe.body if recipe.mix is None else INT4)
+    form = request.weight_format or (recipe.body if recipe.mixed_precision is None else INT4)
     folder.mkdir()
-    with opened(source) as (config, checkpoint):
+    with open_source(source) as (config, checkpoint):
         own = ExportRecipe(form, context=recipe.context)
         context = min(own.context_for(config), target.context)
-        plan = with_methods(own.plan_for(config), own.methods)
+        plan = with_methods(own.quant_plan(config), own.methods)
         write_bundle(
             folder, BundleContent(checkpoint, checkpoint, config, plan, context, target.layout, target.command)
         )

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import Coded, Float32Array, UInt8Array
+from ..checkpoint.source import Float32Array, QuantizedRows, UInt8Array
 from ..quantization.codes import pack_codes
 
 
@@ -71,7 +71,7 @@ class TensorType:
         with np.errstate(all="ignore"):  # damaged scales are found in the result
             return np.asarray(dequantize(raw, GGMLQuantizationType(self.number)), np.float32)
 
-    def codes(self, raw: UInt8Array, form: WeightFormat) -> Coded | None:
+    def codes(self, raw: UInt8Array, form: WeightFormat) -> QuantizedRows | None:
         """Raw rows as `form` has them; None where their codes cannot be carried over."""
         if self.split is None or form.block != _SCALED or form.bits < self.split_bits:
             return None
@@ -81,7 +81,7 @@ class TensorType:
             return None
         codes = (split.codes + (1 << (form.bits - 1))).astype(np.uint8).reshape(len(raw), -1, _SCALED)
         offsets = None if split.offsets is None else split.offsets.reshape(len(raw), -1)
-        return Coded(pack_codes(codes, form.bits), split.scales.reshape(len(raw), -1), offsets)
+        return QuantizedRows(pack_codes(codes, form.bits), split.scales.reshape(len(raw), -1), offsets)
 
 
 def _halves(blocks: UInt8Array, place: int = 0) -> Float32Array:

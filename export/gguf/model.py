@@ -16,7 +16,7 @@ import numpy as np
 from ...errors import CheckpointError, InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Coded, Float32Array, ModelSource, RowRange, UInt8Array
+from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array
 from .blocks import TYPES, TensorType, type_name
 from .container import AGAIN, Container, StoredTensor, read_container
 from .metadata import Metadata
@@ -134,26 +134,26 @@ class GgufModel:
         for start in range(0, rows, step):
             yield RowRange(name, start, min(start + step, rows))
 
-    def pieces(self, name: str) -> Iterator[Float32Array]:
-        """See `ModelSource.pieces`."""
+    def chunks(self, name: str) -> Iterator[Float32Array]:
+        """See `ModelSource.chunks`."""
         return in_order(self.read_rows, self.row_ranges(name))
 
-    def coded(self, rows: RowRange, form: WeightFormat) -> Coded:
-        """The file's own codes where `form` has them, else the weights rounded; see `ModelSource.coded`."""
+    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
+        """The file's own codes where `form` has them, else the weights rounded; see `ModelSource.quantized`."""
         raw = self._raw_rows(rows)
         kind = self._type_of(rows.name)
         own = kind.codes(raw, form)
         if own is None:
             weights = kind.decode(raw)
             self._require_finite(rows.name, weights)
-            return Coded(*requantize_rows(weights, form))
+            return QuantizedRows(*requantize_rows(weights, form))
         self._require_finite(rows.name, own.scales)
         if own.offsets is not None:
             self._require_finite(rows.name, own.offsets)
         return own
 
-    def own_format(self, name: str) -> WeightFormat:
-        """See `ModelSource.own_format`."""
+    def stored_format(self, name: str) -> WeightFormat:
+        """See `ModelSource.stored_format`."""
         return self._type_of(name).nearest
 
     def _raw_rows(self, rows: RowRange) -> UInt8Array:

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ...models.manifest import WeightFormat
 from ..checkpoint.layout import FusedLinear
 from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Factors, Float32Array, ModelSource, RowRange, UInt8Array
+from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, RowRange, UInt8Array
 from ..quantization.codes import OFFSETS, blocks_of, quantize_rows, unpack_zero_points
 from .weight_file import WeightFile
 
@@ -30,8 +30,8 @@ class _BesideCodes(NamedTuple):
     offsets: Float32Array
     """[N, blocks], zeros where it has none."""
     points: UInt8Array
-    """Zero points as in `Coded`; empty where it has none."""
-    factors: Sequence[Factors]
+    """Zero points as in `QuantizedRows`; empty where it has none."""
+    factors: Sequence[LowRankFactors]
     """What repairs the rows of each piece, from top to bottom; empty where nothing does."""
 
 
@@ -86,7 +86,7 @@ class Initializers:
         name = f"{linear.name}.weight"
         self._begin(name, np.dtype(np.float32), linear.shape, linear)
         for source in linear.weights:
-            for piece in self._checkpoint.pieces(source):
+            for piece in self._checkpoint.chunks(source):
                 self._data.append(piece)
                 self._stored(piece.size)
         return name
@@ -180,9 +180,9 @@ class Initializers:
         scales: list[Float32Array] = []
         offsets: list[Float32Array] = []
         points: list[UInt8Array] = []
-        factors: list[Factors] = []
+        factors: list[LowRankFactors] = []
         parts = chain.from_iterable(self._checkpoint.row_ranges(source) for source in linear.weights)
-        for piece in in_order(lambda part: self._checkpoint.coded(part, form), parts):
+        for piece in in_order(lambda part: self._checkpoint.quantized(part, form), parts):
             self._data.append(piece.packed)
             scales.append(piece.scales)
             offsets.append(np.zeros_like(piece.scales) if piece.offsets is None else piece.offsets)
@@ -221,10 +221,10 @@ class Initializers:
         codes, scales = f"{linear.name}.codes", f"{linear.name}.scales"
         self._begin(codes, np.dtype(np.uint8), (*stacked, columns * form.bits // 8), linear)
         all_scales = []
-        coded = in_order(
-            lambda part: [self._checkpoint.coded(each, form) for each in part], self._parts_of_experts(linear)
+        quantized = in_order(
+            lambda part: [self._checkpoint.quantized(each, form) for each in part], self._parts_of_experts(linear)
         )
-        for pieces in coded:
+        for pieces in quantized:
             packed = _alternating([piece.packed for piece in pieces])
             self._data.append(packed)
             all_scales.append(_alternating([piece.scales for piece in pieces]))

@@ -11,7 +11,7 @@ from onnx import NodeProto, helper
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, Norm
-from ..quantization.codes import OFFSETS, blocks_of, factor_form
+from ..quantization.codes import OFFSETS, blocks_of, factor_format
 from .initializers import Initializers, StoredMatrix
 
 MICROSOFT: Final = "com.microsoft"
@@ -123,7 +123,7 @@ class Nodes:
     def _repaired_linear(self, linear: FusedLinear, form: WeightFormat, value: str, bias: str) -> str:
         """The product with the codes, and that with two thin matrices one after the other."""
         matrix, down, up = self.weights.repaired(linear, form)
-        stored, (rows, columns) = factor_form(form), linear.shape
+        stored, (rows, columns) = factor_format(form), linear.shape
         product = self.matmul_nbits(linear.shape, form, [value, *matrix.inputs(bias)], f"{linear.name}.product")
         thin = self.matmul_nbits((form.rank, columns), stored, [value, *down.inputs()], f"{linear.name}.thin")
         repair = self.matmul_nbits((rows, form.rank), stored, [thin, *up.inputs()], f"{linear.name}.repair")

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import Coded, Factors
+from ..checkpoint.source import LowRankFactors, QuantizedRows
 
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
@@ -56,7 +56,7 @@ def blocks_of(columns: int, form: WeightFormat) -> int:
     return -(-columns // form.block)
 
 
-def factor_form(form: WeightFormat) -> WeightFormat:
+def factor_format(form: WeightFormat) -> WeightFormat:
     """How the two thin matrices are stored that repair weights of that format."""
     return replace(_FACTORS, powers_of_two=form.powers_of_two)
 
@@ -177,7 +177,7 @@ def dequantize_rows(
 ) -> Float32Array:
     """The weights that packed codes stand for, float32 [N, columns]; the inverse of `quantize_rows` up to rounding.
 
-    Offsets and zero points are those of a `Coded`.
+    Offsets and zero points are those of a `QuantizedRows`.
     """
     # Changed in place: of an embedding a second copy would be a gigabyte.
     weights: Float32Array = unpack_codes(packed, form.bits).astype(np.float32)
@@ -191,16 +191,16 @@ def dequantize_rows(
     return weights.reshape(len(packed), -1)[:, :columns]
 
 
-def decoded(coded: Coded, columns: int, form: WeightFormat) -> Float32Array:
+def dequantized(quantized: QuantizedRows, columns: int, form: WeightFormat) -> Float32Array:
     """The weights a graph computes with, float32 [N, columns]; offsets and factors are taken as once stored."""
-    offsets = None if coded.offsets is None else rounded_offsets(coded.offsets)
-    weights = dequantize_rows(coded.packed, coded.scales, columns, form, offsets, coded.zero_points)
-    return weights if coded.factors is None else weights + product_of(coded.factors, columns, form)
+    offsets = None if quantized.offsets is None else rounded_offsets(quantized.offsets)
+    weights = dequantize_rows(quantized.packed, quantized.scales, columns, form, offsets, quantized.zero_points)
+    return weights if quantized.factors is None else weights + low_rank_product(quantized.factors, columns, form)
 
 
-def product_of(factors: Factors, columns: int, form: WeightFormat) -> Float32Array:
+def low_rank_product(factors: LowRankFactors, columns: int, form: WeightFormat) -> Float32Array:
     """What factors add to weights of that format, float32 [N, columns]."""
-    stored = factor_form(form)
+    stored = factor_format(form)
     up = dequantize_rows(factors.up_codes, factors.up_scales, form.rank, stored)
     product: Float32Array = up @ dequantize_rows(factors.down_codes, factors.down_scales, columns, stored)
     return product

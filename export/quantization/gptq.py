@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ...errors import InputError
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import Coded
+from ..checkpoint.source import QuantizedRows
 from .codes import Float32Array, pack_codes, unpack_zero_points
 from .input_statistics import InputStatistics
 from .k_quant import k_quant_rows
@@ -53,7 +53,7 @@ _factors: Final[WeakKeyDictionary[InputStatistics, _Factor]] = WeakKeyDictionary
 _making: Final = threading.Lock()
 
 
-def gptq_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> Coded:
+def gptq_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> QuantizedRows:
     """Rows in few bits; see `methods.Quantizer`. Where no second moments are known this is k-quant.
 
     Raises:
@@ -67,7 +67,7 @@ def gptq_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics
     return usual._replace(packed=pack_codes(codes, form.bits))
 
 
-def _codes(weights: Float32Array, form: WeightFormat, usual: Coded, factor: _Factor) -> npt.NDArray[np.uint8]:
+def _codes(weights: Float32Array, form: WeightFormat, usual: QuantizedRows, factor: _Factor) -> npt.NDArray[np.uint8]:
     """Codes, uint8 [N, blocks, block], for the scales and zero points of `usual`."""
     (rows, columns), upper = weights.shape, factor.upper
     blocks, last = usual.scales.shape[1], (1 << form.bits) - 1

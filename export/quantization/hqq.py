@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import Coded
+from ..checkpoint.source import QuantizedRows
 from .codes import Float32Array, centred_zeros, powers_of_two
 from .input_statistics import InputStatistics
 from .scale_search import Candidates, fit, rounded, search_scales
@@ -30,7 +30,7 @@ _SETTLED: Final = 1e-4
 """A block whose scale or zero point moves by no more is done."""
 
 
-def hqq_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> Coded:
+def hqq_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> QuantizedRows:
     """Rows in few bits; see `methods.Quantizer`."""
     return search_scales(weights, form, inputs, _search_zeros if form.zero_points else _search)
 

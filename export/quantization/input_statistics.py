@@ -25,7 +25,7 @@ class InputStatistics:
     """How many tokens it is an average of."""
 
 
-class Aim(NamedTuple):
+class CorrectionTarget(NamedTuple):
     """What a linear should compute, of the inputs it gets."""
 
     weights: Float32Array

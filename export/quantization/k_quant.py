@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import Coded
+from ..checkpoint.source import QuantizedRows
 from .codes import Float32Array, centred_zeros
 from .input_statistics import InputStatistics
 from .scale_search import Candidates, search_scales
@@ -37,7 +37,7 @@ _REFINEMENTS: Final = 2
 """How often the best scale is rounded with again and fitted again."""
 
 
-def k_quant_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> Coded:
+def k_quant_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> QuantizedRows:
     """Rows in few bits; see `methods.Quantizer`."""
     return search_scales(weights, form, inputs, _search_with_zeros if form.zero_points else _search)
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from ...errors import InputError
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import Factors, Float32Array
-from .codes import factor_form, quantize_rows
+from ..checkpoint.source import Float32Array, LowRankFactors
+from .codes import factor_format, quantize_rows
 from .input_statistics import InputStatistics
 
 Float64Array = npt.NDArray[np.float64]
@@ -55,14 +55,14 @@ def repair(errors: Float32Array, inputs: InputStatistics, rank: int) -> LowRankC
     return LowRankCorrection((vectors.T @ exact).astype(np.float32), vectors.astype(np.float32), 1 - share)
 
 
-def factors_for(errors: Float32Array, inputs: InputStatistics, form: WeightFormat) -> Factors:
+def correction_factors(errors: Float32Array, inputs: InputStatistics, form: WeightFormat) -> LowRankFactors:
     """The best repair of the format's rank, as it is stored; arguments and errors are those of `repair`."""
-    found, stored = repair(errors, inputs, form.rank), factor_form(form)
+    found, stored = repair(errors, inputs, form.rank), factor_format(form)
     # Columns of one block share a scale: each is as long here as its row of the other matrix, by the root of both.
     sizes = np.sqrt(np.linalg.norm(found.down, axis=1))
     shares = np.divide(1, sizes, out=np.zeros_like(sizes), where=sizes > 0)
     down = quantize_rows(found.down * shares[:, None], stored)
-    return Factors(*down, *quantize_rows(found.up * sizes, stored))
+    return LowRankFactors(*down, *quantize_rows(found.up * sizes, stored))
 
 
 def _by_rows(errors: Float64Array, moments: Float64Array, rank: int) -> tuple[Float64Array, float]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final, Protocol
 
 from ...models.manifest import Method, WeightFormat
-from ..checkpoint.source import Coded
+from ..checkpoint.source import QuantizedRows
 from .codes import Float32Array
 from .gptq import gptq_rows
 from .hqq import hqq_rows
@@ -18,7 +18,9 @@ from .nearest import nearest_rows
 class Quantizer(Protocol):
     """Puts rows into few bits."""
 
-    def __call__(self, weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> Coded:
+    def __call__(
+        self, weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None
+    ) -> QuantizedRows:
         """Choose codes, scales and, where the format has them, zero points.
 
         Args:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import InputError
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import Coded
+from ..checkpoint.source import QuantizedRows
 from .codes import Float32Array, in_blocks, nearest_codes, pack_zero_points, powers_of_two, usual_scales
 from .input_statistics import InputStatistics
 
@@ -71,7 +71,7 @@ BlockSearch = Callable[[Candidates], None]
 
 def search_scales(
     weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None, search: BlockSearch
-) -> Coded:
+) -> QuantizedRows:
     """Rows [N, K] in few bits, by scales and zero points that `search` offers; result as of a `Quantizer`."""
     grouped = in_blocks(weights, form)
     usual, centred = usual_scales(grouped, form)
@@ -91,10 +91,10 @@ def search_scales(
             zeros[part] = candidates.zeros
     found = scales.reshape(usual.shape)
     if zeros is None:
-        return Coded(nearest_codes(grouped, found, form.bits), found)
+        return QuantizedRows(nearest_codes(grouped, found, form.bits), found)
     points = zeros.reshape(usual.shape)
     codes = nearest_codes(grouped, found, form.bits, points)
-    return Coded(codes, found, zero_points=pack_zero_points(points.astype(np.uint8), form.bits))
+    return QuantizedRows(codes, found, zero_points=pack_zero_points(points.astype(np.uint8), form.bits))
 
 
 def _by_column(importance: Float32Array, columns: int, form: WeightFormat) -> Float32Array:

@@ -16,13 +16,12 @@ from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest,
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
 from ..checkpoint.tokenizer_check import require_tokenizer
-from ..checkpoint.tokenizer_files import require_companions
-from ..destination import bundle_written_whole, require_apart
+from ..checkpoint.tokenizer_files import require_config_files
+from ..destination import ExportResult, bundle_written_whole, require_apart
 from ..graph import contract
 from ..graph.weight_file import WeightFile
-from ..outcome import ExportReport
 from ..progress import Progress, silent
-from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe
+from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe, ExportRequest
 from .contract_inputs import AttentionForm, state_cache_shape, wire_attention
 from .decoder_io import Ports, settle_ports
 from .describe import FusedLinear, architecture_of, bits_per_weight, formats_of, fused_linears
@@ -51,23 +50,15 @@ _SHOWN: Final = 200
 _OF_FEW_BITS: Final = frozenset({"MatMulNBits", "MatMulBnb4", "QMoE", "DynamicQuantizeMatMul", "MatMulInteger"})
 
 
-def upgrade_model(
-    source: Path,
-    destination: Path,
-    recipe: ExportRecipe,
-    progress: Progress = silent,
-    command: str = "",
-) -> ExportReport:
+def upgrade_model(request: ExportRequest, progress: Progress = silent) -> ExportResult:
     """Rewire an ONNX decoder that another tool exported to the graph contract, and check it against its source.
 
     Args:
-        source: the .onnx file, or a folder that holds one; tokenizer and settings lie beside it or one folder up.
-        destination: the bundle's folder; an earlier bundle there is replaced at the end, all at once.
-        recipe: formats for matrices that are stored in floating point, and the context. With a body of None these
-            are rounded to 4 bits if the whole model is in floating point, and left alone if it is not; matrices
-            that have few bits already stay as they are.
+        request: its source is the .onnx file, or a folder that holds one; tokenizer and settings lie beside it or one
+            folder up. Its recipe has formats for matrices that are stored in floating point, and the context. With a
+            body of None these are rounded to 4 bits if the whole model is in floating point, and left alone if it is
+            not; matrices that have few bits already stay as they are.
         progress: hears stages "reading", "writing weights" and "checking".
-        command: what the user typed, for the manifest.
 
     Raises:
         BundleError: the source is damaged, incomplete, or of a kind that cannot be upgraded.
@@ -77,18 +68,19 @@ def upgrade_model(
             as it was before.
     """
     started = time.perf_counter()
+    source, destination, recipe = request.source, request.destination, request.recipe
     if recipe.layout is not GraphLayout.EDGE:
         raise InputError("an ONNX model is upgraded to edge-run's own layout only", "leave --layout out")
     if recipe.method not in (None, Method.RTN):
         raise InputError("the weights of an ONNX model are rounded to nearest", "leave --method out")
-    recipe.require_usual_scales("model in ONNX")
+    recipe.require_default_scales("model in ONNX")
     foreign = find_foreign(source)
     require_apart(source if source.is_dir() else foreign.graph, destination)
     progress("reading", 0.0)
     work = _Upgrade(foreign, recipe, progress)
     with bundle_written_whole(destination) as staging:
         try:
-            parity = work.write(staging, command)
+            parity = work.write(staging, request.command)
         except _SURPRISES as error:
             raise BundleError(
                 f"the graph in {foreign.graph} is damaged or of a kind that is not known "
@@ -96,7 +88,7 @@ def upgrade_model(
                 "run it as it is",
             ) from error
         sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
-    return ExportReport(destination, sizes, work.bits, time.perf_counter() - started, parity, tuple(work.notes))
+    return ExportResult(destination, sizes, work.bits, time.perf_counter() - started, parity, tuple(work.notes))
 
 
 @dataclass(frozen=True)
@@ -142,7 +134,7 @@ class _Upgrade:
             written = _read_model(folder)
             difference = self._require_same(folder, form, written, reference)
         parity = measure(folder, form, reference, difference)
-        require_companions(folder, rewired.vocabulary)
+        require_config_files(folder, rewired.vocabulary)
         self._write_manifest(folder, linears, form, parity, command)
         self._progress("checking", 1.0)
         return parity

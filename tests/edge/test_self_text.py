@@ -86,9 +86,9 @@ def test_a_model_with_nothing_to_say_comes_to_an_end(tmp_path: Path) -> None:
 
 
 def exported(source: Path, destination: Path) -> Path:
-    from edgerun.export import FP32, ExportRecipe, export_checkpoint
+    from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
 
-    return export_checkpoint(source, destination, ExportRecipe(FP32)).bundle
+    return export_checkpoint(ExportRequest(source, destination, ExportRecipe(FP32))).bundle
 
 
 def test_conversations_of_a_file(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layout import FusedLinear
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.recipe import USUAL_METHODS
+from edgerun.export.recipe import DEFAULT_METHODS
 from edgerun.models.manifest import WeightFormat
 from support.tiny_models import write_checkpoint
 
@@ -355,14 +355,14 @@ class TestSolo:
         assert [each.form for each in found[linears[1].name]] == list(FORMS)
 
     def test_methods_of_one_format_are_apart(self, tmp_path: Path, config: DecoderConfig) -> None:
-        forms = [form for form in levels((USUAL_METHODS,)) for form in (form, replace(form, method=None))]
+        forms = [form for form in levels((DEFAULT_METHODS,)) for form in (form, replace(form, method=None))]
         linear = next(chosen_linears(config))
         found = solo_divergences([linear], forms, lambda _, form: 1.0 if form.method else 2.0, tmp_path / "solo.json")
         assert [each.divergence for each in found[linear.name]] == [1.0, 2.0] * len(LADDER)
 
 
 class TestUnitStore:
-    @pytest.mark.parametrize("form", levels((USUAL_METHODS,), zero_points=True)[::3], ids=str)
+    @pytest.mark.parametrize("form", levels((DEFAULT_METHODS,), zero_points=True)[::3], ids=str)
     def test_keeps_what_the_source_rounds(
         self, tmp_path: Path, checkpoint: Path, config: DecoderConfig, form: WeightFormat
     ) -> None:
@@ -375,7 +375,7 @@ class TestUnitStore:
             for name in linear.weights:
                 for rows in source.row_ranges(name):
                     some = replace(rows, start=rows.start + 1)
-                    for stored, rounded in zip(view.coded(some, form), source.coded(some, form), strict=True):
+                    for stored, rounded in zip(view.quantized(some, form), source.quantized(some, form), strict=True):
                         assert (stored is None) == (rounded is None)
                         if rounded is not None:
                             np.testing.assert_array_equal(stored, rounded)
@@ -419,7 +419,7 @@ class TestAllocate:
     def test_beats_uniform_plans_and_spends_nothing_in_vain(
         self, tmp_path: Path, checkpoint: Path, config: DecoderConfig
     ) -> None:
-        evaluator, forms = self.evaluator(tmp_path, checkpoint, config), levels((USUAL_METHODS,))
+        evaluator, forms = self.evaluator(tmp_path, checkpoint, config), levels((DEFAULT_METHODS,))
 
         def divergence(plan: Mapping[str, WeightFormat]) -> float:
             return evaluator.divergence(plan).mean_kl
@@ -517,4 +517,4 @@ class _Unreadable:
     def __init__(self, source: Checkpoint) -> None:
         self.shape, self.row_ranges, self.read = source.shape, source.row_ranges, source.read
 
-    coded = staticmethod(_refused)
+    quantized = staticmethod(_refused)

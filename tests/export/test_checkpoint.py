@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from edgerun.errors import CheckpointError
-from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
@@ -47,7 +47,7 @@ def test_rows_are_those_the_library_reads(tmp_path_factory, rows: int, columns: 
 def test_pieces_make_up_the_matrix_in_order(tmp_path, rows: int, columns: int, count: int) -> None:
     value = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     write_weights(tmp_path, {"model.wide": value})
-    pieces = list(Checkpoint(tmp_path).pieces("model.wide"))
+    pieces = list(Checkpoint(tmp_path).chunks("model.wide"))
     assert len(pieces) == count
     np.testing.assert_array_equal(np.concatenate(pieces), value)
 
@@ -284,28 +284,30 @@ def test_bad_checkpoints_are_refused_in_one_line(tmp_path, spoil: Spoil, message
     source = write_checkpoint(tmp_path / "checkpoint")
     spoil(source)
     with pytest.raises(CheckpointError, match=message) as caught:
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(form))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(form)))
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_the_end_of_text_of_config_json_counts_where_the_other_file_names_none(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", eos_token_id=300)
-    export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
+    export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
     (source / "generation_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"^config\.json: eos_token_id must be .* below 300, found 300"):
-        export_checkpoint(source, tmp_path / "other", ExportRecipe(FP32))
+        export_checkpoint(ExportRequest(source, tmp_path / "other", ExportRecipe(FP32)))
 
 
 def test_settings_that_are_null_have_their_defaults(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     edit_config(rms_norm_eps=None, rope_theta=None)(source)
-    assert export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).parity.top1_agreement == 1.0
+    assert (
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).parity.top1_agreement == 1.0
+    )
 
 
 def test_a_missing_folder_is_named(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere holds no config\.json"):
-        export_checkpoint(tmp_path / "nowhere", tmp_path / "bundle", ExportRecipe(FP32))
+        export_checkpoint(ExportRequest(tmp_path / "nowhere", tmp_path / "bundle", ExportRecipe(FP32)))
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
@@ -315,14 +317,16 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
     with pytest.raises(
         CheckpointError, match=r"has token '.*' with id 300, config\.json a vocab_size of 300; tokenizer"
     ):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
 
 
 def test_a_vocabulary_padded_beyond_the_tokenizer_is_fine(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", vocab_size=320)
     other = write_checkpoint(tmp_path / "other")
     (source / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
-    assert export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).parity.top1_agreement == 1.0
+    assert (
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).parity.top1_agreement == 1.0
+    )
 
 
 FAMILY_BAD = [
@@ -392,4 +396,4 @@ def test_bad_settings_of_a_family_are_refused_in_one_line(tmp_path, family: str,
 
 def test_a_window_that_no_layer_uses_is_no_window(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", use_sliding_window=True, max_window_layers=2)
-    export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
+    export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))

@@ -12,7 +12,7 @@ import pytest
 
 import edgerun
 from edgerun import BundleError, InputError
-from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.drafts.companion import CHOSEN, HeadReport, adopt_draft, require_fitting
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.manifest import GraphLayout
@@ -42,7 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def target(checkpoints: tuple[Path, Path], tmp_path: Path) -> Path:
     folder = tmp_path / "target"
     for source, destination in zip(checkpoints, (folder, folder / "draft"), strict=True):
-        export_checkpoint(source, destination, ExportRecipe(FORM))
+        export_checkpoint(ExportRequest(source, destination, ExportRecipe(FORM)))
     return folder
 
 
@@ -120,8 +120,10 @@ def test_a_draft_with_another_vocabulary_is_refused(target: Path, tmp_path: Path
 
 
 def test_a_target_in_another_layout_is_refused(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    target = export_checkpoint(checkpoints[0], tmp_path / "genai", ExportRecipe(FORM, layout=GraphLayout.GENAI)).bundle
-    draft = export_checkpoint(checkpoints[1], tmp_path / "draft", ExportRecipe(FORM)).bundle
+    target = export_checkpoint(
+        ExportRequest(checkpoints[0], tmp_path / "genai", ExportRecipe(FORM, layout=GraphLayout.GENAI))
+    ).bundle
+    draft = export_checkpoint(ExportRequest(checkpoints[1], tmp_path / "draft", ExportRecipe(FORM))).bundle
     with pytest.raises(InputError, match="a draft is made for edge-run's own layout only; leave --layout or --draft"):
         require_fitting(target, draft)
 

@@ -35,5 +35,5 @@ def test_what_is_not_there_or_no_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nothing does not exist; give a checkpoint folder"):
         find_source(tmp_path / "nothing")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(InputError, match=r"notes\.txt is no model; give a checkpoint folder"):
+    with pytest.raises(InputError, match=r"notes\.txt is not a model; give a checkpoint folder"):
         find_source(tmp_path / "notes.txt")

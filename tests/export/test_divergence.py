@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgerun.export import FP32, ExportRecipe, Method, WeightFormat, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
 from edgerun.export.calibration import divergence as divergence_module
 from edgerun.export.calibration import logit_comparison as judging
 from edgerun.export.calibration.divergence import PlanEvaluator
@@ -33,7 +33,7 @@ def evaluator_of(folder, texts=TEXTS, family: str = "llama", **overrides) -> Pla
     def weights_of(linear, form):
         plan = {each.name: form for each in fused_linears(config)}
         rounded = RoundedWeights(source, config, plan)
-        return np.concatenate([piece for name in linear.weights for piece in rounded.pieces(name)])
+        return np.concatenate([piece for name in linear.weights for piece in rounded.chunks(name)])
 
     return PlanEvaluator(source, config, texts, weights_of, folder / "work", 256)
 
@@ -188,13 +188,13 @@ def test_a_bundle_as_it_is(tmp_path) -> None:
     """In float32 it is the model; in 8 bits it differs by its activations too, and by little."""
     texts = [*TEXTS, TEXTS[0][:10], np.concatenate([TEXTS[1][:12], TEXTS[2]])]
     evaluator = evaluator_of(tmp_path, texts)
-    exact = export_checkpoint(tmp_path / "model", tmp_path / "exact", ExportRecipe(FP32)).bundle
+    exact = export_checkpoint(ExportRequest(tmp_path / "model", tmp_path / "exact", ExportRecipe(FP32))).bundle
     found = evaluator.divergence_of_bundle(exact)
     assert found.mean_kl == pytest.approx(0, abs=1e-7)
     assert found.top1_agreement == 1
     assert found.perplexity == pytest.approx(found.float_perplexity)
     form = WeightFormat(8, 32)
-    rounded = export_checkpoint(tmp_path / "model", tmp_path / "rounded", ExportRecipe(form)).bundle
+    rounded = export_checkpoint(ExportRequest(tmp_path / "model", tmp_path / "rounded", ExportRecipe(form))).bundle
     few = evaluator.divergence_of_bundle(rounded)
     weights_alone = evaluator.divergence(dict.fromkeys(LINEARS, form))
     assert weights_alone.mean_kl < few.mean_kl < 50 * weights_alone.mean_kl

@@ -16,7 +16,16 @@ from tokenizers import Tokenizer
 
 from edgerun.edge.cli.main import main
 from edgerun.errors import DestinationError, InputError
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint, supported_families
+from edgerun.export import (
+    FP32,
+    INT4,
+    INT8,
+    ExportRecipe,
+    ExportRequest,
+    WeightFormat,
+    export_checkpoint,
+    supported_families,
+)
 from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.check.rounded_weights import RoundedWeights
@@ -54,7 +63,7 @@ def expected_logits(bundle: Path, recipe: ExportRecipe, tokens=TOKENS, context: 
     """The reference on the rounded weights of `bundle`'s checkpoint."""
     source = bundle.parent / "checkpoint"
     config, checkpoint = read_config(source), Checkpoint(source)
-    weights = RoundedWeights(checkpoint, config, with_methods(recipe.plan_for(config), recipe.methods))
+    weights = RoundedWeights(checkpoint, config, with_methods(recipe.quant_plan(config), recipe.methods))
     return reference_logits(weights, read_json(source / "config.json"), tokens, context)
 
 
@@ -111,10 +120,10 @@ def test_norms_and_biases_matter(tmp_path, family: str) -> None:
     names = ("_proj.bias",) if family == "llama" else ("q_norm.weight", "k_norm.weight")
     touched = [name for name in changed if name.endswith(names)]
     assert len(touched) == (2 * 7 if family == "llama" else 2 * 2)
-    before = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+    before = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
     for name in touched:
         write_weights(source, {**changed, name: changed[name] * 0})
-        after = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+        after = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
         # A key bias alone shifts every score of a row alike only without rotation.
         assert np.abs(after - before).max() > 1e-3, name
 
@@ -162,10 +171,12 @@ def test_head_has_its_own_format(tmp_path) -> None:
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_half_precision_sources(tmp_path, dtype) -> None:
     source = write_checkpoint(tmp_path / "half", dtype=dtype)
-    half = logits_of(export_checkpoint(source, tmp_path / "half-bundle", ExportRecipe(FP32)).bundle)
+    half = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "half-bundle", ExportRecipe(FP32))).bundle)
     widened = {name: value.astype(dtype).astype(np.float32) for name, value in tiny_weights(tiny_config()).items()}
     write_weights(write_checkpoint(tmp_path / "float"), widened)
-    whole = logits_of(export_checkpoint(tmp_path / "float", tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+    whole = logits_of(
+        export_checkpoint(ExportRequest(tmp_path / "float", tmp_path / "bundle", ExportRecipe(FP32))).bundle
+    )
     np.testing.assert_array_equal(half, whole)
 
 
@@ -174,7 +185,7 @@ def test_shards_and_bare_names_make_the_same_bundle(tmp_path) -> None:
     sharded = write_bundle(tmp_path / "sharded", weights=INT4, shards=3)
     bare = write_checkpoint(tmp_path / "bare")
     write_weights(bare, {name.removeprefix("model."): v for name, v in tiny_weights(tiny_config()).items()})
-    export_checkpoint(bare, tmp_path / "bare-bundle", ExportRecipe(INT4))
+    export_checkpoint(ExportRequest(bare, tmp_path / "bare-bundle", ExportRecipe(INT4)))
     for name in ("model.onnx", "model.onnx.data"):
         assert digest_file(sharded / name) == digest_file(whole / name)
         assert digest_file(tmp_path / "bare-bundle" / name) == digest_file(whole / name)
@@ -184,7 +195,7 @@ def test_a_tied_flag_outranks_a_stray_head(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     weights = tiny_weights(tiny_config())
     write_weights(source, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 2})
-    stray = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+    stray = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
     np.testing.assert_array_equal(stray, logits_of(write_bundle(tmp_path / "tied")))
 
 
@@ -193,11 +204,13 @@ def test_bundle_is_complete_and_verified(tmp_path) -> None:
     (source / "README.md").write_text("not carried along", encoding="utf-8")
     heard: list[tuple[str, float]] = []
     report = export_checkpoint(
-        source,
-        tmp_path / "bundle",
-        ExportRecipe(INT8, context=100),
+        ExportRequest(
+            source,
+            tmp_path / "bundle",
+            ExportRecipe(INT8, context=100),
+            command="edge-run export checkpoint bundle",
+        ),
         lambda stage, fraction: heard.append((stage, fraction)),
-        command="edge-run export checkpoint bundle",
     )
     names = {"model.onnx", "model.onnx.data", "edge.json"}
     names |= {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
@@ -254,14 +267,14 @@ def test_impossible_formats_are_refused(form: WeightFormat) -> None:
 
 @pytest.mark.parametrize("context", [-1, 0, 1])
 def test_a_context_has_room_for_a_prompt_and_an_answer(context: int) -> None:
-    with pytest.raises(InputError, match=f"context of {context} positions cannot be exported; give at least 2"):
+    with pytest.raises(InputError, match=f"context of {context} positions is too short; give at least 2"):
         ExportRecipe(context=context)
 
 
 def test_an_absurd_context_is_refused_before_anything_is_written(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(InputError, match="context of 99999999999999 positions .*; give at most 1048576"):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32, context=99999999999999))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32, context=99999999999999)))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     longer = read_config(write_checkpoint(tmp_path / "longer", max_position_embeddings=2_000_000))
     assert ExportRecipe(context=2_000_000).context_for(longer) == 2_000_000
@@ -275,7 +288,7 @@ def test_families_are_the_architecture_files() -> None:
 def test_an_earlier_bundle_is_replaced(tmp_path) -> None:
     first = write_bundle(tmp_path, weights=FP32)
     before = digest_file(first / "model.onnx.data")
-    export_checkpoint(tmp_path / "checkpoint", first, ExportRecipe(INT4))
+    export_checkpoint(ExportRequest(tmp_path / "checkpoint", first, ExportRecipe(INT4)))
     assert digest_file(first / "model.onnx.data") != before
     open_bundle(first)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
@@ -285,8 +298,8 @@ def test_a_folder_that_is_no_bundle_is_left_alone(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("all my work", encoding="utf-8")
-    with pytest.raises(InputError, match=r"exists and is not a bundle, or not only one; choose another folder"):
-        export_checkpoint(source, tmp_path / "precious", ExportRecipe(FP32))
+    with pytest.raises(InputError, match="holds files that are not part of a bundle; choose another folder"):
+        export_checkpoint(ExportRequest(source, tmp_path / "precious", ExportRecipe(FP32)))
     assert (tmp_path / "precious" / "thesis.txt").read_text(encoding="utf-8") == "all my work"
 
 
@@ -302,7 +315,7 @@ def test_a_bundle_with_someones_files_is_left_alone(tmp_path, capsys, foreign: s
         (out / foreign).write_text("all my work", encoding="utf-8")
     assert main(["export", str(source), str(out), "--weights", "fp32"]) == 2
     message = capsys.readouterr().err
-    assert "exists and is not a bundle, or not only one; choose another folder" in message
+    assert "exists and holds files that are not part of a bundle; choose another folder" in message
     assert message.count("\n") == 1
     assert sorted(path.name for path in out.iterdir()) == sorted(["edge.json", foreign.rstrip("/")])
 
@@ -323,7 +336,7 @@ def test_a_linked_bundle_is_replaced_where_it_lies(tmp_path) -> None:
     bundle = write_bundle(tmp_path, weights=FP32)
     (tmp_path / "link").symlink_to(bundle)
     before = digest_file(bundle / "model.onnx.data")
-    export_checkpoint(tmp_path / "checkpoint", tmp_path / "link", ExportRecipe(INT4))
+    export_checkpoint(ExportRequest(tmp_path / "checkpoint", tmp_path / "link", ExportRecipe(INT4)))
     assert digest_file(bundle / "model.onnx.data") != before
     assert (tmp_path / "link").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint", "link"]
@@ -338,7 +351,7 @@ def test_a_full_disk_leaves_the_old_bundle(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(WeightFile, "append", refuse)
     with pytest.raises(DestinationError, match="cannot be written: No space left on device; free space there"):
-        export_checkpoint(tmp_path / "checkpoint", bundle, ExportRecipe(FP32))
+        export_checkpoint(ExportRequest(tmp_path / "checkpoint", bundle, ExportRecipe(FP32)))
     assert {file.name: file.read_bytes() for file in bundle.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
 
@@ -350,13 +363,13 @@ def test_the_system_refusing_a_write_leaves_nothing(tmp_path, limit: int) -> Non
     program = textwrap.dedent("""
         import resource, signal, sys
         from pathlib import Path
-        from edgerun.edge.errors import DestinationError
-        from edgerun.export import FP32, ExportRecipe, export_checkpoint
+        from edgerun.errors import DestinationError
+        from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
         root = Path(sys.argv[1])
         try:
-            export_checkpoint(root / "checkpoint", root / "bundle", ExportRecipe(FP32))
+            export_checkpoint(ExportRequest(root / "checkpoint", root / "bundle", ExportRecipe(FP32)))
         except DestinationError as error:
             print(error, error.exit_code)
     """)
@@ -375,7 +388,7 @@ def test_the_system_refusing_a_write_leaves_nothing(tmp_path, limit: int) -> Non
 def test_stories_greedy_text_of_record(tmp_path) -> None:
     """ORIGIN.md of the data quotes what llama2.c writes at temperature 0."""
     source = data_path("weights/stories260K-hf")
-    bundle = export_checkpoint(source, tmp_path / "stories", ExportRecipe(FP32)).bundle
+    bundle = export_checkpoint(ExportRequest(source, tmp_path / "stories", ExportRecipe(FP32))).bundle
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
     prompt = np.array(tokenizer.encode("Once upon a time").ids)
     assert prompt[0] == 1
@@ -393,7 +406,7 @@ def test_stories_greedy_text_of_record(tmp_path) -> None:
 
 def test_shell_helper_keeps_its_quality_at_8_bits(tmp_path) -> None:
     source = data_path("weights/shell-helper/target")
-    report = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT8))
+    report = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT8)))
     assert report.parity.mean_kl < 0.01
     assert report.parity.top1_agreement > 0.9
     assert json.loads((report.bundle / "edge.json").read_text(encoding="utf-8"))["bits_per_weight"] == 9.0

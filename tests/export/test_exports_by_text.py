@@ -15,9 +15,10 @@ from edgerun.export import (
     CalibrationRequest,
     DraftRequest,
     ExportRecipe,
-    ExportReport,
+    ExportRequest,
+    ExportResult,
     Method,
-    MixRequest,
+    MixedPrecisionRequest,
     WeightFormat,
     export_checkpoint,
     export_model,
@@ -34,7 +35,7 @@ from support.known_timings import KnownMachine, by_bytes
 from support.tiny_models import tiny_config, tiny_weights, write_checkpoint, write_weights
 
 BENCH = Workbench(write_texts, read_texts, by_bytes, KnownMachine(), DraftJudge(), {"processor": "known"})
-TEXT = CalibrationRequest(Path("text.txt"), tokens=1100)
+TEXT = CalibrationRequest(Path("text.txt"), max_tokens=1100)
 WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
 PROMPT = "the sea and the"
 
@@ -59,12 +60,12 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mixed(budget: str, **settings: object) -> ExportRecipe:
-    request = MixRequest(parse_budget(budget), seconds=2, **settings)  # type: ignore[arg-type]
-    return ExportRecipe(method=Method.K_QUANT, calibration=TEXT, mix=request)
+    request = MixedPrecisionRequest(parse_budget(budget), max_seconds=2, **settings)  # type: ignore[arg-type]
+    return ExportRecipe(method=Method.K_QUANT, calibration=TEXT, mixed_precision=request)
 
 
-def export(source: Path, destination: Path, recipe: ExportRecipe) -> ExportReport:
-    return export_checkpoint(source, destination, recipe, workbench=BENCH)
+def export(source: Path, destination: Path, recipe: ExportRecipe) -> ExportResult:
+    return export_checkpoint(ExportRequest(source, destination, recipe), workbench=BENCH)
 
 
 def weights_of(bundle: Path) -> dict[str, WeightFormat]:
@@ -82,7 +83,7 @@ def answer(bundle: Path, **settings: object) -> str:
 def test_a_calibrated_bundle_is_nearer_than_one_without(
     checkpoint: Path, tmp_path: Path, method: Method, folded: bool
 ) -> None:
-    recipe = ExportRecipe(WeightFormat(2, 64), method=method, folded=folded, calibration=TEXT)
+    recipe = ExportRecipe(WeightFormat(2, 64), method=method, awq=folded, calibration=TEXT)
     calibrated = export(checkpoint, tmp_path / "calibrated", recipe).report
     plain = export(
         checkpoint, tmp_path / "plain", ExportRecipe(WeightFormat(2, 64), method=Method.RTN, calibration=TEXT)
@@ -114,8 +115,8 @@ def test_a_mix_keeps_to_its_budget_and_is_written_as_a_plan(checkpoint: Path, tm
     assert list((own_cache / "exports").iterdir()) == []
     assert answer(tmp_path / "bundle")
 
-    again = MixRequest(plan=tmp_path / "bundle" / "plan.toml")
-    export(checkpoint, tmp_path / "again", ExportRecipe(calibration=TEXT, mix=again))
+    again = MixedPrecisionRequest(plan=tmp_path / "bundle" / "plan.toml")
+    export(checkpoint, tmp_path / "again", ExportRecipe(calibration=TEXT, mixed_precision=again))
     names = ("model.onnx", "model.onnx.data")
     first, second = (open_bundle(tmp_path / name).manifest for name in ("bundle", "again"))
     assert first is not None
@@ -139,7 +140,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_repairs_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None:
     plain = export(narrow, tmp_path / "plain", mixed("4.8bpw")).report
-    repaired = export(narrow, tmp_path / "bundle", mixed("4.8bpw", repair=True)).report
+    repaired = export(narrow, tmp_path / "bundle", mixed("4.8bpw", low_rank_correction=True)).report
     assert plain is not None
     assert repaired is not None
     plan, config = weights_of(tmp_path / "bundle"), read_config(narrow)
@@ -156,8 +157,8 @@ def test_repairs_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None
     assert answer(tmp_path / "bundle")
     assert "+rank" in (tmp_path / "bundle" / "plan.toml").read_text()
 
-    again = MixRequest(plan=tmp_path / "bundle" / "plan.toml")
-    export(narrow, tmp_path / "again", ExportRecipe(calibration=TEXT, mix=again))
+    again = MixedPrecisionRequest(plan=tmp_path / "bundle" / "plan.toml")
+    export(narrow, tmp_path / "again", ExportRecipe(calibration=TEXT, mixed_precision=again))
     first, second = (open_bundle(tmp_path / name).manifest for name in ("bundle", "again"))
     assert first is not None
     assert second is not None
@@ -165,7 +166,7 @@ def test_repairs_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None
 
 
 def test_repairs_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
-    export(checkpoint, tmp_path / "bundle", mixed("5bpw", repair=True))
+    export(checkpoint, tmp_path / "bundle", mixed("5bpw", low_rank_correction=True))
     assert set(weights_of(tmp_path / "bundle").values()) <= set(LADDER)
 
 
@@ -185,7 +186,7 @@ def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
     known_or_measured(config, machine, LADDER)
     machine.slow = slow
     budget = (milliseconds(alike(LADDER[1])) + milliseconds(alike(LADDER[-1]))) / 2
-    export_checkpoint(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms"), workbench=bench)
+    export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")), workbench=bench)
     spent = milliseconds(weights_of(tmp_path / "bundle"))
     assert 0.9 * budget < spent <= budget + 0.01
     report = json.loads((tmp_path / "bundle" / "report.json").read_text())
@@ -193,7 +194,7 @@ def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
 
     machine.slow = 20
     with pytest.raises(InputError, match=r"no plan of this model keeps to .*ms; budgets from \d+\.\d+ms to"):
-        export_checkpoint(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms"), workbench=bench)
+        export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")), workbench=bench)
 
 
 def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
@@ -204,7 +205,7 @@ def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cac
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_checkpoint(checkpoint, tmp_path / "bundle", recipe, interrupt, workbench=BENCH)
+        export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", recipe), interrupt, workbench=BENCH)
     assert not (tmp_path / "bundle").exists()
     (left,) = (own_cache / "exports").iterdir()
     solos = json.loads((left / "solo.json").read_text())
@@ -213,7 +214,7 @@ def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cac
 
     stages: list[str] = []
     done = export_checkpoint(
-        checkpoint, tmp_path / "bundle", recipe, lambda stage, _: stages.append(stage), workbench=BENCH
+        ExportRequest(checkpoint, tmp_path / "bundle", recipe), lambda stage, _: stages.append(stage), workbench=BENCH
     )
     assert "text" not in stages
     assert done.report is not None
@@ -247,7 +248,10 @@ def test_a_draft_changes_no_text(
         (mixed("1ms"), r"no plan of this model keeps to 1ms"),
         (ExportRecipe(calibration=CalibrationRequest(Path("few.txt"))), r"text to calibrate with has \d+ tokens"),
         (ExportRecipe(calibration=CalibrationRequest(Path("none.txt"))), r"none\.txt"),
-        (ExportRecipe(mix=MixRequest(plan=Path("strange.toml")), calibration=TEXT), "layers.9.qkv"),
+        (
+            ExportRecipe(mixed_precision=MixedPrecisionRequest(plan=Path("strange.toml")), calibration=TEXT),
+            "layers.9.qkv",
+        ),
     ],
     ids=["bytes", "time", "little text", "no text", "unknown unit"],
 )
@@ -273,9 +277,9 @@ def test_only_checkpoints_of_plain_linears(tmp_path: Path, checkpoint: Path) -> 
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
     with pytest.raises(InputError, match="models with experts cannot be calibrated"):
         export(source, tmp_path / "bundle", mixed("5bpw"))
-    bundle = export_checkpoint(checkpoint, tmp_path / "onnx", ExportRecipe()).bundle
-    with pytest.raises(InputError, match="are for checkpoints of the families"):
-        export_model(bundle, tmp_path / "bundle", mixed("5bpw"), workbench=BENCH)
+    bundle = export_checkpoint(ExportRequest(checkpoint, tmp_path / "onnx", ExportRecipe())).bundle
+    with pytest.raises(InputError, match="need a checkpoint of a family that edge-run exports itself"):
+        export_model(ExportRequest(bundle, tmp_path / "bundle", mixed("5bpw")), workbench=BENCH)
 
 
 def test_a_draft_with_other_tokens_is_refused_before_anything_is_written(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from edgerun.errors import CheckpointError, InputError
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import Activation, DecoderConfig, read_config
@@ -126,12 +126,12 @@ def test_every_tensor_matters(tmp_path, family: str, ending: str, count: int) ->
     weights = tiny_weights(tiny_config(family))
     touched = [name for name in weights if name.endswith(ending)]
     assert len(touched) == count
-    before = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+    before = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
     for name in touched:
         changed = weights[name].copy()
         changed.flat[::7] += 0.5
         write_weights(source, {**weights, name: changed})
-        after = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
+        after = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
         assert np.abs(after - before).max() > 1e-4, name
 
 
@@ -184,11 +184,9 @@ def test_experts_are_run_by_one_operator_and_the_router_stays_exact(tmp_path, fo
 
 def test_blocks_that_do_not_divide_experts_are_refused(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
-    message = (
-        r"layers\.0\.down has experts of 32 columns, which are no whole blocks of 64; choose smaller blocks, or fp32"
-    )
+    message = r"layers\.0\.down have 32 columns, which is not a multiple of the block size 64; choose smaller blocks"
     with pytest.raises(InputError, match=message):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 64)))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 64))))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -220,7 +218,9 @@ def write_mxfp4(folder: Path, weights: dict[str, Any]) -> Path:
 def test_experts_in_mxfp4_are_the_floats_they_stand_for(tmp_path, form) -> None:
     packed, plain = mxfp4_weights()
     bundles = [
-        export_checkpoint(write_mxfp4(tmp_path / name, weights), tmp_path / f"{name}-bundle", ExportRecipe(form)).bundle
+        export_checkpoint(
+            ExportRequest(write_mxfp4(tmp_path / name, weights), tmp_path / f"{name}-bundle", ExportRecipe(form))
+        ).bundle
         for name, weights in (("packed", packed), ("plain", plain))
     ]
     for name in ("model.onnx", "model.onnx.data"):
@@ -235,7 +235,7 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path) -> None:
     expected = mxfp4.convert_moe_packed_tensors(
         torch.tensor(packed[f"{name}_blocks"]), torch.tensor(packed[f"{name}_scales"]), dtype=torch.float32
     )
-    read = np.concatenate(list(Checkpoint(write_mxfp4(tmp_path, packed)).pieces(name)))
+    read = np.concatenate(list(Checkpoint(write_mxfp4(tmp_path, packed)).chunks(name)))
     np.testing.assert_array_equal(read, expected.numpy().transpose(0, 2, 1).reshape(read.shape))
 
 
@@ -277,7 +277,7 @@ def test_damaged_experts_are_refused_in_one_line(tmp_path, spoil, message: str) 
     spoil(weights)
     source = write_mxfp4(tmp_path / "checkpoint", weights)
     with pytest.raises(CheckpointError, match=message) as caught:
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
@@ -300,7 +300,7 @@ def nested(folder: Path, rename: dict[str, str], **text_settings: Any) -> Path:
 def test_the_language_model_of_a_multimodal_checkpoint(tmp_path, rename: dict[str, str]) -> None:
     alone = write_bundle(tmp_path / "alone", "gemma3_text", weights=INT4)
     source = nested(tmp_path / "nested", rename)
-    inside = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4)).bundle
+    inside = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4))).bundle
     for name in ("model.onnx", "model.onnx.data"):
         assert digest_file(inside / name) == digest_file(alone / name)
     assert open_bundle(inside).manifest.architecture.family == "gemma3"
@@ -311,7 +311,7 @@ def test_a_multimodal_checkpoint_without_its_language_model_is_refused(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"holds no tensor model\.embed_tokens\.weight; the checkpoint is incompl"
     ):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
 
 
 def test_what_gemma_checkpoints_leave_unsaid(tmp_path) -> None:

@@ -18,7 +18,7 @@ from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.progress import silent
-from edgerun.export.quantization.codes import decoded
+from edgerun.export.quantization.codes import dequantized
 from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
 from support.tiny_models import write_checkpoint
@@ -109,9 +109,9 @@ def test_rounding_costs_less(tmp_path) -> None:
     exact = source.read(name)
     rows = RowRange(name, 0, len(exact))
     columns = exact.shape[1]
-    plain = decoded(unfolded.coded(rows, FORM), columns, FORM)
+    plain = dequantized(unfolded.quantized(rows, FORM), columns, FORM)
     # Back where the inputs are as they were.
-    scaled = decoded(with_factors.coded(rows, FORM), columns, FORM) * (exact / model.read(name))
+    scaled = dequantized(with_factors.quantized(rows, FORM), columns, FORM) * (exact / model.read(name))
     first, second = (float((np.square(each - exact) @ mean_square).sum()) for each in (plain, scaled))
     assert second < 0.9 * first
 
@@ -144,5 +144,5 @@ def test_methods_get_the_statistics_of_the_unit(tmp_path, tied: bool) -> None:
         for name in linear.weights:
             (rows,) = source.row_ranges(name)
             expected = QUANTIZERS[Method.K_QUANT](source.read(name), FORM, statistics.of(linear.name))
-            np.testing.assert_array_equal(calibrated.coded(rows, FORM).packed, expected.packed)
-    assert calibrated.own_format("model.embed_tokens.weight") == FP32
+            np.testing.assert_array_equal(calibrated.quantized(rows, FORM).packed, expected.packed)
+    assert calibrated.stored_format("model.embed_tokens.weight") == FP32

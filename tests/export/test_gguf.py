@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, InputError
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -59,8 +59,8 @@ def test_float_weights_export_byte_for_byte_as_the_checkpoint_does(tmp_path, fam
         tensors = {name: Checkpoint(source).read(name) for name in Checkpoint(source)._tensors}
         write_weights(source, {n: (v.view(np.uint32) & 0xFFFF0000).view(np.float32) for n, v in tensors.items()})
     file = write_gguf(tmp_path / "model.gguf", source, kind)
-    expected = export_checkpoint(source, tmp_path / "expected", ExportRecipe(FP32)).bundle
-    bundle = export_checkpoint(file, tmp_path / "bundle", OWN).bundle
+    expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(FP32))).bundle
+    bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", OWN)).bundle
     assert digests(bundle) == digests(expected)
     assert open_bundle(bundle).manifest.architecture == open_bundle(expected).manifest.architecture
     assert {path.name for path in bundle.iterdir()} >= {"tokenizer.json", "config.json", "chat_template.jinja"}
@@ -78,8 +78,8 @@ def test_float_weights_export_byte_for_byte_as_the_checkpoint_does(tmp_path, fam
 def test_variants_of_llama_export_as_the_checkpoint_does(tmp_path, overrides) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", **overrides)
     file = write_gguf(tmp_path / "model.gguf", source)
-    expected = export_checkpoint(source, tmp_path / "expected", ExportRecipe(INT8))
-    bundle = export_checkpoint(file, tmp_path / "bundle", ExportRecipe(INT8))
+    expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(INT8)))
+    bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", ExportRecipe(INT8)))
     assert digests(bundle.bundle) == digests(expected.bundle)
 
 
@@ -94,14 +94,16 @@ def test_codes_are_carried_over_and_nothing_is_rounded(tmp_path, kind: str) -> N
             number = GGMLQuantizationType[kind]
             stored = gguf.quants.quantize(permuted(f"{name}.weight", whole, config), number)
             expected = restored(f"{name}.weight", gguf.quants.dequantize(stored, number), config)
-            assert model.own_format(f"{name}.weight") == form
+            assert model.stored_format(f"{name}.weight") == form
             rows = RowRange(f"{name}.weight", 5, len(whole) - 3)  # across heads
             np.testing.assert_array_equal(model.read_rows(rows), expected[5:-3])
             for wider in {form, INT8}:
-                coded = model.coded(rows, wider)
-                assert coded.offsets is None
-                assert coded.zero_points is None
-                np.testing.assert_array_equal(dequantize_rows(coded.packed, coded.scales, 64, wider), expected[5:-3])
+                quantized = model.quantized(rows, wider)
+                assert quantized.offsets is None
+                assert quantized.zero_points is None
+                np.testing.assert_array_equal(
+                    dequantize_rows(quantized.packed, quantized.scales, 64, wider), expected[5:-3]
+                )
 
 
 @pytest.mark.parametrize("kind", [*EXACT, *OTHER, *K_QUANTS])
@@ -121,9 +123,11 @@ def test_every_type_computes_what_its_weights_mean(tmp_path, kind: str) -> None:
         tensors[name] = restored(name, gguf.quants.dequantize(raw[gguf_name(name)], number), config)
     write_weights(source, tensors)
     file = write_gguf(tmp_path / "model.gguf", source, kind, raw=raw)
-    expected = export_checkpoint(source, tmp_path / "expected", ExportRecipe(FP32)).bundle
-    assert digests(export_checkpoint(file, tmp_path / "plain", ExportRecipe(FP32)).bundle) == digests(expected)
-    report = export_checkpoint(file, tmp_path / "bundle", OWN)
+    expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(FP32))).bundle
+    assert digests(export_checkpoint(ExportRequest(file, tmp_path / "plain", ExportRecipe(FP32))).bundle) == digests(
+        expected
+    )
+    report = export_checkpoint(ExportRequest(file, tmp_path / "bundle", OWN))
     form = {**EXACT, **OTHER, **K_QUANTS}[kind]
     weights = open_bundle(report.bundle).manifest.weights
     assert {form for linear, form in weights.items() if linear.startswith("layers")} == {form}
@@ -141,7 +145,7 @@ def test_minima_become_offsets(tmp_path, kind: str) -> None:
     name = "blk.0.ffn_up.weight"
     rows = RowRange("model.layers.0.mlp.up_proj.weight", 3, 250)
     with opened_gguf(write_gguf(tmp_path / "model.gguf", source, {name: kind}, raw={name: raw})) as model:
-        exact, (codes, scales, offsets, *_) = model.read_rows(rows), model.coded(rows, OFFSETS)
+        exact, (codes, scales, offsets, *_) = model.read_rows(rows), model.quantized(rows, OFFSETS)
     ours = dequantize_rows(codes, scales, 256, OFFSETS, offsets)
     np.testing.assert_allclose(ours, exact, atol=1e-6 * np.abs(exact).max())
     stored = dequantize_rows(codes, scales, 256, OFFSETS, rounded_offsets(offsets))
@@ -151,13 +155,15 @@ def test_minima_become_offsets(tmp_path, kind: str) -> None:
 def test_types_with_and_without_minima_share_a_unit(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", num_hidden_layers=1)
     kinds = {"blk.0.attn_q.weight": "Q4_0", "blk.0.attn_k.weight": "Q4_1", "blk.0.attn_v.weight": "Q4_0"}
-    report = export_checkpoint(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", OWN)
+    report = export_checkpoint(
+        ExportRequest(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", OWN)
+    )
     assert open_bundle(report.bundle).manifest.weights["layers.0.qkv"] == OFFSETS
     assert report.parity.mean_kl < 0.02
 
 
 def test_offsets_cannot_be_asked_for() -> None:
-    with pytest.raises(InputError, match="weights with offsets cannot be asked for"):
+    with pytest.raises(InputError, match="weights with offsets cannot be requested"):
         ExportRecipe(OFFSETS)
 
 
@@ -169,7 +175,7 @@ def test_a_second_rounding_to_four_bits_is_better_than_rounding_to_the_extreme(t
     with opened_gguf(file) as model:
         exact = model.read_rows(rows)
         for form in (INT4, WeightFormat(4, 128)):
-            ours = dequantize_rows(*model.coded(rows, form)[:2], 256, form) - exact
+            ours = dequantize_rows(*model.quantized(rows, form)[:2], 256, form) - exact
             plain = dequantize_rows(*quantize_rows(exact, form), 256, form) - exact
             assert np.square(ours).sum() < 0.95 * np.square(plain).sum()
             assert np.square(ours).sum() < 0.02 * np.square(exact).sum()
@@ -179,7 +185,9 @@ def test_units_take_the_widest_of_their_matrices(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=2, tie_word_embeddings=False)
     kinds = {f"blk.{layer}.{name}.weight": "Q4_0" for layer in range(2) for name in NAMES.values()}
     kinds |= {"blk.1.attn_v.weight": "Q8_0", "blk.1.ffn_up.weight": "F16", "token_embd.weight": "Q5_0"}
-    bundle = export_checkpoint(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", OWN).bundle
+    bundle = export_checkpoint(
+        ExportRequest(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", OWN)
+    ).bundle
     assert open_bundle(bundle).manifest.weights == {
         "embedding": INT8,
         "layers.0.qkv": INT4,
@@ -198,10 +206,10 @@ def test_asked_formats_override_the_files_own(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     file = write_gguf(tmp_path / "model.gguf", source, "Q8_0")
     recipe = ExportRecipe(WeightFormat(4, 64), head=INT8)
-    weights = open_bundle(export_checkpoint(file, tmp_path / "bundle", recipe).bundle).manifest.weights
+    weights = open_bundle(export_checkpoint(ExportRequest(file, tmp_path / "bundle", recipe)).bundle).manifest.weights
     assert weights["head"] == weights["embedding"] == INT8
     assert weights["layers.0.qkv"] == WeightFormat(4, 64)
-    head = open_bundle(export_checkpoint(file, tmp_path / "other", ExportRecipe(None, head=FP32)).bundle)
+    head = open_bundle(export_checkpoint(ExportRequest(file, tmp_path / "other", ExportRecipe(None, head=FP32))).bundle)
     assert head.manifest.weights["head"] == FP32
     assert head.manifest.weights["layers.0.qkv"] == INT8
 
@@ -209,19 +217,19 @@ def test_asked_formats_override_the_files_own(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_split_model_exports_as_a_whole_one(tmp_path, kind: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    whole = export_checkpoint(write_gguf(tmp_path / "one.gguf", source, kind), tmp_path / "whole", OWN)
+    whole = export_checkpoint(ExportRequest(write_gguf(tmp_path / "one.gguf", source, kind), tmp_path / "whole", OWN))
     first = write_gguf(tmp_path / "many.gguf", source, kind, parts=3)
-    assert digests(export_checkpoint(first, tmp_path / "bundle", OWN).bundle) == digests(whole.bundle)
+    assert digests(export_checkpoint(ExportRequest(first, tmp_path / "bundle", OWN)).bundle) == digests(whole.bundle)
     second = first.with_name("many-00002-of-00003.gguf")
     with pytest.raises(CheckpointError, match="is one of 3 parts; give the first one, named NAME-00001-of-0000N.gguf"):
-        export_checkpoint(second, tmp_path / "bundle", OWN)
+        export_checkpoint(ExportRequest(second, tmp_path / "bundle", OWN))
     third = first.with_name("many-00003-of-00003.gguf")
     third.write_bytes(second.read_bytes())
     with pytest.raises(CheckpointError, match="many-00003-of-00003.gguf is not part 3 of many-00001-of-00003.gguf"):
-        export_checkpoint(first, tmp_path / "bundle", OWN)
+        export_checkpoint(ExportRequest(first, tmp_path / "bundle", OWN))
     third.unlink()
     with pytest.raises(CheckpointError, match="many-00003-of-00003.gguf is missing"):
-        export_checkpoint(first, tmp_path / "bundle", OWN)
+        export_checkpoint(ExportRequest(first, tmp_path / "bundle", OWN))
 
 
 NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -243,8 +251,8 @@ def test_rotary_scalings_export_as_the_checkpoint_does(tmp_path, scaling, also) 
     source = write_checkpoint(tmp_path / "checkpoint", rope_scaling=scaling)
     metadata = {f"llama.rope.scaling.{key}": value for key, value in also.items()}
     file = write_gguf(tmp_path / "model.gguf", source, also=metadata)
-    expected = export_checkpoint(source, tmp_path / "expected", ExportRecipe(FP32)).bundle
-    assert digests(export_checkpoint(file, tmp_path / "bundle", OWN).bundle) == digests(expected)
+    expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(FP32))).bundle
+    assert digests(export_checkpoint(ExportRequest(file, tmp_path / "bundle", OWN)).bundle) == digests(expected)
 
 
 def llama3_divisors(base: float, dim: int, scaling) -> np.ndarray:
@@ -329,7 +337,7 @@ def test_settings_are_those_of_the_checkpoint(tmp_path) -> None:
 def test_stories_greedy_text_of_record_from_half_floats(tmp_path) -> None:
     source = data_path("weights/stories260K-hf")
     file = write_gguf(tmp_path / "stories.gguf", source, "F16")
-    bundle = export_checkpoint(file, tmp_path / "stories", OWN).bundle
+    bundle = export_checkpoint(ExportRequest(file, tmp_path / "stories", OWN)).bundle
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
     prompt = np.array(tokenizer.encode("Once upon a time").ids)
     assert prompt.tolist() == Tokenizer.from_file(str(source / "tokenizer.json")).encode("Once upon a time").ids
@@ -370,7 +378,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys) -> None:
 def test_a_checkpoint_may_keep_its_own_floats(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", dtype=np.float16)
     write_json(source / "generation_config.json", {})
-    bundle = export_checkpoint(source, tmp_path / "bundle", OWN).bundle
+    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", OWN)).bundle
     assert set(open_bundle(bundle).manifest.weights.values()) == {FP32}
 
 

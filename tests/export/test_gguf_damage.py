@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, EdgeError
-from edgerun.export import ExportRecipe, export_checkpoint
+from edgerun.export import ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import expected_tensors
 from edgerun.export.checkpoint.source import RowRange
@@ -43,7 +43,7 @@ def read_all(path: Path) -> None:
         require_tokenizer(model.folder, config.vocab_size)
         for name, shape in expected_tensors(config):
             if len(shape) == 2:
-                model.coded(RowRange(name, 0, shape[0]), model.own_format(name)) if model.own_format(
+                model.quantized(RowRange(name, 0, shape[0]), model.stored_format(name)) if model.stored_format(
                     name
                 ).block else None
             model.read(name)
@@ -168,7 +168,7 @@ def test_scales_that_are_no_numbers(tmp_path, checkpoint: Path, value: float, pl
     file = write_gguf(tmp_path / "model.gguf", checkpoint, {name: kind}, raw={name: blocks})
     for recipe in (ExportRecipe(None), ExportRecipe()):
         with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinite weights"):
-            export_checkpoint(file, tmp_path / "bundle", recipe)
+            export_checkpoint(ExportRequest(file, tmp_path / "bundle", recipe))
     assert not (tmp_path / "bundle").exists()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgerun.export import FP32, ExportRecipe, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.gguf import opened_gguf
@@ -44,7 +44,7 @@ def test_logits_are_those_of_transformers(tmp_path, family: str, kind: str) -> N
     overrides = {"head_dim": 128} if family == "qwen3" else {}
     source = write_checkpoint(tmp_path / "checkpoint", family, tie_word_embeddings=False, **overrides)
     file = write_gguf(tmp_path / "model.gguf", source, kind)
-    bundle = export_checkpoint(file, tmp_path / "bundle", ExportRecipe(FP32)).bundle
+    bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", ExportRecipe(FP32))).bundle
     logits = GraphSession(bundle, read_config(bundle), 64).forward(TOKENS, np.arange(len(TOKENS)))
     assert np.abs(logits - logits_of_transformers(file)).max() < 1e-3
 

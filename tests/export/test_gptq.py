@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from edgerun.errors import InputError
 from edgerun.export import Method, WeightFormat
-from edgerun.export.checkpoint.source import Coded
-from edgerun.export.quantization.codes import decoded, unpack_codes, unpack_zero_points
+from edgerun.export.checkpoint.source import QuantizedRows
+from edgerun.export.quantization.codes import dequantized, unpack_codes, unpack_zero_points
 from edgerun.export.quantization.gptq import gptq_rows
 from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
@@ -18,27 +18,27 @@ from support.correlated_inputs import correlated_inputs, random_rows
 from support.weight_operators import FORMATS
 
 
-def cost(weights, coded, form: WeightFormat, inputs: InputStatistics) -> float:
+def cost(weights, quantized, form: WeightFormat, inputs: InputStatistics) -> float:
     """Squared error of the outputs."""
     assert inputs.second_moment is not None
-    error = decoded(coded, weights.shape[1], form).astype(np.float64) - weights
+    error = dequantized(quantized, weights.shape[1], form).astype(np.float64) - weights
     return float(np.einsum("nk,nk->", error @ inputs.second_moment, error))
 
 
-def codes_of_the_original(weights, form: WeightFormat, coded: Coded, moments):
+def codes_of_the_original(weights, form: WeightFormat, quantized: QuantizedRows, moments):
     """As the paper has it: after each column the rest is moved by the inverse of the second moments."""
     rows, columns = weights.shape
     last = (1 << form.bits) - 1
-    zeros = np.full(coded.scales.shape, 1 << (form.bits - 1))
-    if coded.zero_points is not None:
-        zeros = unpack_zero_points(coded.zero_points, zeros.shape[1], form.bits).astype(np.int64)
+    zeros = np.full(quantized.scales.shape, 1 << (form.bits - 1))
+    if quantized.zero_points is not None:
+        zeros = unpack_zero_points(quantized.zero_points, zeros.shape[1], form.bits).astype(np.int64)
     order = np.argsort(-np.diagonal(moments), kind="stable")
     damped = moments.astype(np.float64) + 0.01 * np.diagonal(moments).astype(np.float64).mean() * np.eye(columns)
     factor = np.linalg.cholesky(np.linalg.inv(damped[np.ix_(order, order)])).T
     left = weights[:, order].astype(np.float64)
     codes = np.zeros((rows, columns), np.int64)
     for at, column in enumerate(order):
-        scale, zero = (each[:, column // form.block] for each in (coded.scales.astype(np.float64), zeros))
+        scale, zero = (each[:, column // form.block] for each in (quantized.scales.astype(np.float64), zeros))
         code = np.clip(np.rint(left[:, at] / scale) + zero, 0, last)
         error = (left[:, at] - (code - zero) * scale) / factor[at, at]
         left[:, at + 1 :] -= error[:, None] * factor[at, at + 1 :]
@@ -50,9 +50,9 @@ def codes_of_the_original(weights, form: WeightFormat, coded: Coded, moments):
 @given(st.integers(0, 2**32 - 1), st.sampled_from([32, 70, 130, 200]), st.sampled_from(FORMATS))
 def test_codes_are_those_of_the_original(seed: int, columns: int, form: WeightFormat) -> None:
     weights, inputs = random_rows(seed, 5, columns), correlated_inputs(seed, columns)
-    coded = gptq_rows(weights, form, inputs)
-    found = unpack_codes(coded.packed, form.bits).reshape(5, -1)[:, :columns]
-    expected = codes_of_the_original(weights, form, coded, inputs.second_moment)
+    quantized = gptq_rows(weights, form, inputs)
+    found = unpack_codes(quantized.packed, form.bits).reshape(5, -1)[:, :columns]
+    expected = codes_of_the_original(weights, form, quantized, inputs.second_moment)
     # Sums in another order may move a weight that lies between two codes, and then all after it in its row.
     assert (found == expected).all(axis=1).sum() >= 4
 
@@ -85,7 +85,7 @@ def test_inputs_that_have_nothing_to_do_with_each_other_leave_k_quant(form: Weig
     usual = QUANTIZERS[Method.K_QUANT](weights, form)
     for inputs in (None, InputStatistics(even, even), InputStatistics(even, even, np.eye(130, dtype=np.float32))):
         found = gptq_rows(weights, form, inputs)
-        np.testing.assert_allclose(decoded(found, 130, form), decoded(usual, 130, form), rtol=1e-6)
+        np.testing.assert_allclose(dequantized(found, 130, form), dequantized(usual, 130, form), rtol=1e-6)
     nothing = np.zeros(130, np.float32)
     silent = gptq_rows(weights, form, InputStatistics(nothing, nothing, np.zeros((130, 130), np.float32)))
     np.testing.assert_array_equal(silent.packed, usual.packed)
@@ -101,7 +101,7 @@ def test_channels_that_are_dead_or_twice_there() -> None:
     form = WeightFormat(4, 32)
     square = np.diagonal(moments).copy()
     found = gptq_rows(weights, form, InputStatistics(square, np.sqrt(square), moments))
-    result = decoded(found, 96, form)
+    result = dequantized(found, 96, form)
     assert np.isfinite(result).all()
     assert np.abs(result[:, 5] - weights[:, 5]).max() < np.abs(found.scales).max()
 

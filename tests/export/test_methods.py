@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.errors import CheckpointError, InputError
-from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, Method, WeightFormat, export_checkpoint
-from edgerun.export.quantization.codes import decoded
+from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
+from edgerun.export.quantization.codes import dequantized
 from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
@@ -33,8 +33,8 @@ def inputs(mean_square) -> InputStatistics:
     return InputStatistics(mean_square, np.sqrt(np.abs(mean_square)))
 
 
-def cost(weights, coded, form: WeightFormat, importance=None) -> float:
-    error = decoded(coded, weights.shape[1], form).astype(np.float64) - weights
+def cost(weights, quantized, form: WeightFormat, importance=None) -> float:
+    error = dequantized(quantized, weights.shape[1], form).astype(np.float64) - weights
     return float((error**2 * (1 if importance is None else importance)).sum())
 
 
@@ -109,7 +109,7 @@ def test_zeros_constants_and_specks_are_exact(method: Method, form: WeightFormat
     weights[3, 5] = 1e-3
     weights[4, ::2] = 2.0
     weights[5] = 1e-35
-    result = decoded(QUANTIZERS[method](weights, form), weights.shape[1], form)
+    result = dequantized(QUANTIZERS[method](weights, form), weights.shape[1], form)
     np.testing.assert_allclose(result, weights, rtol=1e-6, atol=1e-34)
     assert not result[0].any()
 
@@ -117,9 +117,9 @@ def test_zeros_constants_and_specks_are_exact(method: Method, form: WeightFormat
 @settings(max_examples=20)
 @given(matrices.filter(lambda rows: 1e-3 < np.abs(rows).max() < 1e4), st.sampled_from(FORMATS))
 def test_operators_decode_what_a_search_found(weights, form: WeightFormat) -> None:
-    coded = QUANTIZERS[Method.K_QUANT](weights, form)
-    expected = decoded(coded, weights.shape[1], form)
-    product, gathered = run_operators(coded, weights.shape[1], form)
+    quantized = QUANTIZERS[Method.K_QUANT](weights, form)
+    expected = dequantized(quantized, weights.shape[1], form)
+    product, gathered = run_operators(quantized, weights.shape[1], form)
     np.testing.assert_allclose(product, expected.T, rtol=1e-6, atol=1e-6 * np.abs(weights).max())
     np.testing.assert_array_equal(gathered.reshape(len(weights), -1)[:, : weights.shape[1]], expected)
 
@@ -140,7 +140,7 @@ def test_the_manifest_names_the_method_of_each_unit(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
 
     def methods(recipe: ExportRecipe) -> set[str | None]:
-        export_checkpoint(source, tmp_path / "bundle", recipe)
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
         written = json.loads((tmp_path / "bundle" / "edge.json").read_text())["weights"]
         manifest = open_bundle(tmp_path / "bundle").manifest
         assert manifest is not None
@@ -156,7 +156,7 @@ def test_the_manifest_names_the_method_of_each_unit(tmp_path) -> None:
 
 
 def test_a_method_without_anything_to_round(tmp_path) -> None:
-    with pytest.raises(InputError, match="fp32 weights are not rounded.*; leave --method out"):
+    with pytest.raises(InputError, match="--method has no effect on fp32 weights.*; leave --method out"):
         ExportRecipe(FP32, method=Method.RTN)
     assert ExportRecipe(FP32, head=INT8, method=Method.RTN).method is Method.RTN
 
@@ -170,7 +170,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path, method: Method, bad: 
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = bad
     write_weights(source, tensors)
     with pytest.raises(CheckpointError, match="up_proj"):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4, method=method))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4, method=method)))
     assert not (tmp_path / "bundle").exists()
 
 
@@ -178,7 +178,8 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path, method: Method, bad: 
 def test_the_same_bytes_every_time(tmp_path, method: Method) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     first, second = (
-        export_checkpoint(source, tmp_path / name, ExportRecipe(INT2, method=method)).bundle for name in "ab"
+        export_checkpoint(ExportRequest(source, tmp_path / name, ExportRecipe(INT2, method=method))).bundle
+        for name in "ab"
     )
     for file in ("model.onnx", "model.onnx.data"):
         assert (first / file).read_bytes() == (second / file).read_bytes()

@@ -12,8 +12,8 @@ import pytest
 import edgerun
 from edgerun import CheckpointError, GenerateOptions
 from edgerun.edge.cli.main import main
-from edgerun.export import FP32, ExportRecipe, export_model
-from edgerun.export.optimum_path import goes_by_optimum
+from edgerun.export import FP32, ExportRecipe, ExportRequest, export_model
+from edgerun.export.optimum_path import needs_optimum
 from edgerun.runtime.result import Reply
 from support.layout_reference import greedy_tokens
 from support.layouts import LAYOUTS, write_layout
@@ -58,7 +58,9 @@ def test_what_optimum_exports_is_upgraded(tmp_path: Path) -> None:
     write_layout(tmp_path / "novel-exported", layout)
     before = set(tmp_path.iterdir())
     stages: list[str] = []
-    report = export_model(source, tmp_path / "out", ExportRecipe(FP32), lambda stage, _: stages.append(stage))
+    report = export_model(
+        ExportRequest(source, tmp_path / "out", ExportRecipe(FP32)), lambda stage, _: stages.append(stage)
+    )
     assert set(tmp_path.iterdir()) - before == {tmp_path / "out"}
     assert set(stages) == {"exporting with Optimum", "reading", "writing weights", "checking"}
     with edgerun.load(report.bundle) as llm:
@@ -72,7 +74,7 @@ def test_what_optimum_refuses_is_refused_in_its_own_words(tmp_path: Path) -> Non
     source = checkpoint(tmp_path / "refused")
     before = set(tmp_path.iterdir())
     with pytest.raises(CheckpointError) as refused:
-        export_model(source, tmp_path / "new" / "out", ExportRecipe(FP32))
+        export_model(ExportRequest(source, tmp_path / "new" / "out", ExportRecipe(FP32)))
     assert str(refused.value) == (
         f"Optimum cannot export {source}: ValueError: Trying to export a refused model; "
         "export another checkpoint, or run one that is exported already"
@@ -82,9 +84,9 @@ def test_what_optimum_refuses_is_refused_in_its_own_words(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("optimum")
 def test_families_of_our_own_do_not_go_by_optimum(tmp_path: Path) -> None:
-    assert not goes_by_optimum(checkpoint(tmp_path / "own", "llama"))
-    assert goes_by_optimum(checkpoint(tmp_path / "other"))
-    assert not goes_by_optimum(tmp_path / "nowhere")
+    assert not needs_optimum(checkpoint(tmp_path / "own", "llama"))
+    assert needs_optimum(checkpoint(tmp_path / "other"))
+    assert not needs_optimum(tmp_path / "nowhere")
 
 
 def test_without_the_extra_one_line_says_what_to_install(
@@ -126,7 +128,7 @@ def test_other_families_decode_as_transformers_does(model_type: str, tmp_path: P
     model.save_pretrained(source)
     tiny_tokenizer(300).save(str(source / "tokenizer.json"))
     write_json(source / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    bundle = export_model(source, tmp_path / "out", ExportRecipe(FP32)).bundle
+    bundle = export_model(ExportRequest(source, tmp_path / "out", ExportRecipe(FP32))).bundle
     assert json.loads((bundle / "edge.json").read_text())["architecture"]["family"] == model_type
     with torch.no_grad():
         said = model.generate(

@@ -13,7 +13,7 @@ import pytest
 from onnx import helper
 
 from edgerun.errors import ExportError
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.check.parity import TOLERANCE
 from edgerun.export.checkpoint.config import read_config
@@ -74,7 +74,7 @@ def test_a_miswired_graph_is_not_written(tmp_path, monkeypatch, form, defect) ->
 
     monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", wrong)
     with pytest.raises(ExportError, match=r"differs from the reference by .* in a logit, 0\.00\d+ is allowed"):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(form))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(form)))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -82,15 +82,15 @@ def test_misplaced_codes_are_caught(tmp_path, monkeypatch) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
 
     class Swapped(Checkpoint):
-        def coded(self, rows, form):
-            coded = super().coded(rows, form)
-            return coded._replace(packed=(coded.packed >> 4 | coded.packed << 4).astype(np.uint8))
+        def quantized(self, rows, form):
+            quantized = super().quantized(rows, form)
+            return quantized._replace(packed=(quantized.packed >> 4 | quantized.packed << 4).astype(np.uint8))
 
     # Only what the graph is built from: the reference keeps the right codes.
     place = "edgerun.export.bundle_writer.Initializers"
     monkeypatch.setattr(place, lambda _, *rest: Initializers(Swapped(source), *rest))
     with pytest.raises(ExportError, match="differs from the reference"):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4)))
 
 
 def test_kernels_that_compute_something_else_are_caught(tmp_path, monkeypatch) -> None:
@@ -113,20 +113,21 @@ def test_kernels_that_compute_something_else_are_caught(tmp_path, monkeypatch) -
     monkeypatch.setattr(GraphSession, "__init__", construct)
     monkeypatch.setattr(GraphSession, "forward", noisy)
     with pytest.raises(ExportError, match=r"correlate by only 0\.\d+ with the reference's on this machine"):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT8))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT8)))
 
 
 def test_tolerance_leaves_room_for_arithmetic_only(tmp_path) -> None:
     for form in (FP32, INT8, INT4):
         bundle: Path = write_bundle(tmp_path / str(form.bits), "qwen2", weights=form)
-        report = export_checkpoint(tmp_path / str(form.bits) / "checkpoint", bundle, ExportRecipe(form))
+        report = export_checkpoint(ExportRequest(tmp_path / str(form.bits) / "checkpoint", bundle, ExportRecipe(form)))
         assert report.parity.max_abs_diff < TOLERANCE / 20
 
 
 def test_fewer_bits_cost_more(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     costs = [
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(form)).parity.mean_kl for form in (FP32, INT8, INT4)
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(form))).parity.mean_kl
+        for form in (FP32, INT8, INT4)
     ]
     assert costs[0] < 1e-9
     assert costs[0] < costs[1] < costs[2]
@@ -147,7 +148,7 @@ def test_a_graph_on_the_slow_path_is_not_written(tmp_path, monkeypatch, capfd, f
     monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", with_float_inputs)
     message = f"no fast kernel on this machine for some of {form}: 2 products of a pass would expand their matrices"
     with pytest.raises(ExportError, match=message):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(form))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(form)))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     assert "onnxruntime" not in capfd.readouterr().err
 
@@ -172,8 +173,8 @@ def test_a_process_without_standard_error_exports_all_the_same(tmp_path) -> None
     source = write_checkpoint(tmp_path / "checkpoint")
     program = (
         "import os, pathlib, sys; os.close(2); sys.stderr = None\n"
-        "from edgerun.export import ExportRecipe, export_checkpoint\n"
-        "export_checkpoint(*map(pathlib.Path, sys.argv[1:]), ExportRecipe())\n"
+        "from edgerun.export import ExportRecipe, ExportRequest, export_checkpoint\n"
+        "export_checkpoint(ExportRequest(*map(pathlib.Path, sys.argv[1:]), ExportRecipe()))\n"
     )
     subprocess.run([sys.executable, "-c", program, source, tmp_path / "bundle"], check=True, timeout=120)
     assert (tmp_path / "bundle" / "model.onnx").is_file()

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from edgerun.export import WeightFormat
-from edgerun.export.checkpoint.source import Coded
+from edgerun.export.checkpoint.source import QuantizedRows
 from edgerun.export.quantization.codes import (
     blocks_of,
-    decoded,
     dequantize_rows,
+    dequantized,
     pack_codes,
     pack_zero_points,
     quantize_rows,
@@ -95,17 +95,17 @@ def test_operators_decode_any_codes_as_we_do(form: WeightFormat, rows: int, colu
         random.integers(0, 1 << form.bits, shape).astype(np.uint8)
         for shape in ((rows, blocks, form.block), (rows, blocks))
     )
-    coded = Coded(
+    quantized = QuantizedRows(
         pack_codes(codes, form.bits),
         random.standard_normal((rows, blocks)).astype(np.float32),
         zero_points=pack_zero_points(zeros, form.bits) if form.zero_points else None,
     )
-    expected = decoded(coded, columns, form)
-    product, gathered = run_operators(coded, columns, form)
+    expected = dequantized(quantized, columns, form)
+    product, gathered = run_operators(quantized, columns, form)
     np.testing.assert_allclose(product, expected.T, rtol=1e-6, atol=1e-5)
     np.testing.assert_array_equal(gathered.reshape(rows, -1)[:, :columns], expected)
     # The kernels that ship round inputs to 8 bits block by block, which leaves a single 1 as it is; one row of inputs
     # meets other kernels than many.
     for inputs in (np.eye(columns, dtype=np.float32), np.eye(columns, dtype=np.float32)[-1:]):
-        product, _ = run_operators(coded, columns, form, accuracy_level=4, inputs=inputs)
+        product, _ = run_operators(quantized, columns, form, accuracy_level=4, inputs=inputs)
         np.testing.assert_allclose(product, inputs @ expected.T, rtol=1e-5, atol=1e-4)

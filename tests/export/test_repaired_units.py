@@ -37,11 +37,11 @@ from edgerun.export.checkpoint.layout import FusedLinear, fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph import decoder as graph_module
 from edgerun.export.progress import silent
-from edgerun.export.quantization.codes import decoded, factor_form, product_of
-from edgerun.export.quantization.input_statistics import Aim, InputStatistics
-from edgerun.export.quantization.low_rank_correction import factors_for, repair
+from edgerun.export.quantization.codes import dequantized, factor_format, low_rank_product
+from edgerun.export.quantization.input_statistics import CorrectionTarget, InputStatistics
+from edgerun.export.quantization.low_rank_correction import correction_factors, repair
 from edgerun.export.quantization.nearest import nearest_rows
-from edgerun.export.recipe import USUAL_METHODS
+from edgerun.export.recipe import DEFAULT_METHODS
 from edgerun.models.manifest import FileDigest, GraphLayout, Manifest
 from support.correlated_inputs import correlated_inputs, random_rows
 from support.tiny_models import write_checkpoint
@@ -109,19 +109,19 @@ def test_a_graph_that_repairs_otherwise_is_not_written(tmp_path, monkeypatch, ch
 def test_factors_lower_the_error_of_the_output(shape: tuple[int, int], powers_of_two: bool) -> None:
     weights, inputs = random_rows(0, *shape), correlated_inputs(1, shape[1])
     form = WeightFormat(2, 64, powers_of_two=powers_of_two)
-    coded = nearest_rows(weights, form)
+    quantized = nearest_rows(weights, form)
 
     def cost(errors) -> float:
         return float(np.sum((errors @ inputs.second_moment) * errors))
 
-    errors = weights - decoded(coded, shape[1], form)
+    errors = weights - dequantized(quantized, shape[1], form)
     before = whole = cost(errors)
     for rank in (4, 16, 32, 64):
         ranked = replace(form, rank=rank)
-        factors = factors_for(errors, inputs, ranked)
-        repaired = decoded(coded._replace(factors=factors), shape[1], ranked)
+        factors = correction_factors(errors, inputs, ranked)
+        repaired = dequantized(quantized._replace(factors=factors), shape[1], ranked)
         np.testing.assert_allclose(
-            repaired - decoded(coded, shape[1], form), product_of(factors, shape[1], ranked), atol=1e-5
+            repaired - dequantized(quantized, shape[1], form), low_rank_product(factors, shape[1], ranked), atol=1e-5
         )
         left = cost(weights - repaired)
         assert left < (1 if powers_of_two else 0.9) * before
@@ -131,8 +131,8 @@ def test_factors_lower_the_error_of_the_output(shape: tuple[int, int], powers_of
 
 
 def test_nothing_is_repaired_by_nothing() -> None:
-    factors = factors_for(np.zeros((40, 64), np.float32), correlated_inputs(0, 64), replace(TWO, rank=8))
-    assert not product_of(factors, 64, replace(TWO, rank=8)).any()
+    factors = correction_factors(np.zeros((40, 64), np.float32), correlated_inputs(0, 64), replace(TWO, rank=8))
+    assert not low_rank_product(factors, 64, replace(TWO, rank=8)).any()
 
 
 def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
@@ -140,27 +140,28 @@ def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
     config = read_config(source.folder)
     inputs = {linear.columns: correlated_inputs(0, linear.columns) for linear in fused_linears(config)}
 
-    def aim(linear: FusedLinear) -> Aim:
-        return Aim(np.concatenate([source.read(name) for name in linear.weights]), inputs[linear.columns])
+    def correction_target(linear: FusedLinear) -> CorrectionTarget:
+        return CorrectionTarget(np.concatenate([source.read(name) for name in linear.weights]), inputs[linear.columns])
 
     def cost(errors, known: InputStatistics) -> float:
         return float(np.sum((errors @ known.second_moment) * errors))
 
     store, blind = (
-        QuantizedLinearStore(source, config, tmp_path / name, aims) for name, aims in (("a", aim), ("b", None))
+        QuantizedLinearStore(source, config, tmp_path / name, correction_targets)
+        for name, correction_targets in (("a", correction_target), ("b", None))
     )
     for linear in (linear for linear in chosen_linears(config) if may_have(linear, RANK)):
-        plain, repaired = store.coded(linear, TWO), store.coded(linear, RANK)
+        plain, repaired = store.quantized(linear, TWO), store.quantized(linear, RANK)
         np.testing.assert_array_equal(plain.packed, repaired.packed)
-        weights, known = aim(linear)
+        weights, known = correction_target(linear)
         errors = [weights - each.weights(linear, form) for each, form in ((store, TWO), (store, RANK), (blind, RANK))]
         without, by_inputs, alike = (cost(each, known) for each in errors)
         assert by_inputs < alike < without
         assert (errors[2] ** 2).sum() < (errors[1] ** 2).sum()
         view = store.view({linear.name: RANK})
-        parts = [view.coded(rows, RANK) for name in linear.weights for rows in source.row_ranges(name)]
+        parts = [view.quantized(rows, RANK) for name in linear.weights for rows in source.row_ranges(name)]
         np.testing.assert_allclose(
-            np.concatenate([decoded(part, linear.columns, RANK) for part in parts]),
+            np.concatenate([dequantized(part, linear.columns, RANK) for part in parts]),
             store.weights(linear, RANK),
             atol=1e-6,
         )
@@ -173,7 +174,7 @@ def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
 @given(st.integers(64, 2000), st.integers(64, 2000), st.sampled_from(REPAIRED))
 def test_budgets_count_factors(rows: int, columns: int, form: WeightFormat) -> None:
     linear = FusedLinear("layers.0.o", ("o_proj",), (rows,), columns)
-    factors = factor_form(form)
+    factors = factor_format(form)
     thin = (
         FusedLinear("layers.0.o", ("down",), (form.rank,), columns),
         FusedLinear("layers.0.o", ("up",), (rows,), form.rank),
@@ -191,7 +192,7 @@ def test_the_file_grows_by_the_factors(tmp_path) -> None:
     linear = next(linear for linear in fused_linears(repaired.config) if linear.name == name)
     stored = (
         QuantizedLinearStore(Checkpoint(tmp_path / "checkpoint"), repaired.config, tmp_path / "units")
-        .coded(linear, RANK)
+        .quantized(linear, RANK)
         .factors
     )
     assert stored is not None
@@ -201,7 +202,7 @@ def test_the_file_grows_by_the_factors(tmp_path) -> None:
 
 def test_only_linears_of_layers_may_be_repaired(tmp_path) -> None:
     config = read_config(write_checkpoint(tmp_path, tie_word_embeddings=False))
-    tried = levels([USUAL_METHODS], repaired=True)
+    tried = levels([DEFAULT_METHODS], repaired=True)
     assert set(tried) == {*LADDER, *REPAIRED}
     solos = solo_divergences(list(chosen_linears(config)), tried, lambda *_: 1.0, tmp_path / "solo.json")
     for linear in chosen_linears(config):
@@ -211,7 +212,7 @@ def test_only_linears_of_layers_may_be_repaired(tmp_path) -> None:
 
 
 def test_no_format_for_all_weights_has_a_rank() -> None:
-    with pytest.raises(InputError, match="repairs cannot be asked for"):
+    with pytest.raises(InputError, match="a low-rank correction cannot be requested for all weights"):
         ExportRecipe(RANK)
 
 
@@ -225,7 +226,7 @@ def test_units_that_make_up_for_others_are_repaired_too(tmp_path) -> None:
     for form in (plain, replace(plain, rank=32)):
         plan = {linear.name: form if may_have(linear, form) else plain for linear in fused_linears(config)}
         folder = tmp_path / str(form.rank)
-        store = round_successively(known, config, text, plan, folder, 64, silent, known.aim)
+        store = round_successively(known, config, text, plan, folder, 64, silent, known.correction_target)
         evaluator = PlanEvaluator(source, config, text.held_out, store.weights, folder / "states", 64)
         found.append(evaluator.divergence(plan).mean_kl)
     assert found[1] < 0.9 * found[0]
@@ -242,5 +243,5 @@ def test_a_manifest_names_ranks_where_there_are_any(tmp_path) -> None:
     assert Manifest.from_json(text) == manifest
 
 
-def _never(linear: FusedLinear) -> Aim:
+def _never(linear: FusedLinear) -> CorrectionTarget:
     raise AssertionError(linear.name)

@@ -15,7 +15,7 @@ from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.progress import silent
-from edgerun.export.quantization.codes import decoded
+from edgerun.export.quantization.codes import dequantized
 from support.tiny_models import write_checkpoint
 
 GPTQ = WeightFormat(4, 32, method=Method.GPTQ)
@@ -47,7 +47,7 @@ def test_nearer_to_the_float_model_than_units_by_themselves(tmp_path, family: st
 
     def alone(linear, form):
         parts = (rows for name in linear.weights for rows in source.row_ranges(name))
-        return np.concatenate([decoded(source.coded(rows, form), linear.columns, form) for rows in parts])
+        return np.concatenate([dequantized(source.quantized(rows, form), linear.columns, form) for rows in parts])
 
     plain = divergence(tmp_path / "alone", source, config, plan, alone)
     assert divergence(tmp_path / "successive", source, config, plan, store.weights) < 0.95 * plain
@@ -65,9 +65,11 @@ def test_only_units_of_gptq_have_targets(tmp_path) -> None:
                 store.weights(linear, FP32), np.concatenate([source.read(n) for n in linear.weights])
             )
             continue
-        parts = [source.coded(rows, plan[linear.name]) for name in linear.weights for rows in source.row_ranges(name)]
+        parts = [
+            source.quantized(rows, plan[linear.name]) for name in linear.weights for rows in source.row_ranges(name)
+        ]
         same = np.array_equal(
-            np.concatenate([part.packed for part in parts]), store.coded(linear, plan[linear.name]).packed
+            np.concatenate([part.packed for part in parts]), store.quantized(linear, plan[linear.name]).packed
         )
         assert same == (plan[linear.name].method is not Method.GPTQ), linear.name
 
@@ -92,4 +94,4 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path) -> None:
         round_successively(source, config, text, plan, tmp_path / name, 256, silent) for name in ("broken", "whole")
     )
     for linear in fused_linears(config):
-        np.testing.assert_array_equal(resumed.coded(linear, GPTQ).packed, whole.coded(linear, GPTQ).packed)
+        np.testing.assert_array_equal(resumed.quantized(linear, GPTQ).packed, whole.quantized(linear, GPTQ).packed)

@@ -17,7 +17,7 @@ import edgerun
 from edgerun import GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.errors import BundleError, EdgeError, ExportError, InputError
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, upgrade_model
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, upgrade_model
 from edgerun.export.check.contract_session import GraphSession
 from edgerun.export.upgrade.decoder_io import settle_ports
 from edgerun.export.upgrade.edit.editable import EditableGraph
@@ -64,7 +64,7 @@ CHECKED = (
 
 
 def upgrade(folder: Path) -> Path:
-    return upgrade_model(folder, folder.parent / "upgraded", ExportRecipe(FP32)).bundle
+    return upgrade_model(ExportRequest(folder, folder.parent / "upgraded", ExportRecipe(FP32))).bundle
 
 
 def clear_prompt(layout: Layout) -> list[int]:
@@ -162,7 +162,7 @@ def test_float_weights_are_rounded_unless_asked_otherwise(tmp_path: Path) -> Non
         "int8": ExportRecipe(INT8, head=FP32),
         "fp32": ExportRecipe(FP32),
     }.items():
-        report = upgrade_model(source, tmp_path / name, recipe)
+        report = upgrade_model(ExportRequest(source, tmp_path / name, recipe))
         formats[name] = Manifest.from_json((report.bundle / "edge.json").read_bytes()).weights
         assert report.parity.max_abs_diff < 1e-3
     assert formats["unasked"]["layers.0.qkv"] == formats["unasked"]["head"] == INT4
@@ -174,7 +174,7 @@ def test_few_bits_stay_and_an_upgrade_of_them_is_lossless(tmp_path: Path) -> Non
     """An int4 bundle in GenAI's layout, as its own exporter writes it: the codes are not rounded again."""
     source = genai_int4(tmp_path)
     before = (source / "model.onnx.data").stat().st_size
-    report = upgrade_model(source, tmp_path / "out", ExportRecipe(INT8))
+    report = upgrade_model(ExportRequest(source, tmp_path / "out", ExportRecipe(INT8)))
     assert report.notes == ("weights that have few bits already stay as they are",)
     assert abs(report.file_bytes["model.onnx.data"] - before) < 20_000
     weights = Manifest.from_json((report.bundle / "edge.json").read_bytes()).weights
@@ -188,7 +188,9 @@ def genai_int4(folder: Path) -> Path:
     from support.tiny_models import write_checkpoint
 
     checkpoint = write_checkpoint(folder / "checkpoint")
-    exported = export_checkpoint(checkpoint, folder / "genai", ExportRecipe(INT4, layout=GraphLayout.GENAI)).bundle
+    exported = export_checkpoint(
+        ExportRequest(checkpoint, folder / "genai", ExportRecipe(INT4, layout=GraphLayout.GENAI))
+    ).bundle
     (exported / "edge.json").unlink()
     return exported
 
@@ -268,7 +270,7 @@ def test_damage_is_one_line_and_nothing_stays_behind(name: str, tmp_path: Path) 
     folder = write_layout(tmp_path / "m", LAYOUTS["optimum-external"])
     harm(folder)
     with pytest.raises(EdgeError) as caught:
-        upgrade_model(folder, tmp_path / "out", ExportRecipe(FP32))
+        upgrade_model(ExportRequest(folder, tmp_path / "out", ExportRecipe(FP32)))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -278,21 +280,21 @@ def test_damage_is_one_line_and_nothing_stays_behind(name: str, tmp_path: Path) 
 def test_graphs_that_are_no_decoders_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
     folder = write_unfit(tmp_path / "m", UNFIT[name])
     with pytest.raises(EdgeError) as caught:
-        upgrade_model(folder, tmp_path / "out", ExportRecipe(FP32))
+        upgrade_model(ExportRequest(folder, tmp_path / "out", ExportRecipe(FP32)))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_ours_and_other_layouts_are_not_upgraded(tiny_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="follows edge-run's graph contract already; run it as it is"):
-        upgrade_model(tiny_bundle, tmp_path / "out", ExportRecipe(None))
+        upgrade_model(ExportRequest(tiny_bundle, tmp_path / "out", ExportRecipe(None)))
     source = write_layout(tmp_path / "m", OPTIMUM)
     with pytest.raises(InputError, match="an ONNX model is upgraded to edge-run's own layout only"):
-        upgrade_model(source, tmp_path / "out", ExportRecipe(None, layout=GraphLayout.GENAI))
+        upgrade_model(ExportRequest(source, tmp_path / "out", ExportRecipe(None, layout=GraphLayout.GENAI)))
     with pytest.raises(InputError, match="overlaps"):
-        upgrade_model(source, source, ExportRecipe(None))
+        upgrade_model(ExportRequest(source, source, ExportRecipe(None)))
     with pytest.raises(InputError, match="is more than this model was exported for; give at most 1024"):
-        upgrade_model(source, tmp_path / "out", ExportRecipe(None, context=4096))
+        upgrade_model(ExportRequest(source, tmp_path / "out", ExportRecipe(None, context=4096)))
 
 
 def test_a_variant_is_upgraded_beside_its_graph(tmp_path: Path) -> None:
@@ -300,10 +302,10 @@ def test_a_variant_is_upgraded_beside_its_graph(tmp_path: Path) -> None:
     folder = write_layout(tmp_path / "m", replace(COMMUNITY, weights=Weights.INSIDE))
     shutil.copy(folder / "onnx" / "model.onnx", folder / "onnx" / "model_q4.onnx")
     for source in (Path(f"{folder}:q4"), folder / "onnx" / "model.onnx"):
-        bundle = upgrade_model(source, folder / "onnx" / "out", ExportRecipe(FP32)).bundle
+        bundle = upgrade_model(ExportRequest(source, folder / "onnx" / "out", ExportRecipe(FP32))).bundle
         assert json.loads((bundle / "config.json").read_text(encoding="utf-8"))["model_type"] == "llama"
     with pytest.raises(BundleError, match="has no variant q8"):
-        upgrade_model(Path(f"{folder}:q8"), tmp_path / "out", ExportRecipe(FP32))
+        upgrade_model(ExportRequest(Path(f"{folder}:q8"), tmp_path / "out", ExportRecipe(FP32)))
 
 
 def test_a_bundle_stays_when_the_next_upgrade_fails(tmp_path: Path) -> None:

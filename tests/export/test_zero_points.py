@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from edgerun.errors import ExportError, InputError
-from edgerun.export import FP32, ExportRecipe, Method, WeightFormat, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph.initializers import Initializers
-from edgerun.export.quantization.codes import decoded, powers_of_two, unpack_zero_points
+from edgerun.export.quantization.codes import dequantized, powers_of_two, unpack_zero_points
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import write_gguf
@@ -35,15 +35,15 @@ rows_of_weights = arrays.arrays(
 
 @given(rows_of_weights, st.sampled_from(WITH_POINTS))
 def test_rounding_to_nearest_loses_at_most_half_a_step_anywhere(weights, form: WeightFormat) -> None:
-    coded = QUANTIZERS[Method.RTN](weights, form)
+    quantized = QUANTIZERS[Method.RTN](weights, form)
     rows, columns = weights.shape
-    whole = coded.scales.shape[1] * form.block
+    whole = quantized.scales.shape[1] * form.block
     error = np.zeros((rows, whole), np.float32)
-    error[:, :columns] = decoded(coded, columns, form) - weights
-    step = np.repeat(coded.scales, form.block, axis=1) + np.float32(1e-30) * (1 << form.bits)
+    error[:, :columns] = dequantized(quantized, columns, form) - weights
+    step = np.repeat(quantized.scales, form.block, axis=1) + np.float32(1e-30) * (1 << form.bits)
     assert np.all(np.abs(error) <= 0.5001 * step)
     # The padding of a tail block adds nothing to a product: it decodes to zero.
-    assert not decoded(coded, whole, form)[:, columns:].any()
+    assert not dequantized(quantized, whole, form)[:, columns:].any()
 
 
 @pytest.mark.parametrize("method", BLIND, ids=str)
@@ -52,14 +52,14 @@ def test_blocks_of_one_sign_use_all_codes(bits: int, method: Method) -> None:
     form = WeightFormat(bits, 32, zero_points=True)
     weights = np.random.default_rng(0).uniform(1.0, 4.0, (8, 64)).astype(np.float32)
     weights[4:] *= -1
-    coded = QUANTIZERS[method](weights, form)
-    zeros = unpack_zero_points(coded.zero_points, coded.scales.shape[1], bits)
+    quantized = QUANTIZERS[method](weights, form)
+    zeros = unpack_zero_points(quantized.zero_points, quantized.scales.shape[1], bits)
     assert (zeros[:4] == 0).all()
     assert (zeros[4:] == (1 << bits) - 1).all()
     without = QUANTIZERS[method](weights, replace(form, zero_points=False))
     lost, more = (
-        np.square(decoded(each, 64, kind) - weights).sum()
-        for each, kind in ((coded, form), (without, replace(form, zero_points=False)))
+        np.square(dequantized(each, 64, kind) - weights).sum()
+        for each, kind in ((quantized, form), (without, replace(form, zero_points=False)))
     )
     assert lost < 0.6 * more
 
@@ -69,8 +69,8 @@ def test_zero_points_leave_less_error_on_rows_like_those_of_models(form: WeightF
     weights = (np.random.default_rng(1).standard_normal((64, 512)) * 0.02).astype(np.float32)
     form_with = replace(form, zero_points=True)
     for method in (Method.RTN, Method.K_QUANT):
-        lost = np.square(decoded(QUANTIZERS[method](weights, form_with), 512, form_with) - weights).sum()
-        assert lost < np.square(decoded(QUANTIZERS[method](weights, form), 512, form) - weights).sum()
+        lost = np.square(dequantized(QUANTIZERS[method](weights, form_with), 512, form_with) - weights).sum()
+        assert lost < np.square(dequantized(QUANTIZERS[method](weights, form), 512, form) - weights).sum()
 
 
 @given(arrays.arrays(np.float32, 20, elements=st.floats(2**-100, 2**100, width=32)), st.booleans())
@@ -90,11 +90,11 @@ def test_powers_of_two_are_the_nearest(values, negative: bool) -> None:
 @settings(max_examples=40)
 @given(rows_of_weights, st.sampled_from(IN_POWERS), st.sampled_from(BLIND))
 def test_every_scale_is_a_power_of_two(weights, form: WeightFormat, method: Method) -> None:
-    coded = QUANTIZERS[method](weights, form)
-    mantissas, _ = np.frexp(coded.scales[coded.scales != 0])
+    quantized = QUANTIZERS[method](weights, form)
+    mantissas, _ = np.frexp(quantized.scales[quantized.scales != 0])
     assert (np.abs(mantissas) == 0.5).all()
-    expected = decoded(coded, weights.shape[1], form)
-    product, _ = run_operators(coded, weights.shape[1], form)
+    expected = dequantized(quantized, weights.shape[1], form)
+    product, _ = run_operators(quantized, weights.shape[1], form)
     np.testing.assert_allclose(product, expected.T, rtol=1e-6, atol=1e-6)
 
 
@@ -102,7 +102,7 @@ def test_every_scale_is_a_power_of_two(weights, form: WeightFormat, method: Meth
 def test_a_search_among_powers_is_better_than_the_first_guess(form: WeightFormat) -> None:
     weights = (np.random.default_rng(2).standard_normal((32, 512)) * 0.02).astype(np.float32)
     nearest, searched = (
-        np.square(decoded(QUANTIZERS[method](weights, form), 512, form) - weights).sum()
+        np.square(dequantized(QUANTIZERS[method](weights, form), 512, form) - weights).sum()
         for method in (Method.RTN, Method.K_QUANT)
     )
     assert searched <= nearest
@@ -124,7 +124,7 @@ def test_zero_points_through_the_whole_export(tmp_path, bits: int, block: int, t
     assert len(linears) == 9
     assert all(node.input[3] for node in linears)
     symmetric = export_checkpoint(
-        tmp_path / "checkpoint", tmp_path / "other", ExportRecipe(replace(form, zero_points=False))
+        ExportRequest(tmp_path / "checkpoint", tmp_path / "other", ExportRecipe(replace(form, zero_points=False)))
     )
     assert symmetric.bits_per_weight < manifest.bits_per_weight
 
@@ -133,15 +133,17 @@ def test_a_wrong_zero_point_is_caught(tmp_path, monkeypatch) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
 
     class Shifted(Checkpoint):
-        def coded(self, rows, form):
-            coded = super().coded(rows, form)
-            return coded._replace(zero_points=coded.zero_points ^ 1)
+        def quantized(self, rows, form):
+            quantized = super().quantized(rows, form)
+            return quantized._replace(zero_points=quantized.zero_points ^ 1)
 
     monkeypatch.setattr(
         "edgerun.export.bundle_writer.Initializers", lambda _, *rest: Initializers(Shifted(source), *rest)
     )
     with pytest.raises(ExportError, match="differs from the reference"):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 32, zero_points=True)))
+        export_checkpoint(
+            ExportRequest(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 32, zero_points=True)))
+        )
 
 
 def test_the_manifest_tells_forms_apart(tmp_path) -> None:
@@ -162,8 +164,10 @@ def test_the_manifest_tells_forms_apart(tmp_path) -> None:
 
 def test_experts_take_no_zero_points(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
-    with pytest.raises(InputError, match="layers.0.gate_up has experts, whose operator does not take zero points"):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 32, zero_points=True)))
+    with pytest.raises(InputError, match="layers.0.gate_up has experts, whose operator does not support zero points"):
+        export_checkpoint(
+            ExportRequest(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 32, zero_points=True)))
+        )
 
 
 def test_experts_take_powers_of_two(tmp_path) -> None:
@@ -177,5 +181,5 @@ def test_experts_take_powers_of_two(tmp_path) -> None:
 )
 def test_what_has_codes_already_keeps_its_scales(tmp_path, form: WeightFormat, option: str) -> None:
     file = write_gguf(tmp_path / "model.gguf", write_checkpoint(tmp_path / "checkpoint"), "Q8_0")
-    with pytest.raises(InputError, match=f"{option}.* is not for a GGUF file"):
-        export_checkpoint(file, tmp_path / "bundle", ExportRecipe(form))
+    with pytest.raises(InputError, match=f"{option}.* is not supported for a GGUF file"):
+        export_checkpoint(ExportRequest(file, tmp_path / "bundle", ExportRecipe(form)))

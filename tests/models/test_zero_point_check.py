@@ -11,7 +11,7 @@ import pytest
 from onnx import numpy_helper
 
 from edgerun.errors import BundleError, ExportError
-from edgerun.export import INT4, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export import INT4, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.check import contract_session as export_session
 from edgerun.export.check.contract_session import multiplies_zero_points
 from edgerun.models.bundle import open_bundle
@@ -110,7 +110,9 @@ def test_it_refuses_to_run_them_too(tmp_path, request) -> None:
     ids=str,
 )
 def test_graphs_that_are_concerned(tmp_path, form: WeightFormat, level: int, concerned: bool) -> None:
-    bundle = export_checkpoint(write_checkpoint(tmp_path / "c"), tmp_path / "b", ExportRecipe(form)).bundle
+    bundle = export_checkpoint(
+        ExportRequest(write_checkpoint(tmp_path / "c"), tmp_path / "b", ExportRecipe(form))
+    ).bundle
     model = onnx.load(bundle / "model.onnx", load_external_data=False)
     for node in model.graph.node:
         for attribute in node.attribute:

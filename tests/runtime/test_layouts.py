@@ -388,7 +388,7 @@ def test_the_oracle_is_the_reference_decoder() -> None:
         def read_rows(self, rows):
             return self.tensors[rows.name][rows.start : rows.stop]
 
-        def pieces(self, name: str):
+        def chunks(self, name: str):
             yield self.tensors[name]
 
     tokens = np.random.default_rng(8).integers(0, VOCABULARY, 50)

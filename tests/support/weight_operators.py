@@ -7,7 +7,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from edgerun.export import WeightFormat
-from edgerun.export.checkpoint.source import Coded
+from edgerun.export.checkpoint.source import QuantizedRows
 from edgerun.export.quantization.codes import unpack_zero_points
 
 FORMATS = [
@@ -18,12 +18,12 @@ FORMATS = [
 ]
 
 
-def run_operators(coded: Coded, columns: int, form: WeightFormat, accuracy_level: int = 1, inputs=None):
+def run_operators(quantized: QuantizedRows, columns: int, form: WeightFormat, accuracy_level: int = 1, inputs=None):
     """MatMulNBits of `inputs` or the identity, which is the transposed weight; GatherBlockQuantized of every row."""
-    rows = len(coded.packed)
+    rows = len(quantized.packed)
     # Fed from outside: a product of constants would be computed while the graph is loaded, by other kernels.
     inputs = np.eye(columns, dtype=np.float32) if inputs is None else inputs
-    points = coded.zero_points
+    points = quantized.zero_points
     product = helper.make_node(
         "MatMulNBits",
         ["inputs", "codes", "scales", *(["zero_points"] if points is not None else [])],
@@ -46,14 +46,14 @@ def run_operators(coded: Coded, columns: int, form: WeightFormat, accuracy_level
         quantize_axis=2,
     )
     constants = {
-        "codes": coded.packed,
-        "scales": coded.scales,
-        "gather_scales": coded.scales[..., None],
+        "codes": quantized.packed,
+        "scales": quantized.scales,
+        "gather_scales": quantized.scales[..., None],
         "rows": np.arange(rows),
     }
     if points is not None:
         constants["zero_points"] = points
-        constants["gather_zero_points"] = unpack_zero_points(points, coded.scales.shape[1], form.bits)[..., None]
+        constants["gather_zero_points"] = unpack_zero_points(points, quantized.scales.shape[1], form.bits)[..., None]
     graph = helper.make_graph(
         [product, gathered],
         "operators",

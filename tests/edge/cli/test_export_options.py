@@ -21,7 +21,7 @@ from support.tiny_models import write_checkpoint
     [
         (["--budget", "3.5bpw"], "--budget says nothing without mixed weights; add --weights mixed"),
         (["--repair"], "--repair says nothing without mixed weights"),
-        (["--weights", "mixed"], "mixed weights need a budget or a plan, and not both; add --budget 3.5bpw"),
+        (["--weights", "mixed"], "mixed weights need either a budget or a plan, not both; add --budget 3.5bpw"),
         (["--weights", "mixed", "--budget", "3 bits"], "'3 bits' is no budget"),
         (["--weights", "mixed", "--budget", "3bpw", "--block", "64"], "with mixed weights, --block says nothing"),
         (
@@ -30,14 +30,14 @@ from support.tiny_models import write_checkpoint
         ),
         (["--weights", "mixed", "--budget", "3bpw", "--head", "int8"], "with mixed weights, --head says nothing"),
         (["--weights", "int4", "--plan", "plan.toml"], "--plan and --weights int4 contradict each other"),
-        (["--weights", "mixed", "--budget", "3bpw", "--plan", "plan.toml"], "need a budget or a plan, and not both"),
+        (["--weights", "mixed", "--budget", "3bpw", "--plan", "plan.toml"], "need either a budget or a plan, not both"),
         (["--head", "mixed"], "only --weights can be mixed"),
         (["--draft-vocab", "100"], "no draft is named; add --draft CHECKPOINT, or --draft-layers auto"),
         (["--draft-layers", "auto", "--draft-weights", "int4"], "a draft of the target's layers has the target's"),
         (["--draft-layers", "auto", "--draft", "draft"], "--draft and --draft-layers each make a draft"),
         (["--draft-layers", "auto", "--draft-vocab", "many"], "--draft-vocab 'many' is no number of tokens"),
         (["--draft-layers", "auto", "--draft-vocab", "0"], "--draft-vocab '0' is no number of tokens"),
-        (["--layout", "genai", "--method", "gptq"], "are for edge-run's own layout; leave --layout out"),
+        (["--layout", "genai", "--method", "gptq"], "need edge-run's own layout; leave --layout out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
