@@ -16,7 +16,7 @@ class EdgeRunLoop:
     def __init__(self, model: Path, threads: int, capacity: int) -> None:
         self._engine = edgerun.load(model, threads=threads, context=capacity, draft=None)
         self._vocab = self._engine.graph_io.vocab_size
-        self._text = self._engine.new_sequence()
+        self._text = self._engine.model.new_sequence()
 
     def prefill(self, tokens: int) -> float:
         """Seconds from `tokens` ids and an empty cache to the next token."""
@@ -45,7 +45,7 @@ class EdgeRunLoop:
     def _answer(self, context: int, tokens: int) -> edgerun.Stats:
         self._text.continue_with([])  # nothing is kept of what was there before
         options = edgerun.GenerateOptions(max_tokens=tokens, temperature=0.0, speculation=edgerun.Speculation.OFF)
-        *_, last = self._engine.run(self._text, prompt_tokens(context, self._vocab), options)
+        *_, last = self._engine.model.answer(self._text, prompt_tokens(context, self._vocab), options)
         if last.stats is None:
             raise RuntimeError("the answer came without its account")
         return last.stats

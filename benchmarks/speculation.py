@@ -35,7 +35,7 @@ from edgerun.edge.bench.runner import Contender, Plan, TurnRange, measure
 from edgerun.edge.bench.table import show, times
 from edgerun.runtime.measure.machine import load as machine_load
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.pool import OracleMode
+from edgerun.runtime.speculation.replay import OracleMode
 
 _SHAPES: Final = ("qwen2.5-0.5b", "qwen2.5-1.5b")
 _CEILING: Final = "knows the answer"
@@ -67,8 +67,8 @@ def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespac
     conversations = chosen(conversations, each)
     contenders = [Contender(str(choice), choice) for choice in map(Speculation.parse, options.graph_io or ["auto"])]
     if options.wrong:
-        contenders.append(Contender(_WRONG, Speculation.AUTO, foresight=OracleMode.WRONG))
-    contenders.append(Contender(_CEILING, Speculation.AUTO, foresight=OracleMode.RIGHT))
+        contenders.append(Contender(_WRONG, Speculation.AUTO, oracle_mode=OracleMode.WRONG))
+    contenders.append(Contender(_CEILING, Speculation.AUTO, oracle_mode=OracleMode.RIGHT))
     plan = Plan(options.max_tokens, TurnRange.parse(recording.turns), replay=True)
     busy = machine_load()
     with console.status(recording.name) as status:

@@ -1,4 +1,4 @@
-"""A conversation: its messages, its cache, and a file it can be put aside in."""
+"""A conversation: its messages, its KV cache, and the file that keeps both."""
 
 from __future__ import annotations
 
@@ -6,62 +6,63 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import ContextError, InputError
 from ..models.atomic import write_atomically
 from ..models.json_file import is_whole
 from .generation import CachedSequence
+from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .request_queue import AnswerStream
 from .result import Chunk, Reply
 from .text.chat_template import Message
 
-if TYPE_CHECKING:
-    from .engine import Engine
-
 _FORMAT: Final = 2
+_HINT: Final = "give a file written by /save or Session.save"
 
 
 class Session:
-    """Messages in order, each turn's prompt reusing the cache rows of the turns before it."""
+    """A conversation. Every prompt reuses the cache slots of the messages before it."""
 
-    def __init__(self, engine: Engine, *, system: str | None = None) -> None:
+    def __init__(self, model: LoadedModel, *, system: str | None = None) -> None:
         """Start a conversation; `Engine.session` is the usual way to.
 
         Raises:
-            TemplateError: the model has no chat template, or it takes no system message.
+            TemplateError: the model has no chat template, or the template takes no system message.
         """
-        engine.require_template()
-        self._engine = engine
-        self._text: CachedSequence | None = engine.new_sequence()
+        model.require_template()
+        self._model = model
+        self._sequence: CachedSequence | None = model.new_sequence()
         self.system: Final = system
         """The system message, or None."""
         self.messages: list[Message] = []
-        self._conversation = 0
+        self._resets = 0
         self.reset()
         if system is not None:
-            engine.encode_chat([*self.messages, {"role": "user", "content": ""}])
+            model.encode_chat([*self.messages, {"role": "user", "content": ""}])
 
     @property
     def tokens(self) -> int:
-        """Tokens whose cache rows are kept."""
-        return self._cache().bound.arena.length
+        """Number of tokens whose cache slots are kept."""
+        return self._open_sequence().bound.arena.length
 
     def send(self, text: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
-        """Say something and wait for the whole answer; errors as for `stream`."""
+        """Send a user message and wait for the whole answer; errors as for `stream`."""
         return Reply.of(self.stream(text, options, **changes))
 
     def stream(self, text: str, options: GenerateOptions | None = None, **changes: Any) -> AnswerStream:
-        """Say something and read the answer piece by piece.
+        """Send a user message and read the answer piece by piece.
 
-        What was answered joins the conversation, also when the stream is closed or cancelled half-way; if nothing was
-        answered because of an error, the conversation is as before.
+        An answer joins the conversation also when its stream is closed or cancelled half-way. If an error left no
+        answer, the conversation is as before.
 
         Raises:
             InputError: an option is out of range, unknown, or makes no sense in a conversation.
@@ -70,101 +71,90 @@ class Session:
         chosen = (options or GenerateOptions()).changed(changes)
         if chosen.raw or chosen.system is not None:
             raise InputError("raw and system belong to a single answer", "give the session its system message instead")
-        return AnswerStream(self._engine.turns, lambda cancelled: self._turn(text, chosen, cancelled))
+        return AnswerStream(self._model.queue, lambda cancelled: self._answer(text, chosen, cancelled))
 
-    def _turn(self, text: str, options: GenerateOptions, cancelled: Callable[[], bool]) -> Generator[Chunk, None, None]:
-        conversation = self._conversation
+    def _answer(
+        self, text: str, options: GenerateOptions, cancelled: Callable[[], bool]
+    ) -> Generator[Chunk, None, None]:
+        resets = self._resets
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._engine.encode_chat(messages)
+        prompt_ids = self._model.encode_chat(messages)
         try:
-            self._engine.check_fits(prompt)
+            self._model.check_fits(prompt_ids)
         except ContextError as error:
             raise ContextError(error.what, "start again with reset (/reset in the terminal)") from error
+        request = options.request(prompt_ids, self._model.defaults)
         answer: list[str] = []
         try:
-            for chunk in self._engine.write(self._cache(), prompt, options, cancelled):
+            for chunk in self._model.generate(self._open_sequence(), request, cancelled):
                 answer.append(chunk.text)
                 yield chunk
         finally:
-            # A conversation that was reset meanwhile stays empty.
-            if any(answer) and conversation == self._conversation:
+            # A conversation that was reset in the meantime stays empty.
+            if any(answer) and resets == self._resets:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
     def reset(self) -> None:
         """Forget the conversation; the system message stays."""
-        self._conversation += 1
+        self._resets += 1
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def save(self, path: str | Path) -> None:
-        """Put the conversation aside in one file, cache included; `Engine.session(resume=path)` goes on at once.
+        """Write messages and KV cache to one file, which `Engine.session(resume=path)` continues without a prefill.
 
         Raises:
+            EdgeError: this thread has not finished an answer of the same engine.
             OSError: the file cannot be written; an older one is untouched.
         """
         buffer = BytesIO()
-        with self._engine.turns.between():
-            text = self._cache()
+        with self._model.queue.idle():
+            sequence = self._open_sequence()
+            arena = sequence.bound.arena
             about = {
                 "format": _FORMAT,
-                "model": self._engine.fingerprint,
+                "model": self._model.bundle.fingerprint,
                 "messages": self.messages,
-                "plain": text.bound.arena.plain,
+                "plain": arena.plain,
             }
             arrays: dict[str, Any] = {
                 "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
-                "tokens": np.asarray(text.tokens[: text.bound.arena.length], np.int64),
-                **{f"rows.{kind}": rows for kind, rows in enumerate(text.bound.arena.snapshot())},
+                "tokens": np.asarray(sequence.token_ids[: arena.length], np.int64),
+                **{f"rows.{kind}": slots for kind, slots in enumerate(arena.snapshot())},
             }
             np.savez(buffer, **arrays)
         write_atomically(Path(path), buffer.getvalue())
 
     @classmethod
-    def resume(cls, engine: Engine, path: Path) -> Session:
-        """The conversation that `save` put aside.
+    def resume(cls, model: LoadedModel, path: Path) -> Session:
+        """Open the conversation that `save` wrote.
 
         Raises:
             InputError: the file is missing, damaged, or of another model.
         """
-        hint = "give a file written by /save or Session.save"
-        try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                about = json.loads(stored["about"].tobytes())
-                tokens = stored["tokens"]
-                rows = tuple(stored[name] for name in sorted(stored.files) if name.startswith("rows."))
-            messages = _checked_messages(about["messages"])
-            format_of, model, plain = about["format"], about["model"], about.get("plain", 0)
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror or error}", hint) from error
-        except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
-            raise InputError(f"{path} is not a saved conversation", hint) from error
-        if format_of != _FORMAT or model != engine.fingerprint:
-            raise InputError(f"{path} belongs to another model or another version of edge-run", hint)
-        if (
-            tokens.dtype != np.int64
-            or tokens.ndim != 1
-            or not all(array.dtype.kind in "fiu" and np.isfinite(array).all() for array in rows)
-            or not is_whole(plain, 0)
-        ):
-            raise InputError(f"{path} is damaged", hint)
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < engine.graph_io.vocab_size:
-            raise InputError(f"{path} is damaged: it holds tokens that the model does not have", hint)
+        saved = _Saved.read(path)
+        if saved.format != _FORMAT or saved.model != model.bundle.fingerprint:
+            raise InputError(f"{path} belongs to another model or another version of edge-run", _HINT)
+        tokens, messages = saved.tokens, saved.messages
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < model.graph_io.vocab_size:
+            raise InputError(f"{path} is damaged: it holds tokens that the model does not have", _HINT)
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
-        session = cls(engine, system=system)
-        text = session._cache()
+        session = cls(model, system=system)
+        sequence = session._open_sequence()
+        arena = sequence.bound.arena
         try:
-            text.bound.arena.restore(rows)
+            arena.restore(saved.cache)
         except ValueError as error:
-            raise InputError(f"{path} is damaged: {error}", hint) from error
-        if text.bound.arena.length != tokens.size:
-            raise InputError(f"{path} is damaged: {tokens.size} tokens, {text.bound.arena.length} rows", hint)
-        text.bound.arena.plain = min(plain, tokens.size)
-        text.tokens = tokens.tolist()
+            raise InputError(f"{path} is damaged: {error}", _HINT) from error
+        if arena.length != tokens.size:
+            raise InputError(f"{path} is damaged: {tokens.size} tokens, {arena.length} cache slots", _HINT)
+        arena.plain = min(saved.plain, tokens.size)
+        sequence.token_ids = tokens.tolist()
         session.messages = messages
         return session
 
     def close(self) -> None:
         """Free the conversation's cache."""
-        self._text = None
+        self._sequence = None
 
     def __enter__(self) -> Session:
         return self
@@ -174,17 +164,59 @@ class Session:
     ) -> None:
         self.close()
 
-    def _cache(self) -> CachedSequence:
-        if self._text is None:
+    def _open_sequence(self) -> CachedSequence:
+        if self._sequence is None:
             raise InputError("this session is closed", "open another with Engine.session")
-        return self._text
+        return self._sequence
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Contents of a file that `Session.save` wrote."""
+
+    format: int
+    model: str
+    """Fingerprint of the model."""
+    messages: list[Message]
+    tokens: npt.NDArray[np.int64]
+    cache: tuple[npt.NDArray[Any], ...]
+    """Snapshot of the KV cache."""
+    plain: int
+    """Number of leading cache slots that plain decoding computed."""
+
+    @classmethod
+    def read(cls, path: Path) -> _Saved:
+        """Read a file and check the types of its contents.
+
+        Raises:
+            InputError: it cannot be read, or is not such a file.
+        """
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+                about = json.loads(stored["about"].tobytes())
+                tokens = stored["tokens"]
+                cache = tuple(stored[name] for name in sorted(stored.files) if name.startswith("rows."))
+            messages = _checked_messages(about["messages"])
+            saved = cls(about["format"], about["model"], messages, tokens, cache, about.get("plain", 0))
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror or error}", _HINT) from error
+        except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+            raise InputError(f"{path} is not a saved conversation", _HINT) from error
+        if (
+            tokens.dtype != np.int64
+            or tokens.ndim != 1
+            or not all(array.dtype.kind in "fiu" and np.isfinite(array).all() for array in cache)
+            or not is_whole(saved.plain, 0)
+        ):
+            raise InputError(f"{path} is damaged", _HINT)
+        return saved
 
 
 def _checked_messages(value: Any) -> list[Message]:
-    """The messages of a saved conversation.
+    """Messages of a saved conversation.
 
     Raises:
-        ValueError: they are not a list of roles and contents.
+        ValueError: `value` is not a list of objects with a role and a content.
     """
     fields = ("role", "content")
     if not isinstance(value, list) or not all(

@@ -1,8 +1,8 @@
 """The decode loop: token ids in, token ids out, one round at a time.
 
-A round runs one pass over the weights and emits the tokens it is sure of. The token a round ends with is the next
-round's anchor: it is run together with whatever follows it, so between rounds the arena holds one row less than there
-are tokens. Every round leaves the arena valid; a consumer may stop at any of them.
+A round runs one forward pass and emits every token that the pass decides. The last token of a round is the anchor of
+the next one: it runs together with the draft tokens that follow it, so between rounds the cache holds one slot less
+than there are tokens. Every round leaves the cache valid, so a consumer may stop after any of them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,13 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
 
 from ..errors import ContextError
 from .graph.bound_session import BoundSession
-from .sampling import Logits
-from .speculation.near_ties import Cancelled, NearTies
+from .prefill import Cancelled, never, prefill
+from .speculation.near_ties import NearTies
 from .speculation.speculator import PassTimes, Round, Speculator
-from .speculation.tree import Tree
-from .speculation.verification import TokenSampler, VerifyResult
-
-PREFILL_TOKENS: Final = 128
-"""Prompt tokens per pass: wide enough for the matrix products (256 gains under 2 %), few enough to bound the memory of
-the activations and to let a prompt be cancelled soon."""
+from .speculation.verification import TokenSampler
 
 
 class FinishReason(Enum):
@@ -36,145 +30,137 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """What one round gave: the tokens it emitted, an end-of-sequence token left out, and whether it was the last."""
+    """Result of one round."""
 
     tokens: tuple[int, ...]
+    """Emitted token ids, without an end-of-sequence token."""
     finish: FinishReason | None = None
+    """Why decoding ended with this round; None if it goes on."""
     target_passes: int = 1
     target_s: float = 0.0
-    """Seconds in the target's pass; not counted for the prompt's."""
+    """Seconds in the target's passes; 0 for the prefill."""
     round: Round | None = None
-    """The account of a round that drafted, or might have."""
+    """Statistics of a round in which drafting was enabled."""
 
     @property
     def produced(self) -> int:
-        """Tokens the model produced in the round, an end-of-sequence token included."""
+        """Number of tokens the model produced in the round, an end-of-sequence token included."""
         return len(self.tokens) + (self.finish is FinishReason.STOP)
 
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """Where decoding ends: after `max_tokens` tokens (None: at the context's end) or at one of the `eos` ids."""
+    """What ends decoding."""
 
     max_tokens: int | None = None
+    """Largest number of tokens to produce; None for the rest of the context."""
     eos: frozenset[int] = frozenset()
+    """End-of-sequence token ids."""
+    cancelled: Callable[[], bool] = never
+    """Called before every pass; True ends decoding."""
 
 
 def decode(
     bound: BoundSession,
-    prompt: Sequence[int],
-    chooser: TokenSampler,
+    prompt_ids: Sequence[int],
+    sampler: TokenSampler,
     limits: DecodeLimits,
-    cancelled: Callable[[], bool],
     speculator: Speculator | None = None,
     near_ties: NearTies | None = None,
 ) -> Generator[Step, None, None]:
-    """Continue `prompt`, whose first tokens may already be in the arena, and yield one `Step` a round.
+    """Prefill `prompt_ids`, then continue it, and yield one `Step` per round.
 
-    The arena's committed rows must be those of `prompt[:arena.length]`. The first step comes from the prompt's last
-    pass. `cancelled` is asked before every pass. With a `speculator`, a pass verifies what it proposes; the text is the
-    same, as far as passes over one row and over several agree. With `near_ties`, it is even where they do not.
+    Args:
+        bound: the session; its arena may already hold the slots of `prompt_ids[:arena.length]`.
+        prompt_ids: at least one token id.
+        sampler: chooses every token.
+        limits: what ends decoding.
+        speculator: proposes draft tokens that a pass verifies; None for plain decoding. The text is the same as far as
+            wide passes compute the logits of narrow ones.
+        near_ties: recomputes near ties, so that the text is the same even where wide passes differ.
 
     Raises:
         ContextError: the prompt leaves no room for a single new token.
     """
     arena = bound.arena
-    if not prompt:
-        raise ValueError("an empty prompt has no last token to continue from")
-    room = arena.limit - len(prompt)
-    if room < 1:
-        raise ContextError(
-            f"the prompt has {len(prompt)} tokens and the model's context is {arena.limit}",
-            "shorten it, or start the conversation again",
-        )
-    most = room if limits.max_tokens is None else min(limits.max_tokens, room)
-    # At least the last token has to run, or there would be no logits to choose from.
-    arena.rewind_to(min(arena.length, len(prompt) - 1))
-    chooser.observe(prompt)
-
+    remaining = _max_new_tokens(len(prompt_ids), arena.limit, limits)
+    eos, cancelled = limits.eos, limits.cancelled
+    # The last token has to run again even if its slot is cached, or there would be no logits to choose from.
+    arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
+    sampler.observe(prompt_ids)
+    passes, target_s = 0, 0.0
+    report: Round | None = None
     try:
-        logits, passes = _read(bound, prompt, cancelled, near_ties)
-        anchor = chooser.choose(logits, len(prompt))
-        step = _step((anchor,), limits.eos, most, passes)
-        left = most - 1
-        if speculator is not None and step.finish is None:
-            speculator.follow([*prompt, anchor])
+        if near_ties is not None:
+            near_ties.begin(prompt_ids)
+            passes = near_ties.rows
+        logits, prefill_passes = prefill(bound, prompt_ids, cancelled)
+        passes += prefill_passes
+        tokens: tuple[int, ...] = (sampler.choose(logits, len(prompt_ids)),)
+        if speculator is not None:
+            speculator.follow([*prompt_ids, *tokens])
         while True:
-            yield step
-            if step.finish is not None:
+            remaining -= len(tokens)
+            ended = tokens[-1] in eos
+            finish = FinishReason.STOP if ended else FinishReason.LENGTH if remaining <= 0 else None
+            yield Step(tokens[:-1] if ended else tokens, finish, passes, target_s, report)
+            if finish is not None:
                 return
             if cancelled():
                 raise Cancelled
-            chooser.observe((anchor,))
+            anchor = tokens[-1]
+            sampler.observe((anchor,))
             if near_ties is not None:
-                near_ties.append(step.tokens)
-            if speculator is None or speculator.resting:
-                step = _plain(bound, chooser, anchor, limits.eos, left, speculator, near_ties)
-            else:
-                step = _speculate(bound, chooser, limits.eos, left, speculator, near_ties)
-            left -= step.produced
-            anchor = step.tokens[-1] if step.tokens else anchor
+                near_ties.append(tokens)
+            if speculator is not None and not speculator.resting:
+                tokens, passes, report = _speculate(bound, sampler, eos, remaining, speculator, near_ties)
+                target_s = report.target_s
+                continue
+            started = time.perf_counter()
+            logits = bound.forward((anchor,))[0]
+            arena.commit(1)
+            passes, report = 1, None
+            if near_ties is not None:
+                before = near_ties.rows
+                logits = near_ties.settled(logits)
+                passes += near_ties.rows - before
+            target_s = time.perf_counter() - started
+            tokens = (sampler.choose(logits, arena.length),)
+            if speculator is not None:
+                speculator.skip(tokens[0])
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
 
 
-def _read(
-    bound: BoundSession, prompt: Sequence[int], cancelled: Callable[[], bool], near_ties: NearTies | None
-) -> tuple[Logits, int]:
-    """Run what the arena lacks of the prompt. Returns the last row's logits `[V]` and the passes it took."""
-    arena = bound.arena
-    passes = 0
-    if near_ties is not None:
-        near_ties.begin(prompt)
-        passes = near_ties.rows
-    while arena.length < len(prompt):
-        if cancelled():
-            raise Cancelled
-        chunk = prompt[arena.length : arena.length + bound.most_rows(PREFILL_TOKENS)]
-        logits = bound.forward(chunk, rows=(len(chunk) - 1,))[0]
-        arena.commit(len(chunk))
-        passes += 1
-    return logits, passes
-
-
-def _plain(
-    bound: BoundSession,
-    chooser: TokenSampler,
-    anchor: int,
-    eos: frozenset[int],
-    most: int,
-    speculator: Speculator | None,
-    near_ties: NearTies | None,
-) -> Step:
-    """One round without a proposal."""
-    started = time.perf_counter()
-    logits = bound.forward((anchor,))[0]
-    bound.arena.commit(1)
-    passes = 1
-    if near_ties is not None:
-        before = near_ties.rows
-        logits = near_ties.settled(logits)
-        passes += near_ties.rows - before
-    seconds = time.perf_counter() - started
-    token = chooser.choose(logits, bound.arena.length)
-    if speculator is not None:
-        speculator.skip(token)
-    return _step((token,), eos, most, passes, seconds)
+def _max_new_tokens(prompt_tokens: int, context: int, limits: DecodeLimits) -> int:
+    if not prompt_tokens:
+        raise ValueError("an empty prompt has no last token to continue from")
+    room = context - prompt_tokens
+    if room < 1:
+        raise ContextError(
+            f"the prompt has {prompt_tokens} tokens and the model's context is {context}",
+            "shorten it, or start the conversation again",
+        )
+    return room if limits.max_tokens is None else min(limits.max_tokens, room)
 
 
 def _speculate(
     bound: BoundSession,
-    chooser: TokenSampler,
+    sampler: TokenSampler,
     eos: frozenset[int],
-    most: int,
+    remaining: int,
     speculator: Speculator,
     near_ties: NearTies | None,
-) -> Step:
-    """One round: draft, verify in one pass, keep the accepted rows."""
+) -> tuple[tuple[int, ...], int, Round]:
+    """Draft, verify in one pass, and keep the slots of the accepted tokens.
+
+    Returns:
+        The emitted tokens, the number of passes, and the statistics of the round.
+    """
     arena = bound.arena
     base = arena.length
-    # A row of the tree takes a slot of the arena whether it is accepted or not.
-    draft = speculator.propose(base, most, arena.limit - base)
+    # Every node of the tree takes a cache slot, whether it is accepted or not.
+    draft = speculator.propose(base, remaining, arena.limit - base)
     tree = draft.tree
     started = time.perf_counter()
     if tree.is_chain:
@@ -182,39 +168,19 @@ def _speculate(
     else:
         logits = bound.forward(tree.tokens, positions=base + tree.depths, tree_mask=tree.mask)
     ended = time.perf_counter()
-    seconds = ended - started
-    again, again_s = 0, 0.0
+    recomputed, recompute_s = 0, 0.0
     if near_ties is None:
-        verdict = speculator.verify(draft, logits, chooser, base + 1, eos, most)
+        result = speculator.verify(draft, logits, sampler, base + 1, eos, remaining)
     else:
         before = near_ties.rows
-        verdict = near_ties.match(tree, logits, base + 1, eos, most)
-        again = near_ties.rows - before
-        again_s = time.perf_counter() - ended if again else 0.0
-    if not again:
-        _keep(bound, tree, verdict)
-    checking_s = time.perf_counter() - ended - again_s
-    report = speculator.observe(draft, verdict, logits, base, PassTimes(seconds, again_s, checking_s))
-    return _step(verdict.emitted(tree), eos, most, 1 + again, report.target_s, report)
-
-
-def _keep(bound: BoundSession, tree: Tree, verdict: VerifyResult) -> None:
-    """Commit the rows of the accepted path."""
-    if len(tree) == 1:
-        bound.arena.commit(1)
-    else:
-        bound.arena.compact(bound.arena.length, verdict.path)
-
-
-def _step(
-    emitted: tuple[int, ...],
-    eos: frozenset[int],
-    most: int,
-    passes: int,
-    target_s: float = 0.0,
-    report: Round | None = None,
-) -> Step:
-    """The step that emits these tokens, of which at most the last ends the text."""
-    if emitted[-1] in eos:
-        return Step(emitted[:-1], FinishReason.STOP, passes, target_s, report)
-    return Step(emitted, FinishReason.LENGTH if len(emitted) >= most else None, passes, target_s, report)
+        result = near_ties.match(tree, logits, base + 1, eos, remaining)
+        recomputed = near_ties.rows - before
+        recompute_s = time.perf_counter() - ended if recomputed else 0.0
+    if not recomputed:  # otherwise the slots of the path were recomputed and committed
+        if len(tree) == 1:
+            arena.commit(1)
+        else:
+            arena.compact(base, result.path)
+    verify_s = time.perf_counter() - ended - recompute_s
+    report = speculator.observe(draft, result, logits, base, PassTimes(ended - started, recompute_s, verify_s))
+    return result.emitted(tree), 1 + recomputed, report

@@ -1,16 +1,16 @@
-"""One answer: prompt ids through the decode loop, tokens into text, stop strings, and the account of it all."""
+"""Generates one answer: runs the decode loop, turns tokens into text, and finds stop sequences."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
 from .decode import DecodeLimits, FinishReason, decode
 from .graph.bound_session import BoundSession
-from .result import Chunk, RoundTally, Stats
-from .sampling import Sampler, SamplingParams
+from .options import GenerationRequest
+from .result import Chunk, StatsRecorder
+from .sampling import Sampler
 from .speculation.near_ties import NearTies
 from .speculation.replay import ReplaySampler
 from .speculation.speculator import Speculator
@@ -22,99 +22,86 @@ from .text.tokenizer import TextTokenizer
 
 @dataclass
 class CachedSequence:
-    """A bound arena and the tokens its rows were computed from; there are never fewer tokens than rows."""
+    """A token sequence and its KV cache, which never has more slots than there are tokens."""
 
     bound: BoundSession
-    tokens: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens whose slots are in the cache, and those after them that have not run yet."""
 
-    def continue_with(self, prompt: Sequence[int]) -> int:
-        """Make `prompt` the text, keeping the rows of the common beginning; returns how many were kept."""
+    def continue_with(self, prompt_ids: Sequence[int]) -> int:
+        """Replace the sequence by `prompt_ids`; keep and count the cached slots of their common prefix."""
         arena = self.bound.arena
         kept = 0
-        for old, new in zip(self.tokens[: arena.length], prompt, strict=False):
+        for old, new in zip(self.token_ids[: arena.length], prompt_ids, strict=False):
             if old != new:
                 break
             kept += 1
         arena.rewind_to(kept)
-        self.tokens = list(prompt)
+        self.token_ids = list(prompt_ids)
         return kept
 
 
-def complete(
-    text: CachedSequence,
-    prompt: Sequence[int],
+def generate(
+    sequence: CachedSequence,
+    request: GenerationRequest,
     tokenizer: TextTokenizer,
-    sampling: SamplingParams,
-    limits: DecodeLimits,
-    stops: Sequence[str],
     cancelled: Callable[[], bool],
     speculator: Speculator | None = None,
-    *,
-    answer: Sequence[int] | None = None,
-    epsilon: float | None = None,
-    keep_rounds: bool = False,
+    tolerance: float | None = None,
 ) -> Generator[Chunk, None, None]:
-    """Answer `prompt` and yield text as it becomes certain; the last chunk has the finish reason and the stats.
+    """Answer a request; yield text as soon as later tokens cannot change it.
 
-    `text` follows along round by round, so that closing this iterator at any point leaves a cache to continue from.
-    With a recorded `answer`, its tokens are given instead of the model's own, at the cost of the model's. With
-    `epsilon`, choices between scores that near are decided again where that is needed for plain decoding's text.
+    Args:
+        sequence: the cache to generate in. It is updated round by round, so that closing this generator at any point
+            leaves a sequence to continue from.
+        request: the prompt and how to answer it. With a recording, its tokens are given instead of the model's own, at
+            the cost of the model's.
+        tokenizer: the model's.
+        cancelled: called before every pass; True ends the answer.
+        speculator: proposes draft tokens; None for plain decoding.
+        tolerance: difference of two logits, below which an exact answer recomputes the choice between them; None if the
+            answer is not to be exact.
+
+    Yields:
+        Pieces of text; the last chunk has the finish reason and the statistics.
 
     Raises:
         ContextError: the prompt leaves no room for an answer.
     """
-    started = time.perf_counter()
-    first_token: float | None = None
-    completion = passes = decode_passes = 0
-    reused = text.continue_with(prompt)
+    prompt_ids = request.prompt_ids
+    recorder = StatsRecorder(len(prompt_ids))
+    # The last token of a prompt always runs again.
+    recorder.reused_tokens = min(sequence.continue_with(prompt_ids), len(prompt_ids) - 1)
     decoder = StreamDecoder(tokenizer)
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(request.stop_sequences)
     finish = FinishReason.LENGTH
-    sampler = Sampler(sampling, text.bound.graph_io.vocab_size)
-    chooser: TokenSampler = sampler if answer is None else ReplaySampler(answer, len(prompt), sampler)
-    near_ties = None if epsilon is None else NearTies(text.bound, sampler, epsilon, cancelled)
-    tally = RoundTally()
-    with closing(decode(text.bound, prompt, chooser, limits, cancelled, speculator, near_ties)) as steps:
+    bound = sequence.bound
+    sampler = Sampler(request.sampling, bound.graph_io.vocab_size)
+    chooser: TokenSampler = sampler
+    eos = tokenizer.eos
+    if request.recording is not None:
+        chooser = ReplaySampler(request.recording.answer, len(prompt_ids), sampler)
+        eos = frozenset()  # a recording may hold any token, and ends where it ends
+    near_ties = None if tolerance is None else NearTies(bound, sampler, tolerance, cancelled)
+    limits = DecodeLimits(request.max_tokens, eos, cancelled)
+    with closing(decode(bound, prompt_ids, chooser, limits, speculator, near_ties)) as steps:
         for step in steps:
-            passes += step.target_passes
-            decode_passes += step.target_passes if first_token is not None else 0
-            if first_token is None:
-                first_token = time.perf_counter()
-            tally.add(step)
-            text.tokens.extend(step.tokens)
-            produced, shown = step.produced, ""
-            for number, token in enumerate(step.tokens, 1):
-                shown += matcher.push(decoder.push((token,)))
-                if matcher.stopped:  # what the round emitted beyond is no part of the answer
-                    produced = number
+            recorder.add(step)
+            sequence.token_ids.extend(step.tokens)
+            produced, text = step.produced, ""
+            for count, token in enumerate(step.tokens, 1):
+                text += matcher.push(decoder.push((token,)))
+                if matcher.stopped:  # tokens after a stop sequence do not belong to the answer
+                    produced = count
                     break
-            completion += produced
+            recorder.completion_tokens += produced
             if matcher.stopped:
                 finish = FinishReason.STOP
             elif step.finish is not None:
                 finish = step.finish
-            if shown:
-                yield Chunk(shown)
+            if text:
+                yield Chunk(text)
             if matcher.stopped:
                 break
-    rest = matcher.push(decoder.flush()) + matcher.flush()
-    ended = time.perf_counter()
-    tally.count()
-    stats = Stats(
-        prompt_tokens=len(prompt),
-        reused_tokens=min(reused, len(prompt) - 1),
-        completion_tokens=completion,
-        target_passes=passes,
-        decode_passes=decode_passes,
-        first_token_s=(first_token or ended) - started,
-        total_s=ended - started,
-        drafted=tally.drafted,
-        accepted=tally.accepted,
-        by_source=tally.by_source(),
-        by_depth=tally.by_depth(),
-        draft_s=tally.draft_s,
-        target_s=tally.target_s,
-        host_s=tally.host_s,
-        rounds=tally.rounds if keep_rounds else (),
-    )
-    yield Chunk(rest, finish, stats)
+    remainder = matcher.push(decoder.flush()) + matcher.flush()
+    yield Chunk(remainder, finish, recorder.stats(keep_rounds=request.keep_rounds))

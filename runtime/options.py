@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import BundleError, InputError
@@ -13,6 +13,7 @@ from ..models.bundle import Bundle
 from ..models.variants import GENAI_CONFIG
 from .sampling import SamplingParams
 from .speculation.choice import Speculation
+from .speculation.replay import Recording
 from .speculation.sampled_speculator import DraftSampling
 
 _Number = TypeVar("_Number", int, float)
@@ -43,7 +44,7 @@ class GenerateOptions:
     """Who guesses ahead. The text does not depend on it."""
     exact: bool = False
     """The text of plain decoding, bit for bit: near-ties are decided again as it does, sampled text is not drafted."""
-    drawing: DraftSampling = DraftSampling.OFF
+    draft_sampling: DraftSampling = DraftSampling.OFF
     """Draw the draft model's guesses: the same law, faster at high temperature, but a seed has no fixed text."""
     explain: bool = False
     """Keep the account of every round, in `Stats.rounds`."""
@@ -61,8 +62,10 @@ class GenerateOptions:
             raise InputError(
                 f"speculation is {self.speculation!r}", "it must be a Speculation, such as Speculation.OFF"
             )
-        if not isinstance(self.drawing, DraftSampling):
-            raise InputError(f"drawing is {self.drawing!r}", "it must be a Drawing, such as Drawing.CHAIN")
+        if not isinstance(self.draft_sampling, DraftSampling):
+            raise InputError(
+                f"draft_sampling is {self.draft_sampling!r}", "it must be a DraftSampling, such as DraftSampling.CHAIN"
+            )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
         if not all(isinstance(stop, str) and stop for stop in self.stops):
@@ -104,6 +107,52 @@ class GenerateOptions:
             seed=secrets.randbits(32) if self.seed is None else self.seed,
             **{name: value for name, value in filters.items() if value is not None},
         )
+
+    def request(
+        self, prompt_ids: Sequence[int], defaults: ModelDefaults, recording: Recording | None = None
+    ) -> GenerationRequest:
+        """The request that these options make of a prompt for a model with these defaults."""
+        return GenerationRequest(
+            prompt_ids=prompt_ids,
+            sampling=self.sampling(defaults),
+            max_tokens=self.max_tokens,
+            stop_sequences=self.stops,
+            speculation=self.speculation,
+            draft_sampling=self.draft_sampling,
+            exact=self.exact,
+            recording=recording,
+            keep_rounds=self.explain,
+        )
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One answer to generate: token ids of the prompt, and every option with its value."""
+
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    """Largest number of tokens to generate; None for the rest of the context."""
+    stop_sequences: tuple[str, ...] = ()
+    speculation: Speculation = Speculation.AUTO
+    draft_sampling: DraftSampling = DraftSampling.OFF
+    exact: bool = False
+    recording: Recording | None = None
+    """Recorded answer to give instead of the model's own; None to generate one."""
+    keep_rounds: bool = False
+    """Whether the statistics hold those of every round."""
+
+
+@dataclass(frozen=True)
+class Persistence:
+    """What an engine reads from disk and keeps there."""
+
+    cache: bool = True
+    """Whether to cache what is measured and prepared for this machine: packed weights, pass cost, n-gram tables."""
+    history: bool = False
+    """Whether to keep conversations, and to draft from earlier ones."""
+    learned: bool = True
+    """Whether to keep in the cache what drafters learn from answers."""
 
 
 @dataclass(frozen=True)

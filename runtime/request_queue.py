@@ -1,14 +1,14 @@
-"""Whose turn it is: one answer is written at a time, the others wait in line.
+"""The request queue of an engine: one answer is generated at a time, the others wait.
 
-An answer takes its turn when its first chunk is asked for and gives it back with its last one, or when it is closed or
-forgotten. Waiting can be cancelled, and an owner that would wait for itself is told so instead.
+An answer acquires the engine when its first chunk is read. It releases the engine with its last chunk, or when it is
+closed or garbage-collected. Waiting can be cancelled; waiting that would deadlock raises an error instead.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, TypeAlias
 
@@ -17,46 +17,47 @@ from .decode import FinishReason
 from .result import Chunk, Stats
 
 Start: TypeAlias = Callable[[Callable[[], bool]], Generator[Chunk, None, None]]
-"""Begins to write an answer, asking the given function before every pass whether to stop."""
+"""Begins to generate an answer; the given function is called before every pass and says whether to stop."""
 
 _POLL_S: Final = 0.05
 
 
 class AnswerStream(Iterator[Chunk]):
-    """An answer being written: iterate for its chunks. `cancel` may be called from any thread."""
+    """An answer being generated: iterate over its chunks. `cancel` may be called from any thread."""
 
-    def __init__(self, turns: RequestQueue, start: Start) -> None:
-        self._turns = turns
+    def __init__(self, queue: RequestQueue, start: Start) -> None:
+        self._queue = queue
         self._start = start
         self._chunks: Generator[Chunk, None, None] | None = None
         self._ended = False
         self._key = object()
         self._cancelled = threading.Event()
         self.task: int | None = None
-        """The asyncio task that reads this stream, if one does; otherwise the reading thread owns it."""
+        """Id of the asyncio task that reads this stream; None if a thread reads it."""
         self._thread = threading.get_ident()
 
     @property
-    def owner(self) -> tuple[str, int]:
-        """Who would wait for himself if he asked for another answer now."""
+    def reader(self) -> tuple[str, int]:
+        """The thread or asyncio task that reads this stream."""
         return ("thread", self._thread) if self.task is None else ("task", self.task)
 
     @property
     def cancelled(self) -> bool:
-        """Whether the answer is to end."""
+        """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
     def __next__(self) -> Chunk:
-        """The next chunk.
+        """Return the next chunk; the first call waits for the engine.
 
         Raises:
-            EdgeError: the engine is closed, or the reader is in the middle of another answer.
+            EdgeError: the engine is closed, or the reader has not finished another answer of the same engine, which
+                would deadlock.
         """
         if self._ended:
             raise StopIteration
         self._thread = threading.get_ident()
         if self._chunks is None:
-            if not self._turns.take(self, self._key):
+            if not self._queue.acquire(self, self._key):
                 self._ended = True
                 return Chunk("", FinishReason.CANCELLED, Stats())
             self._chunks = self._start(self._cancelled.is_set)
@@ -70,14 +71,14 @@ class AnswerStream(Iterator[Chunk]):
         return chunk
 
     def cancel(self) -> None:
-        """End the answer after its current pass; what was written stays."""
+        """End the answer after its current pass; what was generated stays."""
         self._cancelled.set()
 
     def close(self) -> None:
-        """Abandon the answer and let the next one have its turn; does nothing when it has ended."""
+        """Abandon the answer and release the engine; does nothing when the answer has ended."""
         self.cancel()
         if self._chunks is not None:
-            # Another thread is computing a chunk: it will see the cancellation, end the answer and give the turn back.
+            # Where another thread is computing a chunk, that thread sees the cancellation and releases the engine.
             with suppress(ValueError):
                 self._chunks.close()
                 self._end()
@@ -90,33 +91,60 @@ class AnswerStream(Iterator[Chunk]):
     def _end(self) -> None:
         if not self._ended:
             self._ended = True
-            self._turns.give_back(self._key)
+            self._queue.release(self._key)
+
+
+async def stream_in_thread(start: Callable[[], AnswerStream]) -> AsyncIterator[Chunk]:
+    """Read the stream that `start` opens in one worker thread and yield its chunks.
+
+    When the consumer stops early or its task is cancelled, the answer is cancelled and closed before this returns, so
+    that the engine is free again; an answer that was still waiting leaves the queue.
+    """
+    # Importing asyncio takes a tenth of the package's import time.
+    import asyncio  # noqa: PLC0415
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
+
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="edge-run")
+    answer: AnswerStream | None = None
+    try:
+        answer = await loop.run_in_executor(worker, start)
+        answer.task = id(task)
+        while (chunk := await loop.run_in_executor(worker, next, answer, None)) is not None:
+            yield chunk
+    finally:
+        if answer is not None:
+            answer.cancel()
+            # Closing waits behind the pass in progress in the same thread, so the two cannot collide.
+            await asyncio.shield(loop.run_in_executor(worker, answer.close))
+        worker.shutdown(wait=False)
 
 
 class RequestQueue:
-    """The line in front of one engine."""
+    """Gives one engine to one answer at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # A stream that its reader forgets has to be collected, and its turn with it: nothing here keeps it alive.
+        # A weak reference: a stream that its reader drops is garbage-collected, and releases the engine.
         self._stream: weakref.ref[AnswerStream] | None = None
         self._key: object | None = None
         self._closed = False
 
     @property
     def _current(self) -> AnswerStream | None:
-        """The answer being written."""
+        """The answer being generated."""
         stream = self._stream
         return None if stream is None else stream()
 
-    def take(self, answer: AnswerStream, key: object) -> bool:
-        """Wait for the turn, to be given back with `key`; False when the answer was cancelled before it came.
+    def acquire(self, answer: AnswerStream, key: object) -> bool:
+        """Wait for the engine, to be released with `key`; False when the answer was cancelled while it waited.
 
         Raises:
-            EdgeError: the engine is closed, or the answer's reader holds the turn himself.
+            EdgeError: the engine is closed, or the answer's reader holds it already.
         """
         while not answer.cancelled:
-            self._refuse_waiting_for_oneself(answer.owner)
+            self._check_deadlock(answer.reader)
             if self._lock.acquire(timeout=_POLL_S):
                 if self._closed:
                     self._lock.release()
@@ -125,22 +153,22 @@ class RequestQueue:
                 return True
         return False
 
-    def give_back(self, key: object) -> None:
-        """End the turn that was taken with `key`."""
+    def release(self, key: object) -> None:
+        """Release the engine if it was acquired with `key`."""
         if self._key is key:
             self._stream = self._key = None
             self._lock.release()
 
     @contextmanager
-    def between(self) -> Iterator[None]:
-        """A block in which no answer is being written.
+    def idle(self) -> Iterator[None]:
+        """Wait until no answer is being generated, and keep others waiting for the length of the `with` block.
 
         Raises:
-            EdgeError: this thread is in the middle of an answer.
+            EdgeError: this thread has not finished an answer, which would deadlock.
         """
-        owner = ("thread", threading.get_ident())
+        reader = ("thread", threading.get_ident())
         while True:
-            self._refuse_waiting_for_oneself(owner)
+            self._check_deadlock(reader)
             if self._lock.acquire(timeout=_POLL_S):
                 break
         try:
@@ -149,19 +177,20 @@ class RequestQueue:
             self._lock.release()
 
     def cancel(self) -> None:
-        """End the answer being written, if there is one."""
+        """End the answer being generated, if there is one."""
         if (current := self._current) is not None:
             current.cancel()
 
     def close(self) -> None:
-        """End the answer being written and let no other begin."""
+        """End the answer being generated and refuse all others."""
         self._closed = True
         if (current := self._current) is not None:
             current.close()
         with self._lock:
             pass
 
-    def _refuse_waiting_for_oneself(self, owner: tuple[str, int]) -> None:
+    def _check_deadlock(self, reader: tuple[str, int]) -> None:
+        """Raise if `reader`, which is about to wait, holds the engine itself."""
         current = self._current
-        if current is not None and current.owner == owner:
+        if current is not None and current.reader == reader:
             raise EdgeError("the reader is in the middle of another answer", "finish or close that stream first")

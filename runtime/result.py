@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -113,64 +114,63 @@ _SUMMED: Final = (
 )
 
 
-class RoundTally:
-    """Adds up rounds: each is only put aside while the answer is written, and counted afterwards."""
+class StatsRecorder:
+    """Collects the steps of one answer and adds them up after its end, not between two passes.
 
-    def __init__(self) -> None:
+    Args:
+        prompt_tokens: number of tokens of the prompt.
+    """
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens: Final = prompt_tokens
+        self.reused_tokens = 0
+        self.completion_tokens = 0
         self._steps: list[Step] = []
-        self._drafted = [0] * len(Source)
-        self._accepted = [0] * len(Source)
-        self._drafted_at: list[int] = []
-        self._accepted_at: list[int] = []
-        self.draft_s = self.target_s = self.host_s = 0.0
+        self._started = time.perf_counter()
+        self._first_token: float | None = None
 
     def add(self, step: Step) -> None:
-        """Take in the round that a step came from."""
+        """Record a step."""
+        if self._first_token is None:
+            self._first_token = time.perf_counter()
         self._steps.append(step)
 
-    @property
-    def rounds(self) -> tuple[Round | None, ...]:
-        """All rounds after the first token; None where drafting rested."""
-        return tuple(step.round for step in self._steps if step.target_s)
-
-    def count(self) -> None:
-        """Count all rounds, once."""
-        for step in self._steps:
-            self.target_s += step.target_s
-            one = step.round
-            if one is None:
-                continue
-            self.draft_s += one.draft_s
-            self.host_s += one.host_s
-            if one.rows == 1:
-                continue
-            _add(self._drafted, one.drafted)
-            _add(self._accepted, one.accepted)
-            _add(self._drafted_at, one.drafted_by_depth)
-            _add(self._accepted_at, (1,) * sum(one.accepted))
-
-    @property
-    def drafted(self) -> int:
-        """Guesses verified."""
-        return sum(self._drafted)
-
-    @property
-    def accepted(self) -> int:
-        """Guesses taken."""
-        return sum(self._accepted)
-
-    def by_source(self) -> dict[str, DraftCounts]:
-        """Counts by drafter, of those that guessed anything."""
-        return {
-            SOURCE_NAMES.get(source, "other"): DraftCounts(self._drafted[source], self._accepted[source])
-            for source in Source
-            if self._drafted[source]
-        }
-
-    def by_depth(self) -> tuple[DraftCounts, ...]:
-        """Counts by distance from the text."""
-        accepted = [*self._accepted_at, *[0] * (len(self._drafted_at) - len(self._accepted_at))]
-        return tuple(DraftCounts(*both) for both in zip(self._drafted_at, accepted, strict=True))
+    def stats(self, *, keep_rounds: bool) -> Stats:
+        """Statistics of the answer, which ends now; with those of every round if `keep_rounds`."""
+        ended = time.perf_counter()
+        rounds = tuple(step.round for step in self._steps if step.target_s)
+        drafted, accepted = [0] * len(Source), [0] * len(Source)
+        drafted_at: list[int] = []
+        accepted_at: list[int] = []
+        for one in rounds:
+            if one is not None and one.rows > 1:
+                _add(drafted, one.drafted)
+                _add(accepted, one.accepted)
+                _add(drafted_at, one.drafted_by_depth)
+                _add(accepted_at, (1,) * sum(one.accepted))
+        accepted_at += [0] * (len(drafted_at) - len(accepted_at))
+        passes = [step.target_passes for step in self._steps]
+        return Stats(
+            prompt_tokens=self.prompt_tokens,
+            reused_tokens=self.reused_tokens,
+            completion_tokens=self.completion_tokens,
+            target_passes=sum(passes),
+            decode_passes=sum(passes[1:]),
+            first_token_s=(self._first_token or ended) - self._started,
+            total_s=ended - self._started,
+            drafted=sum(drafted),
+            accepted=sum(accepted),
+            by_source={
+                SOURCE_NAMES.get(source, "other"): DraftCounts(drafted[source], accepted[source])
+                for source in Source
+                if drafted[source]
+            },
+            by_depth=tuple(DraftCounts(*counts) for counts in zip(drafted_at, accepted_at, strict=True)),
+            draft_s=sum(one.draft_s for one in rounds if one is not None),
+            target_s=sum(step.target_s for step in self._steps),
+            host_s=sum(one.host_s for one in rounds if one is not None),
+            rounds=rounds if keep_rounds else (),
+        )
 
 
 def _add(totals: list[int], counts: Sequence[int]) -> None:

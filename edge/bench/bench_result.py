@@ -84,7 +84,7 @@ class Result:
         if not counted:
             raise InputError("no answer had a second token", "give other prompts, more --max-tokens, or --turns all")
         context = round(statistics.median(trial.context for trial in counted))
-        cost = engine.pass_cost().curve(context, _CURVE_ROWS)
+        cost = engine.model.drafters.pass_cost().curve(context, _CURVE_ROWS)
         return cls(
             conditions=conditions,
             accounts=accounts(counted),

@@ -18,7 +18,7 @@ from ...runtime.options import GenerateOptions
 from ...runtime.request_queue import AnswerStream
 from ...runtime.result import Reply, Stats
 from ...runtime.speculation.choice import Speculation
-from ...runtime.speculation.pool import OracleMode
+from ...runtime.speculation.replay import OracleMode
 from .prompt_sets import Conversation, Exchange
 from .ratios import PLAIN, Count, Run, Trial
 
@@ -31,7 +31,7 @@ class Contender:
 
     name: str
     speculation: Speculation
-    foresight: OracleMode = OracleMode.NONE
+    oracle_mode: OracleMode = OracleMode.NONE
     """What takes the drafters' place. Replay only."""
 
 
@@ -153,7 +153,7 @@ class Asking:
         for exchange in before:
             messages.append({"role": "user", "content": exchange.prompt})
             messages.append({"role": "assistant", "content": exchange.answer or ""})
-        return self._engine.encode_chat([*messages, {"role": "user", "content": question}])
+        return self._engine.model.encode_chat([*messages, {"role": "user", "content": question}])
 
 
 def measure(
@@ -171,7 +171,7 @@ def measure(
     found = Findings()
     asking = Asking(engine, plan)
     everyone = (PLAIN_CONTENDER, *contenders)
-    caches = {each.name: engine.new_sequence() for each in everyone}
+    caches = {each.name: engine.model.new_sequence() for each in everyone}
     todo = sum(map(plan.measured, conversations))
     _warm_up(engine, conversations, everyone, plan, caches)
     done = 0
@@ -220,10 +220,10 @@ def _rotated(everyone: Sequence[Contender], by: int) -> Sequence[Contender]:
 def _answer(engine: Engine, text: CachedSequence, contender: Contender, asked: Asked, plan: Plan) -> Reply:
     stream: AnswerStream
     if asked.answer is None:
-        stream = engine.run(text, asked.prompt, plan.options(contender, plan.max_tokens))
+        stream = engine.model.answer(text, asked.prompt, plan.options(contender, plan.max_tokens))
     else:
         options = plan.options(contender, len(asked.answer))
-        stream = engine.replay(text, asked.prompt, asked.answer, options, foresight=contender.foresight)
+        stream = engine.model.replay(text, asked.prompt, asked.answer, options, oracle_mode=contender.oracle_mode)
     return Reply.of(stream)
 
 

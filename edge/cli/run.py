@@ -113,7 +113,7 @@ def run(
         raw=raw,
         speculation=Speculation.parse(spec),
         exact=exact,
-        drawing=draw,
+        draft_sampling=draw,
         explain=explain,
     )
     chatting = prompt is None and sys.stdin is not None and sys.stdin.isatty()

@@ -67,7 +67,7 @@ def tune(
     with load(model, device=device, threads=threads, context=context, tokenizer=tokenizer) as engine:
         contexts = _contexts(engine, asked=context is not None)
         with _progress_bar() as progress:
-            cost = calibrate(engine.new_sequence().bound, contexts=contexts, progress=progress)
+            cost = calibrate(engine.model.new_sequence().bound, contexts=contexts, progress=progress)
         file = save(cost, engine.bundle, SessionConfig(engine.device, threads or 0))
         prior_bytes = build_prior(engine.bundle, engine.tokenizer, engine.graph_io.vocab_size, texts) if texts else 0
         facts = {

@@ -69,7 +69,7 @@ def verify(
         asked = [asking.ask((), each.exchanges[0]).prompt for each in conversations]
         with _progress_bar() as progress:
             exactness_report = Comparison(engine, max_tokens).certify(asked, progress)
-        engine.store_exactness_report(exactness_report)
+        engine.model.drafters.store_exactness_report(exactness_report)
         if as_json:
             print(json.dumps(facts(engine, exactness_report), ensure_ascii=False))  # noqa: T201
         else:

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from ...errors import CheckpointError
 from ...export.checkpoint.config import read_config
-from ..decode import PREFILL_TOKENS
 from ..engine import Engine
 from ..graph.bound_session import BoundSession, Floats
+from ..prefill import prefill
 from ..sampling import Sampler, SamplingParams
 
 _MOST: Final = 8
@@ -55,7 +55,7 @@ class SideBySide:
 
     def __init__(self, engine: Engine, longest: int) -> None:
         """`longest` is the most tokens that any text will have."""
-        self._bound: BoundSession = engine.new_sequence().bound
+        self._bound: BoundSession = engine.model.new_sequence().bound
         self._read_before: list[int] = []
         room = engine.context // longest if engine.graph_io.trees and not _has_windows(engine) else 1
         self.together: Final = max(1, min(_MOST, room))
@@ -95,10 +95,7 @@ class SideBySide:
         bound, arena = self._bound, self._bound.arena
         kept = len(_beginning([self._read_before, shared[:-1]]))
         arena.rewind_to(min(kept, arena.length))
-        while arena.length < len(shared):
-            part = shared[arena.length : arena.length + bound.most_rows(PREFILL_TOKENS)]
-            logits = bound.forward(part, rows=(len(part) - 1,))[0]
-            arena.commit(len(part))
+        logits, _ = prefill(bound, shared)
         self._read_before = shared
         return np.array(logits)
 

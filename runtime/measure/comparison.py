@@ -19,8 +19,10 @@ from typing import Final
 
 import numpy as np
 
-from ..decode import PREFILL_TOKENS, DecodeLimits, FinishReason, decode
+from ..decode import DecodeLimits, FinishReason, decode
 from ..engine import Engine
+from ..options import GenerationRequest
+from ..prefill import prefill
 from ..sampling import Logits, Sampler, SamplingParams, uniform_at
 from ..speculation.drafters.oracle import OracleDrafter, TreeDrafter
 from ..speculation.drafters.recycling import RecyclingDrafter
@@ -119,7 +121,7 @@ class Comparison:
         self, engine: Engine, max_tokens: int, *, seeds: Sequence[int] = (1, 2), temperature: float = 0.8
     ) -> None:
         self._engine = engine
-        self._bound = engine.new_sequence().bound
+        self._bound = engine.model.new_sequence().bound
         self._read: tuple[int, ...] = ()
         """The prompt whose rows, but for the last, are in the arena."""
         self._limits = DecodeLimits(max_tokens, engine.tokenizer.eos)
@@ -183,7 +185,7 @@ class Comparison:
         foreseen = OracleDrafter(plain.tokens, len(prompt))
         hidden = TreeDrafter(_Hidden(plain.tokens, len(prompt), self._engine.graph_io.vocab_size))
         made = [("foreseen", self._eager(Grower([foreseen]))), ("hidden", self._eager(Grower([hidden])))]
-        auto = self._engine.speculator(params, self._bound.arena)
+        auto = self._engine.model.drafters.speculator(GenerationRequest((), params), self._bound.arena)
         if auto is not None:
             made.append(("auto", self._eager(auto.grower)))
         return made
@@ -199,7 +201,7 @@ class Comparison:
         bound = self._bound
         self._rewind(prompt)
         near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)
-        steps = list(decode(bound, prompt, sampler, self._limits, lambda: False, speculator, near_ties))
+        steps = list(decode(bound, prompt, sampler, self._limits, speculator, near_ties))
         rounds = [step.round for step in steps if step.round is not None]
         return Answer(
             tuple(token for step in steps for token in step.tokens),
@@ -214,10 +216,7 @@ class Comparison:
         arena = self._bound.arena
         if self._read != tuple(prompt):
             arena.rewind_to(0)
-            for start in range(0, len(prompt) - 1, PREFILL_TOKENS):
-                chunk = prompt[start : min(start + PREFILL_TOKENS, len(prompt) - 1)]
-                self._bound.forward(chunk, rows=(0,))
-                arena.commit(len(chunk))
+            prefill(self._bound, prompt[:-1])
             self._read = tuple(prompt)
         arena.rewind_to(len(prompt) - 1)
 
@@ -272,7 +271,7 @@ class Comparison:
         last = _Told(text[prompt:])
         self._rewind(text[:prompt])
         limits = DecodeLimits(len(text) - prompt + 1)
-        for _ in decode(self._bound, text[:prompt], last, limits, lambda: False):
+        for _ in decode(self._bound, text[:prompt], last, limits):
             pass
         return last.logits
 

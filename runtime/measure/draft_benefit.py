@@ -63,11 +63,11 @@ class DraftJudge:
         from ...export.workbench import Acceptance  # noqa: PLC0415
 
         with load(bundle, device=self._device, threads=self._threads, learned=False) as engine:
-            draft = engine.draft_model()
+            draft = engine.model.drafters.draft_model()
             if draft is None:
                 raise InputError(f"{bundle} has no draft to judge", "export it with --draft or --draft-layers")
             chosen = self._chosen(engine, texts, read_markers(engine.bundle.folder))
-            bound = engine.new_sequence().bound
+            bound = engine.model.new_sequence().bound
             # What follows a text's last token is nothing that anybody would guess.
             same = sum(agreeing(bound, draft, text.tokens[:-1], text.start - 1) for text in chosen)
             plain, guessing = _replays(engine, chosen)
@@ -108,7 +108,7 @@ class DraftJudge:
 def _replays(engine: Engine, texts: Sequence[_Text]) -> tuple[list[Stats], list[Stats]]:
     """Accounts of each text, plain and with guesses of the draft."""
     ways = (Speculation.OFF, Speculation.of(Source.MODEL))
-    caches = [engine.new_sequence() for _ in ways]
+    caches = [engine.model.new_sequence() for _ in ways]
     # First passes allocate memory: let nobody be charged for it.
     for way, cache in zip(ways, caches, strict=True):
         first = texts[0]
@@ -121,9 +121,9 @@ def _replays(engine: Engine, texts: Sequence[_Text]) -> tuple[list[Stats], list[
 
 
 def _replay(engine: Engine, cache: CachedSequence, text: _Text, way: Speculation) -> Stats:
-    cache.tokens.clear()
+    cache.token_ids.clear()
     options = GenerateOptions(temperature=0.0, speculation=way)
-    return Reply.of(engine.replay(cache, text.tokens[: text.start], text.tokens[text.start :], options)).stats
+    return Reply.of(engine.model.replay(cache, text.tokens[: text.start], text.tokens[text.start :], options)).stats
 
 
 def _decoded(accounts: Sequence[Stats]) -> int:

@@ -139,7 +139,7 @@ class _Pen:
         return bool(self._engine.tokenizer.decode(tokens).strip())
 
     def _answers(self) -> Iterator[list[int] | None]:
-        asked = cycle(self._engine.encode_chat([{"role": "user", "content": request}]) for request in _NEUTRAL)
+        asked = cycle(self._engine.model.encode_chat([{"role": "user", "content": request}]) for request in _NEUTRAL)
         while True:
             yield from self._answered([*islice(asked, self._side_by_side.together)])
 
@@ -170,7 +170,7 @@ class _Frame:
     @classmethod
     def of(cls, engine: Engine) -> _Frame | None:
         """The frame of a model's template; None where it does more with a request than to write it down."""
-        written = engine.require_template().render([{"role": "user", "content": _PLACE}])
+        written = engine.model.require_template().render([{"role": "user", "content": _PLACE}])
         before, found, after = written.partition(_PLACE)
         if not found or not after or not before or _PLACE in after:
             return None
@@ -191,7 +191,7 @@ def _conversations(engine: Engine, content: str, file: Path) -> Iterator[list[in
             yield engine.tokenizer.encode(text, add_special_tokens=True)
         else:
             asked = messages[-1]["role"] == "user"
-            yield engine.encode_chat(messages, add_generation_prompt=asked)
+            yield engine.model.encode_chat(messages, add_generation_prompt=asked)
 
 
 def _messages(row: dict[str, Any], file: Path, number: int) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ...models.json_file import is_finite, is_whole, shown
 from ..graph.bound_session import BoundSession
 from ..kv.arena import Rows
+from ..prefill import prefill
 from ..speculation.tree import Source, Tree
 
 WIDTHS: Final = (1, 2, 3, 4, 8, 16)
@@ -131,8 +132,7 @@ def measure_width_noise(
     for number, text in enumerate(cut):
         context, rest = text[: len(text) // 2], text[len(text) // 2 :]
         arena.rewind_to(0)
-        bound.forward(context, rows=(0,))
-        arena.commit(len(context))
+        prefill(bound, context)
         start = arena.snapshot()
         truth = _in_chains(bound, start, rest, 1)
         rows += len(rest)

@@ -13,13 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..graph.bound_session import BoundSession
+from ..prefill import Cancelled
 from ..sampling import Logits, Sampler
 from .tree import Tree
 from .verification import VerifyResult, follow
-
-
-class Cancelled(Exception):  # noqa: N818  not an error
-    """Running rows again was cancelled; the arena holds those of a beginning of the text."""
 
 
 class NearTies:

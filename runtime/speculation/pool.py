@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from ...models.bundle import Bundle
 from ...models.cache import cache_folder
 from ...models.pairing import DraftPair
-from ..generation import CachedSequence
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.arena import KVArena
 from ..measure.exactness import ExactnessReport, measure_exactness, save_exactness_report, stored_exactness_report
 from ..measure.pass_cost_store import load_or_calibrate, save
 from ..measure.pass_timing import calibrate
-from ..sampling import SamplingParams
+from ..options import GenerationRequest, Persistence
 from .choice import Speculation
 from .draft_loading import load_draft, load_own_draft
 from .drafters.draft_model import DraftModel
@@ -34,6 +31,7 @@ from .drafting import Drafting
 from .growth import Grower
 from .ngram_prior import open_prior
 from .pass_cost import PassCost
+from .replay import OracleMode
 from .sampled_speculator import DraftSampling
 from .speculator import Speculator
 
@@ -42,31 +40,6 @@ _HISTORY_BYTES: Final = 64 << 20
 _WORTH_SAVING: Final = 256
 """Passes observed from which a refined step cost is written back."""
 _log: Final = logging.getLogger("edgerun")
-
-
-class OracleMode(Enum):
-    """What takes the drafters' place while a recording is replayed."""
-
-    NONE = "none"
-    """Nothing: they draft as always."""
-    RIGHT = "right"
-    """A drafter that knows the answer: what no other can surpass."""
-    WRONG = "wrong"
-    """A drafter that is sure of itself and never right: what the worst one costs."""
-
-
-@dataclass(frozen=True)
-class Recording:
-    """An answer given beforehand, and whether drafts are to know it."""
-
-    answer: tuple[int, ...]
-    foresight: OracleMode = OracleMode.NONE
-
-    def believed(self, vocab_size: int) -> tuple[int, ...]:
-        """The answer that the drafter expects."""
-        if self.foresight is OracleMode.RIGHT:
-            return self.answer
-        return tuple((token + 1) % vocab_size for token in self.answer)
 
 
 class DrafterPool:
@@ -78,9 +51,7 @@ class DrafterPool:
         context: most tokens of a text.
         pair: the draft model; None for none.
         draft_config: how the draft model is run.
-        cache: whether anything is read from disk or kept there.
-        history: whether conversations are kept and drafted from.
-        learned: whether recycled candidates are read from the cache and kept there.
+        persistence: what is read from disk and kept there.
     """
 
     def __init__(
@@ -90,19 +61,16 @@ class DrafterPool:
         context: int,
         pair: DraftPair | None,
         draft_config: SessionConfig,
-        *,
-        cache: bool,
-        history: bool,
-        learned: bool,
+        persistence: Persistence,
     ) -> None:
         self._graph = graph
         self._bundle = bundle
         self._context = context
         self._pair = pair
         self._draft_config = draft_config
-        self._cached = cache
-        self._learned = cache and learned
-        self._store = HistoryStore(self._history_folder, _HISTORY_BYTES, _log.warning) if history else None
+        self._cached = persistence.cache
+        self._learned = persistence.cache and persistence.learned
+        self._store = HistoryStore(self._history_folder, _HISTORY_BYTES, _log.warning) if persistence.history else None
         self._cost: PassCost | None = None
         self._exactness_report: ExactnessReport | None = None
         self._drafting: Drafting | None = None
@@ -110,27 +78,27 @@ class DrafterPool:
         self._foreseeing: dict[OracleMode, tuple[OracleDrafter, Speculator]] = {}
         self._kept = False
 
-    def pass_cost(self, new_sequence: Callable[[], CachedSequence]) -> PassCost:
-        """What passes cost: known from before, or measured now over an arena that `new_sequence` makes."""
+    def pass_cost(self) -> PassCost:
+        """What passes cost: known from before, or measured now."""
         if self._cost is None:
-            bound = new_sequence().bound
+            bound = self._graph.bind(self._graph.arena(self._context))
             self._cost = (
                 load_or_calibrate(self._bundle, self._graph.config, bound) if self._cached else calibrate(bound)
             )
         return self._cost
 
-    def draft_model(self, new_sequence: Callable[[], CachedSequence]) -> DraftModel | None:
+    def draft_model(self) -> DraftModel | None:
         """The draft model, loaded if need be; None if there is none."""
-        self._drafts(new_sequence)
+        self._drafts()
         return None if self._model is None else self._model.model
 
-    def exactness_report(self, new_sequence: Callable[[], CachedSequence], text: Sequence[int]) -> ExactnessReport:
+    def exactness_report(self, text: Sequence[int]) -> ExactnessReport:
         """How exact speculation is: known from before, or its noise measured now over `text`."""
         if self._exactness_report is None:
             config = self._graph.config
             self._exactness_report = stored_exactness_report(self._bundle, config) if self._cached else None
             if self._exactness_report is None:
-                self._exactness_report = measure_exactness(new_sequence().bound, text)
+                self._exactness_report = measure_exactness(self._graph.bind(self._graph.arena(self._context)), text)
                 if self._cached:
                     save_exactness_report(self._exactness_report, self._bundle, config)
         return self._exactness_report
@@ -141,43 +109,33 @@ class DrafterPool:
         if self._cached:
             save_exactness_report(exactness_report, self._bundle, self._graph.config)
 
-    def speculator(
-        self,
-        choice: Speculation,
-        sampling: SamplingParams,
-        new_sequence: Callable[[], CachedSequence],
-        prompt: Sequence[int],
-        arena: KVArena,
-        recorded: Recording | None = None,
-        *,
-        exact: bool = False,
-        drawing: DraftSampling = DraftSampling.OFF,
-    ) -> Speculator | None:
-        """The speculator for one answer, which is written over `arena`; None for plain decoding.
+    def speculator(self, request: GenerationRequest, arena: KVArena) -> Speculator | None:
+        """The speculator for one answer, which is generated in `arena`; None for plain decoding.
 
         Raises:
-            InputError: a drafter that was asked for is not at hand.
+            InputError: a drafter that was asked for is not available.
         """
+        choice, recording, sampling = request.speculation, request.recording, request.sampling
         graph_io = self._graph.graph_io
         if choice == Speculation.OFF or (choice.automatic and not graph_io.verifies):
             return None
         trees = graph_io.trees
-        cost = self.pass_cost(new_sequence)
-        if recorded is not None and recorded.foresight is not OracleMode.NONE:
-            if recorded.foresight not in self._foreseeing:
+        cost = self.pass_cost()
+        if recording is not None and recording.oracle_mode is not OracleMode.NONE:
+            if recording.oracle_mode not in self._foreseeing:
                 predictor = OracleDrafter()
-                self._foreseeing[recorded.foresight] = predictor, Speculator(Grower([predictor]), cost, trees=trees)
-            predictor, speculator = self._foreseeing[recorded.foresight]
-            predictor.expect(recorded.believed(graph_io.vocab_size), len(prompt))
+                self._foreseeing[recording.oracle_mode] = predictor, Speculator(Grower([predictor]), cost, trees=trees)
+            predictor, speculator = self._foreseeing[recording.oracle_mode]
+            predictor.expect(recording.believed(graph_io.vocab_size), len(request.prompt_ids))
             return speculator
-        drafting = self._drafts(new_sequence)
+        drafting = self._drafts()
         if self._model is not None:
             if isinstance(self._model.model, LayerSkipDraft):
                 self._model.model.attach(arena)
             self._model.temperature = 1.0 if sampling.greedy else sampling.temperature
-        if drawing is not DraftSampling.OFF and recorded is None and not sampling.greedy:
-            return drafting.drawing(drawing, sampling)
-        return drafting.speculator(choice, recorded=recorded is not None, exact=exact)
+        if request.draft_sampling is not DraftSampling.OFF and recording is None and not sampling.greedy:
+            return drafting.drawing(request.draft_sampling, sampling)
+        return drafting.speculator(choice, recorded=recording is not None, exact=request.exact)
 
     def remember(self, tokens: Sequence[int]) -> None:
         """Keep what a finished text adds, for later conversations, where that was asked for."""
@@ -194,10 +152,10 @@ class DrafterPool:
             self._store.reindex()
             self._kept = False
 
-    def _drafts(self, new_sequence: Callable[[], CachedSequence]) -> Drafting:
+    def _drafts(self) -> Drafting:
         """All drafters at hand, made when first asked for."""
         if self._drafting is None:
-            self._drafting = self._make_drafting(self.pass_cost(new_sequence), trees=self._graph.graph_io.trees)
+            self._drafting = self._make_drafting(self.pass_cost(), trees=self._graph.graph_io.trees)
         return self._drafting
 
     def _make_drafting(self, cost: PassCost, *, trees: bool) -> Drafting:

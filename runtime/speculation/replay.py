@@ -3,9 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 from ..sampling import Logits
 from .verification import TokenSampler
+
+
+class OracleMode(Enum):
+    """What takes the drafters' place while a recording is replayed."""
+
+    NONE = "none"
+    """Nothing: they draft as always."""
+    RIGHT = "right"
+    """A drafter that knows the answer: what no other can surpass."""
+    WRONG = "wrong"
+    """A drafter that is sure of itself and never right: what the worst one costs."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """An answer given beforehand, and whether drafts are to know it."""
+
+    answer: tuple[int, ...]
+    oracle_mode: OracleMode = OracleMode.NONE
+
+    def believed(self, vocab_size: int) -> tuple[int, ...]:
+        """The answer that the drafter expects."""
+        if self.oracle_mode is OracleMode.RIGHT:
+            return self.answer
+        return tuple((token + 1) % vocab_size for token in self.answer)
 
 
 class ReplaySampler:

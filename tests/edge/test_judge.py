@@ -24,10 +24,10 @@ def texts(tiny_bundle: Path) -> list[np.ndarray]:
         found = []
         for start in (20, 40, 60):
             prompt = list(range(start, start + 8))
-            text = engine.new_sequence()
-            reply = list(engine.run(text, prompt, edgerun.GenerateOptions(max_tokens=24)))
+            text = engine.model.new_sequence()
+            reply = list(engine.model.answer(text, prompt, edgerun.GenerateOptions(max_tokens=24)))
             assert reply
-            found.append(np.array(text.tokens))
+            found.append(np.array(text.token_ids))
     return found
 
 
@@ -64,9 +64,9 @@ def test_a_draft_on_the_targets_cache_leaves_the_targets_rows(tmp_path: Path) ->
     write_own_draft(bundle, (SubLayer(1, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD)))
     text = list(range(20, 60))
     with edgerun.load(bundle, cache=False, threads=1) as engine:
-        draft = engine.draft_model()
+        draft = engine.model.drafters.draft_model()
         assert draft is not None
-        bound, alone = engine.new_sequence().bound, engine.new_sequence().bound
+        bound, alone = engine.model.new_sequence().bound, engine.model.new_sequence().bound
         same = agreeing(bound, draft, text)
         assert 0 < same < len(text)
         assert same >= agreeing(bound, draft, text, 10) >= same - 10

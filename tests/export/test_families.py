@@ -57,7 +57,7 @@ def test_decoding_follows_the_reference_past_the_window(tmp_path, family: str) -
     texts, rows = [], 0
     for speculator in (None, eager(SuffixDrafter(), RecyclingDrafter(300))):
         sampler = Sampler(SamplingParams(), 300)
-        steps = list(decode(graph.bind(graph.arena(256)), prompt, sampler, limits, lambda: False, speculator, None))
+        steps = list(decode(graph.bind(graph.arena(256)), prompt, sampler, limits, speculator, None))
         texts.append([token for step in steps for token in step.tokens])
         rows += sum(step.round.rows for step in steps if step.round is not None)
     assert texts[0] == texts[1]

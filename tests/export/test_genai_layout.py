@@ -60,12 +60,12 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[list[int], list[int]]:
     """The prompt's tokens and those edge-run continues them with."""
     with edgerun.load(bundle, threads=1, cache=False) as llm:
-        llm._drafter_pool._cost = FixedCost(NEARLY_FREE)
-        prompt, text = llm.tokenizer.encode(PROMPT, add_special_tokens=True), llm.new_sequence()
+        llm.model.drafters._cost = FixedCost(NEARLY_FREE)
+        prompt, text = llm.tokenizer.encode(PROMPT, add_special_tokens=True), llm.model.new_sequence()
         options = edgerun.GenerateOptions(max_tokens=TOKENS, temperature=0, speculation=speculation)
-        stats = edgerun.Reply.of(llm.run(text, prompt, options)).stats
+        stats = edgerun.Reply.of(llm.model.answer(text, prompt, options)).stats
         assert (stats.drafted > 0) == (speculation is not Speculation.OFF)
-    return prompt, text.tokens[len(prompt) :]
+    return prompt, text.token_ids[len(prompt) :]
 
 
 def test_text_is_the_same_in_both_layouts(twin: Twin) -> None:

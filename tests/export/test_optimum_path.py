@@ -64,9 +64,9 @@ def test_what_optimum_exports_is_upgraded(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) - before == {tmp_path / "out"}
     assert set(stages) == {"exporting with Optimum", "reading", "writing weights", "checking"}
     with edgerun.load(report.bundle) as llm:
-        text = llm.new_sequence()
-        Reply.of(llm.run(text, PROMPT, GenerateOptions(max_tokens=20, temperature=0)))
-    assert text.tokens[len(PROMPT) :][:19] == greedy_tokens(layout, PROMPT, 20)[:19]
+        text = llm.model.new_sequence()
+        Reply.of(llm.model.answer(text, PROMPT, GenerateOptions(max_tokens=20, temperature=0)))
+    assert text.token_ids[len(PROMPT) :][:19] == greedy_tokens(layout, PROMPT, 20)[:19]
 
 
 @pytest.mark.usefixtures("optimum")
@@ -135,8 +135,8 @@ def test_other_families_decode_as_transformers_does(model_type: str, tmp_path: P
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=100, attention_mask=torch.ones(1, len(PROMPT))
         )[0, len(PROMPT) :].tolist()
     with edgerun.load(bundle) as llm:
-        text = llm.new_sequence()
-        Reply.of(llm.run(text, PROMPT, GenerateOptions(max_tokens=100, temperature=0)))
-        answered = text.tokens[len(PROMPT) :]
+        text = llm.model.new_sequence()
+        Reply.of(llm.model.answer(text, PROMPT, GenerateOptions(max_tokens=100, temperature=0)))
+        answered = text.token_ids[len(PROMPT) :]
     assert len(answered) > 10
     np.testing.assert_array_equal(answered, said[: len(answered)])

@@ -82,12 +82,12 @@ def test_upgraded_models_say_the_same_in_trees(name: str, tmp_path: Path) -> Non
     prompt = clear_prompt(layout)
     with edgerun.load(upgrade(write_layout(tmp_path / "m", layout)), threads=1, cache=False) as llm:
         assert llm.graph_io.trees
-        llm._drafter_pool._cost = FixedCost(NEARLY_FREE)
+        llm.model.drafters._cost = FixedCost(NEARLY_FREE)
         for speculation in (Speculation.OFF, Speculation.AUTO):
-            text = llm.new_sequence()
+            text = llm.model.new_sequence()
             options = GenerateOptions(max_tokens=TOKENS, temperature=0, speculation=speculation)
-            reply = Reply.of(llm.run(text, prompt, options))
-            assert text.tokens[len(prompt) :] == greedy_tokens(layout, prompt, TOKENS)
+            reply = Reply.of(llm.model.answer(text, prompt, options))
+            assert text.token_ids[len(prompt) :] == greedy_tokens(layout, prompt, TOKENS)
             assert (reply.stats.drafted > 0) == (speculation is not Speculation.OFF)
 
 

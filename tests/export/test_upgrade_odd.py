@@ -46,9 +46,9 @@ def upgraded(source: Path, form: WeightFormat) -> Manifest:
 def require_same_text(folder: Path, layout: Layout) -> None:
     """An upgraded model says what its source does."""
     with edgerun.load(folder, threads=1, cache=False) as llm:
-        text = llm.new_sequence()
-        Reply.of(llm.run(text, PROMPT, GenerateOptions(max_tokens=TOKENS, temperature=0)))
-        assert text.tokens[len(PROMPT) :] == greedy_tokens(layout, PROMPT, TOKENS)
+        text = llm.model.new_sequence()
+        Reply.of(llm.model.answer(text, PROMPT, GenerateOptions(max_tokens=TOKENS, temperature=0)))
+        assert text.token_ids[len(PROMPT) :] == greedy_tokens(layout, PROMPT, TOKENS)
 
 
 def pad_head(model: ModelProto) -> None:

@@ -12,7 +12,7 @@ from edgerun import ContextError
 from edgerun.export import INT4, INT8
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.runtime import decode as decode_module
+from edgerun.runtime import prefill as prefill_module
 from edgerun.runtime.decode import DecodeLimits, FinishReason, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
@@ -29,7 +29,7 @@ def bind(bundle: Path, limit: int = 256) -> BoundSession:
 
 
 def run(bound: BoundSession, prompt: list[int], params: SamplingParams, limits: DecodeLimits) -> list[int]:
-    steps = list(decode(bound, prompt, Sampler(params, VOCABULARY), limits, lambda: False))
+    steps = list(decode(bound, prompt, Sampler(params, VOCABULARY), limits))
     assert all(step.finish is None for step in steps[:-1])
     assert steps[-1].finish is not None
     return [token for step in steps for token in step.tokens]
@@ -64,7 +64,7 @@ def test_chunked_prefill_gives_the_same_text(tiny_bundle: Path, monkeypatch: pyt
     prompt = np.random.default_rng(1).integers(5, VOCABULARY, 100).tolist()
     whole = run(bind(tiny_bundle), prompt, SamplingParams(), DecodeLimits(20))
     for rows in (1, 7, 99, 100):
-        monkeypatch.setattr(decode_module, "PREFILL_ROWS", rows)
+        monkeypatch.setattr(prefill_module, "PREFILL_TOKENS", rows)
         bound = bind(tiny_bundle)
         assert run(bound, prompt, SamplingParams(), DecodeLimits(20)) == whole
         assert bound.arena.length == 119
@@ -104,7 +104,7 @@ def test_end_tokens_end_the_text_and_are_not_part_of_it(tiny_bundle: Path) -> No
     for eos in (frozenset({free[0]}), frozenset({free[7], 299}), frozenset({free[-1]})):
         steps = list(
             decode(
-                bind(tiny_bundle), [50, 60], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(30, eos), lambda: False
+                bind(tiny_bundle), [50, 60], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(30, eos)
             )
         )
         tokens = [token for step in steps for token in step.tokens]
@@ -116,7 +116,7 @@ def test_end_tokens_end_the_text_and_are_not_part_of_it(tiny_bundle: Path) -> No
 
 def test_passes_and_rows_add_up(tiny_bundle: Path) -> None:
     bound = bind(tiny_bundle)
-    steps = list(decode(bound, [5, 6, 7], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(9), lambda: False))
+    steps = list(decode(bound, [5, 6, 7], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(9)))
     assert sum(step.produced for step in steps) == sum(step.target_passes for step in steps) == 9
     assert bound.arena.length == 3 + 9 - 1
 
@@ -124,19 +124,19 @@ def test_passes_and_rows_add_up(tiny_bundle: Path) -> None:
 def test_the_context_ends_the_text(tiny_bundle: Path) -> None:
     bound = bind(tiny_bundle, limit=32)
     steps = list(
-        decode(bound, list(range(5, 35)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits(), lambda: False)
+        decode(bound, list(range(5, 35)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits())
     )
     assert [len(step.tokens) for step in steps] == [1, 1]
     assert steps[-1].finish is FinishReason.LENGTH
     with pytest.raises(ContextError, match="the prompt has 32 tokens and the model's context is 32; shorten it"):
-        list(decode(bound, list(range(32)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits(), lambda: False))
+        list(decode(bound, list(range(32)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits()))
 
 
 @pytest.mark.parametrize("after", range(6))
 def test_cancelling_leaves_an_arena_to_go_on_with(
     tiny_bundle: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_module, "PREFILL_ROWS", 10)
+    monkeypatch.setattr(prefill_module, "PREFILL_TOKENS", 10)
     prompt = list(range(40, 65))
     expected = run(bind(tiny_bundle), prompt, SamplingParams(), DecodeLimits(8))
     bound, asked = bind(tiny_bundle), []
@@ -145,7 +145,7 @@ def test_cancelling_leaves_an_arena_to_go_on_with(
         asked.append(None)
         return len(asked) > after
 
-    steps = list(decode(bound, prompt, Sampler(SamplingParams(), VOCABULARY), DecodeLimits(8), cancelled))
+    steps = list(decode(bound, prompt, Sampler(SamplingParams(), VOCABULARY), DecodeLimits(8, cancelled=cancelled)))
     assert steps[-1].finish is FinishReason.CANCELLED
     tokens = [token for step in steps for token in step.tokens]
     assert tokens == expected[: len(tokens)]

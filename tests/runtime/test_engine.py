@@ -150,13 +150,13 @@ def test_an_answer_asked_for_before_its_turn_starts_from_nothing(engine: Engine)
     """Also when its prompt begins as the running answer's text does."""
     ids = list(range(30, 40))
     options = GenerateOptions(max_tokens=10)
-    first = engine.new_sequence()
-    list(engine.run(first, ids, options))
-    continuation = first.tokens[:-2]
-    expected = "".join(chunk.text for chunk in engine.run(None, continuation, options))
-    running = engine.run(None, ids, options)
+    first = engine.model.new_sequence()
+    list(engine.model.answer(first, ids, options))
+    continuation = first.token_ids[:-2]
+    expected = "".join(chunk.text for chunk in engine.model.answer(None, continuation, options))
+    running = engine.model.answer(None, ids, options)
     next(running)
-    waiting = engine.run(None, continuation, options)
+    waiting = engine.model.answer(None, continuation, options)
     list(running)
     chunks = list(waiting)
     assert "".join(chunk.text for chunk in chunks) == expected
@@ -274,8 +274,8 @@ def test_turns_of_a_session_reuse_the_cache_and_change_no_text(engine: Engine) -
         assert first.stats.reused_tokens == 0
         assert second.stats.reused_tokens > 8
         messages = list(chat.messages)
-    ids = engine.encode_chat(messages[:-1])
-    fresh = engine.run(engine.new_sequence(), ids, GenerateOptions(max_tokens=8))
+    ids = engine.model.encode_chat(messages[:-1])
+    fresh = engine.model.answer(engine.model.new_sequence(), ids, GenerateOptions(max_tokens=8))
     assert "".join(chunk.text for chunk in fresh) == second.text
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
 
@@ -384,7 +384,7 @@ def test_a_closed_session_says_so(engine: Engine) -> None:
     ],
 )
 def test_a_saved_conversation_with_nonsense_in_it_is_refused(engine: Engine, tmp_path: Path, field, value) -> None:
-    about = {"format": 2, "model": engine.fingerprint, "messages": [{"role": "user", "content": "a"}]}
+    about = {"format": 2, "model": engine.bundle.fingerprint, "messages": [{"role": "user", "content": "a"}]}
     arrays = {"tokens": np.array([5, 6]), "rows.0": np.zeros((4, 1, 2, 2, 16), np.float32)}
     path = tmp_path / "chat.kv"
 

@@ -42,7 +42,7 @@ def turn(
     sampler = Sampler(GREEDY, VOCABULARY)
     near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)
     tokens: list[int] = []
-    for step in decode(bound, prompt, sampler, DecodeLimits(16), lambda: False, speculator, near_ties):
+    for step in decode(bound, prompt, sampler, DecodeLimits(16), speculator, near_ties):
         tokens += step.tokens
         check()
     return tokens

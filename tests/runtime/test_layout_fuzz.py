@@ -82,9 +82,9 @@ def answers(folder: Path, layout: Layout, prompt: Sequence[int]) -> list[list[in
     found = []
     with edgerun.load(folder, context=CONTEXT, threads=1, cache=False) as engine:
         for speculator in (None, eager(SuffixDrafter(), trees=engine.graph_io.trees)):
-            bound = engine.new_sequence().bound
+            bound = engine.model.new_sequence().bound
             sampler = Sampler(SamplingParams(), engine.graph_io.vocab_size)
-            steps = decode(bound, prompt, sampler, DecodeLimits(TOKENS), lambda: False, speculator)
+            steps = decode(bound, prompt, sampler, DecodeLimits(TOKENS), speculator)
             found.append([token for step in steps for token in step.tokens])
         engine.generate("the", raw=True, max_tokens=2, speculation=edgerun.runtime.speculation.Speculation.OFF)
     return found

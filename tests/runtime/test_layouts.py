@@ -90,7 +90,7 @@ def lengths_of(layout: Layout, lengths: tuple[int, ...]) -> list[int]:
 
 def steps_of(bound: BoundSession, prompt: list[int], speculator: Speculator | None = None) -> list[Step]:
     sampler = Sampler(SamplingParams(), VOCABULARY)
-    return list(decode(bound, prompt, sampler, DecodeLimits(TOKENS), lambda: False, speculator))
+    return list(decode(bound, prompt, sampler, DecodeLimits(TOKENS), speculator))
 
 
 def tokens_of(steps: list[Step]) -> list[int]:
@@ -234,7 +234,7 @@ def test_what_is_kept_of_a_graph_is_of_its_reading(tmp_path: Path) -> None:
     prompt = prompt_of(layout, 40, salt=1)
     for _ in range(2):  # what is kept from the first time serves the second
         with edgerun.load(folder, threads=1) as engine:
-            assert tokens_of(steps_of(engine.new_sequence().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
+            assert tokens_of(steps_of(engine.model.new_sequence().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
     settings = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
     names = settings["model"]["decoder"]["inputs"]
     names["past_key_names"], names["past_value_names"] = names["past_value_names"], names["past_key_names"]
@@ -249,7 +249,7 @@ def test_weights_packed_for_the_machine_say_the_same(name: str, folder_of) -> No
     prompt = prompt_of(layout, 40, salt=1)
     for _ in range(2):
         with edgerun.load(folder_of(name), threads=1) as engine:
-            assert tokens_of(steps_of(engine.new_sequence().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
+            assert tokens_of(steps_of(engine.model.new_sequence().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
 
 
 def engine_of(folder: Path, layout: Layout) -> Engine:
@@ -266,11 +266,11 @@ def test_an_engine_answers_and_resumes(name: str, folder_of, tmp_path: Path) -> 
         assert 0 not in expected, "the end of the text comes too early for a test"
         for speculation in (Speculation.AUTO, Speculation.OFF):
             options = GenerateOptions(max_tokens=TOKENS, speculation=speculation)
-            reply = Reply.of(engine.run(None, prompt, options))
+            reply = Reply.of(engine.model.answer(None, prompt, options))
             assert reply.text == engine.tokenizer.decode(expected)
             assert reply.stats.completion_tokens == TOKENS
         exact = GenerateOptions(max_tokens=TOKENS, exact=True)
-        assert Reply.of(engine.run(None, prompt, exact)).text == engine.tokenizer.decode(expected)
+        assert Reply.of(engine.model.answer(None, prompt, exact)).text == engine.tokenizer.decode(expected)
         if layout.capacity is not None:
             return
         with engine.session() as chat:
@@ -360,7 +360,7 @@ def test_a_graph_of_fixed_capacity_limits_the_context(folder_of) -> None:
     with engine_of(folder_of("genai-fixed-capacity"), layout) as engine:
         assert engine.context == layout.capacity == 128
         prompt = prompt_of(layout, 100, count=28)
-        reply = Reply.of(engine.run(None, prompt, GenerateOptions()))
+        reply = Reply.of(engine.model.answer(None, prompt, GenerateOptions()))
         assert reply.stats.completion_tokens <= 28
 
 

@@ -77,7 +77,7 @@ def run(
     bound.arena.rewind_to(0)
     sampler = Sampler(params, VOCABULARY)
     near_ties = NearTies(bound, sampler, epsilon, lambda: False)
-    steps = list(decode(bound, prompt, sampler, limits, lambda: False, speculator, near_ties))
+    steps = list(decode(bound, prompt, sampler, limits, speculator, near_ties))
     return tokens_of(steps), near_ties, steps
 
 
@@ -153,7 +153,7 @@ def test_rows_of_an_earlier_answer_are_run_again_first(tiny_bundle_of: Callable[
 
     def rows_after(near_ties: NearTies | None) -> np.ndarray:
         sampler = Sampler(GREEDY, VOCABULARY)
-        steps = list(decode(bound, [*prompt, *plain, *question], sampler, LIMITS, lambda: False, None, near_ties))
+        steps = list(decode(bound, [*prompt, *plain, *question], sampler, LIMITS, None, near_ties))
         assert steps[0].target_passes == 1 + (0 if near_ties is None else near_ties.rows)
         return bound.arena.snapshot()[0]
 
@@ -191,13 +191,13 @@ def test_cancelling_while_rows_are_run_again(twins: Callable[[WeightFormat], Bou
     bound.arena.rewind_to(0)
     sampler = Sampler(GREEDY, VOCABULARY)
     near_ties = NearTies(bound, sampler, EVERYTHING, cancelled)
-    steps = list(decode(bound, prompt, sampler, LIMITS, cancelled, oracle([*prompt, *plain]), near_ties))
+    steps = list(decode(bound, prompt, sampler, DecodeLimits(40, cancelled=cancelled), oracle([*prompt, *plain]), near_ties))
     tokens = tokens_of(steps)
     assert steps[-1].finish is FinishReason.CANCELLED
     assert tokens == plain[: len(tokens)]
     assert bound.arena.length <= len(prompt) + len(tokens)
     whole = [*prompt, *tokens]
-    rest = list(decode(bound, whole, Sampler(GREEDY, VOCABULARY), DecodeLimits(5), lambda: False))
+    rest = list(decode(bound, whole, Sampler(GREEDY, VOCABULARY), DecodeLimits(5)))
     assert len(tokens_of(rest)) == 5
 
 
@@ -239,7 +239,7 @@ def test_the_engine_keeps_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 assert exact.text == expected.text
                 if "seed" in changes:
                     assert exact.stats.drafted == 0
-        known = engine.exactness_report()
+        known = engine.model.exactness_report()
     assert len(list((tmp_path / "cache" / "certificates").iterdir())) == 1
     with edgerun.load(bundle) as engine:
-        assert engine.exactness_report() == known
+        assert engine.model.exactness_report() == known

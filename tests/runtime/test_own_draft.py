@@ -49,7 +49,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(bundle: Path, **options: object) -> Engine:
     """An engine to which every guess of the draft's is worth its price."""
     engine = edgerun.load(bundle, threads=1, cache=False, **options)
-    drafter_pool = engine._drafter_pool
+    drafter_pool = engine.model.drafters
     drafter_pool._cost = FixedCost(NEARLY_FREE)
     drafter_pool._drafting = drafter_pool._make_drafting(drafter_pool._cost, trees=True)
     drafter_pool._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
@@ -101,20 +101,20 @@ def test_the_text_is_that_of_plain_decoding(engine: Engine, choice: Speculation,
     assert drafted > 0
 
 
-@pytest.mark.parametrize("drawing", [DraftSampling.CHAIN, DraftSampling.TREE])
-def test_guesses_can_be_drawn_from_it(engine: Engine, drawing: DraftSampling) -> None:
-    reply = engine.generate("the other thing", SAMPLED, drawing=drawing)
+@pytest.mark.parametrize("draft_sampling", [DraftSampling.CHAIN, DraftSampling.TREE])
+def test_guesses_can_be_drawn_from_it(engine: Engine, draft_sampling: DraftSampling) -> None:
+    reply = engine.generate("the other thing", SAMPLED, draft_sampling=draft_sampling)
     assert reply.stats.by_source["model"].drafted > 0
     assert_rows_are_the_targets(engine)
 
 
 def assert_rows_are_the_targets(engine: Engine) -> None:
     """The rows of the last answer are what the target alone makes of its text."""
-    text = engine._text
+    text = engine.model._sequence
     assert text is not None
     arena = text.bound.arena
-    alone = engine.new_sequence().bound
-    alone.forward(text.tokens[: arena.length])
+    alone = engine.model.new_sequence().bound
+    alone.forward(text.token_ids[: arena.length])
     alone.arena.commit(arena.length)
     for found, expected in zip(arena.snapshot(), alone.arena.snapshot(), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-4)
@@ -131,7 +131,7 @@ def test_a_long_text_makes_the_cache_grow_under_the_drafts_rows(engine: Engine) 
     prompt = "in the other thing " * 20
     plain = engine.generate(prompt, max_tokens=100, speculation=Speculation.OFF)
     assert engine.generate(prompt, max_tokens=100, speculation=MODEL).text == plain.text
-    text = engine._text
+    text = engine.model._sequence
     assert text is not None
     assert text.bound.arena.capacity > 256
     assert_rows_are_the_targets(engine)

@@ -12,7 +12,7 @@ import edgerun
 from edgerun import Engine, FinishReason, GenerateOptions, InputError
 from edgerun.runtime.result import DraftCounts, Reply, Stats
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.pool import OracleMode
+from edgerun.runtime.speculation.replay import OracleMode
 from edgerun.runtime.speculation.tree import Source
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 
@@ -24,7 +24,7 @@ SAMPLED = GenerateOptions(max_tokens=40, temperature=0.8, top_k=40, top_p=0.95, 
 @pytest.fixture(scope="module")
 def engine(tiny_bundle: Path) -> Iterator[Engine]:
     with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
-        engine._drafter_pool._cost = FixedCost(NEARLY_FREE)
+        engine.model.drafters._cost = FixedCost(NEARLY_FREE)
         yield engine
 
 
@@ -168,13 +168,13 @@ def test_rows_that_are_not_plain_decodings_own_are_remembered_as_such(engine: En
     """An exact answer in a resumed conversation has to know which rows to run again."""
     with engine.session() as session:
         session.send("the the the", max_tokens=25)
-        plain, rows = session._cache().bound.arena.plain, session.tokens
+        plain, rows = session._open_sequence().bound.arena.plain, session.tokens
         assert 0 < plain < rows
         session.save(tmp_path / "chat")
     with engine.session(resume=tmp_path / "chat") as session:
-        assert (session._cache().bound.arena.plain, session.tokens) == (plain, rows)
+        assert (session._open_sequence().bound.arena.plain, session.tokens) == (plain, rows)
         session.send("and", max_tokens=3, speculation=OFF)
-        assert session._cache().bound.arena.plain == plain
+        assert session._open_sequence().bound.arena.plain == plain
 
 
 def test_a_conversation_saved_after_a_stop_within_a_span_can_be_resumed(engine: Engine, tmp_path: Path) -> None:
@@ -191,16 +191,16 @@ def test_a_conversation_saved_after_a_stop_within_a_span_can_be_resumed(engine: 
 def test_the_context_ends_an_answer_where_it_ends_plain_ones(tiny_bundle: Path) -> None:
     for context in (12, 13, 20, 33):
         with edgerun.load(tiny_bundle, threads=1, cache=False, context=context) as engine:
-            engine._drafter_pool._cost = FixedCost(NEARLY_FREE)
+            engine.model.drafters._cost = FixedCost(NEARLY_FREE)
             for options in (GenerateOptions(raw=True), SAMPLED.changed({"raw": True, "seed": 3, "max_tokens": None})):
                 for prompt in ("the the", "of the and the "):
                     plain = engine.generate(prompt, options, speculation=OFF)
                     assert account(engine.generate(prompt, options)) == account(plain)
 
 
-@pytest.mark.parametrize("foresight", [OracleMode.NONE, OracleMode.RIGHT])
+@pytest.mark.parametrize("oracle_mode", [OracleMode.NONE, OracleMode.RIGHT])
 @pytest.mark.parametrize("choice", [OFF, *CHOICES[:2]], ids=str)
-def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, foresight: OracleMode) -> None:
+def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, oracle_mode: OracleMode) -> None:
     prompt = engine.tokenizer.encode("the other", add_special_tokens=False)
     random = np.random.default_rng(1)
     # Not what the model would say; with the end-of-text token in it, and repetitions.
@@ -208,7 +208,7 @@ def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, fo
     answer = [*words, *words[:7], *sorted(engine.tokenizer.eos), *words, *random.integers(5, 120, 8).tolist()]
     for options in (GenerateOptions(), SAMPLED.changed({"seed": 4, "max_tokens": None})):
         reply = Reply.of(
-            engine.replay(None, prompt, answer, options.changed({"speculation": choice}), foresight=foresight)
+            engine.model.replay(None, prompt, answer, options.changed({"speculation": choice}), oracle_mode=oracle_mode)
         )
         assert reply.text == engine.tokenizer.decode(answer)
         stats = reply.stats
@@ -218,7 +218,7 @@ def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, fo
         assert "recycle" not in stats.by_source
         if choice == OFF:
             assert stats.drafted == 0
-        elif foresight is OracleMode.RIGHT:
+        elif oracle_mode is OracleMode.RIGHT:
             assert stats.accepted == stats.drafted > 0
             assert stats.by_source == {"other": DraftCounts(stats.drafted, stats.accepted)}
             assert stats.tokens_per_pass > 8
@@ -226,11 +226,11 @@ def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, fo
             assert 0 < stats.accepted <= stats.drafted
 
 
-@pytest.mark.parametrize("foresight", [OracleMode.NONE, OracleMode.RIGHT])
-def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, foresight: OracleMode) -> None:
+@pytest.mark.parametrize("oracle_mode", [OracleMode.NONE, OracleMode.RIGHT])
+def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, oracle_mode: OracleMode) -> None:
     prompt, answer = list(range(20, 30)), [40 + index % 9 for index in range(300)]
     for most, expected in ((1, 1), (2, 2), (7, 7), (None, engine.context - 10)):
-        reply = Reply.of(engine.replay(None, prompt, answer, GenerateOptions(max_tokens=most), foresight=foresight))
+        reply = Reply.of(engine.model.replay(None, prompt, answer, GenerateOptions(max_tokens=most), oracle_mode=oracle_mode))
         assert reply.stats.completion_tokens == expected
         assert reply.text == engine.tokenizer.decode(answer[:expected])
         check_counts(reply.stats)
@@ -238,15 +238,15 @@ def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, fo
 
 def test_what_was_replayed_does_not_show_in_later_answers(engine: Engine) -> None:
     expected = engine.generate("the other", max_tokens=20, speculation=OFF).text
-    prompt = engine.encode_chat([{"role": "user", "content": "the other"}])
-    for foresight in (OracleMode.RIGHT, OracleMode.NONE):
-        Reply.of(engine.replay(None, prompt, [7] * 30, GenerateOptions(), foresight=foresight))
+    prompt = engine.model.encode_chat([{"role": "user", "content": "the other"}])
+    for oracle_mode in (OracleMode.RIGHT, OracleMode.NONE):
+        Reply.of(engine.model.replay(None, prompt, [7] * 30, GenerateOptions(), oracle_mode=oracle_mode))
         assert engine.generate("the other", max_tokens=20).text == expected
 
 
 def test_a_replay_of_nothing_or_of_what_the_model_does_not_have_is_refused(engine: Engine) -> None:
     with pytest.raises(InputError, match="the recorded answer is empty"):
-        engine.replay(None, [5, 6], [], GenerateOptions())
+        engine.model.replay(None, [5, 6], [], GenerateOptions())
     for token in (-1, 300):
         with pytest.raises(InputError, match="the recorded answer has tokens that the model does not"):
-            engine.replay(None, [5, 6], [7, token, 8], GenerateOptions())
+            engine.model.replay(None, [5, 6], [7, token, 8], GenerateOptions())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,7 @@ def steps_of(
     """All steps of a text; with an `epsilon`, near-ties are decided again."""
     sampler = Sampler(params, VOCABULARY)
     near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)
-    steps = list(decode(bound, prompt, sampler, limits, lambda: False, speculator, near_ties))
+    steps = list(decode(bound, prompt, sampler, limits, speculator, near_ties))
     assert all(step.finish is None for step in steps[:-1])
     assert steps[-1].finish is not None
     check_counts(steps)
@@ -208,7 +209,7 @@ def test_what_the_target_chose_is_what_is_recycled(graph: GraphSession, epsilon:
     speculator = eager(*oracle.grower.predictors, recycle)
     near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)
     done, chosen = list(prompt), dict[int, int]()
-    for step in decode(bound, prompt, sampler, limits, lambda: False, speculator, near_ties):
+    for step in decode(bound, prompt, sampler, limits, speculator, near_ties):
         for token in step.tokens:
             if step.round is not None and step.round.candidates != (0,) * 7:
                 chosen[done[-1]] = token
@@ -267,7 +268,7 @@ def test_after_every_round_the_cache_is_that_of_the_text(model, graph_of, name: 
         (rows,) = whole.arena.snapshot()
         speculator = speculator_of(name, text)
         bound, length = bind(graph), len(prompt) - 1
-        for step in decode(bound, prompt, Sampler(params, VOCABULARY), limits, lambda: False, speculator):
+        for step in decode(bound, prompt, Sampler(params, VOCABULARY), limits, speculator):
             length += len(step.tokens)
             # The last token, which is the next round's anchor, has no row yet.
             assert bound.arena.length == length
@@ -334,7 +335,7 @@ def test_a_text_abandoned_before_any_pass_can_be_continued(graph: GraphSession, 
 
         sampler = Sampler(GREEDY, VOCABULARY)
         near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, cancelled)
-        steps = list(decode(bound, prompt, sampler, limits, cancelled, speculator, near_ties))
+        steps = list(decode(bound, prompt, sampler, replace(limits, cancelled=cancelled), speculator, near_ties))
         done = tokens_of(steps)
         ended = len(asked) <= after
         assert steps[-1].finish is (FinishReason.LENGTH if ended else FinishReason.CANCELLED)

@@ -53,7 +53,7 @@ def tokens_of(engine: Engine, request: str, temperature: float) -> list[int]:
 def engine(pair: Path) -> Iterator[Engine]:
     """An engine to which every guess of the draft's is worth its price."""
     with edgerun.load(pair, threads=1, cache=False) as engine:
-        drafter_pool = engine._drafter_pool
+        drafter_pool = engine.model.drafters
         drafter_pool._cost = FixedCost(NEARLY_FREE)
         drafter_pool._drafting = drafter_pool._make_drafting(drafter_pool._cost, trees=True)
         drafter_pool._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
@@ -82,13 +82,13 @@ def test_the_text_is_that_of_plain_decoding(engine: Engine, graph_io: str, sampl
 
 
 def test_it_reads_tokens_that_its_head_lacks_and_says_the_targets(engine: Engine) -> None:
-    model = engine._drafter_pool._model.model
+    model = engine.model.drafters._model.model
     kept = set(model.target_ids.tolist())
-    text = engine.encode_chat([{"role": "user", "content": REQUESTS[0]}])
+    text = engine.model.encode_chat([{"role": "user", "content": REQUESTS[0]}])
     text += tokens_of(engine, REQUESTS[0], 0.0)
     assert set(text) - kept
     assert len(kept) == HEAD
-    bound = engine._graph.bind(engine._graph.arena(len(text)))
+    bound = engine.model._graph.bind(engine.model._graph.arena(len(text)))
     wanted = bound.forward(np.array(text), rows=np.arange(len(text)))
     said = 0
     for end in range(10, len(text)):
@@ -127,9 +127,9 @@ def own_guesses(folder: Path) -> np.ndarray:
     with edgerun.load(folder, cache=False) as llm:
         found = find_draft(llm.bundle)
         assert found is not None
-        draft = load_own_draft(found, llm._drafter_pool._draft_config, llm.bundle, llm.graph_io, 64, cache=False)
-        arena = llm._graph.arena(64)
-        llm._graph.bind(arena).forward(text)
+        draft = load_own_draft(found, llm.model.drafters._draft_config, llm.bundle, llm.graph_io, 64, cache=False)
+        arena = llm.model._graph.arena(64)
+        llm.model._graph.bind(arena).forward(text)
         arena.commit(text.size)
         draft.attach(arena)
         rows = []

@@ -16,10 +16,10 @@ from edgerun.edge.bench.runner import Asking, Contender, Findings, Plan, TurnRan
 from edgerun.edge.cli.main import main
 from edgerun.errors import ContextError, InputError
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.pool import OracleMode
+from edgerun.runtime.speculation.replay import OracleMode
 
 AUTO = Contender("auto", Speculation.AUTO)
-CEILING = Contender("foreseen", Speculation.AUTO, foresight=OracleMode.RIGHT)
+CEILING = Contender("foreseen", Speculation.AUTO, oracle_mode=OracleMode.RIGHT)
 SAID = "the other day the other day the other day "
 
 
@@ -115,11 +115,11 @@ def test_later_turns_hold_the_recorded_or_else_plain_decodings_answers(tiny_bund
     with edgerun.load(tiny_bundle) as engine:
         first = engine.generate("say it", max_tokens=16, temperature=0).text
         said = [("user", "say it"), ("assistant", first), ("user", "again")]
-        expected = engine.encode_chat([{"role": role, "content": content} for role, content in said])
+        expected = engine.model.encode_chat([{"role": role, "content": content} for role, content in said])
         assert found.trials[1].context == len(expected)
         asked = Asking(engine, Plan(16, replay=True)).ask(conversations[0].exchanges[:1], conversations[0].exchanges[1])
         said[1] = ("assistant", SAID)
-        assert asked.prompt == engine.encode_chat([{"role": role, "content": content} for role, content in said])
+        assert asked.prompt == engine.model.encode_chat([{"role": role, "content": content} for role, content in said])
         assert asked.answer == engine.tokenizer.encode(SAID, add_special_tokens=False)[:16]
 
 

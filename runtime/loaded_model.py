@@ -1,0 +1,234 @@
+"""A model in memory with everything that answering takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final
+
+from ..errors import BundleError, ContextError, EdgeError, InputError, TemplateError
+from ..models.bundle import MAP_NAME, Bundle
+from ..models.pairing import DraftPair
+from .generation import CachedSequence, generate
+from .graph.graph_io import GraphIO
+from .graph.memory import trim_heap
+from .graph.open_graph import open_graph
+from .graph.session import GraphSession, SessionConfig
+from .measure.exactness import SAMPLE_TEXT, ExactnessReport
+from .options import GenerateOptions, GenerationRequest, ModelDefaults, Persistence
+from .request_queue import AnswerStream, RequestQueue
+from .result import Chunk
+from .speculation.draft_loading import share_cores
+from .speculation.pool import DrafterPool
+from .speculation.replay import OracleMode, Recording
+from .speculation.speculator import Speculator
+from .text.chat_template import ChatTemplate, Message, load_template
+from .text.tokenizer import TextTokenizer
+
+
+class LoadedModel:
+    """A loaded graph with its tokenizer, chat template, drafters and request queue.
+
+    Args:
+        bundle: the model's files.
+        config: how the graph runs.
+        context: largest number of tokens of prompt and answer together; None for what the model allows.
+        pair: the draft model; None for none.
+        persistence: what is read from disk and kept there.
+
+    Raises:
+        BundleError: the model is damaged, or a draft model that cannot generate by itself.
+        InputError: `context` is more than the model allows, or nothing says what it allows.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        config: SessionConfig,
+        context: int | None,
+        pair: DraftPair | None,
+        persistence: Persistence,
+    ) -> None:
+        self.bundle: Final = bundle
+        draft_config = config
+        if pair is not None:
+            config, draft_config = share_cores(config, pair.draft)
+        graph = open_graph(bundle, config, cache=persistence.cache)
+        self._graph: GraphSession | None = graph
+        self.graph_io: Final = graph.graph_io
+        self.context: Final = _context_limit(bundle, graph.graph_io.capacity, context)
+        """Largest number of tokens of prompt and answer together."""
+        self.device: Final = config.device
+        _require_whole_head(bundle, graph.graph_io)
+        self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
+        self.template: Final = load_template(bundle, self.tokenizer)
+        self.defaults: Final = ModelDefaults.of(bundle)
+        self.drafters: Final = DrafterPool(graph, bundle, self.context, pair, draft_config, persistence)
+        self.queue: Final = RequestQueue()
+        self._sequence: CachedSequence | None = None
+        """Cache for answers outside conversations."""
+        trim_heap()
+
+    def close(self) -> None:
+        """End the answer being generated and free the memory; calling it again does nothing."""
+        self.queue.close()
+        self.drafters.close()
+        self._graph = None
+        self._sequence = None
+
+    def require_template(self) -> ChatTemplate:
+        """Return the chat template.
+
+        Raises:
+            TemplateError: the model has none.
+        """
+        if self.template is None:
+            hint = "continue plain text: --raw -p TEXT (raw=True)"
+            raise TemplateError(f"{self.bundle.folder} has no chat template", hint)
+        return self.template
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of a conversation in the chat template, up to the beginning of the assistant's answer.
+
+        Raises:
+            TemplateError: the model has no chat template, or it failed.
+        """
+        text = self.require_template().render(messages, **variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def new_sequence(self) -> CachedSequence:
+        """Make an empty sequence with a KV cache of its own.
+
+        Raises:
+            EdgeError: the model is closed.
+        """
+        if self._graph is None:
+            raise EdgeError("this engine is closed", "load the model again")
+        return CachedSequence(self._graph.bind(self._graph.arena(self.context)))
+
+    def check_fits(self, prompt_ids: Sequence[int]) -> None:
+        """Check that a prompt leaves room for an answer.
+
+        Raises:
+            ContextError: it does not.
+            InputError: it is empty.
+        """
+        if not prompt_ids:
+            raise InputError("the prompt is empty", "give at least one character")
+        if len(prompt_ids) >= self.context:
+            raise ContextError(
+                f"the prompt has {len(prompt_ids)} tokens and the model's context is {self.context}",
+                "shorten it, or start the conversation again",
+            )
+
+    def answer(
+        self, sequence: CachedSequence | None, prompt_ids: Sequence[int], options: GenerateOptions
+    ) -> AnswerStream:
+        """Answer a prompt of token ids.
+
+        Args:
+            sequence: the cache to continue; None to start from an empty one.
+            prompt_ids: the whole prompt, also the part that the cache holds.
+            options: options of the answer.
+
+        Raises:
+            ContextError: the prompt does not fit the context.
+            InputError: the prompt is empty.
+        """
+        self.check_fits(prompt_ids)
+        request = options.request(prompt_ids, self.defaults)
+        return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled))
+
+    def replay(
+        self,
+        sequence: CachedSequence | None,
+        prompt_ids: Sequence[int],
+        answer_ids: Sequence[int],
+        options: GenerateOptions,
+        *,
+        oracle_mode: OracleMode = OracleMode.NONE,
+    ) -> AnswerStream:
+        """Give a recorded answer at the cost of generating it: measures what drafting a real answer takes.
+
+        Every pass runs and every token is chosen as for `answer`; then the recorded token replaces the chosen one.
+
+        Args:
+            sequence: as for `answer`.
+            prompt_ids: as for `answer`.
+            answer_ids: tokens of the recorded answer.
+            options: options of the answer.
+            oracle_mode: whether a drafter that knows the answer replaces the others.
+
+        Raises:
+            ContextError: the prompt does not fit the context.
+            InputError: the prompt or the recorded answer is empty, or the answer has tokens that the model has not.
+        """
+        self.check_fits(prompt_ids)
+        if not answer_ids:
+            raise InputError("the recorded answer is empty", "leave it out")
+        if min(answer_ids) < 0 or max(answer_ids) >= self.graph_io.vocab_size:
+            raise InputError("the recorded answer has tokens that the model does not", "record it with this model")
+        max_tokens = min(len(answer_ids), options.max_tokens or len(answer_ids))
+        recording = Recording(tuple(answer_ids), oracle_mode)
+        request = options.changed({"max_tokens": max_tokens}).request(prompt_ids, self.defaults, recording)
+        return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled))
+
+    def generate(
+        self, sequence: CachedSequence | None, request: GenerationRequest, cancelled: Callable[[], bool]
+    ) -> Generator[Chunk, None, None]:
+        """Generate an answer now; only an `AnswerStream` that holds the engine may iterate over it."""
+        if sequence is None:
+            if self._sequence is None:
+                self._sequence = self.new_sequence()
+            sequence = self._sequence
+            # An answer outside a conversation depends on nothing that was asked before.
+            sequence.token_ids.clear()
+        known = min(sequence.bound.arena.length, len(sequence.token_ids))
+        speculator = self.drafters.speculator(request, sequence.bound.arena)
+        tolerance = None
+        if request.exact and request.recording is None:
+            speculator, tolerance = self._exact_speculation(speculator, request)
+        yield from generate(sequence, request, self.tokenizer, cancelled, speculator, tolerance)
+        self.drafters.remember(sequence.token_ids[known:])
+
+    def exactness_report(self) -> ExactnessReport:
+        """How exact speculation is on this machine, as far as it was measured; a short measurement if it was not."""
+        return self.drafters.exactness_report(self.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
+
+    def _exact_speculation(
+        self, speculator: Speculator | None, request: GenerationRequest
+    ) -> tuple[Speculator | None, float]:
+        """The speculator of an exact answer, and the logit difference below which a choice is a near tie."""
+        if speculator is None or not request.sampling.greedy:
+            return None, 0.0
+        report = self.exactness_report()
+        return (speculator, report.epsilon) if report.noise.sound else (None, 0.0)
+
+
+def _require_whole_head(bundle: Bundle, graph_io: GraphIO) -> None:
+    """Refuse a draft model whose LM head lacks most of the vocabulary.
+
+    Raises:
+        BundleError: the model is one.
+    """
+    if graph_io.vocab_size < graph_io.input_vocab and bundle.file(MAP_NAME) is not None:
+        raise BundleError(
+            f"{bundle.folder} is a draft whose head has {graph_io.vocab_size} of {graph_io.input_vocab} tokens",
+            "run the model that it drafts for",
+        )
+
+
+def _context_limit(bundle: Bundle, capacity: int | None, wanted: int | None) -> int:
+    """The context to use: `wanted`, at most what the model allows and a cache of fixed size holds.
+
+    Raises:
+        InputError: `wanted` is more than that, or nothing says what the model allows.
+    """
+    limits = [limit for limit in (bundle.context, capacity) if limit is not None]
+    allowed = min(limits, default=None)
+    if allowed is None:
+        if wanted is None:
+            raise InputError(f"nothing beside {bundle.graph} says how long the context is", "give it with --context")
+        return wanted
+    if wanted is not None and wanted > allowed:
+        raise InputError(f"context is {wanted}", f"this model allows at most {allowed}")
+    return allowed if wanted is None else wanted

@@ -1,0 +1,61 @@
+"""Prefill: computes the KV cache of a prompt in wide passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from .graph.bound_session import BoundSession
+from .sampling import Logits
+
+PREFILL_TOKENS: Final = 128
+"""Prompt tokens per pass: wide enough for efficient matrix products (256 gains under 2 %), small enough to bound the
+memory of the activations and to let a prompt be cancelled soon."""
+
+
+class Cancelled(Exception):  # noqa: N818  not an error
+    """Decoding was cancelled between two passes; the cache holds a valid beginning of the sequence."""
+
+
+def never() -> bool:
+    """Return False: the default of `cancelled` arguments."""
+    return False
+
+
+def prefill(
+    bound: BoundSession,
+    token_ids: Sequence[int],
+    cancelled: Callable[[], bool] = never,
+    *,
+    width: int | None = None,
+) -> tuple[Logits, int]:
+    """Compute the cache slots of `token_ids` that the arena does not hold yet.
+
+    Args:
+        bound: the session; its arena holds the slots of `token_ids[:arena.length]`.
+        token_ids: the whole sequence.
+        cancelled: called before every pass; True ends the prefill.
+        width: tokens per pass; `PREFILL_TOKENS`, or what suits the graph, when None.
+
+    Returns:
+        Logits float32 `[V]` after the last token, valid until the next pass (empty if every slot was there already),
+        and the number of passes.
+
+    Raises:
+        Cancelled: `cancelled` returned True.
+        ContextError: the sequence does not fit the context.
+        EdgeError: ONNX Runtime failed.
+    """
+    arena = bound.arena
+    logits: Logits = np.empty(0, np.float32)
+    passes = 0
+    while arena.length < len(token_ids):
+        if cancelled():
+            raise Cancelled
+        chunk = token_ids[arena.length : arena.length + (width or bound.most_rows(PREFILL_TOKENS))]
+        logits = bound.forward(chunk, rows=(len(chunk) - 1,))[0]
+        arena.commit(len(chunk))
+        passes += 1
+    return logits, passes
