@@ -102,11 +102,7 @@ def test_quantized_models_give_one_text_for_a_seed(tmp_path: Path, weights) -> N
 def test_end_tokens_end_the_text_and_are_not_part_of_it(tiny_bundle: Path) -> None:
     free = run(bind(tiny_bundle), [50, 60], SamplingParams(), DecodeLimits(30))
     for eos in (frozenset({free[0]}), frozenset({free[7], 299}), frozenset({free[-1]})):
-        steps = list(
-            decode(
-                bind(tiny_bundle), [50, 60], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(30, eos)
-            )
-        )
+        steps = list(decode(bind(tiny_bundle), [50, 60], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(30, eos)))
         tokens = [token for step in steps for token in step.tokens]
         end = min(free.index(token) for token in eos if token in free)
         assert tokens == free[:end]
@@ -123,9 +119,7 @@ def test_passes_and_rows_add_up(tiny_bundle: Path) -> None:
 
 def test_the_context_ends_the_text(tiny_bundle: Path) -> None:
     bound = bind(tiny_bundle, limit=32)
-    steps = list(
-        decode(bound, list(range(5, 35)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits())
-    )
+    steps = list(decode(bound, list(range(5, 35)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits()))
     assert [len(step.tokens) for step in steps] == [1, 1]
     assert steps[-1].finish is FinishReason.LENGTH
     with pytest.raises(ContextError, match="the prompt has 32 tokens and the model's context is 32; shorten it"):

@@ -234,7 +234,9 @@ def test_what_is_kept_of_a_graph_is_of_its_reading(tmp_path: Path) -> None:
     prompt = prompt_of(layout, 40, salt=1)
     for _ in range(2):  # what is kept from the first time serves the second
         with edgerun.load(folder, threads=1) as engine:
-            assert tokens_of(steps_of(engine.model.new_sequence().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
+            assert tokens_of(steps_of(engine.model.new_sequence().bound, prompt)) == greedy_tokens(
+                layout, prompt, TOKENS
+            )
     settings = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
     names = settings["model"]["decoder"]["inputs"]
     names["past_key_names"], names["past_value_names"] = names["past_value_names"], names["past_key_names"]
@@ -249,7 +251,9 @@ def test_weights_packed_for_the_machine_say_the_same(name: str, folder_of) -> No
     prompt = prompt_of(layout, 40, salt=1)
     for _ in range(2):
         with edgerun.load(folder_of(name), threads=1) as engine:
-            assert tokens_of(steps_of(engine.model.new_sequence().bound, prompt)) == greedy_tokens(layout, prompt, TOKENS)
+            assert tokens_of(steps_of(engine.model.new_sequence().bound, prompt)) == greedy_tokens(
+                layout, prompt, TOKENS
+            )
 
 
 def engine_of(folder: Path, layout: Layout) -> Engine:

@@ -191,7 +191,9 @@ def test_cancelling_while_rows_are_run_again(twins: Callable[[WeightFormat], Bou
     bound.arena.rewind_to(0)
     sampler = Sampler(GREEDY, VOCABULARY)
     near_ties = NearTies(bound, sampler, EVERYTHING, cancelled)
-    steps = list(decode(bound, prompt, sampler, DecodeLimits(40, cancelled=cancelled), oracle([*prompt, *plain]), near_ties))
+    steps = list(
+        decode(bound, prompt, sampler, DecodeLimits(40, cancelled=cancelled), oracle([*prompt, *plain]), near_ties)
+    )
     tokens = tokens_of(steps)
     assert steps[-1].finish is FinishReason.CANCELLED
     assert tokens == plain[: len(tokens)]

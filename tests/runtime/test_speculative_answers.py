@@ -230,7 +230,9 @@ def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, or
 def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, oracle_mode: OracleMode) -> None:
     prompt, answer = list(range(20, 30)), [40 + index % 9 for index in range(300)]
     for most, expected in ((1, 1), (2, 2), (7, 7), (None, engine.context - 10)):
-        reply = Reply.of(engine.model.replay(None, prompt, answer, GenerateOptions(max_tokens=most), oracle_mode=oracle_mode))
+        reply = Reply.of(
+            engine.model.replay(None, prompt, answer, GenerateOptions(max_tokens=most), oracle_mode=oracle_mode)
+        )
         assert reply.stats.completion_tokens == expected
         assert reply.text == engine.tokenizer.decode(answer[:expected])
         check_counts(reply.stats)
