@@ -35,7 +35,7 @@ from edgerun.export import (
     WeightFormat,
     export_checkpoint,
 )
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.checkpoint.config import read_config
 
 Tokens = list[npt.NDArray[np.int64]]
@@ -160,7 +160,7 @@ def sampled_texts(bundle: Path, prompt: str, count: int, longest: int) -> Tokens
 def compare(exact: Path, rounded: Path, texts: Tokens) -> tuple[float, float]:
     """Mean KL(exact || rounded) over all positions of all texts, and the share that agrees on the likeliest token."""
     longest = max(map(len, texts))
-    first, second = (GraphSession(bundle, read_config(bundle), longest) for bundle in (exact, rounded))
+    first, second = (ContractSession(bundle, read_config(bundle), longest) for bundle in (exact, rounded))
     divergences, same = [], []
     seen: set[bytes] = set()  # what many texts begin with, the template's tokens, counts once
     for tokens in texts:

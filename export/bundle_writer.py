@@ -20,7 +20,6 @@ from .graph.decoder import build_graph
 from .graph.initializers import Initializers
 from .graph.weight_file import WeightFile
 from .progress import Progress, silent
-from .zero_points import require_zero_points
 
 PRODUCER: Final = "edge-run"
 
@@ -43,7 +42,6 @@ def write_bundle(folder: Path, content: BundleContent, progress: Progress = sile
         OSError: the disk refused a write.
     """
     config, checkpoint = content.config, content.source
-    require_zero_points(content.plan.values())
     total = sum(
         linear.weight_count for linear in fused_linears(config) if not (config.tied_head and linear.name == "head")
     )

@@ -114,7 +114,7 @@ class Session:
                 "format": _FORMAT,
                 "model": self._model.bundle.fingerprint,
                 "messages": self.messages,
-                "plain": arena.plain,
+                "plain": arena.plain_length,
             }
             arrays: dict[str, Any] = {
                 "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
@@ -147,7 +147,7 @@ class Session:
             raise InputError(f"{path} is damaged: {error}", _HINT) from error
         if arena.length != tokens.size:
             raise InputError(f"{path} is damaged: {tokens.size} tokens, {arena.length} cache slots", _HINT)
-        arena.plain = min(saved.plain, tokens.size)
+        arena.plain_length = min(saved.plain, tokens.size)
         sequence.token_ids = tokens.tolist()
         session.messages = messages
         return session

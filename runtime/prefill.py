@@ -54,8 +54,8 @@ def prefill(
     while arena.length < len(token_ids):
         if cancelled():
             raise Cancelled
-        chunk = token_ids[arena.length : arena.length + (width or bound.most_rows(PREFILL_TOKENS))]
-        logits = bound.forward(chunk, rows=(len(chunk) - 1,))[0]
+        chunk = token_ids[arena.length : arena.length + (width or bound.prefill_width(PREFILL_TOKENS))]
+        logits = bound.forward(chunk, logits_for=(len(chunk) - 1,))[0]
         arena.commit(len(chunk))
         passes += 1
     return logits, passes

@@ -55,7 +55,7 @@ def test_tokens_stay_when_it_is_upgraded(
     quantized = form == "int4"
     recipe = ExportRecipe(None if quantized else FP32)
     bundle = export_model(ExportRequest(model.form(form), tmp_path / "upgraded", recipe)).bundle
-    assert check_tokens(bundle, model.tokens("int4" if quantized else "greedy")).trees
+    assert check_tokens(bundle, model.tokens("int4" if quantized else "greedy")).supports_trees
 
 
 def check_tokens(folder: Path, expected: list[int]) -> GraphIO:

@@ -81,8 +81,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         "cache": _cache(spec),
         "vocabulary": spec.vocab_size,
         "context": engine.context,
-        "cache_bytes_per_token": spec.row_bytes,
-        "token_trees": spec.trees,
+        "cache_bytes_per_token": spec.cache_bytes_per_token,
+        "token_trees": spec.supports_trees,
         "chat_template": engine.template is not None,
         "end_tokens": sorted(engine.tokenizer.eos),
     }
@@ -142,9 +142,9 @@ def _cache(spec: GraphIO) -> str:
     """Type and shape of the cache's tensors, and how the graph hands it back."""
     forms = [
         f"{form.dtype} [{', '.join('rows' if at == form.axis else str(size) for at, size in enumerate(form.shape))}]"
-        for form in dict.fromkeys(spec.forms)
+        for form in dict.fromkeys(spec.tensor_types)
     ]
-    return f"{', '.join(forms)}, {'in place' if spec.sharing is CacheMode.IN_PLACE else 'growing'}"
+    return f"{', '.join(forms)}, {'in place' if spec.cache_mode is CacheMode.IN_PLACE else 'growing'}"
 
 
 def _pass_costs(described: list[dict[str, Any]] | None) -> str:

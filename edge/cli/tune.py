@@ -127,7 +127,7 @@ def context_label(up_to: int | None) -> str:
 def _contexts(engine: Engine, *, asked: bool) -> list[int]:
     """Committed rows to measure at."""
     spec = engine.graph_io
-    row_bytes = spec.row_bytes
+    row_bytes = spec.cache_bytes_per_token
     longest = engine.context if asked else min(engine.context, _MOST_CACHE_BYTES // row_bytes)
     fitting = [context for context in _CONTEXTS if context + WIDTHS[-1] <= longest]
     return fitting or [engine.context // 2]

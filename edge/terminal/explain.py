@@ -21,8 +21,8 @@ def show_rounds(rounds: Sequence[Round | None], spec: GraphIO) -> None:
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
-    if not spec.verifies:
-        why = "scores its last row only" if spec.scores is LogitsMode.LAST else "takes one new row at a time"
+    if not spec.supports_verification:
+        why = "scores its last row only" if spec.logits_mode is LogitsMode.LAST else "takes one new row at a time"
         console.print(f"no rounds: this graph {why}, so guesses cannot be verified; edge-run export may upgrade it")
         return
     if not rounds:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
-from ..check.contract_session import GraphSession
+from ..check.contract_session import ContractSession
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, fused_linears, layer_layout
 from ..checkpoint.prefetch import in_order
@@ -154,7 +154,7 @@ class PlanEvaluator:
         """
         numbers = self._enough(tokens)
         self._believe(numbers)
-        session = GraphSession(bundle, self._config, max(map(len, self._text)))
+        session = ContractSession(bundle, self._config, max(map(len, self._text)))
         judged = []
         for number in numbers:
             batch = self._batches[number]

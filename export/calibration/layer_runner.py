@@ -17,7 +17,7 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from ...errors import InputError
-from ..check.contract_session import FreeSession
+from ..check.contract_session import ModelSession
 from ..checkpoint.config import DecoderConfig, LayerAttention
 from ..checkpoint.layout import FusedLinear, embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, ModelSource, RowRange
@@ -41,7 +41,7 @@ class _Half:
     """A loaded half of a layer, and the number of the layer it was built for."""
 
     graph: HalfLayer
-    session: FreeSession
+    session: ModelSession
     index: int
 
 
@@ -204,8 +204,8 @@ class LayerRunner:
         return self._vectors[sources, plus]
 
 
-def _session(model: ModelProto) -> FreeSession:
-    return FreeSession(model, Path(), max(1, (os.cpu_count() or 1) // AT_ONCE))
+def _session(model: ModelProto) -> ModelSession:
+    return ModelSession(model, Path(), max(1, (os.cpu_count() or 1) // AT_ONCE))
 
 
 def _of_layer(name: str, built_for: int, index: int) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from ..check.contract_session import FreeSession
+from ..check.contract_session import ModelSession
 from ..checkpoint.source import Float32Array
 from ..graph.decoder import IR_VERSION, OPSET
 from .state_cache import owned
@@ -63,8 +63,8 @@ class LogitsJudge:
     def __init__(self, vocabulary: int) -> None:
         self._whole = vocabulary <= WHOLE_UP_TO
         self._count = min(LIKELIEST, vocabulary)
-        self._believe = FreeSession(_log_probs_graph(self._count, self._whole), Path())
-        self._compare = FreeSession(_comparison_graph(self._whole), Path())
+        self._believe = ModelSession(_log_probs_graph(self._count, self._whole), Path())
+        self._compare = ModelSession(_comparison_graph(self._whole), Path())
 
     def believed(self, logits: Float32Array, following: npt.NDArray[np.int64]) -> Believed:
         """What the float model's logits [R, vocabulary] say; `following` holds the next tokens [R], -1 for none."""

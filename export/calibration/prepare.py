@@ -31,7 +31,6 @@ from ..recipe import (
     with_methods,
 )
 from ..workbench import Workbench
-from ..zero_points import require_zero_points
 from .awq import fold
 from .calibrated_source import CalibratedSource
 from .collect_statistics import collect_statistics
@@ -85,8 +84,6 @@ def prepare(
         if recipe.mixed_precision is None or recipe.mixed_precision.plan is None
         else read_plan(recipe.mixed_precision.plan, config)
     )
-    if recipe.mixed_precision is not None and recipe.mixed_precision.zero_points:
-        require_zero_points([WeightFormat(4, 32, zero_points=True)])
     if recipe.mixed_precision is not None and recipe.mixed_precision.budget is not None:
         _require_affordable(config, recipe.mixed_precision.budget)
     text = obtain_text(checkpoint, config, context, calibration, folder, workbench, progress)

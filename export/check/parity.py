@@ -33,7 +33,7 @@ from ...errors import ExportError
 from ...models.bundle import GRAPH_NAME
 from ..bundle_content import BundleContent
 from ..checkpoint.settings import read_json
-from .contract_session import GraphSession
+from .contract_session import ContractSession
 from .float_activations import with_float_activations
 from .reference import TokenArray, reference_logits
 from .reference_positions import Float64Array
@@ -81,7 +81,7 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
         original = reference_logits(content.original, settings, tokens, context) if quantized else rounded
     progress(0.8)
     graph = with_float_activations(onnx.load(folder / GRAPH_NAME, load_external_data=False))
-    logits = _logits_through_the_cache(GraphSession(folder, config, len(tokens), graph), tokens)
+    logits = _logits_through_the_cache(ContractSession(folder, config, len(tokens), graph), tokens)
     difference = float(np.abs(logits - rounded).max())
     allowed = TOLERANCE * max(1.0, float(rounded.std()))
     if not difference <= allowed:
@@ -91,8 +91,8 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
         )
     progress(0.9)
     if quantized:
-        session = GraphSession(folder, config, len(tokens))
-        logits, expanded = session.forward_watched(tokens, np.arange(len(tokens)))
+        session = ContractSession(folder, config, len(tokens))
+        logits, expanded = session.forward_counting_expansions(tokens, np.arange(len(tokens)))
         _require_fast(expanded, content)
     shipped = logits.astype(np.float64)
     correlation = float(np.corrcoef(shipped.ravel(), rounded.ravel())[0, 1])
@@ -114,7 +114,7 @@ def _require_fast(expanded: int, content: BundleContent) -> None:
         )
 
 
-def _logits_through_the_cache(session: GraphSession, tokens: TokenArray) -> npt.NDArray[np.float32]:
+def _logits_through_the_cache(session: ContractSession, tokens: TokenArray) -> npt.NDArray[np.float32]:
     """Logits of every token: a prefill that asks for its rows in reverse, then single steps."""
     start = max(1, len(tokens) - STEPS)
     backwards = np.arange(start)[::-1].copy()

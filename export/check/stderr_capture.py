@@ -1,4 +1,4 @@
-"""What native libraries write to the process's standard error meanwhile."""
+"""Captures the process's standard error, including what native libraries write."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-_DESCRIPTOR: Final = 2
-_ONE_AT_A_TIME: Final = threading.Lock()
+_STDERR: Final = 2
+_LOCK: Final = threading.Lock()
 
 
-class Written:
-    """What was written, once it is known."""
+class CapturedText:
+    """Captured output; `text` is set when the capture ends."""
 
     text: str = ""
 
 
 @contextmanager
-def standard_error_kept() -> Iterator[Written]:
-    """Keep what is written to standard error, by whatever part of the process, instead of showing it.
+def captured_stderr() -> Iterator[CapturedText]:
+    """Capture what any part of the process writes to standard error, instead of showing it.
 
-    Where the process has no standard error nothing is kept.
+    Captures nothing if the process has no standard error.
     """
-    written = Written()
-    with _ONE_AT_A_TIME:
+    captured = CapturedText()
+    with _LOCK:
         try:
-            shown = os.dup(_DESCRIPTOR)
+            original = os.dup(_STDERR)
         except OSError:
-            yield written
+            yield captured
             return
         with tempfile.TemporaryFile() as file:
             _flush()
-            os.dup2(file.fileno(), _DESCRIPTOR)
+            os.dup2(file.fileno(), _STDERR)
             try:
-                yield written
+                yield captured
             finally:
                 _flush()
-                os.dup2(shown, _DESCRIPTOR)
-                os.close(shown)
+                os.dup2(original, _STDERR)
+                os.close(original)
                 file.seek(0)
-                written.text = file.read().decode("utf-8", errors="replace")
+                captured.text = file.read().decode("utf-8", errors="replace")
 
 
 def _flush() -> None:

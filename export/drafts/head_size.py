@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
-from ..check.contract_session import GraphSession
+from ..check.contract_session import ContractSession
 from ..workbench import TokenArray
 from .frequencies import Ranking
 
@@ -91,7 +91,7 @@ def agreement_by_size(
     architectures = [_architecture(bundle) for bundle in (target, draft)]
     longest = min(max(map(len, texts)), *(each.context for each in architectures))
     sessions = [
-        GraphSession(bundle, each, longest) for bundle, each in zip((target, draft), architectures, strict=True)
+        ContractSession(bundle, each, longest) for bundle, each in zip((target, draft), architectures, strict=True)
     ]
     positions = 0
     for done, (text, begin) in enumerate(zip(texts, starts, strict=True), 1):

@@ -20,7 +20,7 @@ from onnx import ModelProto, TensorProto, helper
 from ...errors import InputError
 from ...models.bundle import GRAPH_NAME
 from ...models.manifest import Architecture
-from ..check.contract_session import GraphSession
+from ..check.contract_session import ContractSession
 from ..workbench import TokenArray
 from .skipped_layers import SubLayer, inner_parts, join_of
 
@@ -48,7 +48,7 @@ class _Texts(NamedTuple):
     judged: Int64Array
     """Places of the rows that are judged, int64 [r]."""
     cache: list[tuple[str, str, npt.NDArray[Any]]]
-    """See `GraphSession.buffers`."""
+    """See `ContractSession.buffers`."""
 
 
 class SkipJudge:
@@ -72,7 +72,7 @@ class SkipJudge:
         self.parts: Final = inner_parts(architecture.layers)
         """What may be left out."""
         model = onnx.load(bundle / GRAPH_NAME, load_external_data=False)
-        self._session = GraphSession(bundle, architecture, 1, gated(model, self.parts))
+        self._session = ContractSession(bundle, architecture, 1, gated(model, self.parts))
         self._together = min(_TOGETHER, max(1, architecture.context // 4))
         room = min(architecture.context, _MOST_SLOTS) - self._together
         fitting = [text[:room] for text in texts]

@@ -21,7 +21,7 @@ from ...errors import ExportError, InputError
 from ...models.atomic import write_atomically
 from ...models.bundle import COMPANIONS, GRAPH_NAME, MAP_NAME, WEIGHTS_NAME, Bundle, digest_file
 from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
-from ..check.contract_session import GraphSession
+from ..check.contract_session import ContractSession
 from ..graph import contract
 from ..graph.weight_file import WeightFile
 from ..upgrade.describe import bits_per_weight, fused_linears
@@ -175,7 +175,7 @@ def _require_same(whole: Path, trimmed: Path, architecture: Architecture, kept: 
     count = min(_COMPARED, architecture.context)
     tokens = np.random.default_rng(0).integers(0, architecture.vocab_size, count)
     expected, found = (
-        GraphSession(folder, architecture, count).forward(tokens, np.arange(count)) for folder in (whole, trimmed)
+        ContractSession(folder, architecture, count).forward(tokens, np.arange(count)) for folder in (whole, trimmed)
     )
     expected = expected[:, kept]
     difference = float(np.abs(expected - found).max())

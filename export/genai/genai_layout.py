@@ -22,7 +22,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto,
 from ...errors import ExportError
 from ...models.bundle import GRAPH_NAME
 from ...models.variants import GENAI_CONFIG
-from ..check.contract_session import FreeSession, GraphSession
+from ..check.contract_session import ContractSession, ModelSession
 from ..check.float_activations import with_float_activations
 from ..check.parity import TOLERANCE
 from ..check.reference import TokenArray
@@ -66,7 +66,7 @@ def write_genai_layout(folder: Path, config: DecoderConfig, context: int) -> Non
     (folder / GENAI_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     # Passes of other widths differ in the last bits, which rounding activations to 8 bits would make whole steps of.
     original, rewritten = with_float_activations(contracted), with_float_activations(model)
-    expected = GraphSession(folder, config, len(tokens), original).forward(tokens, np.arange(len(tokens)))
+    expected = ContractSession(folder, config, len(tokens), original).forward(tokens, np.arange(len(tokens)))
     logits = _growing_logits(folder, rewritten, config, tokens)
     difference = float(np.abs(logits - expected).max())
     if not difference <= TOLERANCE * max(1.0, float(expected.std())):
@@ -78,7 +78,7 @@ def write_genai_layout(folder: Path, config: DecoderConfig, context: int) -> Non
 
 def _growing_logits(folder: Path, model: ModelProto, config: DecoderConfig, tokens: TokenArray) -> Floats:
     """Logits [m, vocabulary] of a graph in GenAI's layout over a cache that grows: a prompt, then single tokens."""
-    session = FreeSession(model, folder)
+    session = ModelSession(model, folder)
     names, outputs = ([port.name for port in ports] for ports in (model.graph.input, model.graph.output))
     caches = [name for name in names if name not in _OF_A_PASS]
     cache = dict.fromkeys(caches, np.zeros((1, config.kv_heads, 0, config.head_dim), np.float32))

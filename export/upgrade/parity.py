@@ -21,7 +21,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
 from ...errors import ExportError
-from ..check.contract_session import CacheForm, FreeSession, GraphSession
+from ..check.contract_session import CacheShape, ContractSession, ModelSession
 from ..check.float_activations import with_float_activations
 from ..check.parity import Parity, mean_kl
 from .decoder_io import MASK, POSITIONS, TOKENS, Ports
@@ -69,7 +69,7 @@ class Reference:
         return (HALF_TOLERANCE if self.half else TOLERANCE) * max(1.0, float(self.logits.std(dtype=np.float64)))
 
 
-def reference_of(graph: EditableGraph, ports: Ports, form: CacheForm, vocabulary: int) -> Reference:
+def reference_of(graph: EditableGraph, ports: Ports, form: CacheShape, vocabulary: int) -> Reference:
     """Run the source graph as it stands, but for float activations and sliding caches that forget nothing.
 
     Args:
@@ -91,7 +91,7 @@ def reference_of(graph: EditableGraph, ports: Ports, form: CacheForm, vocabulary
     return Reference(tokens, sibling, logits, other, source.half)
 
 
-def require_same(folder: Path, form: CacheForm, model: ModelProto, reference: Reference) -> float:
+def require_same(folder: Path, form: CacheShape, model: ModelProto, reference: Reference) -> float:
     """Compare a contract graph that has the source's weights with its source; returns the largest difference.
 
     Args:
@@ -103,7 +103,7 @@ def require_same(folder: Path, form: CacheForm, model: ModelProto, reference: Re
     Raises:
         ExportError: they differ.
     """
-    session = GraphSession(folder, form, len(reference.tokens) + 2, with_float_activations(model))
+    session = ContractSession(folder, form, len(reference.tokens) + 2, with_float_activations(model))
     differences = {
         "in one pass": _in_one_pass(session, reference),
         "step by step": _step_by_step(session, reference),
@@ -119,13 +119,13 @@ def require_same(folder: Path, form: CacheForm, model: ModelProto, reference: Re
     return max(differences.values())
 
 
-def measure(folder: Path, form: CacheForm, reference: Reference, difference: float) -> Parity:
+def measure(folder: Path, form: CacheShape, reference: Reference, difference: float) -> Parity:
     """Compare the bundle in `folder`, as it is shipped, with its source.
 
     Raises:
         ExportError: its logits have too little to do with the source's.
     """
-    session = GraphSession(folder, form, len(reference.tokens))
+    session = ContractSession(folder, form, len(reference.tokens))
     shipped = session.forward(reference.tokens, np.arange(len(reference.tokens))).astype(np.float64)
     original = reference.logits.astype(np.float64)
     with np.errstate(invalid="ignore"):  # of logits that are all the same
@@ -139,14 +139,14 @@ def measure(folder: Path, form: CacheForm, reference: Reference, difference: flo
     return Parity(difference, mean_kl(original, shipped), agreement)
 
 
-def _in_one_pass(session: GraphSession, reference: Reference) -> float:
+def _in_one_pass(session: ContractSession, reference: Reference) -> float:
     """A prefill of all tokens that asks for its rows in reverse."""
     session.length = 0
     rows = np.arange(len(reference.tokens))[::-1].copy()
     return _largest(session.forward(reference.tokens, rows)[::-1], reference.logits)
 
 
-def _step_by_step(session: GraphSession, reference: Reference) -> float:
+def _step_by_step(session: ContractSession, reference: Reference) -> float:
     session.length = _PROMPT
     steps = [
         session.forward(reference.tokens[row : row + 1], np.array([0]))[0]
@@ -155,7 +155,7 @@ def _step_by_step(session: GraphSession, reference: Reference) -> float:
     return _largest(np.stack(steps), reference.logits[_PROMPT:])
 
 
-def _over_a_tree(session: GraphSession, reference: Reference) -> float:
+def _over_a_tree(session: ContractSession, reference: Reference) -> float:
     """The tree: the longer text's next token, its sibling, and the former's child, in one pass."""
     session.length = _PROMPT
     tokens = np.array([reference.tokens[_PROMPT], reference.sibling, reference.tokens[_PROMPT + 1]])
@@ -174,7 +174,7 @@ def _largest(found: Float32Array, expected: Float32Array) -> float:
 class _Source:
     """The source graph with a cache that starts empty and grows."""
 
-    def __init__(self, graph: EditableGraph, ports: Ports, form: CacheForm) -> None:
+    def __init__(self, graph: EditableGraph, ports: Ports, form: CacheShape) -> None:
         self._ports = ports
         self._form = form
         self._inputs = {
@@ -182,7 +182,7 @@ class _Source:
             for name in graph.inputs
         }
         self.half = graph.element_type(ports.caches[0].past) != TensorProto.FLOAT
-        self._session = FreeSession(with_float_activations(graph.model(InPlace())), graph.folder)
+        self._session = ModelSession(with_float_activations(graph.model(InPlace())), graph.folder)
 
     def logits(self, tokens: TokenArray) -> Float32Array:
         """After every token, [tokens, vocabulary].

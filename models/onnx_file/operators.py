@@ -10,20 +10,16 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-from .wire import integers, mapped_model, submessages
+from .wire import mapped_model, submessages
 
 _DEEPEST: Final = 64
 _GRAPH, _FUNCTION = 7, 25  # of a model
 _NODE_OF_GRAPH, _NODE_OF_FUNCTION = 1, 7
-_INPUT, _OPERATOR, _ATTRIBUTE, _DOMAIN = 1, 4, 5, 7  # of a node
-_NAME_OF_ATTRIBUTE, _INTEGER = 1, 3  # of an attribute
+_OPERATOR, _ATTRIBUTE, _DOMAIN = 4, 5, 7  # of a node
 _SUBGRAPHS = (6, 11)  # of an attribute
 _DOMAIN_OF_FUNCTION: Final = 10
-_ZERO_POINTS: Final = 3
-"""Which input of MatMulNBits they are."""
-_SETTINGS: Final = (b"bits", b"accuracy_level")
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,6 @@ class Operators:
     """Domain (empty for ONNX's own) and operator."""
     own_domains: frozenset[str]
     """Domains of functions that the model brings along."""
-    zero_points: bool = False
-    """Whether weights of 4 bits with zero points meet activations in 8 bits (see `zero_point_check`)."""
 
     def __contains__(self, operator: str) -> bool:
         """Whether an operator of that name is used, of whatever domain."""
@@ -48,33 +42,23 @@ def operators_of(graph: Path) -> Operators:
     Raises:
         BundleError: the file is not protobuf, so it is no ONNX model.
     """
-    nodes: set[_Node] = set()
+    used: set[tuple[str, str]] = set()
     domains: set[str] = set()
     with mapped_model(graph) as data:
         for number, begin, stop in submessages(data, 0, len(data)):
             if number == _GRAPH:
-                nodes.update(_in_nodes(data, begin, stop, _NODE_OF_GRAPH, 0))
+                used.update(_in_nodes(data, begin, stop, _NODE_OF_GRAPH, 0))
             elif number == _FUNCTION:
-                nodes.update(_in_nodes(data, begin, stop, _NODE_OF_FUNCTION, 0))
+                used.update(_in_nodes(data, begin, stop, _NODE_OF_FUNCTION, 0))
                 domains.update(
                     data[first:last].decode("utf-8")
                     for field, first, last in submessages(data, begin, stop)
                     if field == _DOMAIN_OF_FUNCTION
                 )
-    used = frozenset((node.domain, node.operator) for node in nodes)
-    return Operators(used, frozenset(domains), any(node.zero_points for node in nodes))
+    return Operators(frozenset(used), frozenset(domains))
 
 
-class _Node(NamedTuple):
-    """What is looked at of a node."""
-
-    domain: str
-    operator: str
-    zero_points: bool
-    """As of `Operators`."""
-
-
-def _in_nodes(data: mmap.mmap, start: int, end: int, field_of_nodes: int, depth: int) -> Iterator[_Node]:
+def _in_nodes(data: mmap.mmap, start: int, end: int, field_of_nodes: int, depth: int) -> Iterator[tuple[str, str]]:
     if depth > _DEEPEST:
         raise ValueError("it is nested too deeply")
     for number, begin, stop in submessages(data, start, end):
@@ -82,26 +66,15 @@ def _in_nodes(data: mmap.mmap, start: int, end: int, field_of_nodes: int, depth:
             yield from _in_node(data, begin, stop, depth)
 
 
-def _in_node(data: mmap.mmap, start: int, end: int, depth: int) -> Iterator[_Node]:
+def _in_node(data: mmap.mmap, start: int, end: int, depth: int) -> Iterator[tuple[str, str]]:
     operator = domain = ""
-    inputs: list[int] = []
-    settings: dict[bytes, int] = {}
     for number, begin, stop in submessages(data, start, end):
-        if number == _INPUT:
-            inputs.append(stop - begin)
-        elif number == _OPERATOR:
+        if number == _OPERATOR:
             operator = data[begin:stop].decode("utf-8")
         elif number == _DOMAIN:
             domain = data[begin:stop].decode("utf-8")
         elif number == _ATTRIBUTE:
-            name = b""
             for kind, first, last in submessages(data, begin, stop):
-                if kind == _NAME_OF_ATTRIBUTE:
-                    name = data[first:last]
                 if kind in _SUBGRAPHS:
                     yield from _in_nodes(data, first, last, _NODE_OF_GRAPH, depth + 1)
-            if name in _SETTINGS:
-                settings[name] = next((value for kind, value in integers(data, begin, stop) if kind == _INTEGER), 0)
-    has_points = operator == "MatMulNBits" and len(inputs) > _ZERO_POINTS and inputs[_ZERO_POINTS] > 0
-    concerned = has_points and settings.get(b"bits", 4) == 4 and settings.get(b"accuracy_level") == 4
-    yield _Node("" if domain == "ai.onnx" else domain, operator, concerned)
+    yield "" if domain == "ai.onnx" else domain, operator

@@ -1,4 +1,4 @@
-"""ONNX files read as protobuf wire format, without decoding more than is asked for; and fields written.
+"""ONNX files read as protobuf wire format, without decoding more than is asked for.
 
 The runtime does without the onnx package, and a model whose weights are inline may be as large as memory: fields that
 do not matter are skipped unread. https://protobuf.dev/programming-guides/encoding/
@@ -36,20 +36,6 @@ def submessages(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, in
     Raises:
         ValueError: that is not a message.
     """
-    return ((number, begin, stop) for number, begin, stop, integer in _fields(data, start, end) if integer is None)
-
-
-def integers(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Field number and value of every varint field of the message in `data[start:end]`.
-
-    Raises:
-        ValueError: that is not a message.
-    """
-    return ((number, integer) for number, _, _, integer in _fields(data, start, end) if integer is not None)
-
-
-def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int, int | None]]:
-    """Field number, begin and end of every length-delimited or varint field, and the value of the latter."""
     at = start
     while at < end:
         tag, at = _varint(data, at, end)
@@ -57,16 +43,14 @@ def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, i
         if number == 0:
             raise ValueError("a field has the number 0")
         if wire == 0:
-            begin = at
-            value, at = _varint(data, at, end)
-            yield number, begin, at, value
+            _, at = _varint(data, at, end)
         elif wire in (1, 5):
             at += 8 if wire == 1 else 4
         elif wire == 2:
             size, at = _varint(data, at, end)
             if size > end - at:
                 raise ValueError("it ends too early")
-            yield number, at, at + size, None
+            yield number, at, at + size
             at += size
         else:
             raise ValueError(f"a field has the unknown wire type {wire}")
@@ -84,22 +68,3 @@ def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
             return value, at
         shift += 7
     raise ValueError("it ends too early")
-
-
-def number_field(number: int, value: int) -> bytes:
-    """A field with a whole number from 0 up."""
-    return _as_varint(number << 3) + _as_varint(value)
-
-
-def packed_field(number: int, content: bytes | str) -> bytes:
-    """A field with bytes, a text or a message."""
-    content = content.encode("utf-8") if isinstance(content, str) else content
-    return _as_varint(number << 3 | 2) + _as_varint(len(content)) + content
-
-
-def _as_varint(value: int) -> bytes:
-    groups = []
-    while value >= 0x80:
-        groups.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*groups, value])

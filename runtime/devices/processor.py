@@ -1,4 +1,4 @@
-"""What tells this machine's processor from another's: part of the key of what is made for one of them."""
+"""Identifies this machine's processor, as part of cache keys."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 
 @cache
 def processor() -> str:
-    """What decides which kernels run and how weights are packed for them: architecture and instruction sets."""
-    return f"{platform.system()}\0{platform.machine()}\0{platform.processor()}\0{_line('flags', 'Features')}"
+    """Architecture and instruction sets, which decide what kernels run and how weights are packed for them."""
+    return f"{platform.system()}\0{platform.machine()}\0{platform.processor()}\0{_cpuinfo_line('flags', 'Features')}"
 
 
 @cache
 def machine() -> str:
-    """What decides how fast they run, as far as it can be asked: also the processor's model and how many it has."""
-    return f"{processor()}\0{_line('model name')}\0{os.cpu_count()}"
+    """What decides how fast kernels run: `processor`, the processor's model name and the number of cores."""
+    return f"{processor()}\0{_cpuinfo_line('model name')}\0{os.cpu_count()}"
 
 
-def _line(*names: str) -> str:
-    """The first line of Linux's description of the processors that starts with one of the names."""
-    about = Path("/proc/cpuinfo")
-    if not about.is_file():
+def _cpuinfo_line(*prefixes: str) -> str:
+    """The first line of /proc/cpuinfo that starts with one of the prefixes; empty if there is none."""
+    file = Path("/proc/cpuinfo")
+    if not file.is_file():
         return ""
-    lines = about.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line for line in lines if line.startswith(names)), "")
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line for line in lines if line.startswith(prefixes)), "")

@@ -1,7 +1,7 @@
-"""Which execution providers this machine has, and how a session is put on one.
+"""Lists this machine's execution providers and adds one to session options.
 
-ONNX Runtime's device list (`get_ep_devices`, which plugin providers join) comes first; a provider that is only
-compiled in and lists no device is offered by name.
+Devices come from ONNX Runtime's list (`get_ep_devices`), which includes those of plugin providers. A provider that is
+compiled in but lists no device is available by its name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPILED_IN = {
     "QNN": DeviceKind.NPU,
     "VitisAI": DeviceKind.NPU,
 }
-"""Providers that run language models, by the name without its suffix."""
+"""Kind of device of the providers that run language models, by provider name without its suffix."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Device:
     kind: DeviceKind
     vendor: str
     handle: Any = None
-    """ONNX Runtime's `OrtEpDevice`, or None for a provider known by name only."""
+    """ONNX Runtime's `OrtEpDevice`; None for a provider known by its name only."""
 
     def __str__(self) -> str:
         return self.provider.removesuffix(_SUFFIX)
 
 
 def available_devices() -> list[Device]:
-    """Every device a session can be put on, the CPU first."""
+    """All devices that can run a session, the CPU first."""
     devices = [
         Device(d.ep_name, DeviceKind[d.device.type.name], d.device.vendor or d.ep_vendor, d)
         for d in ort.get_ep_devices()
@@ -61,10 +61,10 @@ def available_devices() -> list[Device]:
 
 
 def choose_device(request: str) -> Device:
-    """The device meant by `auto` (the CPU), `cpu`, `gpu`, `npu`, or a provider's name with or without its suffix.
+    """Find a device by `auto` (the CPU), `cpu`, `gpu`, `npu`, or a provider's name with or without its suffix.
 
     Raises:
-        DeviceError: this machine has no such device; names those it has.
+        DeviceError: this machine has no such device; the hint lists the available ones.
     """
     devices = available_devices()
     wanted = "cpu" if request.lower() == "auto" else request.lower().removesuffix(_SUFFIX.lower())
@@ -72,11 +72,11 @@ def choose_device(request: str) -> Device:
         if wanted in (device.kind.value, str(device).lower()):
             return device
     names = ", ".join(sorted({str(device) for device in devices}))
-    raise DeviceError(f"no device {request!r} here", f"available: {names}; see edge-run devices")
+    raise DeviceError(f"this machine has no device {request!r}", f"available: {names}; see edge-run devices")
 
 
-def put_on(options: ort.SessionOptions, device: Device) -> list[str]:
-    """Add `device` to the session options; returns the provider names to pass beside them."""
+def add_device(options: ort.SessionOptions, device: Device) -> list[str]:
+    """Add `device` to session options; returns the provider names with which to create the session."""
     if device.kind is DeviceKind.CPU:
         return [device.provider]
     if device.handle is None:

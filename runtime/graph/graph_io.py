@@ -1,8 +1,8 @@
-"""What a decoder graph's inputs and outputs are: the description that the rest of the runtime works with.
+"""Description of a decoder graph's inputs and outputs.
 
-`introspect` finds it by looking at a loaded graph. The graphs that edge-run exports follow `docs/graph-contract.md`;
-others keep their cache in tensors that grow, take a mask over the tokens instead of lengths, or score more rows than
-one would like.
+`introspect` derives it from a loaded graph. The graphs that edge-run exports follow `docs/graph-contract.md`. Other
+graphs may keep their cache in tensors that grow with every pass, take a mask over the tokens instead of lengths, or
+compute more logits than needed.
 """
 
 from __future__ import annotations
@@ -14,126 +14,128 @@ from typing import Any
 
 import numpy as np
 
-from ..kv.arena import TensorForm
+from ..kv.arena import CacheTensorType
 
 
 @dataclass(frozen=True)
 class GraphValue:
-    """One graph input or output: ONNX type string such as `tensor(float)`, dimensions as numbers or symbols."""
+    """One graph input or output."""
 
     name: str
     type: str
+    """ONNX type string, such as `tensor(float)`."""
     shape: tuple[int | str | None, ...]
+    """Dimensions: sizes, symbolic names, or None where the graph says nothing."""
 
 
-class Role(Enum):
-    """What a graph input is told. M new rows meet T - M cached ones; shapes are those of a batch of one."""
+class InputRole(Enum):
+    """Meaning of a graph input. A pass has M new tokens after T - M cached ones; the batch size is one."""
 
     TOKENS = auto()
     """`[1, M]`: ids of the new tokens."""
     POSITIONS = auto()
-    """`[1, M]`, or `[k, 1, M]` with k equal rows (rotary positions of text in models that also see images)."""
+    """`[1, M]`, or `[k, 1, M]` with k equal rows (rotary positions of text in models that also take images)."""
     MASK = auto()
-    """`[1, T]`: ones, of cached and new rows."""
+    """`[1, T]`: ones for cached and new tokens."""
     BIAS = auto()
-    """`[1, 1, M, T]`: what each new row sees, as a number added to scores or as a truth value."""
-    LAST_ROW = auto()
-    """`T - 1` (GroupQueryAttention's `seqlens_k`)."""
-    TOTAL = auto()
+    """`[1, 1, M, T]`: which tokens each new token attends to, as a number added to attention scores or as a boolean."""
+    LAST_SLOT = auto()
+    """`T - 1` (`seqlens_k` of GroupQueryAttention)."""
+    TOTAL_LENGTH = auto()
     """`T`."""
-    LOGIT_ROWS = auto()
-    """`[R]`: which of the M rows are scored."""
+    LOGIT_POSITIONS = auto()
+    """`[R]`: indices of the new tokens whose logits are computed (`logit_rows`)."""
     LOGITS_TO_KEEP = auto()
-    """How many of the last rows are scored."""
+    """Number of trailing new tokens whose logits are computed."""
     USE_CACHE = auto()
-    """Whether there are cached rows: merged graphs have a branch for each case."""
+    """Whether there are cached tokens: merged graphs have a branch for each case."""
 
 
 class LogitsMode(Enum):
-    """Of which new rows a pass gives logits."""
+    """Which token positions of a pass get logits."""
 
-    CHOSEN = auto()
-    """Those asked for (`Role.LOGIT_ROWS`)."""
+    SELECTED = auto()
+    """Those listed in an input (`InputRole.LOGIT_POSITIONS`)."""
     ALL = auto()
-    SUFFIX = auto()
-    """As many of the last ones as asked for (`Role.LOGITS_TO_KEEP`)."""
+    LAST_N = auto()
+    """The trailing ones, as many as an input says (`InputRole.LOGITS_TO_KEEP`)."""
     LAST = auto()
 
 
 class CacheMode(Enum):
-    """How a graph hands its cache back."""
+    """How a graph returns its cache."""
 
     IN_PLACE = auto()
-    """Past and present are one buffer with room behind the rows."""
+    """Past and present are one buffer with free slots after the cached ones."""
     GROWING = auto()
-    """Present is past with the new rows behind."""
+    """Present is a new tensor: past followed by the new slots."""
 
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One of a graph's cache tensors."""
+    """One cache tensor of a graph."""
 
     past: str
     """Name of the input."""
     present: str
     """Name of the output."""
-    form: TensorForm
+    tensor_type: CacheTensorType
 
 
 @dataclass(frozen=True)
 class GraphIO:
-    """The ports of a decoder graph."""
+    """The inputs and outputs of a decoder graph."""
 
     vocab_size: int
-    """Tokens the head tells apart: the last dimension of the logits."""
+    """Size of the last dimension of the logits."""
     input_vocab: int
-    """Tokens the embedding has; more than `vocab_size` where the head of a draft model is trimmed."""
+    """Number of token embeddings; larger than `vocab_size` for a draft model with a trimmed LM head."""
     cache: tuple[CacheTensor, ...]
     layers: int
-    sharing: CacheMode
+    cache_mode: CacheMode
     capacity: int | None
-    """Rows of a cache whose size the graph fixes."""
-    inputs: Mapping[Role, GraphValue]
+    """Number of cache slots if the graph fixes it."""
+    inputs: Mapping[InputRole, GraphValue]
     logits: GraphValue
-    scores: LogitsMode
+    logits_mode: LogitsMode
     causal: bool
-    """Whether masking the new rows from each other is the graph's own doing; `Role.BIAS` says it otherwise."""
-    wide: bool = True
-    """Whether several new rows may follow cached ones in one pass. Some graphs were traced with a single one, and let
-    new rows see each other."""
+    """Whether the graph itself applies the causal mask among new tokens; otherwise `InputRole.BIAS` has to."""
+    supports_wide_passes: bool = True
+    """Whether a pass may have several new tokens after cached ones. Some graphs were traced with a single new token
+    and let new tokens attend to each other in both directions."""
 
     @property
-    def takes_positions(self) -> bool:
-        """Whether positions are an input: tree siblings can then share one."""
-        return Role.POSITIONS in self.inputs
+    def has_position_input(self) -> bool:
+        """Whether rotary positions are an input, so that siblings in a token tree can share one."""
+        return InputRole.POSITIONS in self.inputs
 
     @property
-    def takes_bias(self) -> bool:
-        """Whether what each row sees is an input."""
-        return Role.BIAS in self.inputs
+    def has_bias_input(self) -> bool:
+        """Whether an input says which tokens each new token attends to."""
+        return InputRole.BIAS in self.inputs
 
     @property
-    def verifies(self) -> bool:
-        """Whether one pass can score several guesses."""
-        return self.wide and self.scores is not LogitsMode.LAST
+    def supports_verification(self) -> bool:
+        """Whether one pass can verify several draft tokens."""
+        return self.supports_wide_passes and self.logits_mode is not LogitsMode.LAST
 
     @property
-    def trees(self) -> bool:
-        """Whether these may be a tree."""
-        return self.verifies and self.takes_bias and self.takes_positions
+    def supports_trees(self) -> bool:
+        """Whether the draft tokens of a pass may form a tree."""
+        return self.supports_verification and self.has_bias_input and self.has_position_input
 
     @property
-    def forms(self) -> tuple[TensorForm, ...]:
-        """Of the cache tensors, in order."""
-        return tuple(tensor.form for tensor in self.cache)
+    def tensor_types(self) -> tuple[CacheTensorType, ...]:
+        """Types of the cache tensors, in order."""
+        return tuple(tensor.tensor_type for tensor in self.cache)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of cache a token takes."""
-        return sum(form.row_bytes for form in self.forms)
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of cache per token, over all layers."""
+        return sum(tensor_type.slot_bytes for tensor_type in self.tensor_types)
 
 
-_ELEMENTS: Mapping[str, np.dtype[Any]] = {
+_NUMPY_TYPES: Mapping[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),
     "tensor(double)": np.dtype(np.float64),
@@ -145,6 +147,6 @@ _ELEMENTS: Mapping[str, np.dtype[Any]] = {
 }
 
 
-def element_type(port: GraphValue) -> np.dtype[Any] | None:
-    """NumPy's name for the type of a port's elements; None where it has none."""
-    return _ELEMENTS.get(port.type)
+def element_type(value: GraphValue) -> np.dtype[Any] | None:
+    """NumPy dtype of a graph value's elements; None if NumPy has none for it."""
+    return _NUMPY_TYPES.get(value.type)

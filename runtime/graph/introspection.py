@@ -1,8 +1,8 @@
-"""From a loaded graph's ports to its `GraphIO`.
+"""Derives a `GraphIO` from a loaded graph's inputs and outputs.
 
-Names, types and shapes come from the graph itself. What exporters write beside it is asked second: genai_config.json
-for names that were changed, config.json for sizes that the graph leaves open. What neither says is found out by running
-the graph (`probe`).
+Names, types and shapes come from the graph itself. The files that exporters write beside it come second:
+genai_config.json for renamed inputs and outputs, config.json for sizes that the graph leaves open. `probe` runs the
+graph to find out what neither says.
 """
 
 from __future__ import annotations
@@ -12,192 +12,197 @@ from typing import Any, Final
 
 from ...errors import BundleError
 from ...models.json_file import is_whole
-from .cache_io import Slot, find_cache, fixed_rows, slot_of
-from .graph_io import CacheMode, CacheTensor, GraphIO, GraphValue, LogitsMode, Role, element_type
+from .cache_io import CachePart, cache_part, find_cache, fixed_slots
+from .graph_io import CacheMode, CacheTensor, GraphIO, GraphValue, InputRole, LogitsMode, element_type
 from .metadata import ModelMetadata
-from .refusals import refuse_ports
+from .unsupported import reject_inputs
 
-LEAST_ROWS: Final = 8
-"""Of a cache whose size the graph fixes; with fewer it could not even be tried out (`probe`)."""
+MIN_CAPACITY: Final = 8
+"""Smallest number of cache slots that a graph may fix: with fewer it could not even be probed."""
 _HINT: Final = "export the model with edge-run export, or choose another variant of it"
-_NAMES: Final[Mapping[str, Role]] = {
-    **dict.fromkeys(("input_ids", "token_ids", "tokens"), Role.TOKENS),
-    **dict.fromkeys(("position_ids", "positions"), Role.POSITIONS),
-    **dict.fromkeys(("attention_mask", "attn_mask"), Role.MASK),
-    **dict.fromkeys(("attention_bias", "causal_mask"), Role.BIAS),
-    **dict.fromkeys(("seqlens_k", "past_seq_len", "past_sequence_length"), Role.LAST_ROW),
-    **dict.fromkeys(("total_sequence_length", "total_seq_len", "current_sequence_length"), Role.TOTAL),
-    "logit_rows": Role.LOGIT_ROWS,
-    **dict.fromkeys(("num_logits_to_keep", "logits_to_keep"), Role.LOGITS_TO_KEEP),
-    "use_cache_branch": Role.USE_CACHE,
+_ROLES_BY_NAME: Final[Mapping[str, InputRole]] = {
+    **dict.fromkeys(("input_ids", "token_ids", "tokens"), InputRole.TOKENS),
+    **dict.fromkeys(("position_ids", "positions"), InputRole.POSITIONS),
+    **dict.fromkeys(("attention_mask", "attn_mask"), InputRole.MASK),
+    **dict.fromkeys(("attention_bias", "causal_mask"), InputRole.BIAS),
+    **dict.fromkeys(("seqlens_k", "past_seq_len", "past_sequence_length"), InputRole.LAST_SLOT),
+    **dict.fromkeys(("total_sequence_length", "total_seq_len", "current_sequence_length"), InputRole.TOTAL_LENGTH),
+    "logit_rows": InputRole.LOGIT_POSITIONS,
+    **dict.fromkeys(("num_logits_to_keep", "logits_to_keep"), InputRole.LOGITS_TO_KEEP),
+    "use_cache_branch": InputRole.USE_CACHE,
 }
-_RANKS: Final[Mapping[Role, tuple[int, ...]]] = {
-    Role.TOKENS: (2,),
-    Role.POSITIONS: (2, 3),
-    Role.MASK: (2,),
-    Role.BIAS: (4,),
-    Role.LAST_ROW: (0, 1, 2),
-    Role.TOTAL: (0, 1, 2),
-    Role.LOGIT_ROWS: (1,),
-    Role.LOGITS_TO_KEEP: (0, 1),
-    Role.USE_CACHE: (0, 1),
+_RANKS: Final[Mapping[InputRole, tuple[int, ...]]] = {
+    InputRole.TOKENS: (2,),
+    InputRole.POSITIONS: (2, 3),
+    InputRole.MASK: (2,),
+    InputRole.BIAS: (4,),
+    InputRole.LAST_SLOT: (0, 1, 2),
+    InputRole.TOTAL_LENGTH: (0, 1, 2),
+    InputRole.LOGIT_POSITIONS: (1,),
+    InputRole.LOGITS_TO_KEEP: (0, 1),
+    InputRole.USE_CACHE: (0, 1),
 }
-_KINDS: Final[Mapping[Role, str]] = {
-    **dict.fromkeys(Role, "i"),
-    Role.MASK: "ifb",
-    Role.BIAS: "fb",
-    Role.USE_CACHE: "b",
+_DTYPE_KINDS: Final[Mapping[InputRole, str]] = {
+    **dict.fromkeys(InputRole, "i"),
+    InputRole.MASK: "ifb",
+    InputRole.BIAS: "fb",
+    InputRole.USE_CACHE: "b",
 }
-"""Types that an input of a role may have, by NumPy's letters."""
-_ROLES_IN_GENAI: Final[Mapping[str, Role]] = {
-    "input_ids": Role.TOKENS,
-    "position_ids": Role.POSITIONS,
-    "attention_mask": Role.MASK,
-    "past_sequence_length": Role.LAST_ROW,
-    "current_sequence_length": Role.TOTAL,
-    "total_sequence_length": Role.TOTAL,
+"""Element types that an input of a role may have, as NumPy's kind letters."""
+_ROLES_IN_GENAI: Final[Mapping[str, InputRole]] = {
+    "input_ids": InputRole.TOKENS,
+    "position_ids": InputRole.POSITIONS,
+    "attention_mask": InputRole.MASK,
+    "past_sequence_length": InputRole.LAST_SLOT,
+    "current_sequence_length": InputRole.TOTAL_LENGTH,
+    "total_sequence_length": InputRole.TOTAL_LENGTH,
 }
+_CACHE_NAMES_IN_GENAI: Final[Mapping[str, str]] = {
+    "past_key_names": "past_key_values.%d.key",
+    "past_value_names": "past_key_values.%d.value",
+    "past_names": "past_%d",
+    "present_key_names": "present.%d.key",
+    "present_value_names": "present.%d.value",
+    "present_names": "present_%d",
+}
+"""Keys of genai_config.json that name cache tensors, with the usual names of those tensors."""
 
 
 def introspect(
     inputs: Sequence[GraphValue], outputs: Sequence[GraphValue], where: str, metadata: ModelMetadata
 ) -> GraphIO:
-    """Find out what a graph's ports are, as far as they tell.
+    """Find out what a graph's inputs and outputs mean, as far as they and the files beside the graph say.
 
     Args:
-        inputs: of the graph.
-        outputs: of the graph.
+        inputs: the graph's inputs.
+        outputs: the graph's outputs.
         where: names the file in errors.
-        facts: what is known beside.
+        metadata: what the files beside the graph say.
 
     Raises:
-        BundleError: the graph is not a decoder that edge-run can run; says by what that is seen.
+        BundleError: the graph is not a decoder that edge-run can run; names the input or output that shows it.
     """
-    refuse_ports(inputs, where)
-    names, slots = _names_in_genai(metadata.genai, inputs, outputs)
-    cache = find_cache(inputs, outputs, where, slots, _sizes(metadata))
-    roles = _roles(inputs, where, names, {tensor.past for tensor in cache})
+    reject_inputs(inputs, where)
+    renamed, known_parts = _names_in_genai(metadata.genai, inputs, outputs)
+    cache = find_cache(inputs, outputs, where, known_parts, _sizes_in_config(metadata))
+    roles = _roles(inputs, where, renamed, {tensor.past for tensor in cache})
     if not cache:
         raise BundleError(
-            f"{where} has no key/value cache among its inputs: it reads the whole text for every token, or keeps its "
-            "cache where it cannot be rewound",
+            f"{where} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
+            "its cache where it cannot be rewound",
             "export it with a cache (Optimum's task text-generation-with-past), or choose another variant of it",
         )
-    if Role.TOKENS not in roles:
+    if InputRole.TOKENS not in roles:
         raise BundleError(f"{where} has no input for token ids (input_ids)", _HINT)
     _check_inputs(roles, where)
-    logits = _logits(outputs, where, names, {tensor.present for tensor in cache})
+    logits = _logits(outputs, where, renamed, {tensor.present for tensor in cache})
     vocab_size = _vocab_size(logits, where, metadata)
     capacity = _capacity(cache, inputs, outputs, where)
-    ours = Role.LAST_ROW in roles and Role.TOTAL in roles
-    fused = metadata.operators is not None and "GroupQueryAttention" in metadata.operators
+    # Only GroupQueryAttention, which works in place, takes lengths as inputs.
+    has_lengths = InputRole.LAST_SLOT in roles and InputRole.TOTAL_LENGTH in roles
+    is_fused = metadata.operators is not None and "GroupQueryAttention" in metadata.operators
     return GraphIO(
         vocab_size=vocab_size,
         input_vocab=vocab_size if metadata.input_vocab is None else max(metadata.input_vocab, vocab_size),
         cache=cache,
-        layers=len({(slots.get(tensor.past) or slot_of(tensor.past) or (0,))[0] for tensor in cache}),
-        # Lengths as inputs are those of the operator that works in place.
-        sharing=CacheMode.IN_PLACE if ours or capacity is not None else CacheMode.GROWING,
+        layers=len({(known_parts.get(tensor.past) or cache_part(tensor.past) or (0,))[0] for tensor in cache}),
+        cache_mode=CacheMode.IN_PLACE if has_lengths or capacity is not None else CacheMode.GROWING,
         capacity=capacity,
         inputs=roles,
         logits=logits,
-        scores=_scores(roles, logits),
-        causal=ours or fused,
+        logits_mode=_logits_mode(roles, logits),
+        causal=has_lengths or is_fused,
     )
 
 
 def _names_in_genai(
     genai: Mapping[str, Any], inputs: Sequence[GraphValue], outputs: Sequence[GraphValue]
-) -> tuple[dict[str, Role | None], dict[str, Slot]]:
-    """Ports that genai_config.json gives names: their roles (None: the logits), and the cache's slots."""
+) -> tuple[dict[str, InputRole | None], dict[str, CachePart]]:
+    """Inputs and outputs that genai_config.json names: their roles (None for the logits), and parts of the cache."""
     decoder = genai.get("decoder")
     if not isinstance(decoder, Mapping):
         return {}, {}
-    roles: dict[str, Role | None] = {}
-    slots: dict[str, Slot] = {}
-    usual = {
-        "past_key_names": "past_key_values.%d.key",
-        "past_value_names": "past_key_values.%d.value",
-        "past_names": "past_%d",
-        "present_key_names": "present.%d.key",
-        "present_value_names": "present.%d.value",
-        "present_names": "present_%d",
-    }
-    for section, ports in (("inputs", inputs), ("outputs", outputs)):
+    roles: dict[str, InputRole | None] = {}
+    parts: dict[str, CachePart] = {}
+    for section, values in (("inputs", inputs), ("outputs", outputs)):
         named = decoder.get(section)
         if not isinstance(named, Mapping):
             continue
-        known = {port.name for port in ports}
-        for what, name in named.items():
+        existing = {value.name for value in values}
+        for key, name in named.items():
             if not isinstance(name, str):
                 continue
-            if what in usual and name.count("%d") == 1:
-                for layer in range(len(ports)):
-                    slot = slot_of(usual[what] % layer)
-                    if slot is not None and name.replace("%d", str(layer)) in known:
-                        slots[name.replace("%d", str(layer))] = slot
-            elif name in known and (what == "logits" or what in _ROLES_IN_GENAI):
-                roles[name] = _ROLES_IN_GENAI.get(what)
-    return roles, slots
+            if key in _CACHE_NAMES_IN_GENAI and name.count("%d") == 1:
+                for layer in range(len(values)):
+                    part = cache_part(_CACHE_NAMES_IN_GENAI[key] % layer)
+                    if part is not None and name.replace("%d", str(layer)) in existing:
+                        parts[name.replace("%d", str(layer))] = part
+            elif name in existing and (key == "logits" or key in _ROLES_IN_GENAI):
+                roles[name] = _ROLES_IN_GENAI.get(key)
+    return roles, parts
 
 
 def _roles(
-    inputs: Sequence[GraphValue], where: str, names: Mapping[str, Role | None], cache: set[str]
-) -> dict[Role, GraphValue]:
-    roles: dict[Role, GraphValue] = {}
+    inputs: Sequence[GraphValue], where: str, renamed: Mapping[str, InputRole | None], cache: set[str]
+) -> dict[InputRole, GraphValue]:
+    roles: dict[InputRole, GraphValue] = {}
     unknown = []
-    for port in inputs:
-        if port.name in cache:
+    for value in inputs:
+        if value.name in cache:
             continue
-        role = names.get(port.name) or _NAMES.get(port.name)
-        if role is Role.MASK and len(port.shape) == 4:
-            role = Role.BIAS
+        role = renamed.get(value.name) or _ROLES_BY_NAME.get(value.name)
+        if role is InputRole.MASK and len(value.shape) == 4:
+            role = InputRole.BIAS
         if role is None:
-            unknown.append(port.name)
+            unknown.append(value.name)
         elif role in roles:
-            raise BundleError(f"{where} has two inputs for one thing: {roles[role].name} and {port.name}", _HINT)
+            raise BundleError(f"{where} has two inputs of the same meaning: {roles[role].name} and {value.name}", _HINT)
         else:
-            roles[role] = port
+            roles[role] = value
     if unknown:
-        raise BundleError(f"{where} asks for inputs edge-run does not know: {', '.join(sorted(unknown))}", _HINT)
+        raise BundleError(f"{where} has inputs that edge-run does not know: {', '.join(sorted(unknown))}", _HINT)
     return roles
 
 
-def _check_inputs(roles: Mapping[Role, GraphValue], where: str) -> None:
-    for role, port in roles.items():
-        dtype = element_type(port)
-        if dtype is None or dtype.kind not in _KINDS[role] or len(port.shape) not in _RANKS[role]:
+def _check_inputs(roles: Mapping[InputRole, GraphValue], where: str) -> None:
+    for role, value in roles.items():
+        dtype = element_type(value)
+        if dtype is None or dtype.kind not in _DTYPE_KINDS[role] or len(value.shape) not in _RANKS[role]:
             raise BundleError(
-                f"{where} wants {port.name} as {port.type} of {len(port.shape)} dimensions, which is not supported",
+                f"{where} takes {value.name} as {value.type} of {len(value.shape)} dimensions, which is not supported",
                 _HINT,
             )
-        if role in (Role.TOKENS, Role.MASK, Role.POSITIONS):
-            batch, length = port.shape[-2], port.shape[-1]
+        if role in (InputRole.TOKENS, InputRole.MASK, InputRole.POSITIONS):
+            batch, length = value.shape[-2], value.shape[-1]
             if isinstance(batch, int) and batch != 1:
-                raise BundleError(f"{where} works on {batch} texts at once ({port.name})", _HINT)
+                raise BundleError(f"{where} has a fixed batch size of {batch} ({value.name})", _HINT)
             if isinstance(length, int):
                 tokens = "1 token" if length == 1 else f"{length} tokens"
                 raise BundleError(
-                    f"{where} takes exactly {tokens} a pass ({port.name}), as models for an NPU do",
+                    f"{where} takes exactly {tokens} per pass ({value.name}), as models for an NPU do",
                     "choose a variant of the model for the CPU",
                 )
 
 
-def _logits(outputs: Sequence[GraphValue], where: str, names: Mapping[str, Role | None], cache: set[str]) -> GraphValue:
-    named = [port for port in outputs if port.name == "logits" or (port.name in names and names[port.name] is None)]
-    floats = [
-        port
-        for port in outputs
-        if port.name not in cache
-        and len(port.shape) in (2, 3)
-        and (dtype := element_type(port)) is not None
+def _logits(
+    outputs: Sequence[GraphValue], where: str, renamed: Mapping[str, InputRole | None], cache: set[str]
+) -> GraphValue:
+    by_name = [
+        value for value in outputs if value.name == "logits" or (value.name in renamed and renamed[value.name] is None)
+    ]
+    by_type = [
+        value
+        for value in outputs
+        if value.name not in cache
+        and len(value.shape) in (2, 3)
+        and (dtype := element_type(value)) is not None
         and dtype.kind == "f"
     ]
-    candidates = named or floats
-    if len(candidates) != 1 or candidates[0] not in floats:
-        found = ", ".join(port.name for port in outputs if port.name not in cache) or "nothing"
+    candidates = by_name or by_type
+    if len(candidates) != 1 or candidates[0] not in by_type:
+        others = ", ".join(value.name for value in outputs if value.name not in cache) or "nothing"
         raise BundleError(
-            f"{where} has no output for logits of 2 or 3 dimensions; beside its cache it gives {found}", _HINT
+            f"{where} has no output for logits of 2 or 3 dimensions; beside its cache it gives {others}", _HINT
         )
     return candidates[0]
 
@@ -210,43 +215,45 @@ def _vocab_size(logits: GraphValue, where: str, metadata: ModelMetadata) -> int:
     return int(size)
 
 
-def _sizes(metadata: ModelMetadata) -> dict[int, int]:
-    """What config.json or genai_config.json says of a cache's heads and their width."""
+def _sizes_in_config(metadata: ModelMetadata) -> dict[int, int]:
+    """Sizes of the head (1) and channel (3) dimensions of the cache, from genai_config.json or config.json."""
     config, decoder = metadata.config, metadata.genai.get("decoder")
     decoder = decoder if isinstance(decoder, Mapping) else {}
     query_heads = config.get("num_attention_heads", config.get("n_head"))
-    hidden = config.get("hidden_size", config.get("n_embd"))
-    heads = decoder.get("num_key_value_heads", config.get("num_key_value_heads", query_heads))
-    width = decoder.get("head_size", config.get("head_dim"))
-    if width is None and is_whole(hidden, 1) and is_whole(query_heads, 1):
-        width = hidden // query_heads
-    return {at: size for at, size in ((1, heads), (3, width)) if is_whole(size, 1)}
+    hidden_size = config.get("hidden_size", config.get("n_embd"))
+    kv_heads = decoder.get("num_key_value_heads", config.get("num_key_value_heads", query_heads))
+    head_dim = decoder.get("head_size", config.get("head_dim"))
+    if head_dim is None and is_whole(hidden_size, 1) and is_whole(query_heads, 1):
+        head_dim = hidden_size // query_heads
+    return {axis: size for axis, size in ((1, kv_heads), (3, head_dim)) if is_whole(size, 1)}
 
 
 def _capacity(
     cache: Sequence[CacheTensor], inputs: Sequence[GraphValue], outputs: Sequence[GraphValue], where: str
 ) -> int | None:
-    """Rows of a cache of fixed size; None where it is open."""
-    ins, outs = {port.name: port for port in inputs}, {port.name: port for port in outputs}
-    found = {tensor.past: fixed_rows(tensor, ins, outs) for tensor in cache}
-    sizes = {rows for rows, _ in found.values()}
-    if sizes == {None}:
+    """Number of slots of a cache of fixed size; None if the size is open."""
+    pasts, presents = {value.name: value for value in inputs}, {value.name: value for value in outputs}
+    found = {tensor.past: fixed_slots(tensor, pasts, presents) for tensor in cache}
+    fixed = {name: slots for name, (slots, _) in found.items() if slots is not None}
+    if not fixed:
         return None
-    fixed = next(name for name, (rows, _) in found.items() if rows is not None)
+    name = next(iter(fixed))
     if not all(same for _, same in found.values()):
         raise BundleError(
-            f"{where} takes a cache of exactly {found[fixed][0]} rows ({fixed}) and gives another size back",
+            f"{where} takes a cache of exactly {fixed[name]} slots ({name}) and returns one of another size",
             "choose a variant of the model for the CPU",
         )
-    capacity = min(rows for rows, _ in found.values() if rows is not None)
-    if capacity < LEAST_ROWS:
-        raise BundleError(f"{where} has a cache of {capacity} rows ({fixed}), which no text fits", _HINT)
+    capacity = min(fixed.values())
+    if capacity < MIN_CAPACITY:
+        raise BundleError(
+            f"{where} has a cache of only {capacity} slots ({name}); the minimum is {MIN_CAPACITY}", _HINT
+        )
     return capacity
 
 
-def _scores(roles: Mapping[Role, GraphValue], logits: GraphValue) -> LogitsMode:
-    if Role.LOGIT_ROWS in roles:
-        return LogitsMode.CHOSEN
+def _logits_mode(roles: Mapping[InputRole, GraphValue], logits: GraphValue) -> LogitsMode:
+    if InputRole.LOGIT_POSITIONS in roles:
+        return LogitsMode.SELECTED
     if len(logits.shape) == 2 or logits.shape[1] == 1:
         return LogitsMode.LAST
-    return LogitsMode.SUFFIX if Role.LOGITS_TO_KEEP in roles else LogitsMode.ALL
+    return LogitsMode.LAST_N if InputRole.LOGITS_TO_KEEP in roles else LogitsMode.ALL

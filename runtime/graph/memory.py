@@ -1,8 +1,8 @@
-"""Giving back memory that loading needed and decoding does not.
+"""Returns memory to the system that only loading needed.
 
-Packing weights reads every page of the weights file; the pages then count as resident although nothing reads them again
-(of a tied embedding only single rows). Reading a tokenizer leaves as much free heap behind as the tokenizer itself
-takes. Linux lets a process give both back; elsewhere these functions do nothing.
+Packing weights reads every page of the weights file. The pages then count as resident although nothing reads them again
+(except single rows of a tied embedding). Reading a tokenizer leaves as much free heap behind as the tokenizer itself
+takes. On Linux a process can return both; on other systems these functions do nothing.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ def trim_heap() -> None:
 
 
 def drop_file_pages(path: Path) -> int:
-    """Drop this process's resident pages of a mapped file; they come back from the file when they are read.
+    """Drop this process's resident pages of a mapped file; reading them loads them from the file again.
 
-    Mappings with pages of their own (written to since they were mapped) are left alone. Returns the bytes dropped.
+    Mappings that were written to (with anonymous pages) are left alone.
+
+    Returns:
+        Number of bytes dropped.
     """
     if sys.platform != "linux":
         return 0
-    wanted = str(path.resolve())
+    file_name = str(path.resolve())
     try:
-        text = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
+        mappings = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
         madvise = ctypes.CDLL(None, use_errno=True).madvise
     except (OSError, AttributeError):
         return 0
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     dropped = 0
-    start, end, resident, own = 0, 0, 0, 0
-    mapped = False
-    for line in text.splitlines():
-        name, _, rest = line.partition(" ")
+    start, end, resident, anonymous = 0, 0, 0, 0
+    is_of_file = False
+    for line in mappings.splitlines():
+        name, _, value = line.partition(" ")
         if name.endswith(":"):
             if name == "Rss:":
-                resident = int(rest.split()[0]) << 10
+                resident = int(value.split()[0]) << 10
             elif name == "Anonymous:":
-                own = int(rest.split()[0])
-            elif name == "VmFlags:" and mapped and resident and not own:
+                anonymous = int(value.split()[0])
+            elif name == "VmFlags:" and is_of_file and resident and not anonymous:
                 dropped += resident if madvise(start, end - start, _MADV_DONTNEED) == 0 else 0
         else:
             start, end = (int(part, 16) for part in name.split("-"))
-            mapped = line.endswith(wanted)
+            is_of_file = line.endswith(file_name)
     return dropped

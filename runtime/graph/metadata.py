@@ -1,4 +1,4 @@
-"""What lies beside a graph and says something about it."""
+"""What the files beside a graph say about it."""
 
 from __future__ import annotations
 
@@ -14,41 +14,28 @@ from .probe import ProbeResult
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Asked where the graph's own ports are silent."""
+    """Metadata used where the graph's own inputs and outputs leave something open."""
 
-    first: Path | None = None
-    """The graph for passes without cached rows, where that is another one."""
+    first_pass_graph: Path | None = None
+    """The graph for passes without cached tokens, if that is a separate one."""
     input_vocab: int | None = None
-    """Tokens the embedding has."""
+    """Number of token embeddings."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """config.json, of the text part where there are several."""
+    """config.json; only its text section if there are several."""
     genai: Mapping[str, Any] = field(default_factory=dict)
     """The `model` section of genai_config.json."""
     operators: Operators | None = None
-    """Of the graph; None where it is known to be edge-run's own."""
-    reading: ProbeResult | None = None
-    """What running the graph showed before."""
-    zero_points: bool = False
-    """Whether weights of 4 bits have zero points (see `models.zero_point_check`)."""
+    """Operators of the graph; None for graphs that edge-run exported."""
+    probe_result: ProbeResult | None = None
+    """Result of an earlier probe of the graph."""
 
 
 def metadata_of(bundle: Bundle) -> ModelMetadata:
-    """What the files of a model say.
+    """Collect the metadata of a model from its files.
 
     Raises:
         BundleError: one of them cannot be read.
     """
     if bundle.manifest is not None:
-        forms = bundle.manifest.weights.values()
-        return ModelMetadata(
-            input_vocab=bundle.input_vocab, zero_points=any(form.zero_points and form.bits == 4 for form in forms)
-        )
-    operators = operators_of(bundle.graph)
-    return ModelMetadata(
-        bundle.first,
-        bundle.input_vocab,
-        bundle.config,
-        bundle.genai,
-        operators,
-        zero_points=operators.zero_points,
-    )
+        return ModelMetadata(input_vocab=bundle.input_vocab)
+    return ModelMetadata(bundle.first, bundle.input_vocab, bundle.config, bundle.genai, operators_of(bundle.graph))

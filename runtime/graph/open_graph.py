@@ -1,4 +1,4 @@
-"""A model's graph, loaded as quickly as what is kept about it in the cache allows."""
+"""Opens a model's graph, using prepacked weights and probe results from the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .prepacked import prepacked_graph
 from .probe import ProbeResult
 from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
 
-_FORM: Final = 1
+_PROBE_FORMAT: Final = 2
 
 
 def open_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> GraphSession:
@@ -24,34 +24,33 @@ def open_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> GraphSe
     Args:
         bundle: the model.
         config: how to run it.
-        cache: whether weights packed for this machine, and what running the graph showed of its ports, are kept on
-            disk.
+        cache: whether to keep weights packed for this machine, and the result of probing the graph, on disk.
 
     Raises:
         BundleError: it is not a model that edge-run can decode with.
     """
-    graph = packed_graph(bundle, config, cache=cache)
+    graph = graph_to_load(bundle, config, cache=cache)
     metadata = metadata_of(bundle)
-    known = _kept(bundle, config) if cache and metadata.operators is not None else None
-    session = GraphSession(graph, config, replace(metadata, reading=known))
-    if cache and session.reading is not None and session.reading != known:
+    stored = _stored_probe_result(bundle, config) if cache and metadata.operators is not None else None
+    session = GraphSession(graph, config, replace(metadata, probe_result=stored))
+    if cache and session.probe_result is not None and session.probe_result != stored:
         with suppress(OSError):
-            keep_measurement(_file(bundle, config), session.reading.to_json(), bundle, config)
+            keep_measurement(_probe_file(bundle, config), session.probe_result.to_json(), bundle, config)
     return session
 
 
-def packed_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> Path:
-    """The file to load for a model's graph: its twin packed for this machine where there is to be one."""
-    packed = cache and config.device.kind is DeviceKind.CPU
-    return prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if packed else bundle.graph
+def graph_to_load(bundle: Bundle, config: SessionConfig, *, cache: bool) -> Path:
+    """The file to load for a model's graph: its prepacked copy on the CPU if caching is on, else the original."""
+    prepack = cache and config.device.kind is DeviceKind.CPU
+    return prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if prepack else bundle.graph
 
 
-def _kept(bundle: Bundle, config: SessionConfig) -> ProbeResult | None:
+def _stored_probe_result(bundle: Bundle, config: SessionConfig) -> ProbeResult | None:
     try:
-        return ProbeResult.from_json(read_measurement(_file(bundle, config)))
+        return ProbeResult.from_json(read_measurement(_probe_file(bundle, config)))
     except (OSError, ValueError):
         return None
 
 
-def _file(bundle: Bundle, config: SessionConfig) -> Path:
-    return measurement_file("ports", _FORM, bundle, config)
+def _probe_file(bundle: Bundle, config: SessionConfig) -> Path:
+    return measurement_file("probes", _PROBE_FORMAT, bundle, config)

@@ -1,10 +1,10 @@
 """Weights packed for this machine's kernels, kept on disk and memory-mapped.
 
-ONNX Runtime repacks quantized weights at load into private memory. Saved once per host, the packed form is mapped
-instead: loading is quicker, and the pages are the page cache's, shared by every process that runs the model. The
-packing is specific to the processor and to ONNX Runtime's version, so both are part of the cache's key; a model that
-changed has another key too. The cache holds nothing that cannot be made again: whatever goes wrong with it, the model
-is loaded as it was exported.
+ONNX Runtime repacks quantized weights into private memory whenever it loads a model. A copy of the model saved with
+packed weights is memory-mapped instead: it loads faster, and its pages are in the page cache, which all processes that
+run the model share. The packing depends on the processor and on ONNX Runtime's version, so both are part of the cache
+key, as is the model's fingerprint. Everything in this cache can be made again, so any failure falls back to the
+original model.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from ...models.onnx_file.splice import with_tensors_of
 from ..devices.processor import processor
 
 _FORMAT: Final = 1
-_DIGESTS: Final = "digests.json"
-_WORTH_IT_FROM: Final = 64 << 20
-"""Smaller models load in a blink as they are."""
-_GROWTH: Final = 2.5
-"""Packed and original weights together, over the original."""
-_MOST_BYTES: Final = 16 << 30
-"""What all prepacked models together may take; the ones unused for longest go first."""
+_DIGESTS_NAME: Final = "digests.json"
+_MIN_WEIGHT_BYTES: Final = 64 << 20
+"""Smaller models load fast enough without."""
+_SIZE_RATIO: Final = 2.5
+"""Upper estimate of the size of packed and original weights together, relative to the original."""
+_MAX_CACHE_BYTES: Final = 16 << 30
+"""Largest size of all prepacked models together; the least recently used are removed first."""
 
 
 def prepacked_graph(bundle: Bundle, runtime_version: str, pack: Callable[[Path, Path], None]) -> Path:
-    """The graph to load for `bundle`: its prepacked twin, made now if need be, else its own.
+    """The graph to load for `bundle`: its prepacked copy, made now if necessary, else the original.
 
     Args:
         bundle: a checked bundle.
-        runtime_version: of ONNX Runtime.
-        pack: writes the prepacked twin of a graph (first argument) to a path (second).
+        runtime_version: version of ONNX Runtime.
+        pack: writes the prepacked copy of a graph (first argument) to a path (second).
     """
-    if not is_worth_packing(bundle):
+    if not should_prepack(bundle):
         return bundle.graph
     key = f"{_FORMAT}\0{bundle.fingerprint}\0{runtime_version}\0{processor()}"
     folder = cache_folder() / "prepacked" / hashlib.sha256(key.encode()).hexdigest()[:32]
     try:
         if not folder.is_dir():
-            _make(folder, bundle, pack)
-        _check(folder)
+            _write(folder, bundle, pack)
+        _verify(folder)
         os.utime(folder)
     except (OSError, BundleError, ValueError, KeyError, TypeError):
         shutil.rmtree(folder, ignore_errors=True)
@@ -58,54 +58,57 @@ def prepacked_graph(bundle: Bundle, runtime_version: str, pack: Callable[[Path, 
     return folder / GRAPH_NAME
 
 
-def is_worth_packing(bundle: Bundle) -> bool:
-    """Whether a model is loaded from its prepacked twin: a bundle that is not small."""
-    return bundle.manifest is not None and bundle.weight_bytes >= _WORTH_IT_FROM
+def should_prepack(bundle: Bundle) -> bool:
+    """Whether a model is loaded from a prepacked copy: it is a bundle, and not a small one."""
+    return bundle.manifest is not None and bundle.weight_bytes >= _MIN_WEIGHT_BYTES
 
 
-def prepacked_draft(draft: Path, target: Path) -> Path:
-    """The graph to load for a draft over the target's own weights: its twin over the packed ones, if those are used.
+def prepacked_draft_graph(draft: Path, target: Path) -> Path:
+    """The graph to load for a draft that uses the target's own weights.
 
     Args:
         draft: the draft's graph, beside the target's.
-        target: what `prepacked_graph` gave for the target.
+        target: what `prepacked_graph` returned for the target.
+
+    Returns:
+        A copy of the draft's graph that uses the packed weights, if the target is loaded from those; else `draft`.
     """
     if target.parent == draft.parent:
         return draft
     try:
         model = with_tensors_of(draft, target)
-        twin = target.with_name(f"draft-{hashlib.sha256(model).hexdigest()[:16]}.onnx")
-        if not twin.is_file() or twin.read_bytes() != model:
-            write_atomically(twin, model)
+        copy = target.with_name(f"draft-{hashlib.sha256(model).hexdigest()[:16]}.onnx")
+        if not copy.is_file() or copy.read_bytes() != model:
+            write_atomically(copy, model)
     except (OSError, BundleError, KeyError):
         return draft
-    return twin
+    return copy
 
 
-def _make(folder: Path, bundle: Bundle, pack: Callable[[Path, Path], None]) -> None:
+def _write(folder: Path, bundle: Bundle, pack: Callable[[Path, Path], None]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    needed = int(bundle.weight_bytes * _GROWTH)
+    needed = int(bundle.weight_bytes * _SIZE_RATIO)
     if shutil.disk_usage(folder.parent).free < 2 * needed:
-        raise OSError("too little room on the disk")
+        raise OSError("too little free space on the disk")
     _make_room(folder.parent, needed)
     with folder_written_atomically(folder, lambda _: True) as staging:
         pack(bundle.graph, staging / GRAPH_NAME)
         digests = {path.name: vars(digest_file(path)) for path in sorted(staging.iterdir())}
-        (staging / _DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
+        (staging / _DIGESTS_NAME).write_text(json.dumps(digests), encoding="utf-8")
 
 
-def _check(folder: Path) -> None:
-    for name, digest in json.loads((folder / _DIGESTS).read_text(encoding="utf-8")).items():
+def _verify(folder: Path) -> None:
+    for name, digest in json.loads((folder / _DIGESTS_NAME).read_text(encoding="utf-8")).items():
         verify_file(folder / name, FileDigest(**digest))
 
 
 def _make_room(folder: Path, needed: int) -> None:
-    """Remove the prepacked models unused for longest until `needed` bytes fit."""
+    """Remove the least recently used prepacked models until `needed` bytes fit."""
     entries = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda entry: entry.stat().st_mtime)
     sizes = {entry: sum(file.stat().st_size for file in entry.iterdir()) for entry in entries}
     total = sum(sizes.values())
     for entry in entries:
-        if total + needed <= _MOST_BYTES:
+        if total + needed <= _MAX_CACHE_BYTES:
             return
         shutil.rmtree(entry, ignore_errors=True)
         total -= sizes[entry]

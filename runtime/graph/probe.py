@@ -1,17 +1,17 @@
-"""What a foreign graph's ports do not tell, found out by running it.
+"""Runs a foreign graph to find out what its inputs do not tell.
 
-Whether a cache may be extended in place, whether all rows are scored, and whether several rows may follow cached ones:
-the declared shapes and the files beside a graph are often silent or wrong about these. So a short text is run in one
-pass, in two and row by row, which has to give the same logits. A graph for which no reading of its ports does that is
-refused: it would run, and write nonsense.
+Declared shapes and the files beside a graph often say nothing, or something wrong, about three properties: whether its
+cache may be extended in place, whether it computes the logits of all tokens, and whether several new tokens may follow
+cached ones. So `probe` runs a short token sequence in one pass, in two passes, and token by token, which must all give
+the same logits. A graph that does so under no assumption is rejected, because it would run and produce nonsense.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -19,145 +19,157 @@ from ...errors import BundleError, EdgeError
 from .bound_session import BoundSession, Floats
 from .graph_io import CacheMode, GraphIO, LogitsMode
 
-_TEXT_ROWS: Final = 6
-_ARENA_ROWS: Final = 64
-_STRIDE: Final = 7919
-"""Between the ids of the text: they are spread over the vocabulary."""
-_NOISE: Final = 0.1
-"""Largest difference between logits of the same row, in standard deviations of a row's logits. Rounding gives up to
-0.02, where activations are rounded to 8 bits; a wrong cache gives more than 1."""
-_QUANTIZED_NOISE: Final = 0.75
-"""The same where one scale is chosen for all rows of a pass (DynamicQuantizeLinear): rows disturb each other."""
+_NUM_TOKENS: Final = 6
+_CONTEXT: Final = 64
+_TOKEN_STRIDE: Final = 7919
+"""Difference between consecutive token ids of the probe, which spreads them over the vocabulary."""
+_TOLERANCE: Final = 0.1
+"""Largest difference between logits of the same token, in standard deviations of its logits. Rounding gives up to
+0.02 if activations are rounded to 8 bits; a wrong cache gives more than 1."""
+_SHARED_SCALE_TOLERANCE: Final = 0.75
+"""The tolerance if one scale is chosen for all tokens of a pass (DynamicQuantizeLinear), so that they affect each
+other."""
+
+BindGraph: TypeAlias = Callable[[GraphIO, int], BoundSession]
+"""Binds the graph under an assumed `GraphIO`, with a cache for a context of the given number of tokens."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What running a graph showed of its ports."""
+    """What running a graph showed."""
 
-    ports: str
-    """What stands for the spec that was tried: names may be changed beside the graph."""
-    sharing: CacheMode
-    scores: LogitsMode
-    wide: bool
+    key: str
+    """`graph_io_key` of the graph when it was probed: files beside the graph may change how its inputs are read."""
+    cache_mode: CacheMode
+    logits_mode: LogitsMode
+    supports_wide_passes: bool
 
-    def applied(self, graph_io: GraphIO) -> GraphIO:
-        """The spec with what was found."""
-        return replace(graph_io, sharing=self.sharing, scores=self.scores, wide=self.wide)
+    def apply_to(self, graph_io: GraphIO) -> GraphIO:
+        """Replace what was assumed of the graph by what the probe showed."""
+        return replace(
+            graph_io,
+            cache_mode=self.cache_mode,
+            logits_mode=self.logits_mode,
+            supports_wide_passes=self.supports_wide_passes,
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {"ports": self.ports, "sharing": self.sharing.name, "scores": self.scores.name, "wide": self.wide}
+        """Convert to plain values."""
+        return {
+            "key": self.key,
+            "cache_mode": self.cache_mode.name,
+            "logits_mode": self.logits_mode.name,
+            "supports_wide_passes": self.supports_wide_passes,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ProbeResult:
-        """The inverse of `to_json`.
+        """Convert back from `to_json`.
 
         Raises:
-            ValueError: the values are not such.
+            ValueError: a value is missing or invalid.
         """
         try:
-            return cls(str(data["ports"]), CacheMode[data["sharing"]], LogitsMode[data["scores"]], bool(data["wide"]))
+            return cls(
+                str(data["key"]),
+                CacheMode[data["cache_mode"]],
+                LogitsMode[data["logits_mode"]],
+                bool(data["supports_wide_passes"]),
+            )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not what a graph's ports were found to be: {error}") from error
+            raise ValueError(f"not a probe result: {error}") from error
 
 
-class Trial(Protocol):
-    """Makes the session as it would be if a spec was right."""
-
-    def __call__(self, graph_io: GraphIO, limit: int) -> BoundSession:
-        """`limit` is the most rows of its arena."""
-        ...
-
-
-def ports_key(graph_io: GraphIO) -> str:
-    """SHA-256 (hexadecimal) of what the ports tell."""
+def graph_io_key(graph_io: GraphIO) -> str:
+    """SHA-256 (hexadecimal) of a graph's inputs and outputs."""
     return hashlib.sha256(repr(graph_io).encode()).hexdigest()
 
 
-def settle(graph_io: GraphIO, trial: Trial, where: str, *, in_place: bool, disturbs: bool) -> ProbeResult:
-    """What running the graph shows.
+def probe(graph_io: GraphIO, bind: BindGraph, where: str, *, may_be_in_place: bool, shared_scales: bool) -> ProbeResult:
+    """Run a graph to find out its cache mode, its logits mode, and whether it supports wide passes.
 
     Args:
-        spec: as the ports tell.
-        trial: see `Trial`.
+        graph_io: inputs and outputs as introspection found them.
+        bind: binds the graph under an assumption.
         where: names the file in errors.
-        in_place: whether a cache that is extended in place is worth trying.
-        disturbs: whether rows of a pass disturb each other by design.
+        may_be_in_place: whether to try a cache that is extended in place.
+        shared_scales: whether the tokens of a pass are quantized with one scale and so affect each other.
 
     Raises:
-        BundleError: under no reading of its ports does the graph give the same logits in one pass and in several.
+        BundleError: under no assumption does the graph give the same logits in one pass and in several.
     """
-    noise = _QUANTIZED_NOISE if disturbs else _NOISE
+    tolerance = _SHARED_SCALE_TOLERANCE if shared_scales else _TOLERANCE
     hint = "upgrade it with edge-run export, or choose another variant of the model"
     failures: list[EdgeError] = []
-    ran = False
-    for reading in _readings(graph_io, in_place):
-        outcome = _outcome(trial, reading, noise)
-        if isinstance(outcome, bool):
-            return ProbeResult(ports_key(graph_io), reading.sharing, reading.scores, outcome)
-        if outcome is None:
-            ran = True
-        else:
-            failures.append(outcome)
-    if failures and not ran:
+    runs = False
+    for assumed in _assumptions(graph_io, may_be_in_place):
+        try:
+            limit = min(_CONTEXT, assumed.capacity or _CONTEXT)
+            supports_wide_passes = _supports_wide_passes(bind(assumed, limit), tolerance)
+        except EdgeError as error:
+            failures.append(error)
+            continue
+        runs = True
+        if supports_wide_passes is not None:
+            return ProbeResult(graph_io_key(graph_io), assumed.cache_mode, assumed.logits_mode, supports_wide_passes)
+    if failures and not runs:
         raise BundleError(f"{where}: {failures[-1].what}", hint) from failures[-1]
     raise BundleError(
-        f"{where} gives other logits for a text in several passes than in one: its cache is not kept as its inputs say",
+        f"{where} gives other logits for the same tokens in several passes than in one: "
+        "its cache does not work as its inputs declare",
         hint,
     )
 
 
-def _outcome(trial: Trial, reading: GraphIO, noise: float) -> bool | EdgeError | None:
-    """Whether several rows may follow cached ones; the error of a graph that does not run; None if it runs wrongly."""
-    try:
-        return _wide(trial(reading, min(_ARENA_ROWS, reading.capacity or _ARENA_ROWS)), noise)
-    except EdgeError as error:
-        return error
+def _assumptions(graph_io: GraphIO, may_be_in_place: bool) -> Iterator[GraphIO]:
+    """What the graph may be, most capable first."""
+    try_both = may_be_in_place and graph_io.capacity is None
+    cache_modes = [CacheMode.IN_PLACE, CacheMode.GROWING] if try_both else [graph_io.cache_mode]
+    logits_modes = [graph_io.logits_mode]
+    if graph_io.logits_mode is LogitsMode.ALL:
+        logits_modes.append(LogitsMode.LAST)
+    for cache_mode in cache_modes:
+        for logits_mode in logits_modes:
+            yield replace(graph_io, cache_mode=cache_mode, logits_mode=logits_mode)
 
 
-def _readings(graph_io: GraphIO, in_place: bool) -> Iterator[GraphIO]:
-    """What the graph may be, the best first."""
-    sharings = [CacheMode.IN_PLACE, CacheMode.GROWING] if in_place and graph_io.capacity is None else [graph_io.sharing]
-    scores = [LogitsMode.ALL, LogitsMode.LAST] if graph_io.scores is LogitsMode.ALL else [graph_io.scores]
-    for sharing in sharings:
-        for score in scores:
-            yield replace(graph_io, sharing=sharing, scores=score)
-
-
-def _wide(bound: BoundSession, noise: float) -> bool | None:
-    """Whether several rows may follow cached ones; None if even single ones do not give what one pass gives.
+def _supports_wide_passes(bound: BoundSession, tolerance: float) -> bool | None:
+    """Whether several new tokens may follow cached ones; None if even single ones give other logits than one pass.
 
     Raises:
         EdgeError: the graph did not run.
     """
-    arena, half = bound.arena, _TEXT_ROWS // 2
-    text = (np.arange(_TEXT_ROWS) * _STRIDE + 1) % bound.graph_io.vocab_size
-    whole = _last(bound, text)
-    bound.forward(text[:half], rows=(half - 1,))
+    arena, half = bound.arena, _NUM_TOKENS // 2
+    vocab_size = bound.graph_io.vocab_size
+    token_ids = (np.arange(_NUM_TOKENS) * _TOKEN_STRIDE + 1) % vocab_size
+    one_pass = _last_logits(bound, token_ids)
+    bound.forward(token_ids[:half], logits_for=(half - 1,))
     arena.commit(half)
-    together = _last(bound, text[half:])
+    two_passes = _last_logits(bound, token_ids[half:])
     leak = 0.0
-    if bound.graph_io.scores is not LogitsMode.LAST:
-        first = bound.forward(text[half:], rows=(0,))[0].copy()
-        other = text[half:].copy()
-        other[1:] = (other[1:] + 1) % bound.graph_io.vocab_size
-        leak = _apart(bound.forward(other, rows=(0,))[0], first)
-    for token in text[half:]:
-        apart = _last(bound, (token,))
+    if bound.graph_io.logits_mode is not LogitsMode.LAST:
+        # Logits of a token must not depend on the tokens after it.
+        original = bound.forward(token_ids[half:], logits_for=(0,))[0].copy()
+        changed = token_ids[half:].copy()
+        changed[1:] = (changed[1:] + 1) % vocab_size
+        leak = _difference(bound.forward(changed, logits_for=(0,))[0], original)
+    for token in token_ids[half:]:
+        stepwise = _last_logits(bound, (token,))
         arena.commit(1)
-    if not _apart(apart, whole) <= noise:
+    # Comparisons with NaN are false.
+    if not _difference(stepwise, one_pass) <= tolerance:
         return None
-    return _apart(together, apart) <= noise and leak <= noise
+    return _difference(two_passes, stepwise) <= tolerance and leak <= tolerance
 
 
-def _last(bound: BoundSession, tokens: np.typing.ArrayLike) -> Floats:
-    """Logits of the last row of a pass, `[V]`."""
-    logits: Floats = bound.forward(tokens, rows=(np.size(tokens) - 1,))[0].copy()
+def _last_logits(bound: BoundSession, token_ids: np.typing.ArrayLike) -> Floats:
+    """Logits of the last token of a pass, `[V]`."""
+    logits: Floats = bound.forward(token_ids, logits_for=(np.size(token_ids) - 1,))[0].copy()
     return logits
 
 
-def _apart(first: Floats, second: Floats) -> float:
-    """The largest difference, in standard deviations; NaN where something is no number."""
-    with np.errstate(all="ignore"):  # damaged weights give any number
+def _difference(first: Floats, second: Floats) -> float:
+    """The largest difference in standard deviations of `second`; NaN if either holds NaN."""
+    with np.errstate(all="ignore"):  # damaged weights can give any value
         spread = float(second.std(dtype=np.float64))
         return float(np.abs(first - second).max()) / spread if spread else float("nan")

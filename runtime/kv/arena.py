@@ -1,7 +1,7 @@
-"""The KV arena: the cache rows of one token sequence, whatever tensors a graph keeps them in.
+"""The KV arena: buffers that hold the KV cache of one token sequence.
 
-Rewinding moves an integer and accepting a branch of a token tree is one indexed copy, which is what makes drafts cheap
-to be wrong about. NumPy only: the session wraps the arrays without copying.
+Rewinding moves an integer, and accepting a branch of a token tree is one indexed copy, so a rejected draft costs next
+to nothing. The arena uses NumPy only; the session wraps its arrays without copying them.
 """
 
 from __future__ import annotations
@@ -18,78 +18,77 @@ import numpy.typing as npt
 from ...errors import ContextError
 
 Array: TypeAlias = npt.NDArray[Any]
-Rows: TypeAlias = tuple[Array, ...]
-"""Cache rows put aside: of every form of tensor one array `[tensors, ...]`, with its rows along the form's axis + 1."""
+CacheSnapshot: TypeAlias = tuple[Array, ...]
+"""Copy of cached slots: for every cache tensor type one array `[tensors, ...]`, slots along the type's `axis` + 1."""
 
 _FIRST_CAPACITY: Final = 256
 
 
 @dataclass(frozen=True)
-class TensorForm:
-    """Type and shape of a cache tensor, of which dimension `axis` counts rows; what `shape` has there means nothing."""
+class CacheTensorType:
+    """Element type and shape of a cache tensor; dimension `axis` counts slots, and its size in `shape` is ignored."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     axis: int
 
-    def sized(self, rows: int) -> tuple[int, ...]:
-        """The shape of a tensor of that many rows."""
-        return (*self.shape[: self.axis], rows, *self.shape[self.axis + 1 :])
+    def shape_of(self, slots: int) -> tuple[int, ...]:
+        """The shape of a tensor with that many slots."""
+        return (*self.shape[: self.axis], slots, *self.shape[self.axis + 1 :])
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return int(np.prod(self.sized(1))) * self.dtype.itemsize
+    def slot_bytes(self) -> int:
+        """Bytes per slot."""
+        return int(np.prod(self.shape_of(1))) * self.dtype.itemsize
 
-    def rows(self, which: slice | npt.NDArray[np.intp]) -> tuple[slice | npt.NDArray[np.intp], ...]:
-        """An index of the rows `which` in a stack of such tensors."""
-        return (*[slice(None)] * (self.axis + 1), which)
+    def index(self, slots: slice | npt.NDArray[np.intp]) -> tuple[slice | npt.NDArray[np.intp], ...]:
+        """Index of `slots` in one such tensor."""
+        return (*[slice(None)] * self.axis, slots)
 
-
-def groups_of(forms: Sequence[TensorForm]) -> dict[TensorForm, list[int]]:
-    """Positions in `forms` by form, in order of appearance: tensors of one form are stacked in one array."""
-    groups: dict[TensorForm, list[int]] = {}
-    for position, form in enumerate(forms):
-        groups.setdefault(form, []).append(position)
-    return groups
+    def stacked_index(self, slots: slice | npt.NDArray[np.intp]) -> tuple[slice | npt.NDArray[np.intp], ...]:
+        """Index of `slots` in a stack of such tensors, `[tensors, *shape]`."""
+        return (slice(None), *self.index(slots))
 
 
 class KVArena(ABC):
-    """Cache rows of one token sequence.
+    """KV cache of one token sequence.
 
-    Rows `0 .. length-1` are committed; what lies beyond was written by the last pass and is overwritten by the next.
-    Keys are rotated for their positions already.
+    Slots `0 .. length-1` are committed. Later slots were written by the last pass, and the next pass overwrites them.
+    Keys are stored with their rotary positions applied.
 
-    Args:
-        forms: of the graph's cache tensors.
-        limit: most rows the model's context allows.
+    Attributes:
+        limit: largest number of tokens of the context.
+        tensor_types: types of the graph's cache tensors, in their order.
+        groups: indices into `tensor_types` by type, in order of appearance; tensors of one type share an array.
+        length: number of committed slots.
+        plain_length: number of leading slots that equal those of plain decoding bit for bit: all before the first slot
+            that a pass over draft tokens wrote.
     """
 
-    def __init__(self, forms: Sequence[TensorForm], limit: int) -> None:
-        if not forms or limit < 1 or any(min(form.sized(1)) < 1 for form in forms):
-            raise ValueError(f"arena dimensions must be positive: {forms}, {limit}")
+    def __init__(self, tensor_types: Sequence[CacheTensorType], limit: int) -> None:
+        if not tensor_types or limit < 1 or any(min(each.shape_of(1)) < 1 for each in tensor_types):
+            raise ValueError(f"arena dimensions must be positive: {tensor_types}, {limit}")
         self.limit: Final = limit
-        """Most rows the model's context allows."""
-        self.forms: Final = tuple(forms)
-        self.groups: Final = groups_of(forms)
+        self.tensor_types: Final = tuple(tensor_types)
+        self.groups: Final[dict[CacheTensorType, list[int]]] = {}
+        for index, tensor_type in enumerate(tensor_types):
+            self.groups.setdefault(tensor_type, []).append(index)
         self.length = 0
-        """Committed rows."""
-        self.plain = 0
-        """Leading rows that are plain decoding's to the last bit: those before the first written with guesses."""
+        self.plain_length = 0
 
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Rows that fit before the next growth."""
+        """Number of slots that fit before the buffers have to grow."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held now."""
+        """Bytes of the buffers."""
 
     @abstractmethod
-    def reserve(self, rows: int) -> None:
-        """Make room for `rows` more rows after the committed ones.
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` more slots after the committed ones.
 
         Raises:
             ContextError: they do not fit the context.
@@ -98,32 +97,35 @@ class KVArena(ABC):
     @property
     @abstractmethod
     def written(self) -> int:
-        """Rows that may be committed: those before hold what passes wrote, as far as they wrote."""
+        """Number of slots that may be committed, counted from the first."""
 
-    def commit(self, rows: int) -> None:
-        """Count the `rows` rows that a pass over the text has just written after the committed ones."""
-        if not 0 <= rows <= self.written - self.length:
-            raise ValueError(f"cannot commit {rows} rows at {self.length} of {self.written}")
-        if self.plain == self.length:
-            self.plain += rows
-        self.length += rows
+    def commit(self, tokens: int) -> None:
+        """Commit the `tokens` slots after the committed ones, which a pass has just written."""
+        if not 0 <= tokens <= self.written - self.length:
+            raise ValueError(f"cannot commit {tokens} slots at {self.length} of {self.written}")
+        if self.plain_length == self.length:
+            self.plain_length += tokens
+        self.length += tokens
 
     def rewind_to(self, length: int) -> None:
-        """Forget the rows from `length` on; the next pass overwrites them."""
+        """Discard the slots from `length` on; the next pass overwrites them."""
         if not 0 <= length <= self.length:
-            raise ValueError(f"cannot rewind from {self.length} rows to {length}")
+            raise ValueError(f"cannot rewind from {self.length} slots to {length}")
         self.length = length
-        self.plain = min(self.plain, length)
+        self.plain_length = min(self.plain_length, length)
 
     def compact(self, base: int, path: Sequence[int]) -> None:
-        """Keep, of the tree rows written from slot `base` on, those of the accepted `path`, in consecutive slots.
+        """Commit the slots of an accepted tree path, moved to consecutive slots.
 
-        `path` holds ascending node indices, the anchor (0) first; afterwards `length == base + len(path)`.
+        Args:
+            base: slot of the tree's anchor, which must be `length`.
+            path: ascending node indices of the accepted path, starting with the anchor (0). Afterwards
+                `length == base + len(path)`.
         """
         if base != self.length or not path or path[0] != 0 or any(after <= node for node, after in pairwise(path)):
             raise ValueError(f"path {list(path)} at {base} does not start a branch at slot {self.length}")
         if base + path[-1] >= self.written:
-            raise ValueError(f"path {list(path)} leaves the arena of {self.written} rows")
+            raise ValueError(f"path {list(path)} leaves the arena of {self.written} slots")
         if path[-1] >= len(path):
             nodes = np.asarray(path, np.intp)
             moved = np.flatnonzero(nodes != np.arange(nodes.size))
@@ -131,7 +133,7 @@ class KVArena(ABC):
         self.length = base + len(path)
 
     def pad_to(self, length: int, value: float) -> None:
-        """Commit rows of arbitrary content up to `length`, for measuring.
+        """Commit slots filled with `value` up to `length`, to time passes at a context length.
 
         Raises:
             ContextError: they do not fit the context.
@@ -140,39 +142,39 @@ class KVArena(ABC):
         self._fill(self.length, length, value)
         self.length = length
 
-    def snapshot(self) -> Rows:
-        """A copy of the committed rows."""
-        return self._copied(self.length)
+    def snapshot(self) -> CacheSnapshot:
+        """Copy the committed slots."""
+        return self._copy(self.length)
 
-    def restore(self, rows: Rows) -> None:
-        """Take over the rows of a `snapshot`, replacing what was committed.
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Replace the committed slots by those of a `snapshot`.
 
         Raises:
-            ValueError: the rows are of another model's shape.
-            ContextError: there are more than the context allows.
+            ValueError: the snapshot is of a model with other cache tensors.
+            ContextError: it holds more slots than the context allows.
         """
-        if len(rows) != len(self.groups):
-            raise ValueError(f"expected rows of {len(self.groups)} kinds of tensors, found {len(rows)}")
+        if len(snapshot) != len(self.groups):
+            raise ValueError(f"expected a snapshot of {len(self.groups)} types of tensors, found {len(snapshot)}")
         axis = next(iter(self.groups)).axis + 1
-        count = rows[0].shape[axis] if rows[0].ndim > axis else 0
-        for array, (form, members) in zip(rows, self.groups.items(), strict=True):
-            expected = (len(members), *form.sized(count))
-            if array.shape != expected or array.dtype != form.dtype:
+        slots = snapshot[0].shape[axis] if snapshot[0].ndim > axis else 0
+        for array, (tensor_type, members) in zip(snapshot, self.groups.items(), strict=True):
+            expected = (len(members), *tensor_type.shape_of(slots))
+            if array.shape != expected or array.dtype != tensor_type.dtype:
                 raise ValueError(
-                    f"expected {form.dtype} rows {list(expected)}, found {array.dtype} {list(array.shape)}"
+                    f"expected {tensor_type.dtype} slots {list(expected)}, found {array.dtype} {list(array.shape)}"
                 )
         self.length = 0
-        self.reserve(count)
-        self._take(rows, count)
-        self.length = self.plain = count
+        self.reserve(slots)
+        self._write(snapshot, slots)
+        self.length = self.plain_length = slots
 
-    def check_fits(self, rows: int) -> int:
-        """The rows there would be with `rows` more.
+    def check_fits(self, tokens: int) -> int:
+        """The length that `tokens` more slots would give.
 
         Raises:
-            ContextError: they do not fit the context.
+            ContextError: it exceeds the context.
         """
-        needed = self.length + rows
+        needed = self.length + tokens
         if needed > self.limit:
             raise ContextError(
                 f"{needed} tokens do not fit the model's context of {self.limit}", "shorten the conversation"
@@ -181,34 +183,39 @@ class KVArena(ABC):
 
     @abstractmethod
     def _move(self, sources: npt.NDArray[np.intp], targets: npt.NDArray[np.intp]) -> None:
-        """Copy rows of all tensors to other slots, as if all were read before any is written."""
+        """Copy slots of all tensors to other slots, as if all were read before any is written."""
 
     @abstractmethod
     def _fill(self, start: int, stop: int, value: float) -> None:
-        """Write rows of one value; there is room for them."""
+        """Fill slots with one value; there is room for them."""
 
     @abstractmethod
-    def _copied(self, rows: int) -> Rows:
-        """Copies of the first rows."""
+    def _copy(self, slots: int) -> CacheSnapshot:
+        """Copy the first slots."""
 
     @abstractmethod
-    def _take(self, rows: Rows, count: int) -> None:
-        """Write the first `count` rows; there is room for them."""
+    def _write(self, snapshot: CacheSnapshot, slots: int) -> None:
+        """Write the first `slots` slots; there is room for them."""
 
 
 class InPlaceArena(KVArena):
-    """An arena whose tensors the graph extends in place: past and present are one buffer of `capacity` rows.
+    """An arena whose tensors the graph extends in place: past and present are one buffer of `capacity` slots.
 
-    `data` holds an array `[tensors, *shape]` for every form of tensor. The arrays are replaced when the arena grows,
-    and `generation` counts the replacements so that a holder of slices knows to take new ones. With a fixed `capacity`,
-    the graph's own, they are of that size from the start.
+    Args:
+        tensor_types: types of the graph's cache tensors.
+        limit: largest number of tokens of the context.
+        capacity: number of slots if the graph fixes it; otherwise the buffers grow.
+
+    Attributes:
+        data: for every tensor type an array `[tensors, *shape]`. Growing replaces the arrays.
+        generation: number of replacements, so that holders of slices know when to take new ones.
     """
 
-    def __init__(self, forms: Sequence[TensorForm], limit: int, capacity: int | None = None) -> None:
-        super().__init__(forms, limit if capacity is None else min(limit, capacity))
+    def __init__(self, tensor_types: Sequence[CacheTensorType], limit: int, capacity: int | None = None) -> None:
+        super().__init__(tensor_types, limit if capacity is None else min(limit, capacity))
         self.generation = 0
         self._capacity = min(_FIRST_CAPACITY, limit) if capacity is None else capacity
-        self.data: Rows = self._empty()
+        self.data: CacheSnapshot = self._empty()
 
     @property
     def capacity(self) -> int:
@@ -226,46 +233,49 @@ class InPlaceArena(KVArena):
         return sum(array.nbytes for array in self.data)
 
     def tensors(self) -> list[Array]:
-        """The buffer of every cache tensor, in the order of the forms."""
+        """The buffer of every cache tensor, in the order of the tensor types."""
         buffers: dict[int, Array] = {}
         for array, members in zip(self.data, self.groups.values(), strict=True):
             buffers.update(zip(members, array, strict=True))
-        return [buffers[position] for position in range(len(buffers))]
+        return [buffers[index] for index in range(len(buffers))]
 
-    def reserve(self, rows: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """See `KVArena.reserve`. The capacity doubles up to the limit."""
-        needed = self.length + rows
+        needed = self.length + tokens
         if needed <= self._capacity and needed <= self.limit:
             return
-        self.check_fits(rows)
+        self.check_fits(tokens)
         while self._capacity < needed:
             self._capacity *= 2
         self._capacity = min(self._capacity, self.limit)
         grown = self._empty()
-        for new, old, form in zip(grown, self.data, self.groups, strict=True):
-            # Rows beyond the committed ones may be a borrower's.
-            had = form.rows(slice(old.shape[form.axis + 1]))
-            new[had] = old
+        for new, old, tensor_type in zip(grown, self.data, self.groups, strict=True):
+            # Slots after the committed ones may hold what a `BorrowedArena` wrote, so all are copied.
+            new[tensor_type.stacked_index(slice(old.shape[tensor_type.axis + 1]))] = old
         self.data = grown
         self.generation += 1
 
-    def _empty(self) -> Rows:
+    def _empty(self) -> CacheSnapshot:
         return tuple(
-            np.zeros((len(members), *form.sized(self._capacity)), form.dtype) for form, members in self.groups.items()
+            np.zeros((len(members), *tensor_type.shape_of(self._capacity)), tensor_type.dtype)
+            for tensor_type, members in self.groups.items()
         )
 
     def _move(self, sources: npt.NDArray[np.intp], targets: npt.NDArray[np.intp]) -> None:
-        for array, form in zip(self.data, self.groups, strict=True):
+        for array, tensor_type in zip(self.data, self.groups, strict=True):
             # The right-hand side is gathered before anything is written, so overlapping slots are safe.
-            array[form.rows(targets)] = array[form.rows(sources)]
+            array[tensor_type.stacked_index(targets)] = array[tensor_type.stacked_index(sources)]
 
     def _fill(self, start: int, stop: int, value: float) -> None:
-        for array, form in zip(self.data, self.groups, strict=True):
-            array[form.rows(slice(start, stop))] = value
+        for array, tensor_type in zip(self.data, self.groups, strict=True):
+            array[tensor_type.stacked_index(slice(start, stop))] = value
 
-    def _copied(self, rows: int) -> Rows:
-        return tuple(array[form.rows(slice(rows))].copy() for array, form in zip(self.data, self.groups, strict=True))
+    def _copy(self, slots: int) -> CacheSnapshot:
+        return tuple(
+            array[tensor_type.stacked_index(slice(slots))].copy()
+            for array, tensor_type in zip(self.data, self.groups, strict=True)
+        )
 
-    def _take(self, rows: Rows, count: int) -> None:
-        for array, form, new in zip(self.data, self.groups, rows, strict=True):
-            array[form.rows(slice(count))] = new
+    def _write(self, snapshot: CacheSnapshot, slots: int) -> None:
+        for array, tensor_type, new in zip(self.data, self.groups, snapshot, strict=True):
+            array[tensor_type.stacked_index(slice(slots))] = new

@@ -1,8 +1,7 @@
-"""Rows of another arena: the cache of a draft that is the target without some of its parts.
+"""A KV arena over another arena's buffers, for drafts made of some of the target's layers.
 
-The tensors are the owner's, of which the borrower knows some. It reads the owner's committed rows and writes behind
-them, where the owner's next pass writes anew; its own length says how far it has got. So a text that the target has
-read needs no reading by the draft, and nothing that the draft writes lasts.
+A layer-skip draft uses the target's keys and values of the layers it has. It reads the target's committed slots and
+writes after them, where the target's next pass overwrites what it wrote. So the draft needs no prefill of its own.
 """
 
 from __future__ import annotations
@@ -13,61 +12,61 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .arena import Array, InPlaceArena, KVArena, Rows, TensorForm
+from .arena import Array, CacheSnapshot, CacheTensorType, InPlaceArena, KVArena
 
 
 class BorrowedArena(KVArena):
-    """Some tensors of the arena that `borrow` named last, with a length of its own.
+    """Some tensors of another arena, the owner, with a length of its own.
 
     Args:
-        forms: of the borrower's cache tensors.
-        places: of these, in order, which of the owner's they are.
-        limit: most rows the context allows.
+        tensor_types: types of the draft's cache tensors.
+        indices: index of each of these tensors among the owner's.
+        limit: largest number of tokens of the context.
     """
 
-    def __init__(self, forms: Sequence[TensorForm], places: Sequence[int], limit: int) -> None:
-        super().__init__(forms, limit)
-        self._places = tuple(places)
+    def __init__(self, tensor_types: Sequence[CacheTensorType], indices: Sequence[int], limit: int) -> None:
+        super().__init__(tensor_types, limit)
+        self._indices = tuple(indices)
         self._owner: weakref.ref[InPlaceArena] | None = None
-        self._of_owner = -1
+        self._owner_generation = -1
         self._generation = 0
 
     def borrow(self, owner: InPlaceArena) -> None:
-        """Take the tensors of `owner`, which is not kept alive by that, from now on.
+        """Use the tensors of `owner` from now on, without keeping it alive.
 
         Raises:
-            ValueError: they are of other forms.
+            ValueError: they are of other types.
         """
-        if [owner.forms[place] for place in self._places] != list(self.forms):
-            raise ValueError(f"the owner's tensors are {owner.forms}, not {self.forms}")
+        if [owner.tensor_types[index] for index in self._indices] != list(self.tensor_types):
+            raise ValueError(f"the owner's tensors are {owner.tensor_types}, not {self.tensor_types}")
         if self._owner is None or self._owner() is not owner:
             self._owner = weakref.ref(owner)
-            self._of_owner = owner.generation
+            self._owner_generation = owner.generation
             self._generation += 1
         self.length = owner.length
 
-    def follow(self, most: int) -> None:
-        """Go to where the owner is, though not beyond `most` rows: what was written since is not to be read."""
-        self.length = min(self._lender().length, most)
+    def sync_length(self, max_length: int) -> None:
+        """Set the length to the owner's, but at most `max_length`: later slots may hold another sequence."""
+        self.length = min(self._current_owner().length, max_length)
 
     @property
     def generation(self) -> int:
-        """Counts how often the tensors were replaced by others."""
-        current = self._lender().generation
-        if current != self._of_owner:
-            self._of_owner = current
+        """Number of times that the tensors were replaced by others."""
+        current = self._current_owner().generation
+        if current != self._owner_generation:
+            self._owner_generation = current
             self._generation += 1
         return self._generation
 
     def tensors(self) -> list[Array]:
-        """The buffer of every cache tensor, in the order of the forms."""
-        theirs = self._lender().tensors()
-        return [theirs[place] for place in self._places]
+        """The buffer of every cache tensor, in the order of the tensor types."""
+        tensors = self._current_owner().tensors()
+        return [tensors[index] for index in self._indices]
 
     @property
     def capacity(self) -> int:
         """See `KVArena.capacity`."""
-        return self._lender().capacity
+        return self._current_owner().capacity
 
     @property
     def written(self) -> int:
@@ -76,36 +75,36 @@ class BorrowedArena(KVArena):
 
     @property
     def nbytes(self) -> int:
-        """Nothing: see the owner's."""
+        """0: the buffers are the owner's."""
         return 0
 
-    def reserve(self, rows: int) -> None:
-        """See `KVArena.reserve`; it is the owner that grows."""
-        owner = self._lender()
-        owner.reserve(self.check_fits(rows) - owner.length)
+    def reserve(self, tokens: int) -> None:
+        """See `KVArena.reserve`; grows the owner."""
+        owner = self._current_owner()
+        owner.reserve(self.check_fits(tokens) - owner.length)
 
     def _move(self, sources: npt.NDArray[np.intp], targets: npt.NDArray[np.intp]) -> None:
-        for form, tensor in zip(self.forms, self.tensors(), strict=True):
-            tensor[form.rows(targets)[1:]] = tensor[form.rows(sources)[1:]]
+        for tensor_type, tensor in zip(self.tensor_types, self.tensors(), strict=True):
+            tensor[tensor_type.index(targets)] = tensor[tensor_type.index(sources)]
 
     def _fill(self, start: int, stop: int, value: float) -> None:
-        for form, tensor in zip(self.forms, self.tensors(), strict=True):
-            tensor[form.rows(slice(start, stop))[1:]] = value
+        for tensor_type, tensor in zip(self.tensor_types, self.tensors(), strict=True):
+            tensor[tensor_type.index(slice(start, stop))] = value
 
-    def _copied(self, rows: int) -> Rows:
+    def _copy(self, slots: int) -> CacheSnapshot:
         tensors = self.tensors()
         return tuple(
-            np.stack([tensors[member] for member in members])[form.rows(slice(rows))]
-            for form, members in self.groups.items()
+            np.stack([tensors[member][tensor_type.index(slice(slots))] for member in members])
+            for tensor_type, members in self.groups.items()
         )
 
-    def _take(self, rows: Rows, count: int) -> None:
+    def _write(self, snapshot: CacheSnapshot, slots: int) -> None:
         tensors = self.tensors()
-        for (form, members), new in zip(self.groups.items(), rows, strict=True):
-            for member, each in zip(members, new, strict=True):
-                tensors[member][form.rows(slice(count))[1:]] = each
+        for (tensor_type, members), stack in zip(self.groups.items(), snapshot, strict=True):
+            for member, new in zip(members, stack, strict=True):
+                tensors[member][tensor_type.index(slice(slots))] = new
 
-    def _lender(self) -> InPlaceArena:
+    def _current_owner(self) -> InPlaceArena:
         owner = None if self._owner is None else self._owner()
         if owner is None:
             raise ValueError("there is no arena to borrow from")

@@ -1,8 +1,8 @@
-"""An arena for graphs that give their cache back longer than they took it: `present` is `past` and the new rows.
+"""A KV arena for graphs that return a longer cache: `present` is `past` plus the new slots.
 
-Every tensor has two buffers that change places with every pass: the graph reads the past from one and writes the
-present into the other. A tensor has no free slots, so forgetting rows lays the remaining ones out anew before the next
-pass, which costs about what the graph's own copy does.
+Every tensor has two buffers that are swapped after every pass: the graph reads the past from one and writes the present
+into the other. Such a tensor has no free slots, so after a rewind the remaining slots are copied to a new layout before
+the next pass, which costs about as much as the graph's own copy.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .arena import Array, KVArena, Rows, TensorForm
+from .arena import Array, CacheSnapshot, CacheTensorType, KVArena
 
 _FIRST_CAPACITY: Final = 64
 
 
 class GrowingArena(KVArena):
-    """See the module. `past` and `present` are the arrays of the next pass."""
+    """An arena with two buffers per tensor; `past` and `present` are the arrays of the next pass."""
 
-    def __init__(self, forms: Sequence[TensorForm], limit: int) -> None:
-        super().__init__(forms, limit)
+    def __init__(self, tensor_types: Sequence[CacheTensorType], limit: int) -> None:
+        super().__init__(tensor_types, limit)
         self._capacity = min(_FIRST_CAPACITY, limit)
-        self._rows = 0
-        """Of the tensors as they lie in their buffers."""
+        self._slots = 0
+        """Number of slots of the tensors in their current layout."""
         self._past, self._spare = self._buffers(), self._buffers()
 
     @property
@@ -36,81 +36,83 @@ class GrowingArena(KVArena):
     @property
     def written(self) -> int:
         """See `KVArena.written`."""
-        return self._rows
+        return self._slots
 
     @property
     def nbytes(self) -> int:
         """See `KVArena.nbytes`."""
         return sum(buffer.nbytes for buffer in (*self._past, *self._spare))
 
-    def reserve(self, rows: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """See `KVArena.reserve`. The capacity doubles up to the limit."""
-        needed = self.check_fits(rows)
+        needed = self.check_fits(tokens)
         if needed <= self._capacity:
             return
         while self._capacity < needed:
             self._capacity *= 2
         self._capacity = min(self._capacity, self.limit)
-        self._rows = min(self._rows, self._capacity)
-        kept = [_view(buffer, form, self._rows) for buffer, form in zip(self._past, self.forms, strict=True)]
+        self._slots = min(self._slots, self._capacity)
+        kept = self._views(self._past, self._slots)
         self._past = self._buffers()
-        for old, buffer, form in zip(kept, self._past, self.forms, strict=True):
-            _view(buffer, form, self._rows)[...] = old
+        for old, new in zip(kept, self._views(self._past, self._slots), strict=True):
+            new[...] = old
         self._spare = self._buffers()
 
     def past(self) -> list[Array]:
-        """The committed rows as the graph's inputs."""
-        if self._rows != self.length:
+        """The committed slots, as the graph's inputs."""
+        if self._slots != self.length:
             self._lay_out(self.length)
-        return [_view(buffer, form, self.length) for buffer, form in zip(self._past, self.forms, strict=True)]
+        return self._views(self._past, self.length)
 
-    def present(self, rows: int) -> list[Array]:
-        """Where the graph writes the committed rows and `rows` new ones; `wrote` makes them the arena's."""
-        total = self.length + rows
-        return [_view(buffer, form, total) for buffer, form in zip(self._spare, self.forms, strict=True)]
+    def present(self, tokens: int) -> list[Array]:
+        """Arrays for the graph's outputs: the committed slots and `tokens` new ones; see `finish_pass`."""
+        return self._views(self._spare, self.length + tokens)
 
-    def wrote(self, rows: int) -> None:
-        """The graph has written `present(rows)`."""
+    def finish_pass(self, tokens: int) -> None:
+        """Swap the buffers after the graph has written `present(tokens)`."""
         self._past, self._spare = self._spare, self._past
-        self._rows = self.length + rows
+        self._slots = self.length + tokens
 
     def _buffers(self) -> list[Array]:
-        return [np.zeros(int(np.prod(form.sized(self._capacity))), form.dtype) for form in self.forms]
+        return [np.zeros(int(np.prod(each.shape_of(self._capacity))), each.dtype) for each in self.tensor_types]
 
-    def _lay_out(self, rows: int) -> None:
-        """Make the tensors `rows` rows long; rows there were not are undefined."""
-        kept = min(rows, self._rows)
-        for old, new, form in zip(self._past, self._spare, self.forms, strict=True):
-            index = form.rows(slice(kept))[1:]
-            _view(new, form, rows)[index] = _view(old, form, self._rows)[index]
+    def _views(self, buffers: Sequence[Array], slots: int) -> list[Array]:
+        return [_view(buffer, each, slots) for buffer, each in zip(buffers, self.tensor_types, strict=True)]
+
+    def _lay_out(self, slots: int) -> None:
+        """Give the tensors `slots` slots; the content of additional ones is undefined."""
+        kept = min(slots, self._slots)
+        for old, new, tensor_type in zip(self._past, self._spare, self.tensor_types, strict=True):
+            index = tensor_type.index(slice(kept))
+            _view(new, tensor_type, slots)[index] = _view(old, tensor_type, self._slots)[index]
         self._past, self._spare = self._spare, self._past
-        self._rows = rows
+        self._slots = slots
 
     def _move(self, sources: npt.NDArray[np.intp], targets: npt.NDArray[np.intp]) -> None:
-        for buffer, form in zip(self._past, self.forms, strict=True):
-            tensor = _view(buffer, form, self._rows)
-            tensor[form.rows(targets)[1:]] = tensor[form.rows(sources)[1:]]
+        for tensor, tensor_type in zip(self._views(self._past, self._slots), self.tensor_types, strict=True):
+            tensor[tensor_type.index(targets)] = tensor[tensor_type.index(sources)]
 
     def _fill(self, start: int, stop: int, value: float) -> None:
         self._lay_out(stop)
-        for buffer, form in zip(self._past, self.forms, strict=True):
-            _view(buffer, form, stop)[form.rows(slice(start, stop))[1:]] = value
+        for tensor, tensor_type in zip(self._views(self._past, stop), self.tensor_types, strict=True):
+            tensor[tensor_type.index(slice(start, stop))] = value
 
-    def _copied(self, rows: int) -> Rows:
-        tensors = [_view(buffer, form, self._rows) for buffer, form in zip(self._past, self.forms, strict=True)]
+    def _copy(self, slots: int) -> CacheSnapshot:
+        tensors = self._views(self._past, self._slots)
         return tuple(
-            np.stack([tensors[member][form.rows(slice(rows))[1:]] for member in members])
-            for form, members in self.groups.items()
+            np.stack([tensors[member][tensor_type.index(slice(slots))] for member in members])
+            for tensor_type, members in self.groups.items()
         )
 
-    def _take(self, rows: Rows, count: int) -> None:
-        self._lay_out(count)
-        for stack, (form, members) in zip(rows, self.groups.items(), strict=True):
-            for member, tensor in zip(members, stack, strict=True):
-                _view(self._past[member], form, count)[...] = tensor
+    def _write(self, snapshot: CacheSnapshot, slots: int) -> None:
+        self._lay_out(slots)
+        tensors = self._views(self._past, slots)
+        for stack, members in zip(snapshot, self.groups.values(), strict=True):
+            for member, new in zip(members, stack, strict=True):
+                tensors[member][...] = new
 
 
-def _view(buffer: Array, form: TensorForm, rows: int) -> Array:
-    """The beginning of a flat buffer as a tensor of that many rows."""
-    shape = form.sized(rows)
+def _view(buffer: Array, tensor_type: CacheTensorType, slots: int) -> Array:
+    """The beginning of a flat buffer as a tensor of that many slots."""
+    shape = tensor_type.shape_of(slots)
     return buffer[: int(np.prod(shape))].reshape(shape)

@@ -57,7 +57,7 @@ class SideBySide:
         """`longest` is the most tokens that any text will have."""
         self._bound: BoundSession = engine.model.new_sequence().bound
         self._read_before: list[int] = []
-        room = engine.context // longest if engine.graph_io.trees and not _has_windows(engine) else 1
+        room = engine.context // longest if engine.graph_io.supports_trees and not _has_windows(engine) else 1
         self.together: Final = max(1, min(_MOST, room))
         """How many texts to ask for at a time."""
 
@@ -109,7 +109,7 @@ class SideBySide:
         last = np.cumsum([len(text.pending) for text in going]) - 1
         mask = owners[-len(tokens) :, None] == owners
         mask[:, -len(tokens) :] &= np.tri(len(tokens), dtype=np.bool_)
-        logits = self._bound.forward(tokens, rows=last, positions=positions, tree_mask=mask)
+        logits = self._bound.forward(tokens, logits_for=last, positions=positions, tree_mask=mask)
         self._bound.arena.commit(len(tokens))
         return logits
 

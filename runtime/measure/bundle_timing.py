@@ -23,7 +23,7 @@ from ...models.cache import cache_folder
 from ..devices.providers import choose_device
 from ..graph.bound_session import BoundSession
 from ..graph.metadata import metadata_of
-from ..graph.prepacked import is_worth_packing
+from ..graph.prepacked import should_prepack
 from ..graph.session import GraphSession, SessionConfig, write_prepacked
 
 PASSES: Final = 5
@@ -73,7 +73,7 @@ def packed_graphs(bundles: Sequence[Path]) -> Iterator[list[tuple[Bundle, Path]]
         for number, path in enumerate(bundles):
             bundle = open_bundle(path)
             graph = bundle.graph
-            if is_worth_packing(bundle):
+            if should_prepack(bundle):
                 graph = Path(folder) / str(number) / GRAPH_NAME
                 graph.parent.mkdir()
                 write_prepacked(bundle.graph, graph)
@@ -111,7 +111,7 @@ def take_turns(bound: Sequence[BoundSession], rows: Sequence[int], rounds: int) 
 def one_pass(bound: BoundSession, rows: int) -> float:
     """Seconds of a pass as verification runs it: logits of all rows, and a tree mask where there are several."""
     tokens = np.arange(rows) % bound.graph_io.input_vocab
-    mask = np.tri(rows, dtype=np.bool_) if rows > 1 and bound.graph_io.trees else None
+    mask = np.tri(rows, dtype=np.bool_) if rows > 1 and bound.graph_io.supports_trees else None
     started = time.perf_counter()
     bound.forward(tokens, tree_mask=mask)
     return time.perf_counter() - started

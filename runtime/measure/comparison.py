@@ -127,7 +127,7 @@ class Comparison:
         self._limits = DecodeLimits(max_tokens, engine.tokenizer.eos)
         self._greedy = SamplingParams()
         self._sampled = [SamplingParams(temperature=temperature, seed=seed) for seed in seeds]
-        self._trees = engine.graph_io.trees
+        self._trees = engine.graph_io.supports_trees
         self._tallies = {kind: _Tally() for kind in ("greedy", "sampled", "exact")}
         self._counterexample: Counterexample | None = None
 

@@ -113,7 +113,7 @@ def _turn(widths: Sequence[int], one: float) -> float:
 def _pass(bound: BoundSession, width: int) -> float:
     """Seconds of one pass as verification runs it: logits of all rows, and a tree mask where there is one."""
     tokens = np.arange(width) % bound.graph_io.vocab_size
-    mask = np.tri(width, dtype=np.bool_) if width > 1 and bound.graph_io.trees else None
+    mask = np.tri(width, dtype=np.bool_) if width > 1 and bound.graph_io.supports_trees else None
     started = time.perf_counter()
     bound.forward(tokens, tree_mask=mask)
     return time.perf_counter() - started

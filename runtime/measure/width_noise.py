@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ...models.json_file import is_finite, is_whole, shown
 from ..graph.bound_session import BoundSession
-from ..kv.arena import Rows
+from ..kv.arena import CacheSnapshot
 from ..prefill import prefill
 from ..speculation.tree import Source, Tree
 
@@ -140,7 +140,7 @@ def measure_width_noise(
         for width in widths:
             chains[width] = max(chains[width], _apart(_in_chains(bound, start, rest, width), truth))
         disturbed = max(disturbed, _apart(_in_chains(bound, _disturbed(start, number), rest, 1), truth))
-        if bound.graph_io.trees:
+        if bound.graph_io.supports_trees:
             trees = max(trees, _apart(_in_trees(bound, start, rest), truth))
         leak = max(leak, _leak(bound, start, rest))
         progress((number + 1) / len(cut))
@@ -154,7 +154,7 @@ def _apart(first: Floats, second: Floats) -> float:
     return difference if math.isfinite(difference) else float(np.finfo(np.float32).max)
 
 
-def _disturbed(rows: Rows, seed: int) -> Rows:
+def _disturbed(rows: CacheSnapshot, seed: int) -> CacheSnapshot:
     """Rows of which every number is off by a little."""
     random = np.random.default_rng(seed)
     return tuple(
@@ -162,7 +162,7 @@ def _disturbed(rows: Rows, seed: int) -> Rows:
     )
 
 
-def _in_chains(bound: BoundSession, start: Rows, text: Sequence[int], width: int) -> Floats:
+def _in_chains(bound: BoundSession, start: CacheSnapshot, text: Sequence[int], width: int) -> Floats:
     """Logits float32 `[n, V]` of the text, run `width` tokens a pass behind the rows of `start`."""
     bound.arena.restore(start)
     parts = []
@@ -172,7 +172,7 @@ def _in_chains(bound: BoundSession, start: Rows, text: Sequence[int], width: int
     return np.concatenate(parts)
 
 
-def _in_trees(bound: BoundSession, start: Rows, text: Sequence[int]) -> Floats:
+def _in_trees(bound: BoundSession, start: CacheSnapshot, text: Sequence[int]) -> Floats:
     """As `_in_chains`, in trees whose path along the text lies scattered among false branches."""
     arena = bound.arena
     arena.restore(start)
@@ -202,7 +202,7 @@ def _trees(text: Sequence[int], vocab_size: int) -> Iterator[tuple[Tree, list[in
         yield Tree.of(tokens, parents, [1.0] * len(tokens), [Source.OTHER] * len(tokens)), path
 
 
-def _leak(bound: BoundSession, start: Rows, text: Sequence[int]) -> float:
+def _leak(bound: BoundSession, start: CacheSnapshot, text: Sequence[int]) -> float:
     """How far rows move when tokens that they do not see are replaced."""
     vocab_size = bound.graph_io.vocab_size
     bound.arena.restore(start)
@@ -211,7 +211,7 @@ def _leak(bound: BoundSession, start: Rows, text: Sequence[int]) -> float:
     other = [*chain[:half], *((token + 1) % vocab_size for token in chain[half:])]
     before = bound.forward(chain)[:half].copy()
     moved = _apart(before, bound.forward(other)[:half]) if half else 0.0
-    if bound.graph_io.trees:
+    if bound.graph_io.supports_trees:
         tree, path = next(_trees(text, vocab_size))
         tokens = (tree.tokens + 7) % vocab_size
         tokens[path] = tree.tokens[path]

@@ -26,8 +26,8 @@ from ...models.pairing import DraftPair
 from ..graph.bound_session import BoundSession
 from ..graph.graph_io import CacheMode, GraphIO
 from ..graph.metadata import ModelMetadata
-from ..graph.open_graph import open_graph, packed_graph
-from ..graph.prepacked import prepacked_draft
+from ..graph.open_graph import graph_to_load, open_graph
+from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
 from ..measure.pass_cost_store import cached, save
@@ -98,12 +98,15 @@ def load_own_draft(
     Raises:
         BundleError: the graph cannot be loaded, or is not the target's with parts left out.
     """
-    graph = prepacked_draft(pair.draft.graph, packed_graph(target, config, cache=cache))
+    graph = prepacked_draft_graph(pair.draft.graph, graph_to_load(target, config, cache=cache))
     session = GraphSession(graph, config, ModelMetadata(input_vocab=target.input_vocab))
     own, theirs = session.graph_io, {tensor.past: place for place, tensor in enumerate(graph_io.cache)}
     places = [theirs.get(tensor.past, -1) for tensor in own.cache]
-    same = all(place >= 0 and graph_io.forms[place] == form for place, form in zip(places, own.forms, strict=True))
-    if not same or own.sharing is not CacheMode.IN_PLACE or graph_io.sharing is not CacheMode.IN_PLACE:
+    same = all(
+        place >= 0 and graph_io.tensor_types[place] == form
+        for place, form in zip(places, own.tensor_types, strict=True)
+    )
+    if not same or own.cache_mode is not CacheMode.IN_PLACE or graph_io.cache_mode is not CacheMode.IN_PLACE:
         raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.graph}", _AGAIN)
     if pair.target_ids is not None:
         _check_ids(pair, pair.target_ids, own.vocab_size, graph_io.vocab_size)
@@ -111,7 +114,7 @@ def load_own_draft(
         raise BundleError(f"{pair.draft.graph} has a head of {own.vocab_size} tokens, but no map of its ids", _AGAIN)
     alone = session.bind(session.arena(context))
     cost = _cost(pair.draft, config, alone, cache=cache)
-    bound = session.bind(BorrowedArena(own.forms, places, context))
+    bound = session.bind(BorrowedArena(own.tensor_types, places, context))
     return LayerSkipDraft(bound, cost, graph_io.vocab_size, pair.target_ids)
 
 

@@ -50,7 +50,7 @@ class NearTies:
         """
         arena = self._bound.arena
         self._text = list(prompt[: arena.length])
-        if arena.plain < arena.length:
+        if arena.plain_length < arena.length:
             self._renew(())
         self._text = list(prompt)
 
@@ -101,16 +101,16 @@ class NearTies:
     def _doubts(self, logits: Logits, rows: int) -> bool:
         """Whether `logits` `[V]`, of a pass over `rows` rows, may lead to another choice than plain decoding's."""
         arena = self._bound.arena
-        if rows == 1 and arena.plain >= arena.length:
+        if rows == 1 and arena.plain_length >= arena.length:
             return False
         return self._sampler.lead(logits) < self._epsilon
 
     def _renew(self, path: Sequence[int]) -> Logits:
         """Make the rows of the text and `path` plain decoding's, committed; returns the last one's logits `[V]`."""
         arena = self._bound.arena
-        arena.rewind_to(arena.plain)
+        arena.rewind_to(arena.plain_length)
         logits: Logits | None = None
-        for token in [*self._text, *path][arena.plain :]:
+        for token in [*self._text, *path][arena.plain_length :]:
             if self._cancelled():
                 # The guesses of the path are not given out, so their rows may not stay.
                 arena.rewind_to(min(arena.length, len(self._text)))

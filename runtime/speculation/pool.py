@@ -117,9 +117,9 @@ class DrafterPool:
         """
         choice, recording, sampling = request.speculation, request.recording, request.sampling
         graph_io = self._graph.graph_io
-        if choice == Speculation.OFF or (choice.automatic and not graph_io.verifies):
+        if choice == Speculation.OFF or (choice.automatic and not graph_io.supports_verification):
             return None
-        trees = graph_io.trees
+        trees = graph_io.supports_trees
         cost = self.pass_cost()
         if recording is not None and recording.oracle_mode is not OracleMode.NONE:
             if recording.oracle_mode not in self._foreseeing:
@@ -155,7 +155,7 @@ class DrafterPool:
     def _drafts(self) -> Drafting:
         """All drafters at hand, made when first asked for."""
         if self._drafting is None:
-            self._drafting = self._make_drafting(self.pass_cost(), trees=self._graph.graph_io.trees)
+            self._drafting = self._make_drafting(self.pass_cost(), trees=self._graph.graph_io.supports_trees)
         return self._drafting
 
     def _make_drafting(self, cost: PassCost, *, trees: bool) -> Drafting:

@@ -53,7 +53,7 @@ def test_large_bundles_are_packed_for_the_machine_and_the_twins_go(
 ) -> None:
     with packed_graphs(bundles) as graphs:
         assert [graph for _, graph in graphs] == [bundle / "model.onnx" for bundle in bundles]
-    monkeypatch.setattr(prepacked, "_WORTH_IT_FROM", 0)
+    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
     with packed_graphs(bundles) as graphs:
         assert all(cache in graph.parents and graph.is_file() for _, graph in graphs)
         assert cache_folder() == cache

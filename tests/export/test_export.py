@@ -26,7 +26,7 @@ from edgerun.export import (
     export_checkpoint,
     supported_families,
 )
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.check.rounded_weights import RoundedWeights
 from edgerun.export.checkpoint.config import read_config
@@ -55,7 +55,7 @@ ACTIVATION_NOISE = 0.1
 
 def logits_of(bundle: Path, tokens=TOKENS, capacity: int = 64):
     """All rows' logits in one pass, float32 [n, vocabulary]."""
-    session = GraphSession(bundle, read_config(bundle), capacity)
+    session = ContractSession(bundle, read_config(bundle), capacity)
     return session.forward(tokens, np.arange(len(tokens)))
 
 
@@ -392,7 +392,7 @@ def test_stories_greedy_text_of_record(tmp_path) -> None:
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
     prompt = np.array(tokenizer.encode("Once upon a time").ids)
     assert prompt[0] == 1
-    session = GraphSession(bundle, read_config(bundle), 256)
+    session = ContractSession(bundle, read_config(bundle), 256)
     following = session.forward(prompt, np.array([len(prompt) - 1])).argmax(-1)
     tokens = [*prompt.tolist(), int(following[0])]
     for _ in range(179):

@@ -11,7 +11,7 @@ import pytest
 
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import Activation, DecoderConfig, read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -40,7 +40,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)],
 
 
 def logits_of(bundle: Path, tokens: Any = TOKENS, capacity: int = 64) -> Any:
-    return GraphSession(bundle, read_config(bundle), capacity).forward(tokens, np.arange(len(tokens)))
+    return ContractSession(bundle, read_config(bundle), capacity).forward(tokens, np.arange(len(tokens)))
 
 
 def config_of(folder: Path, family: str, **overrides: Any) -> DecoderConfig:

@@ -99,8 +99,8 @@ def test_the_graph_takes_what_genai_gives(tmp_path: Path, settings: dict[str, in
     inputs = json.loads((bundle / "genai_config.json").read_text())["model"]["decoder"]["inputs"]
     assert set(inputs) == {"input_ids", "attention_mask", *positions, "past_key_names", "past_value_names"}
     with edgerun.load(bundle, cache=False) as llm:
-        assert llm.graph_io.verifies
-        assert not llm.graph_io.trees
+        assert llm.graph_io.supports_verification
+        assert not llm.graph_io.supports_trees
 
 
 def test_what_genai_is_told(tmp_path: Path) -> None:

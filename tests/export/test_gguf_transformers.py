@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.gguf import opened_gguf
 from support.gguf_files import write_gguf
@@ -45,7 +45,7 @@ def test_logits_are_those_of_transformers(tmp_path, family: str, kind: str) -> N
     source = write_checkpoint(tmp_path / "checkpoint", family, tie_word_embeddings=False, **overrides)
     file = write_gguf(tmp_path / "model.gguf", source, kind)
     bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", ExportRecipe(FP32))).bundle
-    logits = GraphSession(bundle, read_config(bundle), 64).forward(TOKENS, np.arange(len(TOKENS)))
+    logits = ContractSession(bundle, read_config(bundle), 64).forward(TOKENS, np.arange(len(TOKENS)))
     assert np.abs(logits - logits_of_transformers(file)).max() < 1e-3
 
 

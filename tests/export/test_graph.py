@@ -15,7 +15,7 @@ import onnx
 import pytest
 
 from edgerun.export import FP32, INT4, INT8, WeightFormat
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.checkpoint.config import read_config
 from support.tiny_models import write_bundle
 
@@ -48,11 +48,11 @@ def bundle(request, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def session(bundle: Path) -> GraphSession:
-    return GraphSession(bundle, read_config(bundle), 64)
+def session(bundle: Path) -> ContractSession:
+    return ContractSession(bundle, read_config(bundle), 64)
 
 
-def test_single_steps_equal_one_pass(session: GraphSession) -> None:
+def test_single_steps_equal_one_pass(session: ContractSession) -> None:
     whole = session.forward(TOKENS, all_rows(TOKENS))
     session.length = 0
     stepped = [session.forward(TOKENS[i : i + 1], np.array([0]))[0] for i in range(len(TOKENS))]
@@ -60,7 +60,7 @@ def test_single_steps_equal_one_pass(session: GraphSession) -> None:
 
 
 @pytest.mark.parametrize("rows", [[11], [0], [2, 5, 11], [7, 7, 1]], ids=str)
-def test_logit_rows_select_and_change_nothing_else(session: GraphSession, rows: list[int]) -> None:
+def test_logit_rows_select_and_change_nothing_else(session: ContractSession, rows: list[int]) -> None:
     whole = session.forward(TOKENS, all_rows(TOKENS))
     following = session.forward(TOKENS[:2], np.array([1]))
     session.length = 0
@@ -69,7 +69,7 @@ def test_logit_rows_select_and_change_nothing_else(session: GraphSession, rows: 
     np.testing.assert_allclose(session.forward(TOKENS[:2], np.array([1])), following, atol=1e-5)
 
 
-def test_rewinding_is_moving_the_length(session: GraphSession) -> None:
+def test_rewinding_is_moving_the_length(session: ContractSession) -> None:
     session.forward(TOKENS[:6], np.array([5]))
     expected = session.forward(TOKENS[6:9], all_rows(TOKENS[6:9]))
     session.length = 6
@@ -78,7 +78,7 @@ def test_rewinding_is_moving_the_length(session: GraphSession) -> None:
     np.testing.assert_array_equal(session.forward(TOKENS[6:9], all_rows(TOKENS[6:9])), expected)
 
 
-def test_a_tree_and_compaction_equal_decoding_its_paths(session: GraphSession) -> None:
+def test_a_tree_and_compaction_equal_decoding_its_paths(session: ContractSession) -> None:
     """A tree of two branches after a prompt: every node sees its ancestors only, siblings share a position."""
     prompt = TOKENS[:5]
     nodes = np.array([10, 20, 30, 40, 50, 60])
@@ -218,14 +218,15 @@ def run_log(bundle: Path) -> str:
         "from pathlib import Path\n"
         "import numpy as np\n"
         "import onnxruntime as ort\n"
-        "from edgerun.export.config import read_config\n"
-        "from edgerun.export.session import GraphSession\n"
+        "from edgerun.export.checkpoint.config import read_config\n"
+        "from edgerun.export.check.contract_session import ContractSession\n"
         "class Loud(ort.SessionOptions):\n"
         "    log_severity_level = 1  # hides the real one, which then stays the default\n"
         "ort.SessionOptions = Loud\n"
         "ort.set_default_logger_severity(1)\n"
         "bundle = Path(sys.argv[1])\n"
-        "_, slow = GraphSession(bundle, read_config(bundle), 8).forward_watched(np.arange(3), np.arange(3))\n"
+        "session = ContractSession(bundle, read_config(bundle), 8)\n"
+        "_, slow = session.forward_counting_expansions(np.arange(3), np.arange(3))\n"
         f"sys.stderr.write({SLOW!r} * slow)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.export import FP32
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.drafts.frequencies import Ranking, rank_tokens
 from edgerun.export.drafts.head_size import (
     TARGET_ROWS,
@@ -53,7 +53,7 @@ def test_agreement_of_two_models(tmp_path: Path) -> None:
         assert manifest is not None
         rows = []
         for text, start in zip(texts, starts, strict=True):
-            session = GraphSession(bundle, manifest.architecture, len(text))
+            session = ContractSession(bundle, manifest.architecture, len(text))
             rows.append(session.forward(text[:-1], np.arange(len(text) - 1))[max(0, start - 1) :])
         return np.concatenate(rows)
 

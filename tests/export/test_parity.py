@@ -14,7 +14,7 @@ from onnx import helper
 
 from edgerun.errors import ExportError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.parity import TOLERANCE
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -96,22 +96,22 @@ def test_misplaced_codes_are_caught(tmp_path, monkeypatch) -> None:
 def test_kernels_that_compute_something_else_are_caught(tmp_path, monkeypatch) -> None:
     """The graph with float activations is right, the one that ships is not: a broken low-bit kernel looks like this."""
     source = write_checkpoint(tmp_path / "checkpoint")
-    right = GraphSession.forward
+    right = ContractSession.forward
 
-    def noisy(self: GraphSession, tokens, rows):
+    def noisy(self: ContractSession, tokens, rows):
         logits = right(self, tokens, rows)
         if self.ships:
             logits = logits + np.random.default_rng(0).normal(0, logits.std(), logits.shape).astype(np.float32)
         return logits
 
-    constructed = GraphSession.__init__
+    constructed = ContractSession.__init__
 
-    def construct(self: GraphSession, bundle, config, capacity, graph=None) -> None:
+    def construct(self: ContractSession, bundle, config, capacity, graph=None) -> None:
         constructed(self, bundle, config, capacity, graph)
         self.ships = graph is None
 
-    monkeypatch.setattr(GraphSession, "__init__", construct)
-    monkeypatch.setattr(GraphSession, "forward", noisy)
+    monkeypatch.setattr(ContractSession, "__init__", construct)
+    monkeypatch.setattr(ContractSession, "forward", noisy)
     with pytest.raises(ExportError, match=r"correlate by only 0\.\d+ with the reference's on this machine"):
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT8)))
 
@@ -155,7 +155,7 @@ def test_a_graph_on_the_slow_path_is_not_written(tmp_path, monkeypatch, capfd, f
 
 def test_what_is_written_while_a_graph_is_watched_is_shown(tmp_path, capfd) -> None:
     bundle = write_bundle(tmp_path, weights=INT4)
-    session = GraphSession(bundle, read_config(bundle), 8)
+    session = ContractSession(bundle, read_config(bundle), 8)
     right = session.run
 
     def with_a_note(*arguments):
@@ -163,7 +163,7 @@ def test_what_is_written_while_a_graph_is_watched_is_shown(tmp_path, capfd) -> N
         return right(*arguments)
 
     session.run = with_a_note
-    logits, expanded = session.forward_watched(np.arange(3), np.arange(3))
+    logits, expanded = session.forward_counting_expansions(np.arange(3), np.arange(3))
     assert logits.shape == (3, 300)
     assert expanded == 0
     assert capfd.readouterr().err == "a note\n"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edgerun import InputError
 from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.drafts.companion import CHOSEN
 from edgerun.export.drafts.head_size import TARGET_ROWS, speed
 from edgerun.export.drafts.layer_search import LayerSearch, PartTimes
@@ -63,12 +63,12 @@ def test_leaving_a_part_out_is_a_part_that_gives_nothing(family: str, tmp_path: 
     write_weights(source, weights)
     expected = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle
     tokens = texts(1, 12)[0]
-    reference = GraphSession(expected, architecture(expected), 12).forward(tokens, np.arange(12))
+    reference = ContractSession(expected, architecture(expected), 12).forward(tokens, np.arange(12))
     left = without(onnx.load(bundle / "model.onnx", load_external_data=False), SKIPPED)
     names = {port.name for port in left.graph.input}
     assert "past_key_values.1.key" in names
     assert "past_key_values.2.key" not in names
-    session = GraphSession(bundle, architecture(bundle), 12, left)
+    session = ContractSession(bundle, architecture(bundle), 12, left)
     session.buffers = [each for each in session.buffers if each[0] in names]
     np.testing.assert_allclose(session.forward(tokens, np.arange(12)), reference, atol=1e-4)
 
@@ -100,8 +100,8 @@ def test_a_choice_is_judged_behind_rows_of_the_target(bundle: Path) -> None:
     names = {port.name for port in model.graph.input}
     at = 0
     for text, start in zip(given_texts, starts, strict=True):
-        target = GraphSession(bundle, numbers, len(text))
-        draft = GraphSession(bundle, numbers, len(text), model)
+        target = ContractSession(bundle, numbers, len(text))
+        draft = ContractSession(bundle, numbers, len(text), model)
         draft.buffers = [each for each in target.buffers if each[0] in names]
         wanted = target.forward(text, np.arange(len(text))).argmax(axis=1)
         for place in range(max(start - 1, 1), len(text) - 1):

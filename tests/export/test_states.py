@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from edgerun.export.calibration.state_cache import PinnedArrays, RecentArrays, owned
-from edgerun.export.check.contract_session import FreeSession
+from edgerun.export.check.contract_session import ModelSession
 
 
 def doubled(values) -> np.ndarray:
@@ -19,7 +19,7 @@ def doubled(values) -> np.ndarray:
     ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None]) for name in ("x", "y")]
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "twice", ports[:1], ports[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    (result,) = FreeSession(model, Path()).run(["y"], {"x": np.asarray(values, np.float32)})
+    (result,) = ModelSession(model, Path()).run(["y"], {"x": np.asarray(values, np.float32)})
     return result
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -127,7 +127,7 @@ def test_logits_are_those_of_transformers(tmp_path, case: str) -> None:
     # transformers keeps its rotary angles in float32 even in a float64 model.
     np.testing.assert_allclose(computed, expected, atol=2e-4)
     bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle
-    session = GraphSession(bundle, read_config(bundle), 64)
+    session = ContractSession(bundle, read_config(bundle), 64)
     np.testing.assert_allclose(session.forward(TOKENS, np.arange(48)), expected, atol=2e-4)
 
 
@@ -149,7 +149,7 @@ def test_scalings_beyond_the_trained_length(tmp_path, family: str, trained: int,
     with torch.no_grad():
         expected = model(torch.tensor(tokens)[None]).logits[0].numpy()
     bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32, context=context))).bundle
-    session = GraphSession(bundle, read_config(bundle), context)
+    session = ContractSession(bundle, read_config(bundle), context)
     np.testing.assert_allclose(session.forward(tokens, np.arange(context)), expected, atol=3e-4)
 
 

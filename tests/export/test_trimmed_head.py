@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edgerun import InputError
 from edgerun.export import FP32, ExportRecipe, WeightFormat
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.drafts.trimmed_head import write_trimmed
 from edgerun.models.bundle import open_bundle
 from support.tiny_models import write_bundle
@@ -26,7 +26,7 @@ TOKENS = np.array([5, 299, 17, 120, 64, 3])
 def logits(folder: Path) -> npt.NDArray[np.float32]:
     manifest = open_bundle(folder).manifest
     assert manifest is not None
-    return GraphSession(folder, manifest.architecture, 16).forward(TOKENS, np.arange(TOKENS.size))
+    return ContractSession(folder, manifest.architecture, 16).forward(TOKENS, np.arange(TOKENS.size))
 
 
 @pytest.fixture(scope="module")

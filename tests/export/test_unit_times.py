@@ -162,7 +162,7 @@ def test_the_models_run_and_their_nodes_are_timed(family: str, cache: Path, tmp_
 
 
 def test_no_two_matrices_share_a_place_in_memory(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepacked, "_WORTH_IT_FROM", 0)
+    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
     config = config_of(tmp_path, hidden_size=256, intermediate_size=512)
     sizes = []
     for layers in (1, 2):

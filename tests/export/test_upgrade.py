@@ -18,7 +18,7 @@ from edgerun import GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.errors import BundleError, EdgeError, ExportError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, upgrade_model
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.upgrade.decoder_io import settle_ports
 from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.export.upgrade.parity import reference_of, require_same
@@ -81,7 +81,7 @@ def test_upgraded_models_say_the_same_in_trees(name: str, tmp_path: Path) -> Non
     layout = SPOKEN[name]
     prompt = clear_prompt(layout)
     with edgerun.load(upgrade(write_layout(tmp_path / "m", layout)), threads=1, cache=False) as llm:
-        assert llm.graph_io.trees
+        assert llm.graph_io.supports_trees
         llm.model.drafters._cost = FixedCost(NEARLY_FREE)
         for speculation in (Speculation.OFF, Speculation.AUTO):
             text = llm.model.new_sequence()
@@ -121,7 +121,7 @@ def test_a_window_goes_by_position_in_a_tree(tmp_path: Path) -> None:
     folder = upgrade(write_layout(tmp_path / "m", LAYOUTS["genai-window"]))
     past, siblings = 60, 20
     form = Manifest.from_json((folder / "edge.json").read_bytes()).architecture
-    session = GraphSession(folder, form, CONTEXT)
+    session = ContractSession(folder, form, CONTEXT)
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, past + siblings + 1)
     session.forward(tokens[:past], np.array([0]))
     chain = session.forward(np.array([tokens[past], tokens[-1]]), np.array([1]))

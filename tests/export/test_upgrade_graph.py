@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from edgerun.errors import BundleError
-from edgerun.export.check.contract_session import FreeSession, evaluate
+from edgerun.export.check.contract_session import ModelSession, evaluate
 from edgerun.export.graph.weight_file import WeightFile
 from edgerun.export.quantization.codes import quantize_rows
 from edgerun.export.upgrade.edit.editable import MICROSOFT, EditableGraph
@@ -140,7 +140,7 @@ def test_constants_that_share_bytes_go_on_sharing_them(tmp_path: Path) -> None:
 
 
 def run_in_place(graph: EditableGraph) -> Array:
-    (out,) = FreeSession(graph.model(InPlace()), graph.folder).run(["out"], {})
+    (out,) = ModelSession(graph.model(InPlace()), graph.folder).run(["out"], {})
     return out
 
 

@@ -16,7 +16,7 @@ import edgerun
 from edgerun import GenerateOptions
 from edgerun.errors import ExportError
 from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, upgrade_model
-from edgerun.export.check.contract_session import GraphSession
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.models.manifest import Manifest, WeightFormat
 from edgerun.runtime.result import Reply
 from support.layout_kinds import HEAD_DIM, VOCABULARY, Layout, Weights
@@ -204,6 +204,6 @@ def test_a_context_may_be_shorter_than_the_check(layout: Layout, context: int, t
 
 def test_what_a_graph_cannot_run_is_one_line(tiny_bundle: Path) -> None:
     form = Manifest.from_json((tiny_bundle / "edge.json").read_bytes()).architecture
-    session = GraphSession(tiny_bundle, form, 8)
+    session = ContractSession(tiny_bundle, form, 8)
     with pytest.raises(ExportError, match="the graph cannot be run: "):
         session.forward(np.array([form.vocab_size + 9]), np.array([0]))

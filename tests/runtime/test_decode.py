@@ -158,7 +158,7 @@ def test_a_tree_is_verified_as_its_branches_alone(tiny_bundle: Path) -> None:
             mask[node, at] = True
             at = parents[at]
     bound = bind(tiny_bundle)
-    bound.forward(prompt, rows=(0,))
+    bound.forward(prompt, logits_for=(0,))
     bound.arena.commit(20)
     logits = bound.forward(tokens, positions=[20 + d for d in depth], tree_mask=mask).copy()
 
@@ -180,4 +180,6 @@ def test_asked_rows_are_those_of_the_whole_pass(tiny_bundle: Path) -> None:
     bound = bind(tiny_bundle)
     every = bound.forward(list(range(10, 20))).copy()
     for rows in ([9], [0, 9], [3, 1, 4], range(10)):
-        np.testing.assert_allclose(bound.forward(list(range(10, 20)), rows=list(rows)), every[list(rows)], atol=1e-5)
+        np.testing.assert_allclose(
+            bound.forward(list(range(10, 20)), logits_for=list(rows)), every[list(rows)], atol=1e-5
+        )

@@ -602,7 +602,7 @@ def test_external_data_outside_the_bundle_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_devices_name_those_there_are(tiny_bundle: Path) -> None:
-    with pytest.raises(DeviceError, match="no device 'abacus' here; available: .*CPU"):
+    with pytest.raises(DeviceError, match="this machine has no device 'abacus'; available: .*CPU"):
         edgerun.load(tiny_bundle, device="abacus")
     with pytest.raises(InputError, match="threads is 0; it must be 1 or more, and at most 1024"):
         edgerun.load(tiny_bundle, threads=0)

@@ -69,9 +69,9 @@ def test_rows_that_are_called_plain_decodings_own_are(graph: GraphSession, epsil
             def check(fast: BoundSession = fast, rows: np.ndarray = rows, begun: int = len(prompt)) -> None:
                 nonlocal other_rows
                 arena = fast.arena
-                assert begun <= arena.plain <= arena.length
+                assert begun <= arena.plain_length <= arena.length
                 (own,) = arena.snapshot()
-                np.testing.assert_array_equal(own[..., : arena.plain, :], rows[..., : arena.plain, :])
+                np.testing.assert_array_equal(own[..., : arena.plain_length, :], rows[..., : arena.plain_length, :])
                 other_rows |= not np.array_equal(own, rows[..., : arena.length, :])
 
             drafter = speculator if kept else listening_to(adversaries(text, VOCABULARY, 0, seed)["nearly right"])

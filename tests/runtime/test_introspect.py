@@ -12,7 +12,7 @@ import pytest
 
 import edgerun
 from edgerun import BundleError, ContextError
-from edgerun.runtime.graph.graph_io import CacheMode, GraphValue, LogitsMode, Role
+from edgerun.runtime.graph.graph_io import CacheMode, GraphValue, InputRole, LogitsMode
 from edgerun.runtime.graph.introspection import introspect
 from edgerun.runtime.graph.metadata import ModelMetadata
 from support.broken_layouts import UNFIT, write_unfit
@@ -26,14 +26,15 @@ NO_PAGES = "export it again without paged attention"
 TEXT_ONLY = "choose a text-only model"
 ONE_GRAPH = "edge-run runs decoders of text that are one graph; look for a text-only export of this model"
 CUT_UP = (
-    "takes embeddings (inputs_embeds) instead of token ids: it is one part of a model that was cut up; "
+    "takes embeddings (inputs_embeds) instead of token ids: it is one part of a model that was split up; "
     "choose an export whose decoder takes input_ids"
 )
 
 REFUSALS = {
     "no-cache": (
-        "{graph} has no key/value cache among its inputs: it reads the whole text for every token, or keeps its cache "
-        f"where it cannot be rewound; export it with a cache (Optimum's task text-generation-with-past), or {ANOTHER}"
+        "{graph} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
+        f"its cache where it cannot be rewound; export it with a cache "
+        f"(Optimum's task text-generation-with-past), or {ANOTHER}"
     ),
     "openvino-stateful": (
         "{graph} keeps its cache inside (it takes beam_idx), where it cannot be rewound; "
@@ -57,29 +58,29 @@ REFUSALS = {
     ),
     "embeddings-in": f"{{graph}} {CUT_UP}",
     "embeddings-in-parts": f"{{folder}} is a model of images and text (vision_encoder.onnx says so); {ONE_GRAPH}",
-    "pixels-in": f"{{graph}} is part of a model of images or sound (it takes pixel_values); {TEXT_ONLY}",
+    "pixels-in": f"{{graph}} is part of a model for images or audio (it takes pixel_values); {TEXT_ONLY}",
     "genai-vision": f"{{graph}} {CUT_UP}",
-    "audio-in": f"{{graph}} is part of a model of images or sound (it takes audio_features); {TEXT_ONLY}",
+    "audio-in": f"{{graph}} is part of a model for images or audio (it takes audio_features); {TEXT_ONLY}",
     "hidden-states-in": (
-        "{graph} goes on from another model's hidden states (it takes hidden_states): it is a drafting head; "
+        "{graph} continues from another model's hidden states (it takes hidden_states): it is a draft head; "
         "give the model it belongs to"
     ),
     "custom-operator": (
-        f"{{graph}} needs a library of operators that edge-run does not have (com.ryzenai.SSMLP); {FOR_CPU}"
+        f"{{graph}} needs a custom operator library that edge-run does not have (com.ryzenai.SSMLP); {FOR_CPU}"
     ),
     "compiled-qnn": f"{{graph}} was compiled for one kind of device (it has EPContext operators); {FOR_CPU}",
     "compiled-openvino": f"{{graph}} was compiled for one kind of device (it has EPContext operators); {FOR_CPU}",
-    "fixed-window-1": f"{{graph}} takes exactly 1 token a pass (input_ids), as models for an NPU do; {FOR_CPU}",
-    "fixed-window-64": f"{{graph}} takes exactly 64 tokens a pass (input_ids), as models for an NPU do; {FOR_CPU}",
+    "fixed-window-1": f"{{graph}} takes exactly 1 token per pass (input_ids), as models for an NPU do; {FOR_CPU}",
+    "fixed-window-64": f"{{graph}} takes exactly 64 tokens per pass (input_ids), as models for an NPU do; {FOR_CPU}",
     "genai-pipeline": (
         f"{{folder}} is a model cut into stages for an NPU (genai_config.json has a decoder.pipeline); {FOR_CPU}"
     ),
     "scales-per-token": (
-        "{graph} keeps a scale for every cached row (past_key_values.0.key_scale); "
-        "choose a variant of the model whose cache is not quantized row by row"
+        "{graph} keeps a scale for every cached token (past_key_values.0.key_scale); "
+        "choose a variant of the model whose cache is not quantized token by token"
     ),
-    "batch-of-four": f"{{graph}} works on 4 texts at once (input_ids); {OURS}",
-    "image-classifier": f"{{graph}} is part of a model of images or sound (it takes pixel_values); {TEXT_ONLY}",
+    "batch-of-four": f"{{graph}} has a fixed batch size of 4 (input_ids); {OURS}",
+    "image-classifier": f"{{graph}} is part of a model for images or audio (it takes pixel_values); {TEXT_ONLY}",
     "no-logits": (
         f"{{graph}} has no output for logits of 2 or 3 dimensions; beside its cache it gives nothing; {OURS}"
     ),
@@ -167,14 +168,14 @@ def added(ports: dict[str, GraphValue], *more: GraphValue) -> dict[str, GraphVal
 def test_the_usual_ports_are_read() -> None:
     graph_io = spec_of(INS, OUTS)
     assert (graph_io.vocab_size, graph_io.layers, graph_io.capacity) == (300, 1, None)
-    assert graph_io.sharing is CacheMode.GROWING
-    assert graph_io.scores is LogitsMode.ALL
-    assert set(graph_io.inputs) == {Role.TOKENS, Role.MASK, Role.POSITIONS}
+    assert graph_io.cache_mode is CacheMode.GROWING
+    assert graph_io.logits_mode is LogitsMode.ALL
+    assert set(graph_io.inputs) == {InputRole.TOKENS, InputRole.MASK, InputRole.POSITIONS}
     assert [(tensor.past, tensor.present) for tensor in graph_io.cache] == [
         ("past_key_values.0.key", "present.0.key"),
         ("past_key_values.0.value", "present.0.value"),
     ]
-    assert [tensor.form.sized(7) for tensor in graph_io.cache] == [(1, 2, 7, 16)] * 2
+    assert [tensor.tensor_type.shape_of(7) for tensor in graph_io.cache] == [(1, 2, 7, 16)] * 2
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_the_usual_ports_are_read() -> None:
         (
             INS,
             without(OUTS, "present.0.value"),
-            f"F gives nothing back for its cache input past_key_values.0.value; {OURS}",
+            f"F has no output for its cache input past_key_values.0.value; {OURS}",
         ),
         (
             INS,
@@ -199,7 +200,7 @@ def test_the_usual_ports_are_read() -> None:
         (
             changed(INS, "past_key_values.0.key", type="tensor(string)"),
             changed(OUTS, "present.0.key", type="tensor(string)"),
-            f"F has a cache of tensor(string) (past_key_values.0.key), which is not supported; {OURS}",
+            f"F has a cache of type tensor(string) (past_key_values.0.key), which is not supported; {OURS}",
         ),
         (
             changed(INS, "past_key_values.0.key", shape=("n", 16)),
@@ -215,41 +216,41 @@ def test_the_usual_ports_are_read() -> None:
         (
             changed(INS, "past_key_values.0.key", shape=(4, 2, "t", 16)),
             OUTS,
-            f"F works on 4 texts at once (past_key_values.0.key is [4, 2, t, 16]); {OURS}",
+            f"F has a fixed batch size of 4 (past_key_values.0.key is [4, 2, t, 16]); {OURS}",
         ),
         (
             changed(INS, "past_key_values.0.key", shape=(1, 2, 63, 16)),
             changed(OUTS, "present.0.key", shape=(1, 2, 64, 16)),
-            "F takes a cache of exactly 63 rows (past_key_values.0.key) and gives another size back; "
+            "F takes a cache of exactly 63 slots (past_key_values.0.key) and returns one of another size; "
             "choose a variant of the model for the CPU",
         ),
         (
             added(INS, port("past_key_0", PAST)),
             OUTS,
-            f"F has two ports for one cache: past_key_values.0.key and past_key_0; {OURS}",
+            f"F has two cache tensors for the same layer and content: past_key_values.0.key and past_key_0; {OURS}",
         ),
-        (added(INS, port("tokens", TEXT)), OUTS, f"F has two inputs for one thing: input_ids and tokens; {OURS}"),
-        (added(INS, port("z", TEXT), port("a", TEXT)), OUTS, f"F asks for inputs edge-run does not know: a, z; {OURS}"),
+        (added(INS, port("tokens", TEXT)), OUTS, f"F has two inputs of the same meaning: input_ids and tokens; {OURS}"),
+        (added(INS, port("z", TEXT), port("a", TEXT)), OUTS, f"F has inputs that edge-run does not know: a, z; {OURS}"),
         (
             changed(INS, "input_ids", type="tensor(float)"),
             OUTS,
-            f"F wants input_ids as tensor(float) of 2 dimensions, which is not supported; {OURS}",
+            f"F takes input_ids as tensor(float) of 2 dimensions, which is not supported; {OURS}",
         ),
         (
             changed(INS, "attention_mask", shape=("a", "b", "c")),
             OUTS,
-            f"F wants attention_mask as tensor(int64) of 3 dimensions, which is not supported; {OURS}",
+            f"F takes attention_mask as tensor(int64) of 3 dimensions, which is not supported; {OURS}",
         ),
         (
             changed(INS, "attention_mask", type="tensor(string)"),
             OUTS,
-            f"F wants attention_mask as tensor(string) of 2 dimensions, which is not supported; {OURS}",
+            f"F takes attention_mask as tensor(string) of 2 dimensions, which is not supported; {OURS}",
         ),
-        (changed(INS, "input_ids", shape=(2, "n")), OUTS, f"F works on 2 texts at once (input_ids); {OURS}"),
+        (changed(INS, "input_ids", shape=(2, "n")), OUTS, f"F has a fixed batch size of 2 (input_ids); {OURS}"),
         (
             changed(INS, "attention_mask", shape=(1, 4096)),
             OUTS,
-            f"F takes exactly 4096 tokens a pass (attention_mask), as models for an NPU do; {FOR_CPU}",
+            f"F takes exactly 4096 tokens per pass (attention_mask), as models for an NPU do; {FOR_CPU}",
         ),
         (
             INS,
@@ -322,14 +323,14 @@ def test_settings_fill_in_what_ports_leave_open() -> None:
     ):
         graph_io = spec_of(ins, outs, metadata)
         assert graph_io.vocab_size == 300
-        assert [tensor.form.sized(5) for tensor in graph_io.cache] == [(1, 2, 5, 16)] * 2
+        assert [tensor.tensor_type.shape_of(5) for tensor in graph_io.cache] == [(1, 2, 5, 16)] * 2
 
 
 def test_what_the_graph_says_counts_more_than_what_lies_beside_it() -> None:
     metadata = ModelMetadata(config={"vocab_size": 7, "num_key_value_heads": 9, "head_dim": 99})
     graph_io = spec_of(INS, OUTS, metadata)
     assert graph_io.vocab_size == 300
-    assert graph_io.cache[0].form.sized(1) == (1, 2, 1, 16)
+    assert graph_io.cache[0].tensor_type.shape_of(1) == (1, 2, 1, 16)
 
 
 @pytest.mark.parametrize(

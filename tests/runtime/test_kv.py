@@ -11,42 +11,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun import ContextError
-from edgerun.runtime.kv.arena import InPlaceArena, KVArena, TensorForm
+from edgerun.runtime.kv.arena import CacheTensorType, InPlaceArena, KVArena
 from edgerun.runtime.kv.borrowed import BorrowedArena
 from edgerun.runtime.kv.growing import GrowingArena
 
 FLOAT = np.dtype(np.float32)
-USUAL = TensorForm(FLOAT, (1, 3, 0, 4), 2)
-FUSED = TensorForm(np.dtype(np.float16), (2, 1, 3, 0, 4), 3)
-TURNED = TensorForm(np.dtype(np.int8), (1, 3, 4, 0), 3)
+USUAL = CacheTensorType(FLOAT, (1, 3, 0, 4), 2)
+FUSED = CacheTensorType(np.dtype(np.float16), (2, 1, 3, 0, 4), 3)
+TURNED = CacheTensorType(np.dtype(np.int8), (1, 3, 4, 0), 3)
 FORMS = (USUAL, USUAL, FUSED, TURNED)
 
 
 class Lent(BorrowedArena):
     """All but the first of the tensors of an arena that nobody else uses."""
 
-    def __init__(self, forms: tuple[TensorForm, ...], limit: int) -> None:
+    def __init__(self, forms: tuple[CacheTensorType, ...], limit: int) -> None:
         super().__init__(forms, range(1, len(forms) + 1), limit)
         self.owner = InPlaceArena((USUAL, *forms), limit)
         self.borrow(self.owner)
 
 
-ARENAS: tuple[Callable[[tuple[TensorForm, ...], int], KVArena], ...] = (InPlaceArena, GrowingArena, Lent)
+ARENAS: tuple[Callable[[tuple[CacheTensorType, ...], int], KVArena], ...] = (InPlaceArena, GrowingArena, Lent)
 
 
 def write(arena: KVArena, numbers: npt.NDArray[np.int64]) -> None:
     """What a pass does: write rows that hold these numbers everywhere after the committed ones, uncommitted."""
     arena.reserve(numbers.size)
     if isinstance(arena, InPlaceArena | BorrowedArena):
-        for tensor, form in zip(arena.tensors(), arena.forms, strict=True):
+        for tensor, form in zip(arena.tensors(), arena.tensor_types, strict=True):
             rows = np.moveaxis(tensor, form.axis, -1)
             rows[..., arena.length : arena.length + numbers.size] = numbers
     elif isinstance(arena, GrowingArena):
-        for past, present, form in zip(arena.past(), arena.present(numbers.size), arena.forms, strict=True):
+        for past, present, form in zip(arena.past(), arena.present(numbers.size), arena.tensor_types, strict=True):
             rows = np.moveaxis(present, form.axis, -1)
             rows[..., : arena.length] = np.moveaxis(past, form.axis, -1)
             rows[..., arena.length :] = numbers
-        arena.wrote(numbers.size)
+        arena.finish_pass(numbers.size)
 
 
 def filled(kind: Callable[..., KVArena], rows: int, limit: int = 1000) -> KVArena:
@@ -187,9 +187,9 @@ def test_restore_refuses_other_shapes(kind: Callable[..., KVArena]) -> None:
         (np.zeros((3, 1, 3, 5, 4), np.float32),),
         (np.zeros(2, np.float32),),
     ):
-        with pytest.raises(ValueError, match="expected float32 rows"):
+        with pytest.raises(ValueError, match="expected float32 slots"):
             arena.restore(wrong)
-    with pytest.raises(ValueError, match="1 kinds of tensors, found 0"):
+    with pytest.raises(ValueError, match="1 types of tensors, found 0"):
         arena.restore(())
     with pytest.raises(ContextError):
         arena.restore((np.zeros((2, 1, 3, 401, 4), np.float32),))

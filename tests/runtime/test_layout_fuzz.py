@@ -81,7 +81,7 @@ def answers(folder: Path, layout: Layout, prompt: Sequence[int]) -> list[list[in
     """
     found = []
     with edgerun.load(folder, context=CONTEXT, threads=1, cache=False) as engine:
-        for speculator in (None, eager(SuffixDrafter(), trees=engine.graph_io.trees)):
+        for speculator in (None, eager(SuffixDrafter(), trees=engine.graph_io.supports_trees)):
             bound = engine.model.new_sequence().bound
             sampler = Sampler(SamplingParams(), engine.graph_io.vocab_size)
             steps = decode(bound, prompt, sampler, DecodeLimits(TOKENS), speculator)
@@ -239,5 +239,5 @@ def test_caches_exchanged_between_layers_are_refused(name: str) -> None:
         model = onnx.load(path, load_external_data=False)
         exchange(0, -1, output=False)(model)
         path.write_bytes(model.SerializeToString())
-        with pytest.raises(EdgeError, match="gives other logits for a text in several passes than in one"):
+        with pytest.raises(EdgeError, match="gives other logits for the same tokens in several passes than in one"):
             edgerun.load(folder, cache=False)

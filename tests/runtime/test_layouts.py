@@ -113,13 +113,15 @@ def test_what_a_graph_can_do_is_found_out(name: str, graph_of) -> None:
     layout, graph_io = LAYOUTS[name], graph_of(name).graph_io
     assert graph_io.vocab_size == VOCABULARY
     assert graph_io.layers == 2
-    assert graph_io.sharing is (CacheMode.IN_PLACE if name in IN_PLACE else CacheMode.GROWING)
+    assert graph_io.cache_mode is (CacheMode.IN_PLACE if name in IN_PLACE else CacheMode.GROWING)
     assert graph_io.capacity == layout.capacity
-    one_row = {Rows.LAST: LogitsMode.LAST, Rows.LAST_FLAT: LogitsMode.LAST, Rows.CHOSEN: LogitsMode.SUFFIX}
-    assert graph_io.scores is one_row.get(layout.rows, LogitsMode.ALL)
-    assert graph_io.wide == (layout.mask is not Mask.NOT_CAUSAL)
-    assert graph_io.trees == (name in TREES)
-    assert graph_io.verifies == (layout.mask is not Mask.NOT_CAUSAL and graph_io.scores is not LogitsMode.LAST)
+    one_row = {Rows.LAST: LogitsMode.LAST, Rows.LAST_FLAT: LogitsMode.LAST, Rows.CHOSEN: LogitsMode.LAST_N}
+    assert graph_io.logits_mode is one_row.get(layout.rows, LogitsMode.ALL)
+    assert graph_io.supports_wide_passes == (layout.mask is not Mask.NOT_CAUSAL)
+    assert graph_io.supports_trees == (name in TREES)
+    assert graph_io.supports_verification == (
+        layout.mask is not Mask.NOT_CAUSAL and graph_io.logits_mode is not LogitsMode.LAST
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -127,7 +129,7 @@ def test_guesses_do_not_change_the_text(name: str, graph_of) -> None:
     layout, graph = LAYOUTS[name], graph_of(name)
     prompt = prompt_of(layout, 40, salt=1)
     expected = greedy_tokens(layout, prompt, TOKENS)
-    trees = graph.graph_io.trees
+    trees = graph.graph_io.supports_trees
     guessing = adversaries([*prompt, *expected], VOCABULARY, 0)
     bound = bind(graph)
     speculators = {
@@ -144,7 +146,7 @@ def test_guesses_do_not_change_the_text(name: str, graph_of) -> None:
         assert tokens_of(steps) == expected, drafter
         assert bound.arena.length == len(prompt) + TOKENS - 1
         passes[drafter] = len(steps)
-    if graph.graph_io.verifies:
+    if graph.graph_io.supports_verification:
         assert passes["oracle"] < TOKENS / 3
     if trees:
         assert passes["wide"] < TOKENS
@@ -192,7 +194,7 @@ def test_a_draft_model_of_any_layout_guesses(name: str, drafting: str, graph_of)
     layout, graph = LAYOUTS[name], graph_of(name)
     draft = DraftModel(bind(graph_of(drafting)), PassCost({0: {1: 1e-6, 2: 1e-6}}), VOCABULARY)
     prompt = prompt_of(layout, 90, salt=5)
-    speculator = eager(ModelDrafter(draft), trees=graph.graph_io.trees)
+    speculator = eager(ModelDrafter(draft), trees=graph.graph_io.supports_trees)
     steps = steps_of(bind(graph), prompt, speculator)
     assert tokens_of(steps) == greedy_tokens(layout, prompt, TOKENS)
     capacity = LAYOUTS[drafting].capacity
@@ -209,7 +211,7 @@ def test_a_tree_scores_its_paths(name: str, graph_of) -> None:
     prompt, nodes = list(range(20, 45)), [10, 20, 30, 40, 50, 60]
     paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 4, 5]]
     bound = bind(graph)
-    bound.forward(prompt, rows=[0])
+    bound.forward(prompt, logits_for=[0])
     bound.arena.commit(len(prompt))
     mask = np.zeros((6, 6), np.bool_)
     for node, path in enumerate(paths):
@@ -241,7 +243,7 @@ def test_what_is_kept_of_a_graph_is_of_its_reading(tmp_path: Path) -> None:
     names = settings["model"]["decoder"]["inputs"]
     names["past_key_names"], names["past_value_names"] = names["past_value_names"], names["past_key_names"]
     write_json(folder / "genai_config.json", settings)
-    with pytest.raises(BundleError, match="gives other logits for a text in several passes than in one"):
+    with pytest.raises(BundleError, match="gives other logits for the same tokens in several passes than in one"):
         edgerun.load(folder, threads=1)
 
 

@@ -159,7 +159,7 @@ def test_rows_of_an_earlier_answer_are_run_again_first(tiny_bundle_of: Callable[
 
     expected = rows_after(None)
     assert run(bound, prompt, speculator=oracle([*prompt, *plain]), limits=short)[0] == plain
-    noisy = bound.arena.length - bound.arena.plain
+    noisy = bound.arena.length - bound.arena.plain_length
     assert (rows_after(None) != expected).any()
     assert run(bound, prompt, speculator=oracle([*prompt, *plain]), limits=short)[0] == plain
     near_ties = NearTies(bound, Sampler(GREEDY, VOCABULARY), 0.0, lambda: False)

@@ -222,7 +222,7 @@ def test_a_draft_of_an_arena_that_is_gone_cannot_be_asked(bundle: Path, target: 
 
 def test_the_packed_weights_are_shared(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
-    monkeypatch.setattr(prepacked, "_WORTH_IT_FROM", 0)
+    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
     with edgerun.load(bundle, threads=1) as engine:
         engine.generate("the", max_tokens=3, speculation=MODEL)
     (folder,) = (tmp_path / "prepacked").iterdir()
@@ -236,9 +236,9 @@ def test_the_packed_weights_are_shared(bundle: Path, tmp_path: Path, monkeypatch
     # A damaged twin is written again; one that cannot be made is done without.
     good = twin.read_bytes()
     twin.write_bytes(good[:100])
-    assert prepacked.prepacked_draft(bundle / "draft.onnx", folder / "model.onnx").read_bytes() == good
+    assert prepacked.prepacked_draft_graph(bundle / "draft.onnx", folder / "model.onnx").read_bytes() == good
     shutil.copyfile(bundle / "tokenizer.json", folder / "model.onnx")
-    assert prepacked.prepacked_draft(bundle / "draft.onnx", folder / "model.onnx") == bundle / "draft.onnx"
+    assert prepacked.prepacked_draft_graph(bundle / "draft.onnx", folder / "model.onnx") == bundle / "draft.onnx"
 
 
 def refusal(bundle: Path) -> str:

@@ -26,7 +26,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(prepacked, "_WORTH_IT_FROM", 0)
+    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
     return tmp_path / "cache" / "prepacked"
 
 
@@ -101,8 +101,8 @@ def test_what_was_unused_for_longest_makes_room(bundle: Path, cache: Path, monke
     os.utime(used.parent, (2, 2))
     assert packed(bundle, "1") == used
     assert used.parent.stat().st_mtime > 2
-    needed = int(open_bundle(bundle).weight_bytes * prepacked._GROWTH)
-    monkeypatch.setattr(prepacked, "_MOST_BYTES", size + needed)
+    needed = int(open_bundle(bundle).weight_bytes * prepacked._SIZE_RATIO)
+    monkeypatch.setattr(prepacked, "_MAX_CACHE_BYTES", size + needed)
     latest = packed(bundle, "3")
     assert not unused.exists()
     assert used.exists()
@@ -114,7 +114,7 @@ def test_small_or_unsigned_models_and_no_cache_leave_no_trace(
 ) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     assert packed(bundle) == bundle / "model.onnx"
-    monkeypatch.setattr(prepacked, "_WORTH_IT_FROM", 0)
+    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
     with edgerun.load(bundle, cache=False) as engine:
         plain = engine.generate("the", max_tokens=10).text
     unsigned = tmp_path / "unsigned"

@@ -168,13 +168,13 @@ def test_rows_that_are_not_plain_decodings_own_are_remembered_as_such(engine: En
     """An exact answer in a resumed conversation has to know which rows to run again."""
     with engine.session() as session:
         session.send("the the the", max_tokens=25)
-        plain, rows = session._open_sequence().bound.arena.plain, session.tokens
+        plain, rows = session._open_sequence().bound.arena.plain_length, session.tokens
         assert 0 < plain < rows
         session.save(tmp_path / "chat")
     with engine.session(resume=tmp_path / "chat") as session:
-        assert (session._open_sequence().bound.arena.plain, session.tokens) == (plain, rows)
+        assert (session._open_sequence().bound.arena.plain_length, session.tokens) == (plain, rows)
         session.send("and", max_tokens=3, speculation=OFF)
-        assert session._open_sequence().bound.arena.plain == plain
+        assert session._open_sequence().bound.arena.plain_length == plain
 
 
 def test_a_conversation_saved_after_a_stop_within_a_span_can_be_resumed(engine: Engine, tmp_path: Path) -> None:

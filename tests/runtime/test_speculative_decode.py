@@ -153,7 +153,7 @@ def assert_in_doubt(
     before = [*prompt, *expected[:same]]
     sampler = Sampler(params, VOCABULARY)
     sampler.observe(before)
-    logits = bind(graph).forward(before, rows=(len(before) - 1,))[0]
+    logits = bind(graph).forward(before, logits_for=(len(before) - 1,))[0]
     if params.greedy:
         assert logits.max() - logits[other] < 0.4
         return
@@ -263,7 +263,7 @@ def test_after_every_round_the_cache_is_that_of_the_text(model, graph_of, name: 
         prompt, limits = prompt_of(200 + seed), DecodeLimits(30)
         text = [*prompt, *plain(graph, prompt, params, limits)]
         whole = bind(graph)
-        whole.forward(text, rows=(0,))
+        whole.forward(text, logits_for=(0,))
         whole.arena.commit(len(text))
         (rows,) = whole.arena.snapshot()
         speculator = speculator_of(name, text)
@@ -362,7 +362,7 @@ def test_a_graph_without_a_mask_is_given_chains_only(
     model.graph.input.extend(ports)
     onnx.save(model, tmp_path / "model.onnx")
     chains = GraphSession(tmp_path / "model.onnx", SessionConfig(choose_device("cpu"), 1))
-    assert not chains.graph_io.takes_bias
+    assert not chains.graph_io.has_bias_input
     for seed, params in enumerate((GREEDY, *SAMPLED)):
         prompt, limits = prompt_of(400 + seed), DecodeLimits(30)
         expected = plain(graph, prompt, params, limits)

@@ -89,7 +89,7 @@ def test_it_reads_tokens_that_its_head_lacks_and_says_the_targets(engine: Engine
     assert set(text) - kept
     assert len(kept) == HEAD
     bound = engine.model._graph.bind(engine.model._graph.arena(len(text)))
-    wanted = bound.forward(np.array(text), rows=np.arange(len(text)))
+    wanted = bound.forward(np.array(text), logits_for=np.arange(len(text)))
     said = 0
     for end in range(10, len(text)):
         model.follow(text[:end])

@@ -381,7 +381,7 @@ def graph_logits(bound: BoundSession) -> Callable[[Text], Logits]:
     @cache
     def after(text: Text) -> Logits:
         bound.arena.rewind_to(0)
-        return bound.forward(text, rows=(len(text) - 1,))[0].copy()
+        return bound.forward(text, logits_for=(len(text) - 1,))[0].copy()
 
     return after
 
@@ -396,7 +396,7 @@ def test_texts_of_a_graph_follow_its_law(
     def pass_over(before: Text, tokens: Text, parents: Text) -> Logits:
         tree = Tree.of(tokens, parents, [1.0] * len(tokens), [Source.MODEL] * len(tokens))
         bound.arena.rewind_to(0)
-        bound.forward(before, rows=(0,))
+        bound.forward(before, logits_for=(0,))
         bound.arena.commit(len(before))
         positions = len(before) + tree.depths
         return bound.forward(tree.tokens, positions=positions, tree_mask=tree.mask).copy()

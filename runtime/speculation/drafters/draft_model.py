@@ -68,7 +68,7 @@ class DraftModel:
         """Run so far."""
         self._bound: Final = bound
         self._arena: Final = bound.arena
-        self._branches: Final = graph_io.trees
+        self._branches: Final = graph_io.supports_trees
         self.target_ids: Final = target_ids
         """int32, the target's ids of the head's tokens; None if they are the same."""
         self.head: Final = min(graph_io.vocab_size, target_vocab)
@@ -239,7 +239,7 @@ class DraftModel:
         # Scratch rows count as committed for the time of the pass: it writes behind them, and growth keeps them.
         arena.commit(len(self._rows))
         try:
-            logits = self._bound.forward(tokens, rows=rows, positions=positions, tree_mask=mask)
+            logits = self._bound.forward(tokens, logits_for=rows, positions=positions, tree_mask=mask)
         finally:
             arena.rewind_to(base)
         if self.passes % _OBSERVED_EVERY == 0:

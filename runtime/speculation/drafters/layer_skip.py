@@ -55,5 +55,5 @@ class LayerSkipDraft(DraftModel):
         """Now that the text has grown: begin anew behind the rows that the target has of it."""
         if self._behind:
             self._forget_guesses()
-            self._borrowed.follow(len(self._text) - 1)
+            self._borrowed.sync_length(len(self._text) - 1)
             self._behind = False

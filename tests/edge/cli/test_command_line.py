@@ -122,7 +122,7 @@ def test_stop_may_be_repeated(tiny_bundle: Path, capsys: pytest.CaptureFixture[s
         (["-p", "a", "--context", "1"], "greater than or equal to 2"),
         (["-p", "a", "--context", "9999"], "context is 9999; this model allows at most 256"),
         (["-p", "a", "--stop", ""], "it must be a text, or texts, of at least one character"),
-        (["-p", "a", "--device", "abacus"], "no device 'abacus' here; available: "),
+        (["-p", "a", "--device", "abacus"], "this machine has no device 'abacus'; available: "),
         (["-p", "a", "--frobnicate"], "No such option: --frobnicate; see edge-run run --help"),
         (["-p", ""], "the prompt is empty"),
         (["-p", "x" * 300], "tokens and the model's context is 256; shorten it"),

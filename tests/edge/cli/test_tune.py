@@ -89,7 +89,7 @@ def test_a_cache_that_cannot_be_written_is_said(
         (["--context", "1"], "greater than or equal to 2"),
         (["--context", "100000"], "this model allows at most 256"),
         (["--threads", "0"], "greater than or equal to 1"),
-        (["--device", "abacus"], "no device 'abacus' here"),
+        (["--device", "abacus"], "this machine has no device 'abacus'"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(

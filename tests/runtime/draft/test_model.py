@@ -94,7 +94,7 @@ def draft(graph: GraphSession, limit: int = LIMIT, target_vocab: int = VOCABULAR
 def plain(graph: GraphSession, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities after the last of the tokens, float64 `[V]`, and the rows of all, from one pass over nothing."""
     bound = graph.bind(graph.arena(600))
-    logits = bound.forward(tokens, rows=(len(tokens) - 1,))[0].astype(np.float64)
+    logits = bound.forward(tokens, logits_for=(len(tokens) - 1,))[0].astype(np.float64)
     bound.arena.commit(len(tokens))
     weights = np.exp(logits - logits.max())
     return weights / weights.sum(), bound.arena.snapshot()[0]

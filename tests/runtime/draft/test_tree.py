@@ -163,7 +163,7 @@ def graph(tiny_bundle: Path) -> GraphSession:
 def test_a_graph_sees_every_path_as_it_would_alone(graph: GraphSession, tree: Tree, before: int) -> None:
     text = np.random.default_rng(before).integers(0, VOCABULARY, before).tolist()
     bound = graph.bind(graph.arena(64))
-    bound.forward(text, rows=(0,))
+    bound.forward(text, logits_for=(0,))
     bound.arena.commit(before)
     logits = bound.forward(tree.tokens, positions=before + tree.depths, tree_mask=tree.mask).copy()
     assert bound.arena.length == before

@@ -1,7 +1,7 @@
-"""Graphs that cannot work here, told by what they are instead of by what they lack.
+"""Rejects graphs that cannot work here, by their operators and input names.
 
-Each refusal names the port or operator it was recognised by and says what to do. The layouts are those met in published
-models (ONNX Runtime GenAI, Optimum, transformers.js, OpenVINO, Ryzen AI).
+Each error names the input or operator by which the graph was recognised and says what to do. The kinds are those met in
+published models (ONNX Runtime GenAI, Optimum, transformers.js, OpenVINO, Ryzen AI).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from .graph_io import GraphValue
 _KNOWN_DOMAINS: Final = frozenset(
     {"", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc", "ai.onnx.preview.training"}
 )
-"""What ONNX Runtime brings along."""
+"""Operator domains that are part of ONNX Runtime."""
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Graphs that have an input of such a name."""
+class _UnsupportedKind:
+    """A kind of graph that is recognised by the name of an input."""
 
     pattern: re.Pattern[str]
-    what: str
-    """`{}` stands for the name."""
+    reason: str
+    """`{}` stands for the name of the input."""
     hint: str
 
 
-def _kind(pattern: str, what: str, hint: str) -> _Kind:
-    return _Kind(re.compile(pattern, re.IGNORECASE), what, hint)
+def _kind(pattern: str, reason: str, hint: str) -> _UnsupportedKind:
+    return _UnsupportedKind(re.compile(pattern, re.IGNORECASE), reason, hint)
 
 
-_KINDS: Final = (
+_UNSUPPORTED_KINDS: Final = (
     _kind(
         r"encoder_(hidden_states|attention_mask|outputs?)|decoder_(input_ids|attention_mask)|(.*[._])?(en|de)coder[._](key|value)"
         r"|past_(key|value)_(self|cross)_\d+",
@@ -44,12 +44,12 @@ _KINDS: Final = (
     ),
     _kind(
         r"pixel_values.*|image_(features|grid_thw|sizes|attention_mask)|(audio|input)_features|audio_(embeds|attention_mask)",
-        "is part of a model of images or sound (it takes {})",
+        "is part of a model for images or audio (it takes {})",
         "choose a text-only model",
     ),
     _kind(
         r"inputs_embeds",
-        "takes embeddings ({}) instead of token ids: it is one part of a model that was cut up",
+        "takes embeddings ({}) instead of token ids: it is one part of a model that was split up",
         "choose an export whose decoder takes input_ids",
     ),
     _kind(
@@ -69,28 +69,28 @@ _KINDS: Final = (
     ),
     _kind(
         r".*[._](key|value|k|v)_scales?",
-        "keeps a scale for every cached row ({})",
-        "choose a variant of the model whose cache is not quantized row by row",
+        "keeps a scale for every cached token ({})",
+        "choose a variant of the model whose cache is not quantized token by token",
     ),
     _kind(
         r"hidden_states",
-        "goes on from another model's hidden states (it takes {}): it is a drafting head",
+        "continues from another model's hidden states (it takes {}): it is a draft head",
         "give the model it belongs to",
     ),
     _kind(r"token_type_ids", "is an encoder (it takes {}), not a language model", "choose a decoder"),
     _kind(
         r"max_length|num_beams|num_return_sequences",
-        "holds a whole generation loop (it takes {})",
-        "choose the plain decoder, exported with its cache as inputs and outputs",
+        "contains a whole generation loop (it takes {})",
+        "choose the decoder alone, exported with its cache as inputs and outputs",
     ),
 )
 
 
-def refuse_operators(operators: Operators, where: str) -> None:
-    """Refuse a model by its operators, before it is loaded.
+def reject_operators(operators: Operators, where: str) -> None:
+    """Reject an unsupported graph by its operators, before it is loaded.
 
     Raises:
-        BundleError: it is a program for one device, keeps its cache in pages, or needs a library of operators.
+        BundleError: it is compiled for one device, keeps its cache in pages, or needs a custom operator library.
     """
     if "EPContext" in operators:
         raise BundleError(
@@ -102,26 +102,26 @@ def refuse_operators(operators: Operators, where: str) -> None:
             f"{where} keeps its cache in pages (it has PagedAttention operators), as servers do",
             "export it again without paged attention",
         )
-    foreign = sorted(
+    custom = sorted(
         f"{domain}.{name}"
         for domain, name in operators.used
         if domain not in _KNOWN_DOMAINS and domain not in operators.own_domains
     )
-    if foreign:
-        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+    if custom:
+        more = f" and {len(custom) - 1} more" if len(custom) > 1 else ""
         raise BundleError(
-            f"{where} needs a library of operators that edge-run does not have ({foreign[0]}{more})",
+            f"{where} needs a custom operator library that edge-run does not have ({custom[0]}{more})",
             "choose a variant of the model for the CPU",
         )
 
 
-def refuse_ports(inputs: Sequence[GraphValue], where: str) -> None:
-    """Refuse a model by the names of its inputs.
+def reject_inputs(inputs: Sequence[GraphValue], where: str) -> None:
+    """Reject an unsupported graph by the names of its inputs.
 
     Raises:
         BundleError: it belongs to a kind of model that edge-run does not run.
     """
-    for kind in _KINDS:
-        for port in inputs:
-            if kind.pattern.fullmatch(port.name):
-                raise BundleError(f"{where} {kind.what.format(port.name)}", kind.hint)
+    for kind in _UNSUPPORTED_KINDS:
+        for value in inputs:
+            if kind.pattern.fullmatch(value.name):
+                raise BundleError(f"{where} {kind.reason.format(value.name)}", kind.hint)

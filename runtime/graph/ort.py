@@ -1,0 +1,65 @@
+"""ONNX Runtime sessions: options, loading, and errors in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+SILENT: Final = 4
+"""Log severity at which ONNX Runtime prints nothing: every failure is raised as an exception anyway."""
+VERBOSE: Final = 1
+"""Log severity at which ONNX Runtime prints everything except its own debugging output."""
+CPU_PROVIDERS: Final = ("CPUExecutionProvider",)
+ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
+    *(value for value in vars(ort_errors).values() if isinstance(value, type) and issubclass(value, Exception)),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""Exceptions that ONNX Runtime raises: its own, which have no common base, and those of its Python binding."""
+_NODE_FAILED: Final = re.compile(
+    r"(?:Error in execution: )?Non-zero status code returned while running (\S+ node)\. Name:'[^']*' Status Message: "
+)
+_SOURCE_POSITION: Final = re.compile(r"/\S+\.(cc|h):\d+ ?")
+
+
+def session_options(threads: int = 0) -> ort.SessionOptions:
+    """Session options without log output; `threads` is the number of intra-op threads, 0 for one per physical core."""
+    options = ort.SessionOptions()
+    options.log_severity_level = SILENT
+    options.intra_op_num_threads = threads
+    return options
+
+
+def run_options() -> ort.RunOptions:
+    """Run options without log output."""
+    options = ort.RunOptions()
+    options.log_severity_level = SILENT
+    return options
+
+
+def load_session(
+    model: str | bytes, options: ort.SessionOptions, providers: Sequence[str] = CPU_PROVIDERS
+) -> ort.InferenceSession:
+    """Load a model.
+
+    Args:
+        model: path of the model file, or the serialized model.
+        options: session options; providers that were added to them come before `providers`.
+        providers: names of execution providers.
+
+    Raises:
+        Exception: one of `ORT_ERRORS`, if ONNX Runtime cannot load the model.
+    """
+    # The fallback would silently load the model a second time and print to standard output.
+    return ort.InferenceSession(model, options, providers=list(providers), enable_fallback=0)
+
+
+def error_reason(error: Exception) -> str:
+    """First line of an ONNX Runtime message, without error code, source position and boilerplate."""
+    lines = str(error).split(" : ", 3)[-1].strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return _SOURCE_POSITION.sub("", _NODE_FAILED.sub(r"\1: ", lines[0]))
