@@ -138,7 +138,7 @@ def _amend(folder: Path, calibration: Calibration, quality: Divergence) -> None:
 
 def _notes(plan: Mapping[str, WeightFormat]) -> list[str]:
     """What else there is to say: how many units are repaired."""
-    ranks = sorted(form.rank for form in plan.values() if form.rank)
+    ranks = sorted(weight_format.rank for weight_format in plan.values() if weight_format.rank)
     if not ranks:
         return []
     sizes = f"rank {ranks[0]}" if ranks[0] == ranks[-1] else f"ranks {ranks[0]} to {ranks[-1]}"
@@ -195,11 +195,13 @@ def _plans(
         return [chosen, *nearest_plans(config, list(used), nearest, times, progress)]
     tried = {(each.form, each.form.method): each.form for solos in allocation.solos.values() for each in solos}
     # What only some units can be is no plan for all.
-    forms = [form for form in tried.values() if not form.rank]
+    weight_formats = [weight_format for weight_format in tried.values() if not weight_format.rank]
     return [
         chosen,
-        *compared_plans(config, forms, chosen.bytes_read, divergence, times, progress, others=allocation.seeds),
-        *nearest_plans(config, forms, nearest, times, progress),
+        *compared_plans(
+            config, weight_formats, chosen.bytes_read, divergence, times, progress, others=allocation.seeds
+        ),
+        *nearest_plans(config, weight_formats, nearest, times, progress),
     ]
 
 

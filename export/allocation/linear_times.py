@@ -26,7 +26,7 @@ from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, fused_linears
-from ..graph import contract
+from ..graph import inputs_outputs
 from ..progress import Progress, silent
 from ..workbench import NodeStopwatch, PassTimes
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, LADDER
@@ -236,7 +236,7 @@ def _whole(times: LinearTimes, bundle: TimingBundle, seconds: float, rows: int) 
 def linear_seconds(nodes: Mapping[str, float], linear: str, config: DecoderConfig) -> float:
     """Seconds of the nodes that a unit consists of: one, or several whose names begin with the unit's."""
     if linear == HEAD_LINEAR:
-        return nodes[contract.LOGITS if config.logits_softcap is None else "head.product"]
+        return nodes[inputs_outputs.LOGITS if config.logits_softcap is None else "head.product"]
     return sum(seconds for name, seconds in nodes.items() if name == linear or name.startswith(f"{linear}."))
 
 

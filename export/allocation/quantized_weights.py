@@ -21,10 +21,9 @@ from threadpoolctl import ThreadpoolController
 from ...models.atomic import folder_written_atomically
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.derived_source import ModelSourceWrapper
 from ..checkpoint.layout import FusedLinear, fused_linears
 from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, QuantizedRows, RowRange
+from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
 from ..quantization.codes import dequantized
 from ..quantization.input_statistics import CorrectionTarget, InputStatistics
 from ..quantization.low_rank_correction import correction_factors

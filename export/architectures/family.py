@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from ...errors import CheckpointError
 from .. import architectures
-from ..checkpoint.settings import number
-from .windows import Never, Windows
+from ..checkpoint.json_fields import number
+from .sliding_windows import Never, Windows
 
 OPTIMUM: Final = 'pip install "edge-run[optimum]"'
 """How to install the exporter of other families."""

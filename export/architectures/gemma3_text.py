@@ -3,7 +3,7 @@
 from typing import Final
 
 from .family import NORMS_AROUND, ConfigFlag, Family, HeadNorm, Power
-from .windows import AllButEvery
+from .sliding_windows import AllButEvery
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

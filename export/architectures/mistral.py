@@ -3,7 +3,7 @@
 from typing import Final
 
 from .family import Family
-from .windows import EveryLayer
+from .sliding_windows import EveryLayer
 
 FAMILY: Final = Family(
     windows=EveryLayer(),

@@ -3,7 +3,7 @@
 from typing import Final
 
 from .family import Always, Family
-from .windows import LayersFrom
+from .sliding_windows import LayersFrom
 
 FAMILY: Final = Family(
     qkv_bias=Always(True),

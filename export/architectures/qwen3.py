@@ -3,7 +3,7 @@
 from typing import Final
 
 from .family import ConfigFlag, Family, HeadNorm
-from .windows import LayersFrom
+from .sliding_windows import LayersFrom
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

@@ -3,7 +3,7 @@
 from typing import Final
 
 from .family import ConfigFlag, Family
-from .windows import UnrotatedLayers
+from .sliding_windows import UnrotatedLayers
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

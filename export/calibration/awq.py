@@ -18,10 +18,9 @@ import numpy as np
 
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.derived_source import ModelSourceWrapper
 from ..checkpoint.layout import FusedLinear, Layer, Norm, final_norm, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange
+from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
 from ..progress import Progress
 from ..quantization.codes import dequantized
 from ..quantization.input_statistics import InputStatistics

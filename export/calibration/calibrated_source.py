@@ -10,9 +10,8 @@ import numpy as np
 
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.derived_source import ModelSourceWrapper
 from ..checkpoint.layout import FusedLinear, fused_linears
-from ..checkpoint.source import ModelSource, QuantizedRows, RowRange
+from ..checkpoint.source import ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
 from ..quantization.input_statistics import CorrectionTarget, InputStatistics
 from ..quantization.methods import QUANTIZERS
 

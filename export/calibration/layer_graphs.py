@@ -17,7 +17,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, Norm, layer_layout
-from ..graph import contract
+from ..graph import inputs_outputs
 from ..graph.attention import Attention
 from ..graph.decoder import IR_VERSION, OPSET
 from ..graph.feed_forward import append_feed_forward
@@ -127,7 +127,7 @@ def attention_half(config: DecoderConfig, index: int, context: int) -> HalfLayer
     attended = _FreeAttention(nodes, context).append(index, layer, _normed(nodes, layer.before_attention))
     nodes.joined(nodes.linear(layer.output, attended), layer.after_attention)
     used = {name for node in nodes.protos for name in node.input}
-    past = [_floats(name(index), 4) for name in (contract.past_key, contract.past_value)]
+    past = [_floats(name(index), 4) for name in (inputs_outputs.past_key, inputs_outputs.past_value)]
     declared = [
         helper.make_tensor_value_info("position_ids", TensorProto.INT64, [None, None]),
         _floats("attention_bias", 4),

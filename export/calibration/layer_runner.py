@@ -21,7 +21,7 @@ from ..check.contract_session import ModelSession
 from ..checkpoint.config import DecoderConfig, LayerAttention
 from ..checkpoint.layout import FusedLinear, embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, ModelSource, RowRange
-from ..graph import contract
+from ..graph import inputs_outputs
 from ..graph.decoder import IR_VERSION, OPSET
 from ..graph.nodes import MICROSOFT
 from .layer_graphs import HIDDEN, HalfLayer, attention_half, feed_forward_half
@@ -191,8 +191,8 @@ class LayerRunner:
             "attention_bias": batch.bias(self.config.attention[index].window),
             "seqlens_k": np.full(rows, slots - 1, np.int32),
             "total_sequence_length": np.array(slots, np.int32),
-            contract.past_key(half.index): nothing,
-            contract.past_value(half.index): nothing,
+            inputs_outputs.past_key(half.index): nothing,
+            inputs_outputs.past_value(half.index): nothing,
         }
         taken = {port.name for port in half.graph.model.graph.input}
         return {name: value for name, value in feeds.items() if name in taken}

@@ -25,10 +25,9 @@ import numpy.typing as npt
 from ...models.manifest import Method, WeightFormat
 from ..allocation.quantized_weights import QuantizedLinearStore
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.derived_source import ModelSourceWrapper
 from ..checkpoint.layout import FusedLinear, embedding_layout, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange
+from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
 from ..progress import Progress
 from ..quantization.input_statistics import CorrectionTarget, InputStatistics
 from ..quantization.methods import QUANTIZERS

@@ -29,7 +29,7 @@ from ...runtime.graph.ort import (
     run_options,
     session_options,
 )
-from ..graph import contract
+from ..graph import inputs_outputs
 from .stderr_capture import captured_stderr
 
 _BLOCKED: Final = np.float32(-1e9)
@@ -73,13 +73,13 @@ class ContractSession:
         self._session = _load(str(bundle / GRAPH_NAME) if graph is None else graph, bundle)
         shape = (1, config.kv_heads, capacity, config.head_dim)
         input_types = {value.name: value.type for value in self._session.get_inputs()}
-        dtype = np.float16 if input_types.get(contract.past_key(0)) == "tensor(float16)" else np.float32
+        dtype = np.float16 if input_types.get(inputs_outputs.past_key(0)) == "tensor(float16)" else np.float32
         self.buffers: list[tuple[str, str, npt.NDArray[Any]]] = [
             (past, present, np.zeros(shape, dtype))
             for layer in range(config.layers)
             for past, present in (
-                (contract.past_key(layer), contract.present_key(layer)),
-                (contract.past_value(layer), contract.present_value(layer)),
+                (inputs_outputs.past_key(layer), inputs_outputs.present_key(layer)),
+                (inputs_outputs.past_value(layer), inputs_outputs.present_value(layer)),
             )
         ]
         self.length = 0
@@ -145,7 +145,7 @@ class ContractSession:
         values = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in feeds.items()}
         for name, value in values.items():
             binding.bind_ortvalue_input(name, value)
-        binding.bind_output(contract.LOGITS)
+        binding.bind_output(inputs_outputs.LOGITS)
         for past, present, buffer in self.buffers:
             shared = ort.OrtValue.ortvalue_from_numpy(buffer)
             binding.bind_ortvalue_input(past, shared)

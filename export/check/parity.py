@@ -32,7 +32,7 @@ from threadpoolctl import threadpool_limits
 from ...errors import ExportError
 from ...models.bundle import GRAPH_NAME
 from ..bundle_content import BundleContent
-from ..checkpoint.settings import read_json
+from ..checkpoint.json_fields import read_json
 from .contract_session import ContractSession
 from .float_activations import with_float_activations
 from .reference import TokenArray, reference_logits

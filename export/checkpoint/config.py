@@ -11,10 +11,10 @@ from typing import Any, Final
 from ...errors import CheckpointError
 from ...models.json_file import shown
 from ..architectures.family import Experts, Family, Power, find_family
-from ..architectures.windows import rotated_layers
+from ..architectures.sliding_windows import rotated_layers
 from ..graph.rope import LongRope, Rope
+from .json_fields import count, number, optional_number, read_json
 from .rope_settings import max_positions, read_rotations
-from .settings import count, number, optional_number, read_json
 
 MOST_LAYERS: Final = 10_000
 """Of a model; ten times as many as any has."""

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..gguf import is_gguf, opened_gguf
+from ..gguf import is_gguf, open_gguf
 from .config import DecoderConfig, read_config
 from .layout import expected_tensors
 from .safetensors_files import Checkpoint
 from .source import ModelSource
-from .tokenizer_check import require_tokenizer
-from .tokenizer_files import require_config_files
+from .tokenizer_files import require_config_files, require_tokenizer
 
 
 @contextmanager
@@ -25,7 +24,7 @@ def open_source(source: Path) -> Iterator[tuple[DecoderConfig, ModelSource]]:
     if not is_gguf(source):
         yield _complete(read_config(source), Checkpoint(source))
         return
-    with opened_gguf(source) as model:
+    with open_gguf(source) as model:
         yield _complete(read_config(model.folder), model)
 
 

@@ -13,7 +13,7 @@ from ...models.json_file import shown
 from ...models.manifest import SHORTEST_CONTEXT
 from ..architectures.family import Family
 from ..graph.rope import Dynamic, Linear, Llama3, LongRope, Rope, RopeScaling, Unscaled, Yarn
-from .settings import count, number, optional_list, optional_number
+from .json_fields import count, number, optional_list, optional_number
 
 SUPPORTED_SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"

@@ -20,8 +20,8 @@ from ...errors import CheckpointError
 from ...models.json_file import is_whole, parse_json_object, shown
 from ...models.manifest import Method, WeightFormat
 from ..quantization.methods import QUANTIZERS
+from .json_fields import read_json
 from .prefetch import in_order
-from .settings import read_json
 from .source import Float32Array, QuantizedRows, RowRange, UInt8Array
 from .stacked_experts import FloatStack, Mxfp4Stack
 
@@ -122,13 +122,13 @@ class Checkpoint:
         """
         return in_order(self.read_rows, self.row_ranges(name))
 
-    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
+    def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         """Some rows of a matrix in few bits, by the method that the format names.
 
         Raises:
             CheckpointError: they hold a NaN or an infinity, or cannot be read.
         """
-        return QUANTIZERS[form.method or Method.RTN](self.read_rows(rows), form)
+        return QUANTIZERS[weight_format.method or Method.RTN](self.read_rows(rows), weight_format)
 
     def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- a checkpoint folder holds floats
         """Float32, in which any of a checkpoint's tensors is exact."""

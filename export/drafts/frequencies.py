@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ...errors import InputError
 from ...models.json_file import is_whole
-from ..checkpoint.settings import read_json
+from ..checkpoint.json_fields import read_json
 from ..workbench import TokenArray
 
 

@@ -23,7 +23,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 from ...models.atomic import write_atomically
 from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, DraftPairing, Manifest
-from ..graph import contract
+from ..graph import inputs_outputs
 from ..graph.needed_nodes import needed_nodes
 
 _JOIN: Final = "SkipSimplifiedLayerNormalization"
@@ -117,7 +117,10 @@ def without(model: ModelProto, skipped: Collection[SubLayer]) -> ModelProto:
         name(part.layer): port(part.layer)
         for part in skipped
         if part.part is Part.ATTENTION
-        for name, port in ((contract.present_key, contract.past_key), (contract.present_value, contract.past_value))
+        for name, port in (
+            (inputs_outputs.present_key, inputs_outputs.past_key),
+            (inputs_outputs.present_value, inputs_outputs.past_value),
+        )
     }
     outputs = [port for port in graph.output if port.name not in caches]
     nodes = needed_nodes(list(_going_past(graph.node, joins)), [port.name for port in outputs])

@@ -22,7 +22,7 @@ from ...models.atomic import write_atomically
 from ...models.bundle import COMPANIONS, GRAPH_NAME, MAP_NAME, WEIGHTS_NAME, Bundle, digest_file
 from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
 from ..check.contract_session import ContractSession
-from ..graph import contract
+from ..graph import inputs_outputs
 from ..graph.weight_file import WeightFile
 from ..upgrade.describe import bits_per_weight, fused_linears
 from ..upgrade.edit.editable import EditableGraph, Node
@@ -46,7 +46,7 @@ def trim_head(graph: EditableGraph, kept: TokenIds) -> None:
         BundleError: the graph has no head.
         ExportError: the head is of a kind whose rows cannot be taken apart.
     """
-    head = find_lm_head(graph, contract.LOGITS)
+    head = find_lm_head(graph, inputs_outputs.LOGITS)
     tokens = head_tokens(graph)
     if head.op == "MatMulNBits":
         for index in _BY_ROW:
@@ -65,7 +65,7 @@ def trim_head(graph: EditableGraph, kept: TokenIds) -> None:
             if name in graph.tensors and graph.tensors[name].shape[-1:] == (tokens,):
                 _take(graph, after[0], index, kept, tokens, axis=-1)
         after = graph.consumers(after[0].output(0))
-    info = graph.outputs[contract.LOGITS]
+    info = graph.outputs[inputs_outputs.LOGITS]
     info.type.tensor_type.shape.dim[-1].dim_value = kept.size
     graph.forget_types()
     graph.sweep()
@@ -77,7 +77,7 @@ def head_tokens(graph: EditableGraph) -> int:
     Raises:
         ExportError: it does not say.
     """
-    shape = graph.shape(contract.LOGITS)
+    shape = graph.shape(inputs_outputs.LOGITS)
     if not shape or not isinstance(shape[-1], int):
         raise ExportError("the draft's graph does not say how many tokens its head has", "export the draft again")
     return shape[-1]
@@ -113,7 +113,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     graph = EditableGraph.open(whole.graph)
     _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
-    linears = fused_linears(graph, contract.LOGITS)
+    linears = fused_linears(graph, inputs_outputs.LOGITS)
     folder.mkdir(parents=True, exist_ok=True)
     with WeightFile(folder / WEIGHTS_NAME) as data:
         model = graph.model(ToFile(data, lambda _: None))

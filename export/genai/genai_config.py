@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from ...models.bundle import GRAPH_NAME
 from ...models.json_file import is_finite, is_whole
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.settings import read_json
-from ..graph import contract
+from ..checkpoint.json_fields import read_json
+from ..graph import inputs_outputs
 
 _TYPES: Final = frozenset(
     ("gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo", "phi3", "qwen2", "qwen3", "smollm3")
@@ -54,7 +54,7 @@ def genai_config(folder: Path, config: DecoderConfig, context: int, inputs: Sequ
                     "past_value_names": "past_key_values.%d.value",
                 },
                 "outputs": {
-                    "logits": contract.LOGITS,
+                    "logits": inputs_outputs.LOGITS,
                     "present_key_names": "present.%d.key",
                     "present_value_names": "present.%d.value",
                 },

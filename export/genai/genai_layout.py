@@ -27,7 +27,7 @@ from ..check.float_activations import with_float_activations
 from ..check.parity import TOLERANCE
 from ..check.reference import TokenArray
 from ..checkpoint.config import DecoderConfig
-from ..graph import contract
+from ..graph import inputs_outputs
 from ..graph.needed_nodes import needed_nodes
 from .genai_config import genai_config
 
@@ -106,7 +106,7 @@ def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
     rewritten.CopyFrom(model)
     graph = rewritten.graph
     nodes = [*_lengths(graph), *_every_row(graph, config)]
-    windows = {contract.past_key(layer): each.window for layer, each in enumerate(config.attention)}
+    windows = {inputs_outputs.past_key(layer): each.window for layer, each in enumerate(config.attention)}
     for node in nodes:
         if node.op_type == "GroupQueryAttention":
             _as_plain_text(node, windows[node.input[_PAST]])
@@ -210,7 +210,7 @@ def _inputs(config: DecoderConfig, *, positions: bool) -> list[ValueInfoProto]:
         *(
             helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _cache(config, "past_sequence_length"))
             for layer in range(config.layers)
-            for name in (contract.past_key, contract.past_value)
+            for name in (inputs_outputs.past_key, inputs_outputs.past_value)
         ),
     ]
 
@@ -218,11 +218,11 @@ def _inputs(config: DecoderConfig, *, positions: bool) -> list[ValueInfoProto]:
 def _outputs(config: DecoderConfig) -> list[ValueInfoProto]:
     shape: list[str | int] = ["batch_size", "sequence_length", config.vocab_size]
     return [
-        helper.make_tensor_value_info(contract.LOGITS, TensorProto.FLOAT, shape),
+        helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, shape),
         *(
             helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _cache(config, "total_sequence_length"))
             for layer in range(config.layers)
-            for name in (contract.present_key, contract.present_value)
+            for name in (inputs_outputs.present_key, inputs_outputs.present_value)
         ),
     ]
 

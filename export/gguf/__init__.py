@@ -4,6 +4,6 @@
 maps tensors, `blocks` decodes their types, `vocabulary` builds the tokenizer and `model` puts it all together.
 """
 
-from .model import is_gguf, opened_gguf
+from .gguf_model import is_gguf, open_gguf
 
-__all__ = ["is_gguf", "opened_gguf"]
+__all__ = ["is_gguf", "open_gguf"]

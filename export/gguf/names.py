@@ -27,7 +27,7 @@ _INNER: Final = {
 _BLOCK: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
 
 
-def hugging_face_name(name: str, layers: int) -> str | None:
+def checkpoint_name(name: str, layers: int) -> str | None:
     """What Hugging Face calls the tensor of that name in a model of `layers` layers; None: no such model has it."""
     if name in _OUTER:
         return _OUTER[name]

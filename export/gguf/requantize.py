@@ -20,23 +20,23 @@ _STRETCHES: Final = (1.0, 0.9, 1.1)
 _NEGLIGIBLE: Final = np.float32(1e-30)
 
 
-def requantize_rows(weights: Float32Array, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
+def requantize_rows(weights: Float32Array, weight_format: WeightFormat) -> tuple[UInt8Array, Float32Array]:
     """Round rows to codes, with less error than `quantize_rows` and the same result type.
 
     Args:
         weights: float32 [N, K], finite.
-        form: 4 or 8 bits and the block.
+        weight_format: 4 or 8 bits and the block.
 
     Returns:
         Packed codes, uint8 [N, blocks, block * bits / 8], and scales, float32 [N, blocks].
     """
-    if form.bits != 4:
-        return quantize_rows(weights, form)
+    if weight_format.bits != 4:
+        return quantize_rows(weights, weight_format)
     rows, columns = weights.shape
-    blocks = blocks_of(columns, form)
-    if blocks * form.block != columns:
-        weights = np.pad(weights, ((0, 0), (0, blocks * form.block - columns)))
-    grouped = weights.reshape(-1, form.block)
+    blocks = blocks_of(columns, weight_format)
+    if blocks * weight_format.block != columns:
+        weights = np.pad(weights, ((0, 0), (0, blocks * weight_format.block - columns)))
+    grouped = weights.reshape(-1, weight_format.block)
     highest, lowest = grouped.max(axis=1), grouped.min(axis=1)
     extreme = np.where(highest > -lowest, highest, lowest)
     extreme[np.abs(extreme) < _NEGLIGIBLE] = 0
@@ -46,8 +46,8 @@ def requantize_rows(weights: Float32Array, form: WeightFormat) -> tuple[UInt8Arr
         tried, scale, error = _rounded(grouped, extreme * np.float32(-stretch / 8))
         better = error < least
         codes[better], scales[better], least[better] = tried[better], scale[better], error[better]
-    shifted = (codes + 8).astype(np.uint8).reshape(rows, blocks, form.block)
-    return pack_codes(shifted, form.bits), scales.reshape(rows, blocks)
+    shifted = (codes + 8).astype(np.uint8).reshape(rows, blocks, weight_format.block)
+    return pack_codes(shifted, weight_format.bits), scales.reshape(rows, blocks)
 
 
 def _rounded(grouped: Float32Array, scales: Float32Array) -> tuple[Float32Array, Float32Array, Float32Array]:

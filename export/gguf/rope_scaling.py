@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .metadata import Metadata
+from .gguf_metadata import GgufMetadata
 from .names import ROPE_FACTORS
 
 RopeFactors = npt.NDArray[np.float32]
@@ -24,7 +24,7 @@ _EXACT: Final = 1e-5
 
 
 def rope_scaling(
-    metadata: Metadata, name: str, base: float, head_dim: int, factors: RopeFactors | None
+    metadata: GgufMetadata, name: str, base: float, head_dim: int, factors: RopeFactors | None
 ) -> dict[str, Any] | None:
     """The `rope_scaling` of a file of architecture `name`, None where nothing is scaled.
 
@@ -65,7 +65,7 @@ def rope_scaling(
     return {"rope_type": "yarn", **{setting: value for setting, value in asked.items() if value is not None}}
 
 
-def _llama3(metadata: Metadata, name: str, base: float, dim: int, factors: RopeFactors) -> dict[str, Any]:
+def _llama3(metadata: GgufMetadata, name: str, base: float, dim: int, factors: RopeFactors) -> dict[str, Any]:
     """The four numbers of Llama 3's scaling behind a tensor of divisors.
 
     A divisor d of a pair of frequency f is 1 / ((1 - s) / factor + s), where s rises linearly in f from 0 to 1. Two

@@ -8,7 +8,7 @@ from onnx import TensorProto
 
 from ..architectures.family import HeadNorm
 from ..checkpoint.layout import Layer, Norm
-from . import contract
+from . import inputs_outputs
 from .nodes import MICROSOFT, Nodes
 from .rope import Rope
 
@@ -57,12 +57,12 @@ class Attention:
             "GroupQueryAttention",
             [
                 *(query, key, value),
-                *(contract.past_key(index), contract.past_value(index)),
+                *(inputs_outputs.past_key(index), inputs_outputs.past_value(index)),
                 *("seqlens_k", "total_sequence_length"),
                 *(*rotary, bias),
                 *([] if layer.sinks is None else [nodes.weights.vector(f"{name}.sinks", [layer.sinks])]),
             ],
-            [attended, contract.present_key(index), contract.present_value(index)],
+            [attended, inputs_outputs.present_key(index), inputs_outputs.present_value(index)],
             attended,
             MICROSOFT,
             num_heads=config.heads,

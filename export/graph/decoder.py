@@ -15,9 +15,9 @@ from onnx import GraphProto, ModelProto, helper
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import Norm, final_norm, layer_layout
-from . import contract
+from . import inputs_outputs
 from .attention import Attention
-from .embedding_head import Vocabulary
+from .embedding_head import EmbeddingAndHead
 from .feed_forward import append_feed_forward
 from .initializers import Initializers
 from .nodes import MICROSOFT, Nodes
@@ -50,8 +50,8 @@ def build_graph(
         name="decoder",
         node=nodes.protos,
         initializer=weights.protos,
-        input=contract.inputs(config),
-        output=contract.outputs(config),
+        input=inputs_outputs.inputs(config),
+        output=inputs_outputs.outputs(config),
     )
     return helper.make_model(
         graph,
@@ -62,7 +62,7 @@ def build_graph(
 
 
 def _append_decoder(nodes: Nodes, context: int) -> None:
-    config, attention, vocabulary = nodes.config, Attention(nodes, context), Vocabulary(nodes)
+    config, attention, vocabulary = nodes.config, Attention(nodes, context), EmbeddingAndHead(nodes)
     residual = vocabulary.append_embedding()
     layers = [layer_layout(config, index) for index in range(config.layers)]
     first = layers[0].before_attention

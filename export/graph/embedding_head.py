@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..checkpoint.layout import embedding_layout, head_layout
-from . import contract
+from . import inputs_outputs
 from .initializers import StoredMatrix
 from .nodes import MICROSOFT, Nodes
 
 
-class Vocabulary:
+class EmbeddingAndHead:
     """Appends embedding and head, which may share one matrix."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -27,26 +27,26 @@ class Vocabulary:
 
     def _rows(self) -> str:
         nodes, linear = self._nodes, embedding_layout(self._nodes.config)
-        form = nodes.plan[linear.name]
-        if form.bits == 32:
+        weight_format = nodes.plan[linear.name]
+        if weight_format.bits == 32:
             self._matrix = nodes.weights.plain(linear)
             return nodes.add("Gather", [self._matrix, "input_ids"], "embedded", axis=0)
         head = head_layout(nodes.config).name if nodes.config.tied_head else ""
-        stored, self._table = nodes.weights.gathered(linear, form, head)
+        stored, self._table = nodes.weights.gathered(linear, weight_format, head)
         points = [stored.zero_points] if stored.zero_points else []
         gathered = nodes.add(
             "GatherBlockQuantized",
             [stored.codes, "input_ids", stored.scales, *points],
             "embedded.blocks",
             domain=MICROSOFT,
-            bits=form.bits,
-            block_size=form.block,
+            bits=weight_format.bits,
+            block_size=weight_format.block,
             gather_axis=0,
             quantize_axis=2,
         )
         joined = nodes.add("Reshape", [gathered, nodes.integers("embedded.shape", 0, 0, -1)], "embedded.joined")
         columns = linear.columns
-        if columns % form.block == 0:
+        if columns % weight_format.block == 0:
             return joined
         bounds = [
             nodes.integers("embedded.starts", 0),
@@ -64,16 +64,16 @@ class Vocabulary:
         # rounding alone, and not at all for Granite's powers of two.
         rows = nodes.scaled(rows, config.logits_scale / (cap or 1.0), "head.scale", "head.scaled")
         if cap is None:
-            self._product(rows, contract.LOGITS)
+            self._product(rows, inputs_outputs.LOGITS)
         else:
             bounded = nodes.add("Tanh", [self._product(rows, "head.product")], "head.tanh")
-            nodes.add("Mul", [bounded, nodes.scalar("head.cap", cap)], contract.LOGITS)
+            nodes.add("Mul", [bounded, nodes.scalar("head.cap", cap)], inputs_outputs.LOGITS)
 
     def _product(self, rows: str, output: str) -> str:
         nodes, linear, tied = self._nodes, head_layout(self._nodes.config), self._nodes.config.tied_head
-        form = nodes.plan[linear.name]
-        if form.bits == 32:
+        weight_format = nodes.plan[linear.name]
+        if weight_format.bits == 32:
             matrix = self._matrix if tied else nodes.weights.plain(linear)
             return nodes.add("Gemm", [rows, matrix], output, transB=1)
-        stored = self._table if tied else nodes.weights.quantized(linear, form)
-        return nodes.matmul_nbits(linear.shape, form, [rows, *stored.inputs()], output)
+        stored = self._table if tied else nodes.weights.quantized(linear, weight_format)
+        return nodes.matmul_nbits(linear.shape, weight_format, [rows, *stored.inputs()], output)

@@ -38,7 +38,7 @@ def _append_experts(
     scores = nodes.linear(router, normed)
     flat = nodes.add("Reshape", [scores, nodes.integers("router.flat", -1, experts.count)], f"{name}.scores")
     first, second = _stack(nodes, layer.gate_up), _stack(nodes, layer.down)
-    form = nodes.plan[layer.gate_up.name]
+    weight_format = nodes.plan[layer.gate_up.name]
     attributes: dict[str, Any] = {
         "k": experts.chosen,
         "activation_type": "swiglu",  # gate * sigmoid(alpha * gate) * (up + beta)
@@ -48,7 +48,7 @@ def _append_experts(
         "normalize_routing_weights": 1,
         **({} if experts.bound is None else {"swiglu_limit": experts.bound}),
     }
-    if form.bits == 32:
+    if weight_format.bits == 32:
         inputs = _trimmed([normed, flat, first[0], first[2], second[0], second[2]])
         output = nodes.add("MoE", inputs, f"{name}.experts", domain=MICROSOFT, **attributes)
     else:
@@ -58,8 +58,8 @@ def _append_experts(
             f"{name}.experts",
             domain=MICROSOFT,
             **attributes,
-            expert_weight_bits=form.bits,
-            block_size=form.block,
+            expert_weight_bits=weight_format.bits,
+            block_size=weight_format.block,
             accuracy_level=INT8_ACTIVATIONS,
             weights_prepacked=0,
         )

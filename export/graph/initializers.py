@@ -100,43 +100,47 @@ class Initializers:
         self._stored(matrix.size)
         return name
 
-    def quantized(self, linear: FusedLinear, form: WeightFormat) -> StoredMatrix:
+    def quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> StoredMatrix:
         """Add a unit's matrix in blocks along K (see `quantization.codes`), as MatMulNBits takes it.
 
         Returns:
             Names of the codes, uint8 [N, blocks, block * bits / 8], of the scales, float32 [N, blocks], and of the zero
             points, uint8 [N, ceil(blocks * bits / 8)].
         """
-        return self._quantized(linear, form)[0]
+        return self._quantized(linear, weight_format)[0]
 
-    def repaired(self, linear: FusedLinear, form: WeightFormat) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
+    def repaired(
+        self, linear: FusedLinear, weight_format: WeightFormat
+    ) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
         """Add a unit's matrix as `quantized` does, and the two thin ones whose product repairs it.
 
         Returns:
             Names for the matrix itself, for the one [rank, K] that inputs meet first, and for the other, [N, rank].
         """
-        matrix, rest = self._quantized(linear, form)
+        matrix, rest = self._quantized(linear, weight_format)
         first = rest.factors[0]
         down = self._factor(linear, "down", first.down_codes, first.down_scales)
         codes = np.concatenate([part.up_codes for part in rest.factors])
         scales = np.concatenate([part.up_scales for part in rest.factors])
         return matrix, down, self._factor(linear, "up", codes, scales)
 
-    def _quantized(self, linear: FusedLinear, form: WeightFormat) -> tuple[StoredMatrix, _BesideCodes]:
-        codes, rest = self._codes(linear, form)
-        points = self._more(linear, "zero_points", rest.points) if form.zero_points else ""
+    def _quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[StoredMatrix, _BesideCodes]:
+        codes, rest = self._codes(linear, weight_format)
+        points = self._more(linear, "zero_points", rest.points) if weight_format.zero_points else ""
         return StoredMatrix(codes, self._more(linear, "scales", rest.scales), points), rest
 
     def _factor(self, linear: FusedLinear, name: str, codes: UInt8Array, scales: Float32Array) -> StoredMatrix:
         stored = self._more(linear, f"{name}_codes", codes)
         return StoredMatrix(stored, self._more(linear, f"{name}_scales", scales))
 
-    def gathered(self, linear: FusedLinear, form: WeightFormat, product: str = "") -> tuple[StoredMatrix, StoredMatrix]:
+    def gathered(
+        self, linear: FusedLinear, weight_format: WeightFormat, product: str = ""
+    ) -> tuple[StoredMatrix, StoredMatrix]:
         """Add a unit's matrix in blocks along K, of which GatherBlockQuantized takes rows.
 
         Args:
             unit: the embedding.
-            form: its format.
+            weight_format: its format.
             product: names the product with the matrix, where that is taken too.
 
         Returns:
@@ -144,24 +148,24 @@ class Initializers:
             zero points, if there are any, uint8 of that shape, a byte each. Then those for MatMulNBits, which share the
             bytes of codes and scales; zero points are stored again, packed.
         """
-        codes, rest = self._codes(linear, form)
+        codes, rest = self._codes(linear, weight_format)
         scales = self._more(linear, "scales", rest.scales[..., None])
         points = packed = ""
-        if form.zero_points:
-            spread = unpack_zero_points(rest.points, rest.scales.shape[1], form.bits)
+        if weight_format.zero_points:
+            spread = unpack_zero_points(rest.points, rest.scales.shape[1], weight_format.bits)
             points = self._more(linear, "gathered_zero_points", spread[..., None])
             packed = self._more(linear, "zero_points", rest.points) if product else ""
         flat = self._reshaped(scales, f"{product}.scales", rest.scales.shape) if product else ""
         return StoredMatrix(codes, scales, points), StoredMatrix(codes, flat, packed)
 
-    def quantized_with_offsets(self, linear: FusedLinear, form: WeightFormat) -> tuple[str, str, str, str]:
+    def quantized_with_offsets(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, str, str, str]:
         """Add a unit's matrix in blocks that have offsets.
 
         Returns:
             Names of codes and scales as of `quantized`, and of the codes and scales of the matrix of offsets
             [N, blocks], stored in `OFFSETS`.
         """
-        codes, rest = self._codes(linear, form)
+        codes, rest = self._codes(linear, weight_format)
         rounded, offset_scales = quantize_rows(rest.offsets, OFFSETS)
         self._begin(f"{linear.name}.offset_codes", rounded.dtype, rounded.shape, linear)
         self._data.append(rounded)
@@ -172,17 +176,22 @@ class Initializers:
             self._more(linear, "offset_scales", offset_scales),
         )
 
-    def _codes(self, linear: FusedLinear, form: WeightFormat) -> tuple[str, _BesideCodes]:
+    def _codes(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, _BesideCodes]:
         """Add a unit's codes; returns their name, and what belongs to them."""
         rows, columns = linear.shape
         name = f"{linear.name}.codes"
-        self._begin(name, np.dtype(np.uint8), (rows, blocks_of(columns, form), form.block * form.bits // 8), linear)
+        self._begin(
+            name,
+            np.dtype(np.uint8),
+            (rows, blocks_of(columns, weight_format), weight_format.block * weight_format.bits // 8),
+            linear,
+        )
         scales: list[Float32Array] = []
         offsets: list[Float32Array] = []
         points: list[UInt8Array] = []
         factors: list[LowRankFactors] = []
         parts = chain.from_iterable(self._checkpoint.row_ranges(source) for source in linear.weights)
-        for piece in in_order(lambda part: self._checkpoint.quantized(part, form), parts):
+        for piece in in_order(lambda part: self._checkpoint.quantized(part, weight_format), parts):
             self._data.append(piece.packed)
             scales.append(piece.scales)
             offsets.append(np.zeros_like(piece.scales) if piece.offsets is None else piece.offsets)
@@ -201,7 +210,7 @@ class Initializers:
         self._data.append(value)
         return name
 
-    def experts(self, linear: FusedLinear, form: WeightFormat) -> tuple[str, str]:
+    def experts(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, str]:
         """Add a unit's experts, stacked.
 
         Returns:
@@ -210,7 +219,7 @@ class Initializers:
         """
         rows, columns = linear.shape
         stacked = (linear.experts, rows // linear.experts)
-        if form.bits == 32:
+        if weight_format.bits == 32:
             name = f"{linear.name}.weight"
             self._begin(name, np.dtype(np.float32), (*stacked, columns), linear)
             for part in self._parts_of_experts(linear):
@@ -219,17 +228,18 @@ class Initializers:
                 self._stored(weights.size)
             return name, ""
         codes, scales = f"{linear.name}.codes", f"{linear.name}.scales"
-        self._begin(codes, np.dtype(np.uint8), (*stacked, columns * form.bits // 8), linear)
+        self._begin(codes, np.dtype(np.uint8), (*stacked, columns * weight_format.bits // 8), linear)
         all_scales = []
         quantized = in_order(
-            lambda part: [self._checkpoint.quantized(each, form) for each in part], self._parts_of_experts(linear)
+            lambda part: [self._checkpoint.quantized(each, weight_format) for each in part],
+            self._parts_of_experts(linear),
         )
         for pieces in quantized:
             packed = _alternating([piece.packed for piece in pieces])
             self._data.append(packed)
             all_scales.append(_alternating([piece.scales for piece in pieces]))
             self._stored(len(packed) * columns)
-        self._begin(scales, np.dtype(np.float32), (*stacked, columns // form.block), linear)
+        self._begin(scales, np.dtype(np.float32), (*stacked, columns // weight_format.block), linear)
         self._data.append(np.concatenate(all_scales))
         return codes, scales
 

@@ -96,40 +96,42 @@ class Nodes:
 
     def linear(self, linear: FusedLinear, value: str) -> str:
         """A unit of the layers, bias included."""
-        form = self.plan[linear.name]
+        weight_format = self.plan[linear.name]
         bias = self.weights.vector(f"{linear.name}.bias", linear.biases) if linear.biased else ""
-        if form.offsets:
-            return self._linear_with_offsets(linear, form, value, bias)
-        if form.rank:
-            return self._repaired_linear(linear, form, value, bias)
-        if form.bits != 32:
-            stored = self.weights.quantized(linear, form)
-            return self.matmul_nbits(linear.shape, form, [value, *stored.inputs(bias)], linear.name)
+        if weight_format.offsets:
+            return self._linear_with_offsets(linear, weight_format, value, bias)
+        if weight_format.rank:
+            return self._repaired_linear(linear, weight_format, value, bias)
+        if weight_format.bits != 32:
+            stored = self.weights.quantized(linear, weight_format)
+            return self.matmul_nbits(linear.shape, weight_format, [value, *stored.inputs(bias)], linear.name)
         product = self.add("MatMul", [value, self.weights.plain_transposed(linear)], f"{linear.name}.product")
         return self.add("Add", [product, bias], linear.name) if bias else product
 
-    def _linear_with_offsets(self, linear: FusedLinear, form: WeightFormat, value: str, bias: str) -> str:
+    def _linear_with_offsets(self, linear: FusedLinear, weight_format: WeightFormat, value: str, bias: str) -> str:
         """The product with the codes, and that of the inputs' sums over blocks with the offsets."""
-        codes, scales, offset_codes, offset_scales = self.weights.quantized_with_offsets(linear, form)
+        codes, scales, offset_codes, offset_scales = self.weights.quantized_with_offsets(linear, weight_format)
         inputs = [value, *StoredMatrix(codes, scales).inputs(bias)]
-        product = self.matmul_nbits(linear.shape, form, inputs, f"{linear.name}.product")
-        blocks = self.integers(f"blocks.{form.block}", 0, 0, -1, form.block)
+        product = self.matmul_nbits(linear.shape, weight_format, inputs, f"{linear.name}.product")
+        blocks = self.integers(f"blocks.{weight_format.block}", 0, 0, -1, weight_format.block)
         apart = self.add("Reshape", [value, blocks], f"{linear.name}.blocks")
         sums = self.add("ReduceSum", [apart, self.integers("last.axis", -1)], f"{linear.name}.sums", keepdims=0)
-        shape = (linear.shape[0], blocks_of(linear.columns, form))
+        shape = (linear.shape[0], blocks_of(linear.columns, weight_format))
         offsets = self.matmul_nbits(shape, OFFSETS, [sums, offset_codes, offset_scales], f"{linear.name}.offsets")
         return self.add("Add", [product, offsets], linear.name)
 
-    def _repaired_linear(self, linear: FusedLinear, form: WeightFormat, value: str, bias: str) -> str:
+    def _repaired_linear(self, linear: FusedLinear, weight_format: WeightFormat, value: str, bias: str) -> str:
         """The product with the codes, and that with two thin matrices one after the other."""
-        matrix, down, up = self.weights.repaired(linear, form)
-        stored, (rows, columns) = factor_format(form), linear.shape
-        product = self.matmul_nbits(linear.shape, form, [value, *matrix.inputs(bias)], f"{linear.name}.product")
-        thin = self.matmul_nbits((form.rank, columns), stored, [value, *down.inputs()], f"{linear.name}.thin")
-        repair = self.matmul_nbits((rows, form.rank), stored, [thin, *up.inputs()], f"{linear.name}.repair")
+        matrix, down, up = self.weights.repaired(linear, weight_format)
+        stored, (rows, columns) = factor_format(weight_format), linear.shape
+        product = self.matmul_nbits(
+            linear.shape, weight_format, [value, *matrix.inputs(bias)], f"{linear.name}.product"
+        )
+        thin = self.matmul_nbits((weight_format.rank, columns), stored, [value, *down.inputs()], f"{linear.name}.thin")
+        repair = self.matmul_nbits((rows, weight_format.rank), stored, [thin, *up.inputs()], f"{linear.name}.repair")
         return self.add("Add", [product, repair], linear.name)
 
-    def matmul_nbits(self, shape: tuple[int, int], form: WeightFormat, inputs: list[str], output: str) -> str:
+    def matmul_nbits(self, shape: tuple[int, int], weight_format: WeightFormat, inputs: list[str], output: str) -> str:
         """The product with a quantized matrix of that many outputs (N) and inputs (K)."""
         return self.add(
             "MatMulNBits",
@@ -138,8 +140,8 @@ class Nodes:
             domain=MICROSOFT,
             N=shape[0],
             K=shape[1],
-            bits=form.bits,
-            block_size=form.block,
+            bits=weight_format.bits,
+            block_size=weight_format.block,
             accuracy_level=INT8_ACTIVATIONS,
         )
 

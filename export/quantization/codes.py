@@ -51,44 +51,44 @@ _TURN: Final = {2: 0.75, 4: 0.75, 8: 0.5}
 off, the one above makes steps wider; of 8 bits, whose steps are narrow, cutting off costs fifty times as much."""
 
 
-def blocks_of(columns: int, form: WeightFormat) -> int:
+def blocks_of(columns: int, weight_format: WeightFormat) -> int:
     """Blocks in a row of that many columns, the last one perhaps padded."""
-    return -(-columns // form.block)
+    return -(-columns // weight_format.block)
 
 
-def factor_format(form: WeightFormat) -> WeightFormat:
+def factor_format(weight_format: WeightFormat) -> WeightFormat:
     """How the two thin matrices are stored that repair weights of that format."""
-    return replace(_FACTORS, powers_of_two=form.powers_of_two)
+    return replace(_FACTORS, powers_of_two=weight_format.powers_of_two)
 
 
-def quantize_rows(weights: Float32Array, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
+def quantize_rows(weights: Float32Array, weight_format: WeightFormat) -> tuple[UInt8Array, Float32Array]:
     """Round rows to the nearest codes.
 
     Args:
         weights: float32 [N, K], finite.
-        form: 2, 4 or 8 bits and the block; without zero points.
+        weight_format: 2, 4 or 8 bits and the block; without zero points.
 
     Returns:
         Packed codes, uint8 [N, blocks, block * bits / 8], and scales, float32 [N, blocks].
     """
-    grouped = in_blocks(weights, form)
-    scales, _ = usual_scales(grouped, form)
-    return nearest_codes(grouped, scales, form.bits), scales
+    grouped = in_blocks(weights, weight_format)
+    scales, _ = default_scales(grouped, weight_format)
+    return nearest_codes(grouped, scales, weight_format.bits), scales
 
 
-def usual_scales(grouped: Float32Array, form: WeightFormat) -> tuple[Float32Array, Float32Array | None]:
+def default_scales(grouped: Float32Array, weight_format: WeightFormat) -> tuple[Float32Array, Float32Array | None]:
     """The scales that rounding to nearest takes for blocks [..., block], and their zero points where they have any.
 
     Returns:
         Scales, float32 [...]; and the codes that stand for 0, whole numbers in float32 [...], or None.
     """
-    if form.zero_points:
-        scales = _steps(grouped, (1 << form.bits) - 1)
+    if weight_format.zero_points:
+        scales = _steps(grouped, (1 << weight_format.bits) - 1)
     else:
-        scales = extremes(grouped) * np.float32(-1 / (1 << (form.bits - 1)))
-    if form.powers_of_two:
-        scales = powers_of_two(scales, _TURN[form.bits])
-    return scales, centred_zeros(grouped, scales, form.bits) if form.zero_points else None
+        scales = extremes(grouped) * np.float32(-1 / (1 << (weight_format.bits - 1)))
+    if weight_format.powers_of_two:
+        scales = powers_of_two(scales, _TURN[weight_format.bits])
+    return scales, centred_zeros(grouped, scales, weight_format.bits) if weight_format.zero_points else None
 
 
 def powers_of_two(scales: Float32Array, turn: float = 0.75) -> Float32Array:
@@ -130,13 +130,13 @@ def centred_zeros(grouped: Float32Array, scales: Float32Array, bits: int) -> Flo
     return zeros
 
 
-def in_blocks(weights: Float32Array, form: WeightFormat) -> Float32Array:
+def in_blocks(weights: Float32Array, weight_format: WeightFormat) -> Float32Array:
     """Rows [N, K] as [N, blocks, block], the last block perhaps padded with zeros."""
     rows, columns = weights.shape
-    blocks = blocks_of(columns, form)
-    if blocks * form.block != columns:
-        weights = np.pad(weights, ((0, 0), (0, blocks * form.block - columns)))
-    return weights.reshape(rows, blocks, form.block)
+    blocks = blocks_of(columns, weight_format)
+    if blocks * weight_format.block != columns:
+        weights = np.pad(weights, ((0, 0), (0, blocks * weight_format.block - columns)))
+    return weights.reshape(rows, blocks, weight_format.block)
 
 
 def extremes(grouped: Float32Array) -> Float32Array:
@@ -171,7 +171,7 @@ def dequantize_rows(
     packed: UInt8Array,
     scales: Float32Array,
     columns: int,
-    form: WeightFormat,
+    weight_format: WeightFormat,
     offsets: Float32Array | None = None,
     zero_points: UInt8Array | None = None,
 ) -> Float32Array:
@@ -180,28 +180,32 @@ def dequantize_rows(
     Offsets and zero points are those of a `QuantizedRows`.
     """
     # Changed in place: of an embedding a second copy would be a gigabyte.
-    weights: Float32Array = unpack_codes(packed, form.bits).astype(np.float32)
+    weights: Float32Array = unpack_codes(packed, weight_format.bits).astype(np.float32)
     if zero_points is None:
-        weights -= np.float32(1 << (form.bits - 1))
+        weights -= np.float32(1 << (weight_format.bits - 1))
     else:
-        weights -= unpack_zero_points(zero_points, scales.shape[1], form.bits)[:, :, None]
+        weights -= unpack_zero_points(zero_points, scales.shape[1], weight_format.bits)[:, :, None]
     weights *= scales[:, :, None]
     if offsets is not None:
         weights += offsets[:, :, None]
     return weights.reshape(len(packed), -1)[:, :columns]
 
 
-def dequantized(quantized: QuantizedRows, columns: int, form: WeightFormat) -> Float32Array:
+def dequantized(quantized: QuantizedRows, columns: int, weight_format: WeightFormat) -> Float32Array:
     """The weights a graph computes with, float32 [N, columns]; offsets and factors are taken as once stored."""
     offsets = None if quantized.offsets is None else rounded_offsets(quantized.offsets)
-    weights = dequantize_rows(quantized.packed, quantized.scales, columns, form, offsets, quantized.zero_points)
-    return weights if quantized.factors is None else weights + low_rank_product(quantized.factors, columns, form)
+    weights = dequantize_rows(
+        quantized.packed, quantized.scales, columns, weight_format, offsets, quantized.zero_points
+    )
+    return (
+        weights if quantized.factors is None else weights + low_rank_product(quantized.factors, columns, weight_format)
+    )
 
 
-def low_rank_product(factors: LowRankFactors, columns: int, form: WeightFormat) -> Float32Array:
+def low_rank_product(factors: LowRankFactors, columns: int, weight_format: WeightFormat) -> Float32Array:
     """What factors add to weights of that format, float32 [N, columns]."""
-    stored = factor_format(form)
-    up = dequantize_rows(factors.up_codes, factors.up_scales, form.rank, stored)
+    stored = factor_format(weight_format)
+    up = dequantize_rows(factors.up_codes, factors.up_scales, weight_format.rank, stored)
     product: Float32Array = up @ dequantize_rows(factors.down_codes, factors.down_scales, columns, stored)
     return product
 

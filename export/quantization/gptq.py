@@ -53,39 +53,43 @@ _factors: Final[WeakKeyDictionary[InputStatistics, _Factor]] = WeakKeyDictionary
 _making: Final = threading.Lock()
 
 
-def gptq_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> QuantizedRows:
+def gptq_rows(
+    weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None = None
+) -> QuantizedRows:
     """Rows in few bits; see `methods.Quantizer`. Where no second moments are known this is k-quant.
 
     Raises:
         InputError: the second moments are not those of as many columns.
     """
     if inputs is None or inputs.second_moment is None or not inputs.mean_square.any():
-        return k_quant_rows(weights, form, inputs)
+        return k_quant_rows(weights, weight_format, inputs)
     factor = _factor_of(inputs, weights.shape[1])
-    usual = k_quant_rows(weights, form, InputStatistics(factor.importance, inputs.mean_magnitude))
-    codes = _codes(weights, form, usual, factor)
-    return usual._replace(packed=pack_codes(codes, form.bits))
+    usual = k_quant_rows(weights, weight_format, InputStatistics(factor.importance, inputs.mean_magnitude))
+    codes = _codes(weights, weight_format, usual, factor)
+    return usual._replace(packed=pack_codes(codes, weight_format.bits))
 
 
-def _codes(weights: Float32Array, form: WeightFormat, usual: QuantizedRows, factor: _Factor) -> npt.NDArray[np.uint8]:
+def _codes(
+    weights: Float32Array, weight_format: WeightFormat, usual: QuantizedRows, factor: _Factor
+) -> npt.NDArray[np.uint8]:
     """Codes, uint8 [N, blocks, block], for the scales and zero points of `usual`."""
     (rows, columns), upper = weights.shape, factor.upper
-    blocks, last = usual.scales.shape[1], (1 << form.bits) - 1
+    blocks, last = usual.scales.shape[1], (1 << weight_format.bits) - 1
     # One column of all rows is contiguous here.
     exact = weights.T[factor.order].astype(np.float64)
     scales = usual.scales.T.astype(np.float64)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
-    zeros = np.full((blocks, 1), float(1 << (form.bits - 1)))
+    zeros = np.full((blocks, 1), float(1 << (weight_format.bits - 1)))
     if usual.zero_points is not None:
-        zeros = unpack_zero_points(usual.zero_points, blocks, form.bits).T.astype(np.float64)
+        zeros = unpack_zero_points(usual.zero_points, blocks, weight_format.bits).T.astype(np.float64)
     errors = np.empty_like(exact)
-    codes = np.empty((blocks * form.block, rows), np.uint8)
-    codes.reshape(blocks, form.block, rows)[:] = zeros[:, None].astype(np.uint8)  # what pads the last block
+    codes = np.empty((blocks * weight_format.block, rows), np.uint8)
+    codes.reshape(blocks, weight_format.block, rows)[:] = zeros[:, None].astype(np.uint8)  # what pads the last block
     for start in range(0, columns, _COLUMNS):
         stop = min(start + _COLUMNS, columns)
         wanted = exact[start:stop] + upper[:start, start:stop].T @ errors[:start]
         for at in range(start, stop):
-            block = factor.order[at] // form.block
+            block = factor.order[at] // weight_format.block
             column = wanted[at - start] * inverse[block]
             column += zeros[block]
             np.rint(column, out=column)
@@ -95,7 +99,7 @@ def _codes(weights: Float32Array, form: WeightFormat, usual: QuantizedRows, fact
             column *= scales[block]
             np.subtract(exact[at], column, out=errors[at])
             wanted[at - start + 1 :] += upper[at, at + 1 : stop, None] * errors[at]
-    return np.ascontiguousarray(codes.T).reshape(rows, blocks, form.block)
+    return np.ascontiguousarray(codes.T).reshape(rows, blocks, weight_format.block)
 
 
 def _factor_of(inputs: InputStatistics, columns: int) -> _Factor:

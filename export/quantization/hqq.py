@@ -30,13 +30,15 @@ _SETTLED: Final = 1e-4
 """A block whose scale or zero point moves by no more is done."""
 
 
-def hqq_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> QuantizedRows:
+def hqq_rows(
+    weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None = None
+) -> QuantizedRows:
     """Rows in few bits; see `methods.Quantizer`."""
-    return search_scales(weights, form, inputs, _search_zeros if form.zero_points else _search)
+    return search_scales(weights, weight_format, inputs, _search_zeros if weight_format.zero_points else _search)
 
 
 def _search(candidates: Candidates) -> None:
-    linears, shares, bits = candidates.linears, candidates.shares, candidates.form.bits
+    linears, shares, bits = candidates.linears, candidates.shares, candidates.weight_format.bits
     scales = np.ones(len(linears), np.float32)
     candidates.offer(scales)
     stiffness = _STIFFNESS
@@ -49,7 +51,7 @@ def _search(candidates: Candidates) -> None:
         scales[moving] = fitted
         moving = moving[moved]
         stiffness *= _STIFFENING
-    candidates.offer(powers_of_two(scales) if candidates.form.powers_of_two else scales)
+    candidates.offer(powers_of_two(scales) if candidates.weight_format.powers_of_two else scales)
 
 
 def _fitted_scales(
@@ -65,7 +67,7 @@ def _fitted_scales(
 
 
 def _search_zeros(candidates: Candidates) -> None:
-    linears, shares, bits = candidates.linears, candidates.shares, candidates.form.bits
+    linears, shares, bits = candidates.linears, candidates.shares, candidates.weight_format.bits
     last = (1 << bits) - 1
     ones = np.ones(len(linears), np.float32)
     zeros = centred_zeros(linears, ones, bits)

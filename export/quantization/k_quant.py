@@ -37,27 +37,33 @@ _REFINEMENTS: Final = 2
 """How often the best scale is rounded with again and fitted again."""
 
 
-def k_quant_rows(weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None) -> QuantizedRows:
+def k_quant_rows(
+    weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None = None
+) -> QuantizedRows:
     """Rows in few bits; see `methods.Quantizer`."""
-    return search_scales(weights, form, inputs, _search_with_zeros if form.zero_points else _search)
+    return search_scales(weights, weight_format, inputs, _search_with_zeros if weight_format.zero_points else _search)
 
 
 def _search(candidates: Candidates) -> None:
-    form = candidates.form
-    for stretch in _POWERS if form.powers_of_two else _STRETCHES[form.bits]:
+    weight_format = candidates.weight_format
+    for stretch in _POWERS if weight_format.powers_of_two else _STRETCHES[weight_format.bits]:
         candidates.offer(_even(candidates, stretch))
     for _ in range(_REFINEMENTS):
         candidates.offer(candidates.scales)
 
 
 def _search_with_zeros(candidates: Candidates) -> None:
-    form = candidates.form
-    last = (1 << form.bits) - 1
-    stretches = [each for each in _POWERS if each > 0] if form.powers_of_two else _STRETCHES_WITH_ZEROS[form.bits]
+    weight_format = candidates.weight_format
+    last = (1 << weight_format.bits) - 1
+    stretches = (
+        [each for each in _POWERS if each > 0]
+        if weight_format.powers_of_two
+        else _STRETCHES_WITH_ZEROS[weight_format.bits]
+    )
     for stretch in stretches:
         scales = _even(candidates, stretch)
-        centred = centred_zeros(candidates.linears, scales, form.bits)
-        for shift in _AROUND[form.bits]:
+        centred = centred_zeros(candidates.linears, scales, weight_format.bits)
+        for shift in _AROUND[weight_format.bits]:
             candidates.offer(scales, np.clip(centred + np.float32(shift), 0, last))
     for _ in range(_REFINEMENTS):
         candidates.offer(candidates.scales, candidates.zeros)

@@ -55,9 +55,9 @@ def repair(errors: Float32Array, inputs: InputStatistics, rank: int) -> LowRankC
     return LowRankCorrection((vectors.T @ exact).astype(np.float32), vectors.astype(np.float32), 1 - share)
 
 
-def correction_factors(errors: Float32Array, inputs: InputStatistics, form: WeightFormat) -> LowRankFactors:
+def correction_factors(errors: Float32Array, inputs: InputStatistics, weight_format: WeightFormat) -> LowRankFactors:
     """The best repair of the format's rank, as it is stored; arguments and errors are those of `repair`."""
-    found, stored = repair(errors, inputs, form.rank), factor_format(form)
+    found, stored = repair(errors, inputs, weight_format.rank), factor_format(weight_format)
     # Columns of one block share a scale: each is as long here as its row of the other matrix, by the root of both.
     sizes = np.sqrt(np.linalg.norm(found.down, axis=1))
     shares = np.divide(1, sizes, out=np.zeros_like(sizes), where=sizes > 0)

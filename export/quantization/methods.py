@@ -1,37 +1,50 @@
-"""The ways of choosing codes and scales, by name."""
+"""The quantization methods by name, and round-to-nearest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final, Protocol
 
+import numpy as np
+
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array
+from .codes import Float32Array, default_scales, in_blocks, nearest_codes, pack_zero_points
 from .gptq import gptq_rows
 from .hqq import hqq_rows
 from .input_statistics import InputStatistics
 from .k_quant import k_quant_rows
-from .nearest import nearest_rows
 
 
 class Quantizer(Protocol):
-    """Puts rows into few bits."""
+    """Quantizes rows of a weight matrix."""
 
     def __call__(
-        self, weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None = None
+        self, weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None = None
     ) -> QuantizedRows:
         """Choose codes, scales and, where the format has them, zero points.
 
         Args:
             weights: float32 [N, K], finite.
-            form: 2, 4 or 8 bits, the block, whether there are zero points and whether scales are powers of two.
-            inputs: what is known of the K inputs; None where nothing is.
+            weight_format: 2, 4 or 8 bits, the block size, and whether there are zero points or power-of-two scales.
+            inputs: statistics of the K inputs; None where none are known.
 
         Raises:
-            InputError: the mean squares are not K finite numbers from 0 up.
+            InputError: the statistics are not K finite numbers of at least 0.
         """
         ...
+
+
+def nearest_rows(
+    weights: Float32Array,
+    weight_format: WeightFormat,
+    inputs: InputStatistics | None = None,  # noqa: ARG001 -- round-to-nearest does not use them
+) -> QuantizedRows:
+    """Round rows to nearest: scales and zero points follow from each block's extreme weights. See `Quantizer`."""
+    grouped = in_blocks(weights, weight_format)
+    scales, zeros = default_scales(grouped, weight_format)
+    points = None if zeros is None else pack_zero_points(zeros.astype(np.uint8), weight_format.bits)
+    return QuantizedRows(nearest_codes(grouped, scales, weight_format.bits, zeros), scales, zero_points=points)
 
 
 QUANTIZERS: Final[Mapping[Method, Quantizer]] = {

@@ -16,7 +16,7 @@ import numpy as np
 from ...errors import InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, in_blocks, nearest_codes, pack_zero_points, powers_of_two, usual_scales
+from .codes import Float32Array, default_scales, in_blocks, nearest_codes, pack_zero_points, powers_of_two
 from .input_statistics import InputStatistics
 
 _CHUNK: Final = 1 << 16
@@ -26,20 +26,20 @@ _CHUNK: Final = 1 << 16
 class Candidates:
     """Blocks, and of the scales and zero points offered for them those with the least squared error."""
 
-    def __init__(self, linears: Float32Array, shares: Float32Array | None, form: WeightFormat) -> None:
+    def __init__(self, linears: Float32Array, shares: Float32Array | None, weight_format: WeightFormat) -> None:
         """Begin with scales of 0.
 
         Args:
             units: the weights in units of their blocks' usual scales, float32 [n, block].
             shares: their importance, [n, block], or None where all count the same.
-            form: bits, and what scales and zero points may be.
+            weight_format: bits, and what scales and zero points may be.
         """
         self.linears: Final = linears
         self.shares: Final = shares
-        self.form: Final = form
+        self.weight_format: Final = weight_format
         self.scales: Float32Array = np.zeros(len(linears), np.float32)
         """The best scales so far."""
-        self.zeros: Float32Array = np.full(len(linears), 1 << (form.bits - 1), np.float32)
+        self.zeros: Float32Array = np.full(len(linears), 1 << (weight_format.bits - 1), np.float32)
         """Their zero points, whole numbers; the middle code where the format has none."""
         self._gain = np.zeros(len(linears), np.float32)
 
@@ -54,9 +54,9 @@ class Candidates:
             scales: [n], in units of the usual ones.
             zeros: whole numbers [n]; None where the format has none.
         """
-        match, power = fit(self.linears, rounded(self.linears, scales, self.form.bits, zeros), self.shares)
+        match, power = fit(self.linears, rounded(self.linears, scales, self.weight_format.bits, zeros), self.shares)
         fitted = np.divide(match, power, out=np.zeros_like(match), where=power > 0)
-        if self.form.powers_of_two:
+        if self.weight_format.powers_of_two:
             fitted = powers_of_two(fitted)
         gain = fitted * (2 * match - fitted * power)
         better = gain > self._gain
@@ -70,38 +70,40 @@ BlockSearch = Callable[[Candidates], None]
 
 
 def search_scales(
-    weights: Float32Array, form: WeightFormat, inputs: InputStatistics | None, search: BlockSearch
+    weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None, search: BlockSearch
 ) -> QuantizedRows:
     """Rows [N, K] in few bits, by scales and zero points that `search` offers; result as of a `Quantizer`."""
-    grouped = in_blocks(weights, form)
-    usual, centred = usual_scales(grouped, form)
-    flat, scales = grouped.reshape(-1, form.block), usual.reshape(-1).copy()
+    grouped = in_blocks(weights, weight_format)
+    usual, centred = default_scales(grouped, weight_format)
+    flat, scales = grouped.reshape(-1, weight_format.block), usual.reshape(-1).copy()
     zeros = None if centred is None else centred.reshape(-1).copy()
-    by_column = None if inputs is None else _by_column(inputs.mean_square, weights.shape[1], form)
-    step = max(1, _CHUNK // form.block)
+    by_column = None if inputs is None else _by_column(inputs.mean_square, weights.shape[1], weight_format)
+    step = max(1, _CHUNK // weight_format.block)
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
         inverse = np.divide(1, scales[part], out=np.zeros_like(scales[part]), where=scales[part] != 0)
         linears = flat[part] * inverse[:, None]
         shares = None if by_column is None else by_column[np.arange(start, start + len(linears)) % len(by_column)]
-        candidates = Candidates(linears, shares, form)
+        candidates = Candidates(linears, shares, weight_format)
         search(candidates)
         scales[part] *= candidates.scales
         if zeros is not None:
             zeros[part] = candidates.zeros
     found = scales.reshape(usual.shape)
     if zeros is None:
-        return QuantizedRows(nearest_codes(grouped, found, form.bits), found)
+        return QuantizedRows(nearest_codes(grouped, found, weight_format.bits), found)
     points = zeros.reshape(usual.shape)
-    codes = nearest_codes(grouped, found, form.bits, points)
-    return QuantizedRows(codes, found, zero_points=pack_zero_points(points.astype(np.uint8), form.bits))
+    codes = nearest_codes(grouped, found, weight_format.bits, points)
+    return QuantizedRows(codes, found, zero_points=pack_zero_points(points.astype(np.uint8), weight_format.bits))
 
 
-def _by_column(importance: Float32Array, columns: int, form: WeightFormat) -> Float32Array:
+def _by_column(importance: Float32Array, columns: int, weight_format: WeightFormat) -> Float32Array:
     """Importance [K] as [blocks, block], at most 1; a block without any counts evenly."""
     if importance.shape != (columns,) or not np.isfinite(importance).all() or (importance < 0).any():
         raise InputError(f"the importance of {columns} columns must be as many finite numbers from 0 up")
-    blocks: Float32Array = in_blocks((importance / (importance.max(initial=0) or 1)).astype(np.float32)[None], form)[0]
+    blocks: Float32Array = in_blocks(
+        (importance / (importance.max(initial=0) or 1)).astype(np.float32)[None], weight_format
+    )[0]
     blocks[~blocks.any(axis=1)] = 1
     return blocks
 

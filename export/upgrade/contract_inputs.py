@@ -15,7 +15,7 @@ import numpy as np
 from onnx import TensorProto, ValueInfoProto, helper
 
 from ...errors import BundleError
-from ..graph import contract
+from ..graph import inputs_outputs
 from .decoder_io import MASK, POSITIONS, TOKENS, CachePort, Ports
 from .edit.editable import EditableGraph, Node
 from .patterns.masks import window_of_bias
@@ -125,7 +125,7 @@ def _window(graph: EditableGraph, node: Node, context: int) -> int:
 
 
 def _declare_inputs(graph: EditableGraph) -> None:
-    for info in contract.pass_inputs():
+    for info in inputs_outputs.pass_inputs():
         if info.name in graph.inputs and info.name in (TOKENS, POSITIONS):
             _settle_whole(graph, info)
         elif info.name in graph.inputs:
@@ -206,7 +206,11 @@ def _name_caches(graph: EditableGraph, caches: tuple[CachePort, ...], form: Atte
         graph.rename(port.present, present)
     for index, (past, present) in enumerate(held):
         layer, half = divmod(index, 2)
-        names = (contract.past_value, contract.present_value) if half else (contract.past_key, contract.present_key)
+        names = (
+            (inputs_outputs.past_value, inputs_outputs.present_value)
+            if half
+            else (inputs_outputs.past_key, inputs_outputs.present_key)
+        )
         for old, new, declared in ((past, names[0](layer), graph.inputs), (present, names[1](layer), graph.outputs)):
             graph.rename(old, new)
             declared[new] = helper.make_tensor_value_info(new, kind, shape)

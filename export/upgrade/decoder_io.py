@@ -11,7 +11,7 @@ from typing import Final
 from onnx import TensorProto
 
 from ...errors import BundleError
-from ..graph import contract
+from ..graph import inputs_outputs
 from .edit.editable import EditableGraph, Node
 
 TOKENS: Final = "input_ids"
@@ -91,7 +91,7 @@ def _require_known_operators(graph: EditableGraph) -> None:
 
 def _free_names(graph: EditableGraph) -> None:
     """Call results and constants something else that have the name of an input that is still to come."""
-    for name in (MASK, *(info.name for info in contract.pass_inputs())):
+    for name in (MASK, *(info.name for info in inputs_outputs.pass_inputs())):
         if graph.producer(name) is not None or name in graph.tensors:
             graph.rename(name, graph.fresh(f"{name}.before"))
 

@@ -15,10 +15,9 @@ from ...models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
-from ..checkpoint.tokenizer_check import require_tokenizer
-from ..checkpoint.tokenizer_files import require_config_files
+from ..checkpoint.tokenizer_files import require_config_files, require_tokenizer
 from ..destination import ExportResult, bundle_written_whole, require_apart
-from ..graph import contract
+from ..graph import inputs_outputs
 from ..graph.weight_file import WeightFile
 from ..progress import Progress, silent
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe, ExportRequest
@@ -126,9 +125,9 @@ class _Upgrade:
         if is_half(graph):
             self._widen(graph)
         if rounds:
-            quantize_linears(graph, contract.LOGITS, body, head)
+            quantize_linears(graph, inputs_outputs.LOGITS, body, head)
         self._tune(graph)
-        linears = fused_linears(graph, contract.LOGITS)
+        linears = fused_linears(graph, inputs_outputs.LOGITS)
         self._write_files(folder, graph)
         if difference is None:
             written = _read_model(folder)
@@ -159,7 +158,9 @@ class _Upgrade:
         graph.forget_types()
         graph.sweep()
         _drop_unread_inputs(graph)
-        vocabulary = architecture_of(fused_linears(graph, contract.LOGITS), form, "", self._context, None).vocab_size
+        vocabulary = architecture_of(
+            fused_linears(graph, inputs_outputs.LOGITS), form, "", self._context, None
+        ).vocab_size
         self._progress("reading", 0.5)
         untouched = EditableGraph.open(self._foreign.graph)
         take_cached_branch(untouched)
@@ -252,13 +253,13 @@ def _require_foreign(graph: EditableGraph) -> None:
         raise BundleError(
             f"the model is of opset {graph.opsets['']}, before {_OLDEST_OPSET}", "export it again with a later opset"
         )
-    if all(info.name in graph.inputs for info in contract.pass_inputs()):
+    if all(info.name in graph.inputs for info in inputs_outputs.pass_inputs()):
         raise BundleError("the model follows edge-run's graph contract already", "run it as it is")
 
 
 def _drop_unread_inputs(graph: EditableGraph) -> None:
     """Forget inputs of the source that nothing reads any more."""
-    kept = {info.name for info in contract.pass_inputs()}
+    kept = {info.name for info in inputs_outputs.pass_inputs()}
     for name in [name for name in graph.inputs if name not in kept and not graph.consumers(name)]:
         del graph.inputs[name]
 

@@ -13,7 +13,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from ...errors import BundleError
-from ..graph import contract
+from ..graph import inputs_outputs
 from .edit.editable import EditableGraph, Node
 from .linears.matrices import matrix_of
 
@@ -111,7 +111,7 @@ def select_rows(graph: EditableGraph, logits: str) -> None:
     width = _width(graph, head)
     if graph.element_type(logits) != TensorProto.FLOAT:
         logits = graph.add("Cast", [logits], name="logits.float", to=TensorProto.FLOAT).output(0)
-    graph.set_output(helper.make_tensor_value_info(contract.LOGITS, TensorProto.FLOAT, ["R", width]), logits)
+    graph.set_output(helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, ["R", width]), logits)
 
 
 def _flatten(graph: EditableGraph, head: Node) -> None:

@@ -30,8 +30,8 @@ from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.check.rounded_weights import RoundedWeights
 from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.checkpoint.settings import read_json
 from edgerun.export.graph.weight_file import WeightFile
 from edgerun.export.recipe import with_methods
 from edgerun.models.bundle import digest_file, open_bundle

@@ -14,8 +14,8 @@ from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, Weight
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import Activation, DecoderConfig, read_config
+from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.checkpoint.settings import read_json
 from edgerun.models.bundle import digest_file, open_bundle
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device

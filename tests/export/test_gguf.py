@@ -18,7 +18,7 @@ from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
-from edgerun.export.gguf import opened_gguf
+from edgerun.export.gguf import open_gguf
 from edgerun.export.graph.rope import Llama3
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, rounded_offsets
 from edgerun.models.bundle import open_bundle
@@ -88,7 +88,7 @@ def test_codes_are_carried_over_and_nothing_is_rounded(tmp_path, kind: str) -> N
     source = write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=False)
     config = json.loads((source / "config.json").read_text())
     form = EXACT[kind]
-    with opened_gguf(write_gguf(tmp_path / "model.gguf", source, kind)) as model:
+    with open_gguf(write_gguf(tmp_path / "model.gguf", source, kind)) as model:
         for name in ("model.embed_tokens", "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.k_proj"):
             whole = Checkpoint(source).read(f"{name}.weight")
             number = GGMLQuantizationType[kind]
@@ -144,7 +144,7 @@ def test_minima_become_offsets(tmp_path, kind: str) -> None:
     raw = random_blocks(kind, 256, 256, 0.1) if kind in K_QUANTS else gguf.quants.quantize(whole, number)
     name = "blk.0.ffn_up.weight"
     rows = RowRange("model.layers.0.mlp.up_proj.weight", 3, 250)
-    with opened_gguf(write_gguf(tmp_path / "model.gguf", source, {name: kind}, raw={name: raw})) as model:
+    with open_gguf(write_gguf(tmp_path / "model.gguf", source, {name: kind}, raw={name: raw})) as model:
         exact, (codes, scales, offsets, *_) = model.read_rows(rows), model.quantized(rows, OFFSETS)
     ours = dequantize_rows(codes, scales, 256, OFFSETS, offsets)
     np.testing.assert_allclose(ours, exact, atol=1e-6 * np.abs(exact).max())
@@ -172,7 +172,7 @@ def test_a_second_rounding_to_four_bits_is_better_than_rounding_to_the_extreme(t
     raw = {"blk.0.ffn_up.weight": random_blocks("Q4_K", 256, 256, 0.1)}
     file = write_gguf(tmp_path / "model.gguf", source, {"blk.0.ffn_up.weight": "Q4_K"}, raw=raw)
     rows = RowRange("model.layers.0.mlp.up_proj.weight", 0, 256)
-    with opened_gguf(file) as model:
+    with open_gguf(file) as model:
         exact = model.read_rows(rows)
         for form in (INT4, WeightFormat(4, 128)):
             ours = dequantize_rows(*model.quantized(rows, form)[:2], 256, form) - exact
@@ -285,7 +285,7 @@ def test_llama3_divisors_become_the_setting_they_were_made_from(tmp_path, number
     source = write_checkpoint(tmp_path / "checkpoint", rope_scaling=scaling, **overrides)
     divisors = llama3_divisors(500000.0, 64, scaling)
     file = write_gguf(tmp_path / "model.gguf", source, tensors={"rope_freqs.weight": divisors})
-    with opened_gguf(file) as model:
+    with open_gguf(file) as model:
         found = json.loads((model.folder / "config.json").read_text())["rope_scaling"]
         rotation = json.loads((model.folder / "config.json").read_text())["rope_scaling"]
         read = Llama3(*(rotation[name] for name in NUMBERS)).rotation(500000.0, 64, 256)
@@ -311,13 +311,13 @@ def test_rotations_that_cannot_be_exported_are_refused(tmp_path, divisors, also,
     source = write_checkpoint(tmp_path / "checkpoint")
     tensors = {"rope_freqs.weight": divisors.astype(np.float32)}
     file = write_gguf(tmp_path / "model.gguf", source, also=also, tensors=tensors)
-    with pytest.raises(CheckpointError, match=message), opened_gguf(file):
+    with pytest.raises(CheckpointError, match=message), open_gguf(file):
         pass
 
 
 def test_settings_are_those_of_the_checkpoint(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", rms_norm_eps=1e-5)
-    with opened_gguf(write_gguf(tmp_path / "model.gguf", source, "Q8_0")) as model:
+    with open_gguf(write_gguf(tmp_path / "model.gguf", source, "Q8_0")) as model:
         settings = json.loads((model.folder / "config.json").read_text())
         generation = json.loads((model.folder / "generation_config.json").read_text())
         tokenizer = json.loads((model.folder / "tokenizer_config.json").read_text())

@@ -17,9 +17,9 @@ from edgerun.export import ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import expected_tensors
 from edgerun.export.checkpoint.source import RowRange
-from edgerun.export.checkpoint.tokenizer_check import require_tokenizer
-from edgerun.export.gguf import opened_gguf
-from edgerun.export.gguf.container import read_container
+from edgerun.export.checkpoint.tokenizer_files import require_tokenizer
+from edgerun.export.gguf import open_gguf
+from edgerun.export.gguf.gguf_header import read_gguf_header
 from support.gguf_files import write_gguf
 from support.tiny_models import write_checkpoint
 
@@ -36,7 +36,7 @@ def whole(checkpoint: Path) -> bytes:
 
 def read_all(path: Path) -> None:
     """Everything an export reads of a file."""
-    with opened_gguf(path) as model:
+    with open_gguf(path) as model:
         config = read_config(model.folder)
         for name, shape in expected_tensors(config):
             model.require(name, shape)
@@ -197,7 +197,9 @@ def test_flipped_bytes_never_escape(tmp_path, whole: bytes, data) -> None:
     path.write_bytes(raw[:cut])
     message = complaint(path)
     if message is None:
-        assert sum(len(value) for value in read_container(path).metadata.values() if isinstance(value, list)) < len(raw)
+        assert sum(len(value) for value in read_gguf_header(path).metadata.values() if isinstance(value, list)) < len(
+            raw
+        )
     else:
         assert "\n" not in message
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from edgerun.errors import CheckpointError
-from edgerun.export.gguf.metadata import Metadata
-from edgerun.export.gguf.splitting import SPLITTINGS
-from edgerun.export.gguf.vocabulary import Vocabulary
+from edgerun.export.gguf.gguf_metadata import GgufMetadata
+from edgerun.export.gguf.gguf_tokenizer import GgufTokenizer
+from edgerun.export.gguf.pretokenizers import PRE_TOKENIZERS
 from support.gguf_files import tokenizer_metadata
 from support.shared_data import data_path
 from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer, write_json
@@ -47,7 +47,7 @@ def plain(metadata):
 def rebuilt(folder: Path, pre: str, **also) -> Tokenizer:
     metadata = plain(tokenizer_metadata(folder, pre)) | {f"tokenizer.ggml.{key}": value for key, value in also.items()}
     tokens = metadata["tokenizer.ggml.tokens"]
-    return Tokenizer.from_str(Vocabulary(Metadata(WHERE, metadata), len(tokens)).tokenizer_json())
+    return Tokenizer.from_str(GgufTokenizer(GgufMetadata(WHERE, metadata), len(tokens)).tokenizer_json())
 
 
 def golden(name: str) -> list[tuple[str, list[int]]]:
@@ -94,7 +94,7 @@ def test_any_text_encodes_as_before(tiny_folder: Path, text: str) -> None:
     assert rebuilt(tiny_folder, "gpt-2").encode(text).ids == original.encode(text).ids
 
 
-@pytest.mark.parametrize("pre", sorted(SPLITTINGS))
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_every_splitting_loads_and_loses_nothing(tiny_folder: Path, pre: str) -> None:
     tokenizer = rebuilt(tiny_folder, pre)
     for text in ("It'S 12345 o'clock,  at\r\n the Café ... $5+<=>!\n ", "ab1c", "  "):
@@ -127,9 +127,11 @@ def test_beginning_and_end_of_text_are_added_when_the_file_says_so(tiny_folder: 
     assert len(both) == 6
 
 
-def vocabulary(folder: Path, size: int = 300, **also) -> Vocabulary:
+def vocabulary(folder: Path, size: int = 300, **also) -> GgufTokenizer:
     metadata = plain(tokenizer_metadata(folder)) | {f"tokenizer.ggml.{key}": value for key, value in also.items()}
-    return Vocabulary(Metadata(WHERE, {key: value for key, value in metadata.items() if value is not None}), size)
+    return GgufTokenizer(
+        GgufMetadata(WHERE, {key: value for key, value in metadata.items() if value is not None}), size
+    )
 
 
 def test_a_silent_file_adds_what_its_kind_of_tokenizer_adds(tiny_folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.gguf import opened_gguf
+from edgerun.export.gguf import open_gguf
 from support.gguf_files import write_gguf
 from support.shared_data import data_path
 from support.tiny_models import write_checkpoint
@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers(tmp_path, family: str, kind: str) -> N
 def test_tokenizers_encode_as_those_of_transformers(tmp_path, name: str) -> None:
     file = write_gguf(tmp_path / "model.gguf", data_path(name), "F16")
     theirs = transformers.AutoTokenizer.from_pretrained(data_path(name))
-    with opened_gguf(file) as model:
+    with open_gguf(file) as model:
         ours = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model.folder / "tokenizer.json"))
     for text in ("Once upon a time", "  two  spaces\n", "naïve 🙂", "tar -xzf file.tar.gz"):
         assert ours(text)["input_ids"] == theirs(text)["input_ids"]

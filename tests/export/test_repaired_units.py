@@ -40,7 +40,7 @@ from edgerun.export.progress import silent
 from edgerun.export.quantization.codes import dequantized, factor_format, low_rank_product
 from edgerun.export.quantization.input_statistics import CorrectionTarget, InputStatistics
 from edgerun.export.quantization.low_rank_correction import correction_factors, repair
-from edgerun.export.quantization.nearest import nearest_rows
+from edgerun.export.quantization.methods import nearest_rows
 from edgerun.export.recipe import DEFAULT_METHODS
 from edgerun.models.manifest import FileDigest, GraphLayout, Manifest
 from support.correlated_inputs import correlated_inputs, random_rows

@@ -12,8 +12,8 @@ from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.checkpoint.settings import read_json
 from support.tiny_models import write_checkpoint
 
 torch = pytest.importorskip("torch")

@@ -11,14 +11,14 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ...models.json_file import is_finite, is_whole, shown
-from .container import Value
+from .gguf_header import Value
 
 _LARGEST_COUNT: Final = (1 << 31) - 1
 _LARGEST_NUMBER: Final = 1e30
 _Item = TypeVar("_Item", str, float, int)
 
 
-class Metadata:
+class GgufMetadata:
     """The keys of one file. Methods raise CheckpointError for a value that cannot be used; None stands for absent."""
 
     def __init__(self, path: Path, values: Mapping[str, Value]) -> None:

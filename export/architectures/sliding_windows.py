@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from ...errors import CheckpointError
 from ...models.json_file import shown
-from ..checkpoint.settings import count, optional_list
+from ..checkpoint.json_fields import count, optional_list
 
 WINDOW: Final = "sliding_window"
 _FULL, _SLIDING = "full_attention", "sliding_attention"

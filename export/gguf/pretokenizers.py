@@ -23,7 +23,7 @@ _TEKKEN: Final = (
 
 
 @dataclass(frozen=True)
-class Splitting:
+class PreTokenizer:
     """One way of splitting."""
 
     patterns: tuple[str, ...]
@@ -50,19 +50,19 @@ class Splitting:
 
 BYTE_LEVEL: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 
-_BY_LLAMA3: Final = Splitting((_LLAMA3,), whole_words=True, adds_bos=True)
-_BY_DIGIT: Final = Splitting((r"\p{N}", _GPT2))
-_BY_GPT2: Final = Splitting((_GPT2,))
+_BY_LLAMA3: Final = PreTokenizer((_LLAMA3,), whole_words=True, adds_bos=True)
+_BY_DIGIT: Final = PreTokenizer((r"\p{N}", _GPT2))
+_BY_GPT2: Final = PreTokenizer((_GPT2,))
 
-SPLITTINGS: Final[Mapping[str, Splitting]] = {
+PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _BY_LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting((_LLAMA3,))),
-    **dict.fromkeys(("qwen2", "megrez"), Splitting((_QWEN2,), composes=True)),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), Splitting((_QWEN2,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "megrez"), PreTokenizer((_QWEN2,), composes=True)),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), PreTokenizer((_QWEN2,))),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "command-r"), _BY_DIGIT),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), _BY_GPT2),
-    "tekken": Splitting((_TEKKEN,), whole_words=True, adds_bos=True),
-    "deepseek-coder": Splitting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
-    "default": Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "tekken": PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 """Ways of splitting by tokenizer.ggml.pre."""

@@ -71,17 +71,17 @@ class TensorType:
         with np.errstate(all="ignore"):  # damaged scales are found in the result
             return np.asarray(dequantize(raw, GGMLQuantizationType(self.number)), np.float32)
 
-    def codes(self, raw: UInt8Array, form: WeightFormat) -> QuantizedRows | None:
-        """Raw rows as `form` has them; None where their codes cannot be carried over."""
-        if self.split is None or form.block != _SCALED or form.bits < self.split_bits:
+    def codes(self, raw: UInt8Array, weight_format: WeightFormat) -> QuantizedRows | None:
+        """Raw rows as `weight_format` has them; None where their codes cannot be carried over."""
+        if self.split is None or weight_format.block != _SCALED or weight_format.bits < self.split_bits:
             return None
         with np.errstate(all="ignore"):  # as above
             split = self.split(raw.reshape(-1, self.bytes))
-        if split.offsets is not None and not form.offsets:
+        if split.offsets is not None and not weight_format.offsets:
             return None
-        codes = (split.codes + (1 << (form.bits - 1))).astype(np.uint8).reshape(len(raw), -1, _SCALED)
+        codes = (split.codes + (1 << (weight_format.bits - 1))).astype(np.uint8).reshape(len(raw), -1, _SCALED)
         offsets = None if split.offsets is None else split.offsets.reshape(len(raw), -1)
-        return QuantizedRows(pack_codes(codes, form.bits), split.scales.reshape(len(raw), -1), offsets)
+        return QuantizedRows(pack_codes(codes, weight_format.bits), split.scales.reshape(len(raw), -1), offsets)
 
 
 def _halves(blocks: UInt8Array, place: int = 0) -> Float32Array:

@@ -9,7 +9,7 @@ from collections.abc import Set
 from typing import Any, Final
 
 from ...models.manifest import SHORTEST_CONTEXT
-from .metadata import Metadata
+from .gguf_metadata import GgufMetadata
 from .rope_scaling import RopeFactors, rope_scaling
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
@@ -32,7 +32,7 @@ _NEUTRAL: Final = {
 
 
 def read_settings(
-    metadata: Metadata, tensors: Set[str], vocab_size: int, rope_factors: RopeFactors | None
+    metadata: GgufMetadata, tensors: Set[str], vocab_size: int, rope_factors: RopeFactors | None
 ) -> dict[str, Any]:
     """The settings config.json would have, tokens aside.
 
@@ -77,7 +77,7 @@ def read_settings(
     return settings if scaling is None else {**settings, "rope_scaling": scaling}
 
 
-def architecture(metadata: Metadata) -> str:
+def architecture(metadata: GgufMetadata) -> str:
     """The file's general.architecture.
 
     Raises:
@@ -94,7 +94,7 @@ def architecture(metadata: Metadata) -> str:
     return name
 
 
-def _require_neutral(metadata: Metadata, name: str) -> None:
+def _require_neutral(metadata: GgufMetadata, name: str) -> None:
     for setting, neutral in _NEUTRAL.items():
         value = metadata.number(f"{name}.{setting}")
         if value not in (None, 0, neutral):
@@ -105,7 +105,7 @@ def _require_neutral(metadata: Metadata, name: str) -> None:
         raise metadata.wrong("the model's attention is not causal", "it is no model that writes text")
 
 
-def _head_dim(metadata: Metadata, name: str, default: int) -> int:
+def _head_dim(metadata: GgufMetadata, name: str, default: int) -> int:
     """Channels of a head, the same for keys, values and the rotation."""
     dim = metadata.count(f"{name}.attention.key_length", 1) or default
     if dim < 1:

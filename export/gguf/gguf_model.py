@@ -17,13 +17,13 @@ from ...errors import CheckpointError, InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array
-from .blocks import TYPES, TensorType, type_name
-from .container import AGAIN, Container, StoredTensor, read_container
-from .metadata import Metadata
-from .names import ROPE_FACTORS, hugging_face_name
+from .config_json import architecture, read_settings
+from .gguf_header import AGAIN, GgufHeader, StoredTensor, read_gguf_header
+from .gguf_metadata import GgufMetadata
+from .gguf_tokenizer import GgufTokenizer
+from .names import ROPE_FACTORS, checkpoint_name
 from .requantize import requantize_rows
-from .settings import architecture, read_settings
-from .vocabulary import Vocabulary
+from .tensor_types import TYPES, TensorType, type_name
 
 _PIECE_WEIGHTS: Final = 1 << 20
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
@@ -35,7 +35,7 @@ def is_gguf(path: Path) -> bool:
 
 
 @contextmanager
-def opened_gguf(path: Path) -> Iterator[ModelSource]:
+def open_gguf(path: Path) -> Iterator[ModelSource]:
     """Open a GGUF file, the first of several where the model is split, for as long as the context lasts.
 
     Raises:
@@ -56,7 +56,7 @@ def opened_gguf(path: Path) -> Iterator[ModelSource]:
 class GgufModel:
     """The tensors of a GGUF file by their Hugging Face names; see `ModelSource`."""
 
-    def __init__(self, container: Container, folder: Path) -> None:
+    def __init__(self, container: GgufHeader, folder: Path) -> None:
         """Map names and settings; no weights yet.
 
         Raises:
@@ -64,13 +64,13 @@ class GgufModel:
         """
         self.folder = folder
         self._path = container.path
-        self._metadata = Metadata(container.path, container.metadata)
+        self._metadata = GgufMetadata(container.path, container.metadata)
         self._family = architecture(self._metadata)
         layers = self._metadata.need_count(f"{self._family}.block_count")
         self._tensors: dict[str, StoredTensor] = {}
         self._own_names: dict[str, str] = {}
         for own, tensor in container.tensors.items():
-            name = own if own == ROPE_FACTORS else hugging_face_name(own, layers)
+            name = own if own == ROPE_FACTORS else checkpoint_name(own, layers)
             if name is None:
                 raise CheckpointError(
                     f"{self._path} holds {own[:60]!r}, which no {self._family} model of {layers} layers has",
@@ -93,7 +93,7 @@ class GgufModel:
         Raises:
             CheckpointError: the tokenizer is damaged or not supported.
         """
-        vocabulary = Vocabulary(self._metadata, self._settings["vocab_size"])
+        vocabulary = GgufTokenizer(self._metadata, self._settings["vocab_size"])
         tokens = vocabulary.token_ids()
         self._write("config.json", {**self._settings, **tokens})
         self._write("generation_config.json", tokens)
@@ -138,15 +138,15 @@ class GgufModel:
         """See `ModelSource.chunks`."""
         return in_order(self.read_rows, self.row_ranges(name))
 
-    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
-        """The file's own codes where `form` has them, else the weights rounded; see `ModelSource.quantized`."""
+    def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
+        """The codes of the file where it has them in that format, else quantized anew; see `ModelSource.quantized`."""
         raw = self._raw_rows(rows)
         kind = self._type_of(rows.name)
-        own = kind.codes(raw, form)
+        own = kind.codes(raw, weight_format)
         if own is None:
             weights = kind.decode(raw)
             self._require_finite(rows.name, weights)
-            return QuantizedRows(*requantize_rows(weights, form))
+            return QuantizedRows(*requantize_rows(weights, weight_format))
         self._require_finite(rows.name, own.scales)
         if own.offsets is not None:
             self._require_finite(rows.name, own.offsets)
@@ -229,9 +229,9 @@ def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape) // columns, columns
 
 
-def _joined(path: Path) -> Container:
+def _joined(path: Path) -> GgufHeader:
     """The header of a model's file, or of all its files together."""
-    first = read_container(path)
+    first = read_gguf_header(path)
     parts = first.metadata.get("split.count", 1)
     if parts in (0, 1):
         return first
@@ -245,8 +245,8 @@ def _joined(path: Path) -> Container:
         part = path.with_name(f"{named[1]}-{number:05}-of-{named[3]}{path.suffix}")
         if not part.is_file():
             raise CheckpointError(f"{part.name} is missing from {part.parent}", "download all parts of the model")
-        other = read_container(part)
+        other = read_gguf_header(part)
         if other.metadata.get("split.no") != number - 1 or not tensors.keys().isdisjoint(other.tensors):
             raise CheckpointError(f"{part} is not part {number} of {path.name}", AGAIN)
         tensors.update(other.tensors)
-    return Container(path, first.metadata, tensors)
+    return GgufHeader(path, first.metadata, tensors)

@@ -64,7 +64,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Container:
+class GgufHeader:
     """The header of one file."""
 
     path: Path
@@ -72,7 +72,7 @@ class Container:
     tensors: Mapping[str, StoredTensor]
 
 
-def read_container(path: Path) -> Container:
+def read_gguf_header(path: Path) -> GgufHeader:
     """Read a file's header; no weights yet.
 
     Raises:
@@ -101,7 +101,7 @@ class _Header:
         self._file = file
         self._size = os.fstat(file.fileno()).st_size
 
-    def read(self) -> Container:
+    def read(self) -> GgufHeader:
         version = self._opening()
         if version not in _VERSIONS:
             raise CheckpointError(
@@ -119,7 +119,7 @@ class _Header:
         if type(alignment) is not int or not 1 <= alignment <= _LARGEST_ALIGNMENT:
             raise _DamagedError(f"general.alignment is {shown(alignment)}")
         start = -(-self._file.tell() // alignment) * alignment
-        return Container(self._path, metadata, self._placed(entries, start, alignment))
+        return GgufHeader(self._path, metadata, self._placed(entries, start, alignment))
 
     def _opening(self) -> int:
         opening = self._file.read(8)

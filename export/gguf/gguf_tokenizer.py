@@ -14,8 +14,8 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from ...models.json_file import shown
-from .metadata import Metadata
-from .splitting import BYTE_LEVEL, SPLITTINGS, Splitting
+from .gguf_metadata import GgufMetadata
+from .pretokenizers import BYTE_LEVEL, PRE_TOKENIZERS, PreTokenizer
 
 _SPACE: Final = "\u2581"
 """What SentencePiece writes for a space."""
@@ -34,10 +34,10 @@ class TokenKind(IntEnum):
     BYTE = 6
 
 
-class Vocabulary:
+class GgufTokenizer:
     """The tokenizer of one file."""
 
-    def __init__(self, metadata: Metadata, vocab_size: int) -> None:
+    def __init__(self, metadata: GgufMetadata, vocab_size: int) -> None:
         """Read the vocabulary of a model whose embedding has `vocab_size` rows.
 
         Raises:
@@ -110,7 +110,7 @@ class Vocabulary:
         }
         return {name: value for name, value in ids.items() if value is not None}
 
-    def _byte_level(self, splitting: Splitting) -> dict[str, Any]:
+    def _byte_level(self, splitting: PreTokenizer) -> dict[str, Any]:
         merges = self._metadata.texts("tokenizer.ggml.merges")
         if merges is None:
             raise self._metadata.missing("tokenizer.ggml.merges")
@@ -242,13 +242,14 @@ class Vocabulary:
             ids[text] = token
         return ids
 
-    def _find_splitting(self) -> Splitting:
+    def _find_splitting(self) -> PreTokenizer:
         name = self._need_text("tokenizer.ggml.pre")
-        if name not in SPLITTINGS:
+        if name not in PRE_TOKENIZERS:
             raise self._metadata.wrong(
-                f"tokenizer.ggml.pre {name[:40]!r} is not supported", f"supported are {', '.join(sorted(SPLITTINGS))}"
+                f"tokenizer.ggml.pre {name[:40]!r} is not supported",
+                f"supported are {', '.join(sorted(PRE_TOKENIZERS))}",
             )
-        return SPLITTINGS[name]
+        return PRE_TOKENIZERS[name]
 
     def _need_text(self, key: str) -> str:
         text = self._metadata.text(key)
