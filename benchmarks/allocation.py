@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 import edgerun
-from edgerun.edge.workbench import bench_of_this_machine
 from edgerun.errors import InputError
 from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.allocate import Allocation, allocate, measures_for
@@ -41,9 +40,9 @@ from edgerun.export.calibration.text_source import obtain_text
 from edgerun.export.checkpoint.config import DecoderConfig
 from edgerun.export.checkpoint.open import open_source
 from edgerun.export.checkpoint.source import ModelSource
-from edgerun.export.progress import silent
 from edgerun.export.recipe import CALIBRATED_METHODS, DEFAULT_METHODS, CalibrationRequest, ExportRecipe
 from edgerun.export.report.figures import PlanFigures, PlanKind, log_line
+from edgerun.models.progress import silent
 
 Plan = Mapping[str, WeightFormat]
 
@@ -75,7 +74,7 @@ class Comparison:
         context = ExportRecipe().context_for(config)
         request = CalibrationRequest(options.text, options.tokens)
         work.mkdir(parents=True, exist_ok=True)
-        text = obtain_text(checkpoint, config, context, request, work, bench_of_this_machine(), silent)
+        text = obtain_text(checkpoint, config, context, request, work, silent)
         statistics = collect_statistics(checkpoint, config, text, work / "statistics", context, True, lambda _: None)
         self.methods = {**CALIBRATED_METHODS, 2: options.method, 4: options.method}
         self.forms = levels([self.methods], options.zero_points)

@@ -24,7 +24,7 @@ from checkpoints import SHAPES
 from edgerun.export.drafts.trimmed_head import head_tokens, write_trimmed
 from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.models.bundle import Bundle, open_bundle
-from edgerun.runtime.measure.bundle_timing import BundleStopwatch
+from edgerun.runtime.measure.bundle_timing import BundleTimer
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
             drafts.append(Path(folder) / str(size))
             write_trimmed(whole, drafts[-1], np.arange(size))
         read = [bytes_read(open_bundle(draft)) for draft in drafts]
-        times = [each[1] for each in BundleStopwatch(options.threads)(drafts, (1,), options.rounds)]
+        times = [each[1] for each in BundleTimer(options.threads).time_passes(drafts, (1,), options.rounds)]
     table = Table(title=f"{whole.folder.name}: a step by the size of its head")
     for name in ("head", "MB read", "of the whole", "ms", "of the whole"):
         table.add_column(name, justify="right")

@@ -26,7 +26,6 @@ from typing import Any, Final
 import edgerun
 from artifacts import checkpoint
 from checkpoints import SHAPES
-from edgerun.edge.workbench import bench_of_this_machine
 from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.allocate import allocate, measures_for
 from edgerun.export.allocation.baseline_plans import uniform_plan
@@ -40,7 +39,7 @@ from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.checkpoint.config import DecoderConfig
 from edgerun.export.checkpoint.open import open_source
 from edgerun.export.recipe import ExportRecipe, with_methods
-from edgerun.export.workbench import Stopwatch
+from edgerun.runtime.measure.bundle_timing import BundleTimer
 from processes import Worker
 from rounds import Series, Stillness, alternate, join, median_ratio, spread
 
@@ -51,7 +50,7 @@ _CONTEXT: Final = 256
 _PASSES: Final = 9
 _CAPACITY: Final = 512
 _TURNS: Final = 16
-"""Of the exporter's own stopwatch, by which predictions are judged: it takes the faster third of passes, as the times
+"""Of the exporter's own timer, by which predictions are judged: it takes the faster third of passes, as the times
 that plans are made by do, and not the median."""
 
 Plan = dict[str, WeightFormat]
@@ -70,18 +69,17 @@ def main() -> None:
     source = checkpoint(options.work, SHAPES[options.shape])
     folder = options.work / options.shape / "mixed"
     shutil.rmtree(folder, ignore_errors=True)
-    bench = bench_of_this_machine()
     with open_source(source) as (config, _):
-        times = known_or_measured(config, bench.time_nodes, LADDER)
+        times = known_or_measured(config, LADDER)
         plans = {UNIFORM: with_embedding(config, uniform_plan(config, WeightFormat(4, 128)))}
         # The machine as it is, not as it was when the units were measured.
-        times = times.scaled(slower_than_predicted(times, plans[UNIFORM], ROWS, bench.time))
-        plans |= {str(budget): plan_within(budget, config, times, bench.time) for budget in options.budgets}
+        times = times.scaled(slower_than_predicted(times, plans[UNIFORM], ROWS))
+        plans |= {str(budget): plan_within(budget, config, times) for budget in options.budgets}
     try:
         bundles = {
             label: write(source, folder / str(number), plan) for number, (label, plan) in enumerate(plans.items())
         }
-        timed = dict(zip(bundles, bench.time(list(bundles.values()), ROWS, _TURNS), strict=True))
+        timed = dict(zip(bundles, BundleTimer().time_passes(list(bundles.values()), ROWS, _TURNS), strict=True))
         found, memory = measure(bundles, options.restarts, options.rounds)
         disk = {label: sum(file.stat().st_size for file in path.glob("model.onnx*")) for label, path in bundles.items()}
     finally:
@@ -98,7 +96,7 @@ def main() -> None:
     )
 
 
-def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes, stopwatch: Stopwatch) -> Plan:
+def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes) -> Plan:
     """What the exporter chooses where all weights count alike."""
     timed = budget.measure is Measure.MILLISECONDS
     rows = dict.fromkeys((budget.rows, *ROWS) if timed else ROWS)
@@ -111,7 +109,7 @@ def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes, stopw
         return sum(alone(linear, plan[linear]) for linear in sizes)
 
     def slowness(plan: Mapping[str, WeightFormat]) -> float:
-        return slower_than_predicted(times, plan, [budget.rows], stopwatch)
+        return slower_than_predicted(times, plan, [budget.rows])
 
     with tempfile.TemporaryDirectory() as folder:
         found = allocate(

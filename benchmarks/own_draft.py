@@ -24,13 +24,15 @@ import numpy as np
 import onnx
 
 import edgerun
-from edgerun.edge.workbench import bench_of_this_machine
 from edgerun.export.calibration.text_split import divided
 from edgerun.export.drafts.head_size import TARGET_ROWS, speed
 from edgerun.export.drafts.own_draft import adopt_own_draft
 from edgerun.export.drafts.skipped_layers import SubLayer, as_bundle, inner_parts, without
-from edgerun.export.progress import silent
 from edgerun.models.bundle import open_bundle
+from edgerun.models.progress import silent
+from edgerun.runtime.measure.bundle_timing import BundleTimer
+from edgerun.runtime.measure.draft_benefit import measure_draft_benefit
+from edgerun.runtime.measure.self_text import read_texts, sample_texts
 
 SHARES: Final = (0.25, 0.5, 0.75, 1.0)
 CHEAP_ROW: Final = 0.1
@@ -74,7 +76,7 @@ def steps(bundle: Path, rounds: int) -> list[dict[str, float]]:
         made = [
             stack.enter_context(as_bundle(bundle, manifest, without(whole, spread(parts, share)))) for share in SHARES
         ]
-        target, *drafts = bench_of_this_machine().time([bundle, *made], TARGET_ROWS, rounds)
+        target, *drafts = BundleTimer().time_passes([bundle, *made], TARGET_ROWS, rounds)
     curve = ", ".join(f"t({rows}) {target[rows] / target[1]:.2f}" for rows in TARGET_ROWS[1:])
     print(f"{bundle.name}: {1e3 * target[1]:.2f} ms a pass, {curve}")
     print(f"{'left out':>10} {'step ms':>9} {'of target':>10} {'pays from':>10} {'with cheap rows':>16}")
@@ -109,15 +111,14 @@ def break_even(step: float, target: Mapping[int, float]) -> float:
 
 def chosen(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What a draft that was chosen does."""
-    bench = bench_of_this_machine()
     if options.text is None:
-        texts, origin = bench.write(bundle, TOKENS, LONGEST, 0), "its own words"
+        texts, origin = sample_texts(bundle, TOKENS, LONGEST, 0), "its own words"
     else:
-        texts, origin = bench.read(bundle, options.text, TOKENS, LONGEST), options.text.name
+        texts, origin = read_texts(bundle, options.text, TOKENS, LONGEST), options.text.name
         texts = texts[: next((n for n in range(len(texts)) if sum(map(len, texts[:n])) > TOKENS), len(texts))]
     text = divided(texts, origin, LONGEST)
-    report = adopt_own_draft(bundle, None, text.calibration, text.held_out, bench.time, silent, seconds=options.seconds)
-    found = bench.judge(bundle, text.held_out)
+    report = adopt_own_draft(bundle, None, text.calibration, text.held_out, silent, seconds=options.seconds)
+    found = measure_draft_benefit(bundle, text.held_out)
     print(f"chosen on {origin}, {report.judged} choices judged: without {', '.join(report.skips)}")
     print(
         f"  agreement {report.agreement:.3f}, step {report.step_ms:.3f} of {report.target_ms:.3f} ms, expected "

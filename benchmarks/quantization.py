@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 import edgerun
-from edgerun.edge.workbench import bench_of_this_machine
 from edgerun.export import (
     DEFAULT_CALIBRATION_TOKENS,
     FP32,
@@ -93,9 +92,7 @@ def main() -> None:
             for method in options.methods:
                 recipe = CHOICES[method].recipe(form, observed)
                 destination = Path(folder) / "few"
-                report = export_checkpoint(
-                    ExportRequest(options.checkpoint, destination, recipe), workbench=bench_of_this_machine()
-                )
+                report = export_checkpoint(ExportRequest(options.checkpoint, destination, recipe))
                 kl, agreement = compare(exact, report.bundle, texts)
                 results.append({"format": name, "method": method, "mean_kl": kl, "top1_agreement": agreement})
                 facts = f"{kl:9.5f} {agreement:7.4f} {report.bits_per_weight:6.3f} {report.seconds:8.1f}"

@@ -31,9 +31,8 @@ from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chos
 from edgerun.export.allocation.linear_times import kind_of, measure
 from edgerun.export.allocation.timing_bundles import TimingBundle
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
-from edgerun.export.workbench import PassTimes
 from edgerun.models.bundle import WEIGHTS_NAME
-from edgerun.runtime.measure.node_timing import BundleNodeStopwatch
+from edgerun.runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
 
 _ROWS = (1, 4)
 _FOUR = WeightFormat(4, 128)
@@ -46,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--plans", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=16, help="turns of the stopwatch")
+    parser.add_argument("--rounds", type=int, default=16, help="turns of the timer")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -62,17 +61,17 @@ def main() -> None:
         paths = [folder / f"plan-{number}" for number in range(len(plans))]
         for plan, path in zip(plans, paths, strict=True):
             TimingBundle(replace(config, tied_head=True), plan).write(path)
-        stopwatch = Together(BundleNodeStopwatch(options.threads), paths)
+        timer = TimerWithOthers(options.threads, paths)
         started = time.perf_counter()
-        times = measure(config, stopwatch, rounds=options.rounds)
+        times = measure(config, rounds=options.rounds, timer=timer)
         files = [(path / WEIGHTS_NAME).stat().st_size / 1e6 for path in paths]
     print(f"{options.shape}: measured in {time.perf_counter() - started:.0f} s; us a unit at {_ROWS} rows")
     show_units(config, times.to_json())
     results = []
     for rows in _ROWS:
         print(f"passes over {rows} rows:")
-        first = stopwatch.measured[0][rows].seconds
-        for plan, passes, file in zip(plans, stopwatch.measured, files, strict=True):
+        first = timer.measured[0][rows].seconds
+        for plan, passes, file in zip(plans, timer.measured, files, strict=True):
             size = sum(bytes_read(linear, plan[linear.name]) for linear in chosen_linears(config)) / 1e6
             predicted, measured = times.milliseconds(plan, rows), 1e3 * passes[rows].seconds
             ratios = f"{predicted / measured:7.3f} {passes[rows].seconds / first:7.3f}"
@@ -93,19 +92,18 @@ def main() -> None:
     )
 
 
-class Together:
-    """A stopwatch that times other bundles in the same turns as those it is given."""
+class TimerWithOthers(BundleTimer):
+    """A timer that times other bundles in the same turns as those it is given."""
 
-    def __init__(self, stopwatch: BundleNodeStopwatch, others: Sequence[Path]) -> None:
-        self.conditions = stopwatch.conditions
-        self._stopwatch = stopwatch
+    def __init__(self, threads: int, others: Sequence[Path]) -> None:
+        super().__init__(threads)
         self._others = others
-        self.measured: list[Mapping[int, PassTimes]] = []
+        self.measured: list[dict[int, PassNodeTimes]] = []
         """The times of the others."""
 
-    def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, PassTimes]]:
-        """See `NodeStopwatch`."""
-        times = self._stopwatch([*bundles, *self._others], rows, rounds)
+    def time_nodes(self, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[dict[int, PassNodeTimes]]:
+        """See `BundleTimer.time_nodes`."""
+        times = super().time_nodes([*bundles, *self._others], widths, rounds)
         self.measured = times[len(bundles) :]
         return times[: len(bundles)]
 

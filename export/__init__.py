@@ -1,13 +1,13 @@
 """Checkpoint, GGUF file or foreign ONNX model in, ONNX bundle out: architectures, graph, quantization and parity."""
 
 from ..models.manifest import Method, WeightFormat
+from ..models.progress import Progress
 from .allocation.budget import parse_budget
 from .architectures.family import supported_families
 from .check.parity import Parity
 from .destination import ExportResult
 from .gguf import is_gguf
 from .pipeline import export_checkpoint, export_model, find_source, may_be_quantized
-from .progress import Progress
 from .recipe import (
     DEFAULT_CALIBRATION_TOKENS,
     FP32,

@@ -10,6 +10,7 @@ from typing import Final
 
 from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest
+from ..models.progress import Progress, silent
 from ..models.variants import GENAI_CONFIG
 from .bundle_content import BundleContent
 from .check.parity import Parity, check_parity
@@ -19,7 +20,6 @@ from .genai.genai_layout import write_genai_layout
 from .graph.decoder import build_graph
 from .graph.initializers import Initializers
 from .graph.weight_file import WeightFile
-from .progress import Progress, silent
 
 PRODUCER: Final = "edge-run"
 

@@ -11,6 +11,9 @@ from typing import Final
 from ..models.atomic import write_atomically
 from ..models.bundle import GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
 from ..models.manifest import MANIFEST_NAME, Calibration, Manifest, WeightFormat
+from ..models.progress import Progress
+from ..runtime.measure.bundle_timing import BundleTimer
+from ..runtime.measure.machine import machine
 from .allocation.format_candidates import chosen_linears, weight_count
 from .allocation.plan_file import write_plan
 from .allocation.sensitivity import Solo
@@ -19,7 +22,6 @@ from .bundle_writer import WrittenBundle
 from .calibration.divergence import Divergence
 from .calibration.prepare import CalibratedModel
 from .drafts.draft_making import make_draft
-from .progress import Progress
 from .recipe import FP32, ExportRecipe, ExportRequest
 from .report import (
     ModelReport,
@@ -34,7 +36,6 @@ from .report import (
     search_steps,
     write_report,
 )
-from .workbench import Workbench
 
 _STAGE: Final = "judging"
 _ROWS: Final = (1, 2, 4, 8)
@@ -57,7 +58,6 @@ def complete_bundle(
     request: ExportRequest,
     prepared: CalibratedModel,
     written: WrittenBundle,
-    workbench: Workbench,
     progress: Progress,
     started: float,
 ) -> ModelReport:
@@ -68,7 +68,6 @@ def complete_bundle(
         request: what to export and how.
         prepared: what it was made by.
         written: what writing it found out.
-        workbench: runs models.
         progress: hears what is being done.
         started: seconds of `time.perf_counter` when the export began.
 
@@ -91,11 +90,11 @@ def complete_bundle(
         folded=recipe.awq,
     )
     _amend(folder, calibration, shipped)
-    (measured,) = workbench.time([folder], _ROWS, _ROUNDS)
+    (measured,) = BundleTimer().time_passes([folder], _ROWS, _ROUNDS)
     progress(_STAGE, 1.0)
     drafts, notes = [], _notes(content.plan)
     if recipe.draft is not None:
-        made = make_draft(folder, content, text, recipe, recipe.draft, workbench, progress)
+        made = make_draft(folder, content, text, recipe, recipe.draft, progress)
         drafts = [] if made.figures is None else [made.figures]
         notes += [made.note] if made.note else []
     times, solos = prepared.times, _solos(prepared, progress)
@@ -118,7 +117,7 @@ def complete_bundle(
         else str(recipe.mixed_precision.budget),
         search=[] if prepared.allocation is None else search_steps(prepared.allocation.history),
         seconds=time.perf_counter() - started,
-        machine=workbench.machine,
+        machine=machine(),
         notes=notes,
     )
     if recipe.mixed_precision is not None:

@@ -19,9 +19,9 @@ from typing import Final
 from ..errors import CheckpointError, DestinationError, InputError
 from ..models.json_file import read_json_object
 from ..models.manifest import Method
+from ..models.progress import Progress
 from .architectures.family import supported_families
 from .destination import ExportResult, require_apart
-from .progress import Progress
 from .recipe import ExportRequest
 from .upgrade import upgrade_model
 

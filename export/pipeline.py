@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import InputError
+from ..models.progress import Progress, silent
 from .architectures.family import supported_families
 from .bundle_content import BundleContent, SourceModel
 from .bundle_writer import write_bundle
@@ -19,10 +20,8 @@ from .destination import ExportResult, bundle_written_whole, require_apart
 from .drafts.draft_making import require_draft
 from .gguf import is_gguf
 from .optimum_path import export_by_optimum, needs_optimum
-from .progress import Progress, silent
 from .recipe import ExportRequest, with_methods
 from .upgrade import holds_graph, upgrade_model
-from .workbench import Workbench
 
 _SOURCES_HINT: Final = (
     "give a checkpoint folder, a .gguf file, an .onnx file or its folder, or org/name on the Hugging Face Hub"
@@ -56,9 +55,7 @@ def may_be_quantized(source: Path) -> bool:
     return is_gguf(source) or holds_graph(source)
 
 
-def export_model(
-    request: ExportRequest, progress: Progress = silent, workbench: Workbench | None = None
-) -> ExportResult:
+def export_model(request: ExportRequest, progress: Progress = silent) -> ExportResult:
     """Export a model of any kind.
 
     An ONNX language model goes to `upgrade_model`, a checkpoint folder or a GGUF file to `export_checkpoint`, a
@@ -79,19 +76,16 @@ def export_model(
         return upgrade_model(request, progress)
     if needs_optimum(source):
         return export_by_optimum(request, progress)
-    return export_checkpoint(request, progress, workbench)
+    return export_checkpoint(request, progress)
 
 
-def export_checkpoint(
-    request: ExportRequest, progress: Progress = silent, workbench: Workbench | None = None
-) -> ExportResult:
+def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> ExportResult:
     """Export a Hugging Face checkpoint folder or a GGUF file to a bundle and check it against the reference decoder.
 
     Args:
         request: what to export, where to and how; the source is a folder with config.json, safetensors weights and
             tokenizer.json, or a .gguf file.
         progress: is told the stages, such as "writing weights" and "checking".
-        workbench: runs models; required unless the recipe is `data_free`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
@@ -100,7 +94,6 @@ def export_checkpoint(
             has another vocabulary.
         DestinationError: the disk refused a write.
         ExportError: the graph does not compute what the checkpoint does. After any error the destination is as before.
-        ValueError: a workbench is required and missing.
     """
     started = time.perf_counter()
     source, recipe = request.source, request.recipe
@@ -115,13 +108,11 @@ def export_checkpoint(
             require_draft(checkpoint.folder, recipe.draft)
         if recipe.data_free:
             return _export_data_free(request, model, progress, started)
-        if workbench is None:
-            raise ValueError("a calibrated export needs a workbench")
         with work_folder(source, settings_of(recipe, model.context), recipe.work_folder) as folder:
-            prepared = prepare(model, request, folder, workbench, progress)
+            prepared = prepare(model, request, folder, progress)
             with bundle_written_whole(request.destination) as staging:
                 written = write_bundle(staging, prepared.content, progress)
-                report = complete_bundle(staging, request, prepared, written, workbench, progress, started)
+                report = complete_bundle(staging, request, prepared, written, progress, started)
                 sizes = _file_sizes(staging)
     return ExportResult(
         request.destination,

@@ -10,7 +10,6 @@ Prompt files are told apart by what is in them, not by their name:
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import InputError
+from ...models.text_files import json_lines, read_text, text_of, turns_of
 
 SHELL: Final = "shell"
 """The category of our own set that the bundled model was made for."""
@@ -91,67 +91,6 @@ def chosen(conversations: Sequence[Conversation], limit: int | None) -> list[Con
 def counts(conversations: Sequence[Conversation]) -> Mapping[str, int]:
     """Conversations by category, in the order of their first."""
     return Counter(each.category for each in conversations)
-
-
-def read_text(path: Path) -> str:
-    """A file's text.
-
-    Raises:
-        InputError: it cannot be read, is not UTF-8, or is blank.
-    """
-    try:
-        text = path.expanduser().read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text", "convert it first") from error
-    if not text.strip():
-        raise InputError(f"{path} is empty", "give a file with at least one prompt")
-    return text
-
-
-def json_lines(text: str, path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, blank lines left out; at least one.
-
-    Raises:
-        InputError: a line is not a JSON object.
-    """
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}, line {number}: not JSON", "every line must be one object") from error
-        if not isinstance(row, dict):
-            raise InputError(f"{path}, line {number}: not an object", "every line must be one object")
-        rows.append(row)
-    return rows
-
-
-def text_of(row: Mapping[str, Any], field: str, path: Path, number: int) -> str:
-    """A row's text under `field`; `number` says in an error which row it is.
-
-    Raises:
-        InputError: there is none, or it is blank.
-    """
-    value = row.get(field)
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(f"{path}, row {number}: {field} is {value!r:.40}", "it must be a text that is not blank")
-    return value
-
-
-def turns_of(row: Mapping[str, Any], path: Path, number: int) -> list[Any]:
-    """A row's turns, at least one.
-
-    Raises:
-        InputError: there are none.
-    """
-    turns = row.get("turns")
-    if not isinstance(turns, list) or not turns:
-        raise InputError(f"{path}, row {number}: turns is {turns!r:.40}", "it must be a list of at least one")
-    return turns
 
 
 def _with_turns(row: Mapping[str, Any], path: Path, number: int) -> Conversation:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import InputError
-from .prompt_sets import Conversation, Exchange, json_lines, read_text, text_of, turns_of
+from ...models.text_files import json_lines, read_text, text_of, turns_of
+from .prompt_sets import Conversation, Exchange
 
 _SESSION: Final = re.compile(r"^# aider chat started at \d.*$", re.MULTILINE)
 _USER: Final = "#### "

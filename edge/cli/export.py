@@ -203,7 +203,6 @@ def export(
         )
     except ModuleNotFoundError as error:
         raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
-    from ..workbench import bench_of_this_machine
 
     asked = source.as_posix()
     name = asked if is_on_hub(asked) else source.resolve().name
@@ -252,7 +251,7 @@ def export(
     with _progress_bar() as progress:
         said = _command(context, name, _meant(None if mixed else weights, head, block))
         request = ExportRequest(source, destination, recipe, said)
-        finished = export_model(request, progress, bench_of_this_machine())
+        finished = export_model(request, progress)
     _show(finished)
 
 

@@ -18,7 +18,7 @@ from ...errors import InputError
 from ...runtime.engine import Engine, load
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.pass_cost_store import save
-from ...runtime.measure.pass_timing import WIDTHS, calibrate
+from ...runtime.measure.pass_timing import WIDTHS, measure_pass_cost
 from ...runtime.speculation.ngram_prior import build_prior
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, PassCost
 from ..terminal.output import write_error
@@ -67,7 +67,7 @@ def tune(
     with load(model, device=device, threads=threads, context=context, tokenizer=tokenizer) as engine:
         contexts = _contexts(engine, asked=context is not None)
         with _progress_bar() as progress:
-            cost = calibrate(engine.model.new_sequence().bound, contexts=contexts, progress=progress)
+            cost = measure_pass_cost(engine.model.new_sequence().bound, contexts=contexts, progress=progress)
         file = save(cost, engine.bundle, SessionConfig(engine.device, threads or 0))
         prior_bytes = build_prior(engine.bundle, engine.tokenizer, engine.graph_io.vocab_size, texts) if texts else 0
         facts = {

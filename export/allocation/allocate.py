@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from ...models.manifest import WeightFormat
+from ...models.progress import Progress, silent
 from ..checkpoint.config import DecoderConfig
-from ..progress import Progress, silent
 from .budget import Budget, Measure, require_reachable
 from .choices import Choice, Divergence, Picks, choices_of, lowered, plan_of, total_costs
 from .costs import ByteCosts, Costs

@@ -24,11 +24,11 @@ from ...models.atomic import write_atomically
 from ...models.cache import cache_folder
 from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
+from ...models.progress import Progress, silent
+from ...runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, fused_linears
 from ..graph import inputs_outputs
-from ..progress import Progress, silent
-from ..workbench import NodeStopwatch, PassTimes
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, LADDER
 from .pass_fit import WholePass, fit_passes
 from .timing_bundles import TimingBundle, timing_bundles, uniform_bundles
@@ -128,11 +128,11 @@ class TimeCosts:
 
 def known_or_measured(
     config: DecoderConfig,
-    stopwatch: NodeStopwatch,
     forms: Iterable[WeightFormat] = LADDER,
     progress: Progress = silent,
+    timer: BundleTimer | None = None,
 ) -> LinearTimes:
-    """The times of a model of that shape under the stopwatch's conditions, from the cache or measured now.
+    """The times of a model of that shape under the timer's conditions, from the cache or measured now.
 
     Those from the cache are of the machine as it was; see `whole_passes`.
 
@@ -141,11 +141,12 @@ def known_or_measured(
         OSError: the disk refused a write.
     """
     timed = tuple(dict.fromkeys(map(timed_form, forms)))
-    file = _file(config, timed, stopwatch.conditions)
+    timer = timer or BundleTimer()
+    file = _file(config, timed, timer.conditions)
     try:
         known = LinearTimes.from_json(parse_json_object(file.read_bytes()), config)
     except (OSError, ValueError):
-        known = measure(config, stopwatch, timed, progress)
+        known = measure(config, timed, progress, timer=timer)
         with suppress(OSError):
             write_atomically(file, json.dumps(known.to_json(), indent=1).encode())
     return known
@@ -153,19 +154,19 @@ def known_or_measured(
 
 def measure(
     config: DecoderConfig,
-    stopwatch: NodeStopwatch,
     forms: Sequence[WeightFormat] = LADDER,
     progress: Progress = silent,
     rounds: int = _ROUNDS,
+    timer: BundleTimer | None = None,
 ) -> LinearTimes:
     """Measure the times of a model of that shape.
 
     Args:
         config: the model's numbers.
-        stopwatch: runs and times the models that are made for it.
         forms: to be measured.
         progress: hears the stage "timing units".
-        rounds: turns of the stopwatch.
+        rounds: turns of the timer.
+        timer: runs and times the models that are made for it.
 
     Raises:
         BundleError, EdgeError: ONNX Runtime cannot run them.
@@ -173,14 +174,14 @@ def measure(
     """
     timed = tuple(dict.fromkeys(map(timed_form, forms)))
     mixed, uniform = timing_bundles(config, timed), uniform_bundles(config, timed)
-    passes = _timed([*mixed, *uniform], stopwatch, rounds, progress)
+    passes = _timed([*mixed, *uniform], timer or BundleTimer(), rounds, progress)
     linears = _linears(config, mixed, passes[: len(mixed)])
     return _fitted(LinearTimes(config, linears, dict.fromkeys(ROWS, 0.0)), [*mixed, *uniform], passes)
 
 
 def _timed(
-    bundles: Sequence[TimingBundle], stopwatch: NodeStopwatch, rounds: int, progress: Progress
-) -> list[Mapping[int, PassTimes]]:
+    bundles: Sequence[TimingBundle], timer: BundleTimer, rounds: int, progress: Progress
+) -> list[dict[int, PassNodeTimes]]:
     """Times of models that are written for it."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="units-", dir=cache_folder()) as folder:
@@ -189,13 +190,13 @@ def _timed(
             progress(_STAGE, number / (2 * len(bundles)))
             bundle.write(path)
         progress(_STAGE, 0.5)
-        passes = stopwatch(paths, ROWS, rounds)
+        passes = timer.time_nodes(paths, ROWS, rounds)
     progress(_STAGE, 1.0)
     return passes
 
 
 def _linears(
-    config: DecoderConfig, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassTimes]]
+    config: DecoderConfig, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassNodeTimes]]
 ) -> dict[tuple[str, WeightFormat], Times]:
     """Milliseconds of units by kind and format, the mean of all that there are."""
     seen: defaultdict[tuple[str, WeightFormat], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -208,7 +209,7 @@ def _linears(
 
 
 def _fitted(
-    times: LinearTimes, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassTimes]]
+    times: LinearTimes, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassNodeTimes]]
 ) -> LinearTimes:
     """Times whose sums are near to the passes, and the rest of a pass."""
     # One layer and a head of another format are there to time the head; most of such a pass may lie in a cache.

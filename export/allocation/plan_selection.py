@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from ...models.manifest import WeightFormat
+from ...models.progress import Progress
 from ..bundle_content import SourceModel
 from ..calibration.divergence import PlanEvaluator
 from ..calibration.text_split import CalibrationText
-from ..progress import Progress
 from ..recipe import ExportRecipe, MixedPrecisionRequest
-from ..workbench import Stopwatch
 from .allocate import Allocation, Limited, allocate, measures_for
 from .budget import Budget, Measure
 from .format_candidates import levels, weight_count
@@ -48,7 +47,6 @@ class Mixing:
         request: MixedPrecisionRequest,
         store: QuantizedLinearStore,
         times: LinearTimes,
-        stopwatch: Stopwatch,
         folder: Path,
     ) -> None:
         """Nothing runs yet.
@@ -60,7 +58,6 @@ class Mixing:
             request: what is asked for; it has a budget.
             store: has the units in all formats.
             times: of passes on this machine.
-            stopwatch: measures passes of whole plans.
             folder: keeps what is found out.
 
         Raises:
@@ -71,7 +68,6 @@ class Mixing:
         self._request = request
         self.times = times
         """As measured unit by unit; once plans have been measured as a whole, of the machine as it is."""
-        self._stopwatch = stopwatch
         self._folder = folder
         self._evaluator = PlanEvaluator(
             model.source, model.config, text.calibration, store.weights, folder / "calibration", model.context
@@ -106,7 +102,7 @@ class Mixing:
         return found
 
     def _slowness(self, plan: Mapping[str, WeightFormat]) -> float:
-        return slower_than_predicted(self.times, plan, [self._budget.rows], self._stopwatch)
+        return slower_than_predicted(self.times, plan, [self._budget.rows])
 
     @property
     def measures(self) -> list[Limited]:

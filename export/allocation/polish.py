@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import combinations, islice
 from typing import Final
 
-from ..progress import Progress, silent
+from ...models.progress import Progress, silent
 from .choices import Choice, Picks, fits
 from .lagrange import seed_plan
 from .search import Measured

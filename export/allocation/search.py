@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from ...models.atomic import write_atomically
 from ...models.json_file import parse_json_object
-from ..progress import Progress, silent
+from ...models.progress import Progress, silent
 from .choices import Choice, Divergence, Picks, fits, lowered, plan_of
 from .plan_file import spelled
 

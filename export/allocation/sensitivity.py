@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 from ...models.atomic import write_atomically
 from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
+from ...models.progress import Progress, silent
 from ..checkpoint.layout import FusedLinear
-from ..progress import Progress, silent
 from .format_candidates import may_have
 from .plan_file import spelled
 

@@ -16,8 +16,8 @@ from typing import Final
 
 from ...models.cache import cache_folder
 from ...models.manifest import WeightFormat
+from ...runtime.measure.bundle_timing import BundleTimer
 from ..checkpoint.layout import fused_linears
-from ..workbench import Stopwatch
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 from .linear_times import LinearTimes
 from .timing_bundles import TimingBundle
@@ -28,16 +28,13 @@ _LOADS: Final = 3
 makes it slower, never faster."""
 
 
-def slower_than_predicted(
-    times: LinearTimes, plan: Mapping[str, WeightFormat], rows: Sequence[int], stopwatch: Stopwatch
-) -> float:
+def slower_than_predicted(times: LinearTimes, plan: Mapping[str, WeightFormat], rows: Sequence[int]) -> float:
     """Measured by predicted time of undisturbed passes of a model with that plan; over several rows the geometric mean.
 
     Args:
         times: of its units.
         plan: format by unit, for every unit of the graph.
         rows: of the passes.
-        stopwatch: runs the model that is made for it.
 
     Raises:
         BundleError, EdgeError: ONNX Runtime cannot run it.
@@ -50,6 +47,6 @@ def slower_than_predicted(
     with tempfile.TemporaryDirectory(prefix="plan-", dir=cache_folder()) as folder:
         path = Path(folder) / "model"
         TimingBundle(tied, formats).write(path)
-        loads = [stopwatch([path], rows, _ROUNDS)[0] for _ in range(_LOADS)]
+        loads = [BundleTimer().time_passes([path], rows, _ROUNDS)[0] for _ in range(_LOADS)]
     least = {count: min(seconds[count] for seconds in loads) for count in rows}
     return geometric_mean(1e3 * least[count] / times.milliseconds(plan, count) for count in rows)

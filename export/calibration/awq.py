@@ -17,11 +17,11 @@ from typing import Final
 import numpy as np
 
 from ...models.manifest import Method, WeightFormat
+from ...models.progress import Progress
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, Layer, Norm, final_norm, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
-from ..progress import Progress
 from ..quantization.codes import dequantized
 from ..quantization.input_statistics import InputStatistics
 from ..quantization.methods import QUANTIZERS

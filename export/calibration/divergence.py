@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
+from ...runtime.text.turn_markers import TokenArray
 from ..check.contract_session import ContractSession
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, fused_linears, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource
-from ..workbench import TokenArray
 from .layer_runner import AT_ONCE, LayerRunner
 from .logit_comparison import Believed, Judged, LogitsJudge
 from .state_cache import PinnedArrays, RecentArrays

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ...models.manifest import Method, WeightFormat
+from ...models.progress import Progress
 from ..allocation.allocate import Allocation, measures_for, require_affordable
 from ..allocation.budget import Budget, Measure
 from ..allocation.format_candidates import LADDER, REPAIRED, chosen_linears
@@ -21,7 +22,6 @@ from ..allocation.plan_selection import Mixing
 from ..allocation.quantized_weights import QuantizedLinearStore
 from ..bundle_content import BundleContent, SourceModel
 from ..checkpoint.config import DecoderConfig
-from ..progress import Progress
 from ..recipe import (
     FP32,
     CalibrationRequest,
@@ -30,7 +30,6 @@ from ..recipe import (
     MixedPrecisionRequest,
     with_methods,
 )
-from ..workbench import Workbench
 from .awq import fold
 from .calibrated_source import CalibratedSource
 from .collect_statistics import collect_statistics
@@ -59,16 +58,13 @@ class CalibratedModel:
     times: LinearTimes | None = None
 
 
-def prepare(
-    model: SourceModel, request: ExportRequest, folder: Path, workbench: Workbench, progress: Progress
-) -> CalibratedModel:
+def prepare(model: SourceModel, request: ExportRequest, folder: Path, progress: Progress) -> CalibratedModel:
     """Observe a model as a recipe asks, and choose the formats of its units.
 
     Args:
         model: the model as its checkpoint has it.
         request: what is asked for; its recipe is not `data_free`.
         folder: keeps what is found out; of this model and the settings of `settings_of`.
-        workbench: runs models.
         progress: hears what is being done.
 
     Raises:
@@ -86,7 +82,7 @@ def prepare(
     )
     if recipe.mixed_precision is not None and recipe.mixed_precision.budget is not None:
         _require_affordable(config, recipe.mixed_precision.budget)
-    text = obtain_text(checkpoint, config, context, calibration, folder, workbench, progress)
+    text = obtain_text(checkpoint, config, context, calibration, folder, progress)
     source, correction_targets = checkpoint, None
     if recipe.calibrated:
         source = observed = _observed(model, text, recipe, folder, progress)
@@ -95,7 +91,7 @@ def prepare(
     model = SourceModel(source, config, context)
     allocation = times = None
     if recipe.mixed_precision is not None and plan is None:
-        allocation, times = _mixed(model, text, recipe, recipe.mixed_precision, store, folder, workbench, progress)
+        allocation, times = _mixed(model, text, recipe, recipe.mixed_precision, store, folder, progress)
         plan = dict(allocation.plan)
     formats = with_methods(recipe.quant_plan(config) if plan is None else plan, recipe.methods)
     candidates = PlanEvaluator(source, config, text.held_out, store.weights, folder / "candidates", context)
@@ -136,13 +132,12 @@ def _mixed(
     mix: MixedPrecisionRequest,
     store: QuantizedLinearStore,
     folder: Path,
-    workbench: Workbench,
     progress: Progress,
 ) -> tuple[Allocation, LinearTimes]:
     """Formats chosen under the budget, and the times of linears."""
     timed = (*LADDER, *REPAIRED) if mix.low_rank_correction else LADDER
-    times = known_or_measured(model.config, workbench.time_nodes, timed, progress)
-    mixing = Mixing(model, text, recipe, mix, store, times, workbench.time, folder)
+    times = known_or_measured(model.config, timed, progress)
+    mixing = Mixing(model, text, recipe, mix, store, times, folder)
     return mixing.allocation(progress), mixing.times
 
 

@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import Method, WeightFormat
+from ...models.progress import Progress
 from ..allocation.quantized_weights import QuantizedLinearStore
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, embedding_layout, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
-from ..progress import Progress
 from ..quantization.input_statistics import CorrectionTarget, InputStatistics
 from ..quantization.methods import QUANTIZERS
 from .layer_runner import LayerRunner, WeightsOf

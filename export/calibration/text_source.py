@@ -9,13 +9,14 @@ from typing import Final
 import numpy as np
 
 from ...models.atomic import write_atomically
+from ...models.progress import Progress
+from ...runtime.measure.self_text import read_texts, sample_texts
+from ...runtime.text.turn_markers import TokenArray
 from ..bundle_content import BundleContent
 from ..bundle_writer import write_bundle
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.source import ModelSource
-from ..progress import Progress
 from ..recipe import INT8, CalibrationRequest, ExportRecipe, with_methods
-from ..workbench import TokenArray, Workbench
 from .text_split import CalibrationText, divided
 
 LONGEST_TEXT: Final = 512
@@ -32,7 +33,6 @@ def obtain_text(
     context: int,
     request: CalibrationRequest,
     folder: Path,
-    workbench: Workbench,
     progress: Progress,
 ) -> CalibrationText:
     """Text for a model, as it would read it.
@@ -58,11 +58,16 @@ def obtain_text(
         content = BundleContent(checkpoint, checkpoint, config, plan, context, recipe.layout, "")
         write_bundle(trial, content, lambda _, fraction: progress(_STAGE, 0.5 * fraction))
         if request.file is None:
-            texts = workbench.write(
-                trial, request.max_tokens, longest, request.seed, lambda share: progress(_STAGE, 0.5 + 0.5 * share)
+            texts = sample_texts(
+                trial,
+                request.max_tokens,
+                longest,
+                request.seed,
+                lambda share: progress(_STAGE, 0.5 + 0.5 * share),
+                sliding_windows=any(layer.window is not None for layer in config.attention),
             )
         else:
-            texts = _first(workbench.read(trial, request.file, request.max_tokens, longest), request.max_tokens)
+            texts = _first(read_texts(trial, request.file, request.max_tokens, longest), request.max_tokens)
         shutil.rmtree(trial)
         _keep(folder, texts)
         progress(_STAGE, 1.0)

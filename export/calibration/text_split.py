@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ...errors import InputError
-from ..workbench import TokenArray
+from ...runtime.text.turn_markers import TokenArray
 
 FEWEST_TOKENS: Final = 1024
 """Of a text that is worth calibrating with, both parts together."""

@@ -14,10 +14,11 @@ from ...errors import BundleError, InputError
 from ...models.bundle import DRAFT_FOLDER, Bundle, open_bundle
 from ...models.manifest import MANIFEST_NAME, GraphLayout
 from ...models.pairing import name_draft, pair
-from ..progress import Progress
+from ...models.progress import Progress
+from ...runtime.measure.bundle_timing import BundleTimer
+from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
 from ..upgrade.edit.editable import EditableGraph
-from ..workbench import Stopwatch, TokenArray
-from .frequencies import answer_start, rank_tokens, read_markers
+from .frequencies import rank_tokens
 from .head_size import TARGET_ROWS, StepTimes, agreement_by_size, best_size, speed
 from .trimmed_head import head_tokens, write_trimmed
 
@@ -78,7 +79,6 @@ def adopt_draft(
     vocabulary: int | None,
     counted: Sequence[TokenArray],
     held_out: Sequence[TokenArray],
-    stopwatch: Stopwatch,
     progress: Progress,
 ) -> HeadReport | None:
     """Make the bundle in a target's `DRAFT_FOLDER` its draft: trim its head if asked to, and name it in the manifest.
@@ -88,7 +88,6 @@ def adopt_draft(
         vocabulary: tokens of the draft's head; `CHOSEN` for as many as pay, None for all.
         counted: text of the target, ids int64 [n] each, for counting.
         held_out: other such text, for judging.
-        stopwatch: times passes.
         progress: hears the stage "draft".
 
     Returns:
@@ -105,7 +104,7 @@ def adopt_draft(
     report = None
     if vocabulary is not None:
         progress(_STAGE, 0.0)
-        report = _trim(target, draft, vocabulary, counted, held_out, stopwatch, progress)
+        report = _trim(target, draft, vocabulary, counted, held_out, progress)
     name_draft(target, draft)
     progress(_STAGE, 1.0)
     return report
@@ -117,7 +116,6 @@ def _trim(
     vocabulary: int,
     counted: Sequence[TokenArray],
     held_out: Sequence[TokenArray],
-    stopwatch: Stopwatch,
     progress: Progress,
 ) -> HeadReport:
     whole = open_bundle(draft)
@@ -132,13 +130,13 @@ def _trim(
     trimmed = draft.with_name(f".{draft.name}.trimmed")
     try:
         write_trimmed(whole, least, ranking.kept(ranking.least))
-        on_target, on_whole, on_least = stopwatch([target, draft, least], TARGET_ROWS, _ROUNDS)
+        on_target, on_whole, on_least = BundleTimer().time_passes([target, draft, least], TARGET_ROWS, _ROUNDS)
         progress(_STAGE, 0.8)
         times = StepTimes(on_target, on_whole[1], on_least[1])
         tokens = best_size(ranking, agreement, times) if vocabulary == CHOSEN else vocabulary
         if tokens < ranking.order.size:
             write_trimmed(whole, trimmed, ranking.kept(tokens))
-            again_whole, on_trimmed = stopwatch([draft, trimmed], (1,), _ROUNDS)
+            again_whole, on_trimmed = BundleTimer().time_passes([draft, trimmed], (1,), _ROUNDS)
             shutil.rmtree(draft)
             trimmed.rename(draft)
         else:

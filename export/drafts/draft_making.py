@@ -8,14 +8,14 @@ from pathlib import Path
 from ...errors import EdgeError, InputError
 from ...models.bundle import DRAFT_FOLDER
 from ...models.pairing import vocabulary_difference
+from ...models.progress import Progress
+from ...runtime.measure.draft_benefit import measure_draft_benefit
 from ..bundle_content import BundleContent
 from ..bundle_writer import write_bundle
 from ..calibration.text_split import CalibrationText
 from ..checkpoint.open import open_source
-from ..progress import Progress
 from ..recipe import INT4, DraftRequest, ExportRecipe, with_methods
 from ..report import DraftFigures
-from ..workbench import Workbench
 from .companion import adopt_draft
 from .own_draft import adopt_own_draft
 
@@ -58,7 +58,6 @@ def make_draft(
     text: CalibrationText,
     recipe: ExportRecipe,
     request: DraftRequest,
-    workbench: Workbench,
     progress: Progress,
 ) -> MadeDraft:
     """Make a draft in the bundle of its target.
@@ -69,7 +68,6 @@ def make_draft(
         text: of the target.
         recipe: what was asked for.
         request: the draft that was.
-        workbench: runs models.
         progress: hears the stage "draft".
 
     Raises:
@@ -77,12 +75,10 @@ def make_draft(
         OSError: the disk refused a write.
     """
     if request.source is None:
-        own = adopt_own_draft(
-            folder, request.vocabulary_size, text.calibration, text.held_out, workbench.time, progress
-        )
+        own = adopt_own_draft(folder, request.vocabulary_size, text.calibration, text.held_out, progress)
         made_of = f"the model without {', '.join(own.skips)}" if own.skips else "the model itself"
         tokens = own.tokens if request.vocabulary_size is not None else None
-        figures = _judged(folder, text, workbench, made_of, tokens, None)
+        figures = _judged(folder, text, made_of, tokens, None)
         note = (
             f"the draft does not pay on this machine: {own.tokens_per_second:.0f} tokens a second are expected "
             f"with it, {own.plain_tokens_per_second:.0f} without; it is asked only where it pays"
@@ -90,17 +86,17 @@ def make_draft(
         note = "" if own.pays else note
         return MadeDraft(figures, note)
     _write_companion(folder / DRAFT_FOLDER, request.source, target, recipe, request)
-    head = adopt_draft(folder, request.vocabulary_size, text.calibration, text.held_out, workbench.time, progress)
+    head = adopt_draft(folder, request.vocabulary_size, text.calibration, text.held_out, progress)
     tokens, coverage = (None, None) if head is None else (head.tokens, head.coverage)
-    figures = _judged(folder, text, workbench, request.source.resolve().name, tokens, coverage)
+    figures = _judged(folder, text, request.source.resolve().name, tokens, coverage)
     return MadeDraft(figures)
 
 
 def _judged(
-    folder: Path, text: CalibrationText, workbench: Workbench, made_of: str, tokens: int | None, coverage: float | None
+    folder: Path, text: CalibrationText, made_of: str, tokens: int | None, coverage: float | None
 ) -> DraftFigures | None:
     try:
-        acceptance = workbench.judge(folder, text.held_out)
+        acceptance = measure_draft_benefit(folder, text.held_out)
     except EdgeError:
         return None
     return DraftFigures(made_of, acceptance, tokens, coverage)

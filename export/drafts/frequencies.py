@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
-from ...models.json_file import is_whole
-from ..checkpoint.json_fields import read_json
-from ..workbench import TokenArray
+from ...runtime.text.turn_markers import TokenArray
 
 
 @dataclass(frozen=True)
@@ -66,47 +62,6 @@ def rank_tokens(texts: Sequence[TokenArray], vocabulary: int, always: Collection
     order = np.lexsort((np.arange(vocabulary), -counts, ~staying))
     # A head needs a row, whatever is special.
     return Ranking(order.astype(np.int64), max(1, int(staying.sum())), counts.astype(np.int64))
-
-
-@dataclass(frozen=True)
-class Markers:
-    """Tokens that stand for something else than text."""
-
-    special: frozenset[int]
-    """All of the tokenizer's."""
-    ending: frozenset[int]
-    """Those that end a text."""
-
-    @property
-    def opening(self) -> frozenset[int]:
-        """Those that may open a turn."""
-        return self.special - self.ending
-
-
-def read_markers(folder: Path) -> Markers:
-    """Special tokens of the tokenizer in a folder, and those that its configuration files say end a text.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
-    tokenizer = read_json(folder / "tokenizer.json")
-    added = [token for token in tokenizer.get("added_tokens") or () if isinstance(token, dict)]
-    special: list[Any] = [token.get("id") for token in added if token.get("special")]
-    ending: list[Any] = []
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        ending += value if isinstance(value, list) else [value]
-    settings = folder / "tokenizer_config.json"
-    named = read_json(settings).get("eos_token") if settings.is_file() else None
-    text = named.get("content") if isinstance(named, dict) else named
-    ending += [token.get("id") for token in added if text is not None and token.get("content") == text]
-    return Markers(*(frozenset(int(token) for token in each if is_whole(token, 0)) for each in (special, ending)))
-
-
-def answer_start(text: TokenArray, markers: Markers) -> int:
-    """Where the last turn of a text begins: behind the last token that may open one; 0 where there is none."""
-    opened = np.flatnonzero(np.isin(text[:-1], list(markers.opening)))
-    return int(opened[-1]) + 1 if opened.size else 0
 
 
 def _common_beginning(texts: Sequence[TokenArray]) -> list[int]:

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
+from ...runtime.text.turn_markers import TokenArray
 from ..check.contract_session import ContractSession
-from ..workbench import TokenArray
 from .frequencies import Ranking
 
 _LONGEST_CHAIN: Final = 7

@@ -15,12 +15,13 @@ from onnx import ModelProto
 from ...errors import InputError
 from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME
 from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest
-from ..progress import Progress
+from ...models.progress import Progress
+from ...runtime.measure.bundle_timing import BundleTimer
+from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
 from ..upgrade.edit.editable import EditableGraph
 from ..upgrade.edit.write import InPlace
-from ..workbench import Stopwatch, TokenArray
 from .companion import CHOSEN
-from .frequencies import Ranking, answer_start, rank_tokens, read_markers
+from .frequencies import Ranking, rank_tokens
 from .head_size import TARGET_ROWS, Agreement, StepTimes, agreeing_sizes, best_size, speed
 from .layer_search import LayerSearch, PartTimes
 from .skip_judge import SkipJudge
@@ -78,7 +79,6 @@ def adopt_own_draft(
     vocabulary: int | None,
     counted: Sequence[TokenArray],
     held_out: Sequence[TokenArray],
-    stopwatch: Stopwatch,
     progress: Progress,
     *,
     seed: int = 0,
@@ -91,7 +91,6 @@ def adopt_own_draft(
         vocabulary: tokens of the draft's head; `CHOSEN` for as many as pay, None for all.
         counted: text of the target, ids int64 [n] each, for choosing.
         held_out: other such text, for judging.
-        stopwatch: times passes.
         progress: hears the stage "draft".
         seed: of the search.
         seconds: most that the search takes.
@@ -122,7 +121,7 @@ def adopt_own_draft(
         ranking = rank_tokens(counted, manifest.architecture.vocab_size, markers.special | markers.ending)
         if vocabulary != CHOSEN:
             ranking.kept(vocabulary)  # before anything that takes long
-    times = _part_times(target, manifest, whole, stopwatch)
+    times = _part_times(target, manifest, whole)
     progress(_STAGE, 0.1)
     started = time.monotonic()
     search = LayerSearch(
@@ -140,12 +139,12 @@ def adopt_own_draft(
     write_own_draft(target, skipped)
     if ranking is not None:
         sizes = _agreement_by_size(other, skipped, ranking)
-        tokens = vocabulary or _best_head(target, manifest, ranking, sizes, times, stopwatch)
+        tokens = vocabulary or _best_head(target, manifest, ranking, sizes, times)
         agreement = float(sizes[tokens])
         if tokens < ranking.order.size:
             trim_own_draft(target, ranking.kept(tokens))
     with as_bundle(target, manifest, _draft_of(target)) as draft:
-        on_target, on_draft = stopwatch([target, draft], (1,), _ROUNDS)
+        on_target, on_draft = BundleTimer().time_passes([target, draft], (1,), _ROUNDS)
     progress(_STAGE, 1.0)
     return OwnDraftReport(
         skips=tuple(map(str, sorted(skipped))),
@@ -193,7 +192,7 @@ def _first(texts: Sequence[TokenArray], most: int) -> list[TokenArray]:
     return some
 
 
-def _part_times(target: Path, manifest: Manifest, whole: ModelProto, stopwatch: Stopwatch) -> PartTimes:
+def _part_times(target: Path, manifest: Manifest, whole: ModelProto) -> PartTimes:
     """What parts take: the time without all of a kind, shared out by their bytes."""
     parts = inner_parts(manifest.architecture.layers)
     of_kind = [[part for part in parts if part.part is kind] for kind in Part]
@@ -201,8 +200,8 @@ def _part_times(target: Path, manifest: Manifest, whole: ModelProto, stopwatch: 
         as_bundle(target, manifest, without(whole, of_kind[0])) as first,
         as_bundle(target, manifest, without(whole, of_kind[1])) as second,
     ):
-        (curve,) = stopwatch([target], TARGET_ROWS, _ROUNDS)
-        again, *lacking = stopwatch([target, first, second], (1,), _ROUNDS)
+        (curve,) = BundleTimer().time_passes([target], TARGET_ROWS, _ROUNDS)
+        again, *lacking = BundleTimer().time_passes([target, first, second], (1,), _ROUNDS)
     all_bytes = external_bytes(whole)
     seconds: dict[SubLayer, float] = {}
     for kind, times in zip(of_kind, lacking, strict=True):
@@ -237,7 +236,6 @@ def _best_head(
     ranking: Ranking,
     agreement: Agreement,
     times: PartTimes,
-    stopwatch: Stopwatch,
 ) -> int:
     """As many tokens as pay."""
     least = EditableGraph(_draft_of(target), target)
@@ -246,7 +244,7 @@ def _best_head(
         as_bundle(target, manifest, _draft_of(target)) as on_all,
         as_bundle(target, manifest, least.model(InPlace())) as on_few,
     ):
-        whole, few = stopwatch([on_all, on_few], (1,), _ROUNDS)
+        whole, few = BundleTimer().time_passes([on_all, on_few], (1,), _ROUNDS)
     return best_size(ranking, agreement, StepTimes(times.target, whole[1], few[1]))
 
 

@@ -20,8 +20,8 @@ from onnx import ModelProto, TensorProto, helper
 from ...errors import InputError
 from ...models.bundle import GRAPH_NAME
 from ...models.manifest import Architecture
+from ...runtime.text.turn_markers import TokenArray
 from ..check.contract_session import ContractSession
-from ..workbench import TokenArray
 from .skipped_layers import SubLayer, inner_parts, join_of
 
 Int64Array = npt.NDArray[np.int64]

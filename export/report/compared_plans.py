@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ...models.manifest import Method, WeightFormat
+from ...models.progress import Progress, silent
 from ..allocation.baseline_plans import rule_plans, uniform_plan
 from ..allocation.costs import ByteCosts, cost_of
 from ..allocation.linear_times import LinearTimes
 from ..checkpoint.config import DecoderConfig
-from ..progress import Progress, silent
 from .figures import ALIKE, PlanFigures, PlanKind
 from .gather import plan_figures
 

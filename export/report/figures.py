@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import Final
 
 from ...models.manifest import Calibration, WeightFormat
+from ...runtime.measure.draft_benefit import DraftBenefit
 from ..calibration.divergence import Divergence
-from ..workbench import Acceptance
 
 GIGA: Final = 1e9
 ALIKE: Final = 0.03
@@ -101,7 +101,7 @@ class DraftFigures:
 
     made_of: str
     """In words: another checkpoint's name, or which sub-layers of the target it has."""
-    acceptance: Acceptance
+    acceptance: DraftBenefit
     vocabulary: int | None = None
     """Tokens its head kept; None for all."""
     coverage: float | None = None

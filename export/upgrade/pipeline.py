@@ -13,13 +13,13 @@ from onnx import ModelProto
 from ...errors import BundleError, InputError
 from ...models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
+from ...models.progress import Progress, silent
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
 from ..checkpoint.tokenizer_files import require_config_files, require_tokenizer
 from ..destination import ExportResult, bundle_written_whole, require_apart
 from ..graph import inputs_outputs
 from ..graph.weight_file import WeightFile
-from ..progress import Progress, silent
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe, ExportRequest
 from .contract_inputs import AttentionForm, state_cache_shape, wire_attention
 from .decoder_io import Ports, settle_ports

@@ -1,8 +1,8 @@
-"""Several texts sampled in the same passes: a pass over a few rows costs little more than one over a single row.
+"""Samples several texts in the same passes.
 
-The texts lie in one cache, their rows mixed: each row sees what all texts begin with and the rows of its own text, as
-the branches of a token tree would. That takes a slot of the cache per token of every text, and a graph whose masks do
-not count slots, which those of sliding windows do.
+A pass over a few tokens costs little more than one over a single token. The texts share one KV cache with their slots
+interleaved: each token attends to the common prefix and to its own text, as the branches of a token tree do. That takes
+a cache slot per token of every text, and a graph whose masks do not count slots, as those of sliding windows do.
 """
 
 from __future__ import annotations
@@ -14,119 +14,123 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CheckpointError
-from ...export.checkpoint.config import read_config
 from ..engine import Engine
 from ..graph.bound_session import BoundSession, Floats
 from ..prefill import prefill
 from ..sampling import Sampler, SamplingParams
 
-_MOST: Final = 8
-"""Texts at a time; more rows in a pass cost as much again."""
+_MAX_BATCH: Final = 8
+"""Most texts of a pass; beyond it a further text costs as much again."""
 
 
 @dataclass
-class Continued:
-    """A text being written."""
+class SampledText:
+    """A text that is being sampled."""
 
     number: int
+    """Index of the text in its batch."""
     tokens: list[int]
+    """Token ids so far, those of the prompt included."""
     sampler: Sampler
     pending: list[int] = field(default_factory=list)
-    """Its last tokens, which no pass has read yet."""
+    """The last token ids, which no pass has read yet."""
     end: int | None = None
-    """The token that would have come next, where that ends the text."""
+    """The end token that was sampled after the text, if any."""
 
-    def sample(self, logits: Floats, most: int, ends: frozenset[int]) -> bool:
-        """Take the next token; whether the text goes on, of at most `most` tokens and up to one of `ends`."""
-        if len(self.tokens) >= most:
+    def sample(self, logits: Floats, max_tokens: int, end_tokens: frozenset[int]) -> bool:
+        """Sample the next token from `logits` float32 [V]; return whether the text goes on after it."""
+        if len(self.tokens) >= max_tokens:
             return False
         token = self.sampler.choose(logits, len(self.tokens))
-        if token in ends:
+        if token in end_tokens:
             self.end = token
             return False
         self.tokens.append(token)
         self.pending = [token]
-        return len(self.tokens) < most
+        return len(self.tokens) < max_tokens
 
 
-class SideBySide:
-    """Continues texts of a model, as many at a time as its context has room for."""
+class BatchedSampler:
+    """Samples continuations of prompts, as many in a pass as the context has room for.
 
-    def __init__(self, engine: Engine, longest: int) -> None:
-        """`longest` is the most tokens that any text will have."""
+    Args:
+        engine: the model.
+        max_text_tokens: most tokens of any text.
+        sliding_windows: whether some layers attend to a sliding window; then every text is sampled by itself.
+    """
+
+    def __init__(self, engine: Engine, max_text_tokens: int, *, sliding_windows: bool) -> None:
         self._bound: BoundSession = engine.model.new_sequence().bound
-        self._read_before: list[int] = []
-        room = engine.context // longest if engine.graph_io.supports_trees and not _has_windows(engine) else 1
-        self.together: Final = max(1, min(_MOST, room))
-        """How many texts to ask for at a time."""
+        self._cached_prefix: list[int] = []
+        batched = engine.graph_io.supports_trees and not sliding_windows
+        self.batch_size: Final = max(1, min(_MAX_BATCH, engine.context // max_text_tokens if batched else 1))
+        """How many prompts to continue at a time."""
 
-    def continued(
-        self, prompts: Sequence[list[int]], most: int, ends: frozenset[int], seeds: Iterator[int]
-    ) -> list[Continued]:
-        """Sample what follows each prompt, at temperature 1, up to a token of `ends` or `most` tokens in all.
+    def sample(
+        self, prompts: Sequence[list[int]], max_tokens: int, end_tokens: frozenset[int], seeds: Iterator[int]
+    ) -> list[SampledText]:
+        """Continue each prompt at temperature 1 up to an end token, or to `max_tokens` tokens with the prompt.
 
-        Prompts are not empty; there are at most `together`.
+        Args:
+            prompts: at most `batch_size` token id lists, none empty.
+            max_tokens: most tokens of a text.
+            end_tokens: ids that end a text.
+            seeds: gives a seed for each text.
         """
-        shared = _beginning(prompts)
-        if not shared:  # a pass over an empty cache is one text's
-            return [each for prompt in prompts for each in self.continued([prompt], most, ends, seeds)]
+        prefix = _common_prefix(prompts)
+        if not prefix:  # a pass over an empty cache cannot hold several texts
+            return [text for prompt in prompts for text in self.sample([prompt], max_tokens, end_tokens, seeds)]
         texts = [
-            Continued(
+            SampledText(
                 number, [*prompt], Sampler(SamplingParams(temperature=1.0, seed=seed), self._bound.graph_io.vocab_size)
             )
             for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=False))
         ]
-        logits = self._read(shared)
-        going = []
+        prefix_logits = self._prefill(prefix)
+        active = []
         for text in texts:
-            text.pending = text.tokens[len(shared) :]
-            if text.pending or text.sample(logits, most, ends):
-                going.append(text)
-        owners = np.zeros(0, np.int64)
-        while going:
-            owners = np.concatenate([owners, *(np.full(len(text.pending), text.number) for text in going)])
-            rows = self._pass(going, owners)
-            going = [text for text, row in zip(going, rows, strict=True) if text.sample(row, most, ends)]
+            text.pending = text.tokens[len(prefix) :]
+            if text.pending or text.sample(prefix_logits, max_tokens, end_tokens):
+                active.append(text)
+        slot_texts = np.zeros(0, np.int64)
+        while active:
+            slot_texts = np.concatenate([slot_texts, *(np.full(len(text.pending), text.number) for text in active)])
+            logits = self._pass(active, slot_texts)
+            active = [
+                text for text, own in zip(active, logits, strict=True) if text.sample(own, max_tokens, end_tokens)
+            ]
         return texts
 
-    def _read(self, shared: list[int]) -> Floats:
-        """Make these tokens the cache's; logits [V] of the last one."""
-        bound, arena = self._bound, self._bound.arena
-        kept = len(_beginning([self._read_before, shared[:-1]]))
+    def _prefill(self, prefix: list[int]) -> Floats:
+        """Make these token ids the cache's contents and return the logits [V] after the last one."""
+        arena = self._bound.arena
+        kept = len(_common_prefix([self._cached_prefix, prefix[:-1]]))
         arena.rewind_to(min(kept, arena.length))
-        logits, _ = prefill(bound, shared)
-        self._read_before = shared
+        logits, _ = prefill(self._bound, prefix)
+        self._cached_prefix = prefix
         return np.array(logits)
 
-    def _pass(self, going: Sequence[Continued], owners: npt.NDArray[np.int64]) -> Floats:
-        """Read what is pending; logits of each text's last token, valid until the next pass.
+    def _pass(self, active: Sequence[SampledText], slot_texts: npt.NDArray[np.int64]) -> Floats:
+        """Run the pending tokens and return the logits [texts, V] after each text, valid until the next pass.
 
-        `owners` holds the numbers of the texts that rows are of, from the first row that is not all texts'.
+        `slot_texts` holds the number of the text of every cache slot behind the common prefix, pending ones included.
         """
-        tokens = [token for text in going for token in text.pending]
-        positions = [place for text in going for place in range(len(text.tokens) - len(text.pending), len(text.tokens))]
-        last = np.cumsum([len(text.pending) for text in going]) - 1
-        mask = owners[-len(tokens) :, None] == owners
+        tokens = [token for text in active for token in text.pending]
+        positions = [
+            index for text in active for index in range(len(text.tokens) - len(text.pending), len(text.tokens))
+        ]
+        last = np.cumsum([len(text.pending) for text in active]) - 1
+        mask = slot_texts[-len(tokens) :, None] == slot_texts
         mask[:, -len(tokens) :] &= np.tri(len(tokens), dtype=np.bool_)
         logits = self._bound.forward(tokens, logits_for=last, positions=positions, tree_mask=mask)
         self._bound.arena.commit(len(tokens))
         return logits
 
 
-def _beginning(texts: Sequence[list[int]]) -> list[int]:
-    """What all of these have in common, from their first tokens on."""
+def _common_prefix(texts: Sequence[list[int]]) -> list[int]:
     length = 0
     for tokens in zip(*texts, strict=False):
         if len(set(tokens)) > 1:
             break
         length += 1
     return texts[0][:length]
-
-
-def _has_windows(engine: Engine) -> bool:
-    """Whether some layers see a window only, as far as is known; it is taken for granted where it is not."""
-    try:
-        return any(layer.window is not None for layer in read_config(engine.bundle.folder).attention)
-    except CheckpointError:
-        return True

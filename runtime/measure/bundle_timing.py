@@ -1,71 +1,129 @@
-"""How long passes of several models take: the same passes of each, in turn.
+"""Times forward passes and graph nodes of several bundles in turn.
 
-A machine that other programs use too, or that gets hot, changes speed by more than what is to be measured. So the
-models take turns of a few passes, in the opposite order every other time, and of every kind of pass the faster third is
-averaged: what disturbs a pass makes it slower, never faster. A turn begins with a pause, since the threads of the model
-before still spin, and with passes that do not count, since the caches still hold that one's weights.
+Other programs and heat change a machine's speed by more than the differences to be measured. The bundles therefore
+take turns of a few passes, in the opposite order every other turn, and of every pass width the fastest third of the
+passes is averaged: a disturbance makes a pass slower, never faster. A turn begins with a pause, because the threads of
+the bundle before still spin, and with warm-up passes, because the caches still hold the other bundle's weights.
+
+ONNX Runtime's profiler times the nodes, in sessions of their own because profiling takes time. The sessions whose
+passes are timed as a whole run after them, on the same weights. Both are loaded several times: one load of a model is
+a few percent faster than another, whatever its weights are, and the machine is faster in one minute than in the next.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Final
-
-import numpy as np
+from typing import Any, Final, NamedTuple
 
 from ...models.bundle import GRAPH_NAME, Bundle, open_bundle
 from ...models.cache import cache_folder
+from ..devices.processor import machine
 from ..devices.providers import choose_device
 from ..graph.bound_session import BoundSession
 from ..graph.metadata import metadata_of
 from ..graph.prepacked import should_prepack
-from ..graph.session import GraphSession, SessionConfig, write_prepacked
+from ..graph.session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
+from .pass_timing import TYPICAL_CONTEXT, pad_cache, time_pass
 
-PASSES: Final = 5
-"""Of a kind in a turn."""
-FIRST_PASSES: Final = 2
-"""Of a turn, which do not count."""
-_SETTLE_S: Final = 0.02
-_CONTEXT: Final = 256
-"""Committed rows that every pass reads, as in the measurements of a model that is used."""
-_FILLER: Final = 0.01
-_FASTER: Final = 3
-"""One pass in so many counts."""
+PASSES_PER_TURN: Final = 5
+"""Timed passes of each width in a turn."""
+WARM_UP_PASSES: Final = 2
+"""Passes at the beginning of a turn whose times are discarded."""
+_PAUSE_S: Final = 0.02
+_LOADS: Final = 4
+"""How often node timing loads every bundle."""
+_FASTEST_SHARE: Final = 3
+"""The fastest one of so many passes is averaged."""
+_NODE_SUFFIX: Final = "_kernel_time"
+_RUN_EVENT: Final = "model_run"
 
 
-class BundleStopwatch:
-    """Times passes of bundles with onnxruntime on this machine's CPU; a `Stopwatch` for the exporter."""
+@dataclass(frozen=True)
+class PassNodeTimes:
+    """Seconds of one forward pass, as a whole and by graph node."""
+
+    seconds: float
+    """Seconds of the whole pass, measured without the profiler."""
+    nodes: Mapping[str, float]
+    """Seconds by node name, measured in separate passes; profiling adds a few microseconds to every node."""
+
+
+class BundleTimer:
+    """Times passes of bundles with ONNX Runtime on this machine's CPU.
+
+    Args:
+        threads: number of threads; 0 for one per physical core.
+    """
 
     def __init__(self, threads: int = 0) -> None:
-        """`threads`: 0 for one per physical core."""
         self._config = SessionConfig(choose_device("cpu"), threads)
 
-    def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
-        """Seconds of a pass by its rows, for each bundle; see `Stopwatch`.
+    @property
+    def conditions(self) -> str:
+        """A key of everything besides the models that times depend on: device, threads, runtime version, machine."""
+        return "\0".join((self._config.device.provider, str(self._config.threads), RUNTIME_VERSION, machine()))
+
+    def time_passes(self, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
+        """Time passes that compute the logits of all their positions.
+
+        The weights lie in memory as they do in use: packed for this machine and memory-mapped.
+
+        Args:
+            bundles: folders of the bundles.
+            widths: numbers of token positions of the passes.
+            rounds: number of turns of every bundle.
+
+        Returns:
+            Seconds by width, for each bundle.
 
         Raises:
-            BundleError: one of them is damaged, or no model that edge-run can decode with.
+            BundleError: a bundle is damaged, or edge-run cannot decode with it.
             EdgeError: ONNX Runtime failed.
         """
         with packed_graphs(bundles) as graphs:
-            bound = [ready(GraphSession(graph, self._config, metadata_of(bundle)), bundle) for bundle, graph in graphs]
-            times = take_turns(bound, rows, rounds)
-        return [{each: undisturbed(passes) for each, passes in of_one.items()} for of_one in times]
+            return [*_pass_seconds(self._config, graphs, widths, rounds)]
+
+    def time_nodes(self, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[dict[int, PassNodeTimes]]:
+        """Time passes and their graph nodes; arguments and errors are those of `time_passes`.
+
+        Returns:
+            Times by width, for each bundle.
+        """
+        loads = min(_LOADS, rounds)
+        turns = -(-rounds // loads)
+        with packed_graphs(bundles) as graphs:
+            # Profiled sessions are closed before the others load: each counts all pages that it maps as its own.
+            measured = [
+                (
+                    _node_seconds(self._config, graphs, widths, turns),
+                    _pass_seconds(self._config, graphs, widths, turns),
+                )
+                for _ in range(loads)
+            ]
+        return [
+            {
+                width: _mean([PassNodeTimes(passes[bundle][width], nodes[bundle][width]) for nodes, passes in measured])
+                for width in widths
+            }
+            for bundle in range(len(bundles))
+        ]
 
 
 @contextmanager
 def packed_graphs(bundles: Sequence[Path]) -> Iterator[list[tuple[Bundle, Path]]]:
-    """Bundles, and for each the graph as it is loaded when it is used: where it is large, packed for this machine.
+    """Yield each bundle with the graph file to load: for large models a copy packed for this machine.
 
-    The packed twins are not those of the cache, which would give up other models for them, and go with the block.
+    The packed copies lie in a temporary folder, because the cache of packed graphs would evict other models for them.
 
     Raises:
-        BundleError: one of them is damaged.
+        BundleError: a bundle is damaged.
     """
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="timing-", dir=cache_folder()) as folder:
@@ -81,48 +139,118 @@ def packed_graphs(bundles: Sequence[Path]) -> Iterator[list[tuple[Bundle, Path]]
         yield graphs
 
 
-def ready(session: GraphSession, bundle: Bundle) -> BoundSession:
-    """The session over a cache of as many rows as a usual conversation has."""
-    bound = session.bind(session.arena(bundle.context or 2 * _CONTEXT))
-    # Rows never written lie in one page of zeros that the whole cache shares, and would be read too fast.
-    bound.arena.pad_to(min(_CONTEXT, bound.arena.limit // 2), _FILLER)
+def bind_filled(session: GraphSession, bundle: Bundle) -> BoundSession:
+    """Bind a session to a KV cache filled as in a usual conversation."""
+    bound = session.bind(session.arena(bundle.context or 2 * TYPICAL_CONTEXT))
+    pad_cache(bound, min(TYPICAL_CONTEXT, bound.arena.limit // 2))
     return bound
 
 
-def take_turns(bound: Sequence[BoundSession], rows: Sequence[int], rounds: int) -> list[dict[int, list[float]]]:
-    """Seconds of `rounds` turns of each session: by rows, `PASSES` to a turn. `FIRST_PASSES` before them are left out.
+def _pass_seconds(
+    config: SessionConfig, graphs: Sequence[tuple[Bundle, Path]], widths: Sequence[int], rounds: int
+) -> list[dict[int, float]]:
+    """Load the graphs and return the seconds of a pass by width, for each."""
+    bound = [bind_filled(GraphSession(graph, config, metadata_of(bundle)), bundle) for bundle, graph in graphs]
+    times = take_turns(bound, widths, rounds)
+    return [{width: mean_of_fastest(passes) for width, passes in by_width.items()} for by_width in times]
+
+
+def _node_seconds(
+    config: SessionConfig, graphs: Sequence[tuple[Bundle, Path]], widths: Sequence[int], rounds: int
+) -> list[dict[int, dict[str, float]]]:
+    """Load the graphs with profiling and return the seconds by width and node, for each."""
+    with tempfile.TemporaryDirectory() as folder:
+        sessions = [
+            GraphSession(graph, replace(config, profile=Path(folder) / str(number)), metadata_of(bundle))
+            for number, (bundle, graph) in enumerate(graphs)
+        ]
+        bound = [bind_filled(session, bundle) for session, (bundle, _) in zip(sessions, graphs, strict=True)]
+        take_turns(bound, widths, rounds)
+        return [_nodes_by_width(read_profile(session.end_profile()), widths) for session in sessions]
+
+
+def take_turns(bound: Sequence[BoundSession], widths: Sequence[int], rounds: int) -> list[dict[int, list[float]]]:
+    """Run `rounds` turns of each session and return the seconds of their timed passes by width.
 
     Raises:
         ContextError: a pass does not fit the context.
         EdgeError: ONNX Runtime failed.
     """
-    times: list[dict[int, list[float]]] = [{each: [] for each in rows} for _ in bound]
+    times: list[dict[int, list[float]]] = [{width: [] for width in widths} for _ in bound]
     for number in range(rounds):
         order = range(len(bound)) if number % 2 == 0 else reversed(range(len(bound)))
         for which in order:
-            time.sleep(_SETTLE_S)
-            for _ in range(FIRST_PASSES):
-                one_pass(bound[which], rows[0])
-            for width in rows:
-                times[which][width] += [one_pass(bound[which], width) for _ in range(PASSES)]
+            time.sleep(_PAUSE_S)
+            for _ in range(WARM_UP_PASSES):
+                time_pass(bound[which], widths[0])
+            for width in widths:
+                times[which][width] += [time_pass(bound[which], width) for _ in range(PASSES_PER_TURN)]
     return times
 
 
-def one_pass(bound: BoundSession, rows: int) -> float:
-    """Seconds of a pass as verification runs it: logits of all rows, and a tree mask where there are several."""
-    tokens = np.arange(rows) % bound.graph_io.input_vocab
-    mask = np.tri(rows, dtype=np.bool_) if rows > 1 and bound.graph_io.supports_trees else None
-    started = time.perf_counter()
-    bound.forward(tokens, tree_mask=mask)
-    return time.perf_counter() - started
-
-
-def faster(seconds: Sequence[float]) -> list[int]:
-    """Which passes were not disturbed, as far as one can tell: a third of them, by index."""
+def _fastest(seconds: Sequence[float]) -> list[int]:
+    """Return the indices of the fastest third, the passes that were probably not disturbed."""
     order = sorted(range(len(seconds)), key=seconds.__getitem__)
-    return order[: -(-len(order) // _FASTER)]
+    return order[: -(-len(order) // _FASTEST_SHARE)]
 
 
-def undisturbed(seconds: Sequence[float]) -> float:
-    """Mean of the passes that were not disturbed."""
-    return fmean(seconds[each] for each in faster(seconds))
+def mean_of_fastest(seconds: Sequence[float]) -> float:
+    """Return the mean of the fastest third of the passes."""
+    return fmean(seconds[index] for index in _fastest(seconds))
+
+
+def _mean(loads: Sequence[PassNodeTimes]) -> PassNodeTimes:
+    return PassNodeTimes(
+        fmean(load.seconds for load in loads),
+        {node: fmean(load.nodes[node] for load in loads) for node in loads[0].nodes},
+    )
+
+
+def _nodes_by_width(passes: Sequence[Mapping[str, float]], widths: Sequence[int]) -> dict[int, dict[str, float]]:
+    """Average the node times of the timed passes of `take_turns`, by width.
+
+    All nodes are averaged over the same passes, so that they add up to the time of passes that occurred.
+    """
+    passes_per_turn = WARM_UP_PASSES + len(widths) * PASSES_PER_TURN
+    found = {}
+    for place, width in enumerate(widths):
+        first = WARM_UP_PASSES + place * PASSES_PER_TURN
+        timed = [one for number, one in enumerate(passes) if 0 <= number % passes_per_turn - first < PASSES_PER_TURN]
+        chosen = [timed[index] for index in _fastest([sum(one.values()) for one in timed])]
+        found[width] = {node: fmean(one[node] for one in chosen) for node in chosen[0]}
+    return found
+
+
+class _Event(NamedTuple):
+    name: str
+    seconds: float
+
+
+def read_profile(profile: Path) -> list[dict[str, float]]:
+    """Read the seconds by node of each pass from a profile that ONNX Runtime wrote, in the order of the passes.
+
+    The profiler's own work of 5 to 10 microseconds is part of every node's time.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is not a profile.
+    """
+    passes: list[dict[str, float]] = []
+    nodes: dict[str, float] = {}
+    # The profile takes a kilobyte per node and pass; the hook keeps two values of it while the file is parsed.
+    for event in json.loads(profile.read_text(encoding="utf-8"), object_hook=_event):
+        if not isinstance(event, _Event):
+            continue
+        if event.name.endswith(_NODE_SUFFIX):
+            nodes[event.name.removesuffix(_NODE_SUFFIX)] = event.seconds
+        elif event.name == _RUN_EVENT:
+            passes.append(nodes)
+            nodes = {}
+    return passes
+
+
+def _event(fields: dict[str, Any]) -> _Event | None:
+    """Convert a JSON object to an event; None for the objects nested in one."""
+    if "cat" not in fields:
+        return None
+    return _Event(str(fields["name"]), float(fields["dur"]) * 1e-6)

@@ -1,136 +1,171 @@
-"""How much a model gains from the draft in its bundle, measured on given texts."""
+"""Measures what a model gains from the draft in its bundle, on given texts."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ...errors import InputError
 from ..engine import Engine, load
 from ..generation import CachedSequence
+from ..graph.bound_session import BoundSession
 from ..options import GenerateOptions
 from ..result import Reply, Stats
 from ..speculation.choice import Speculation
+from ..speculation.drafters.draft_model import DraftModel
+from ..speculation.drafters.layer_skip import LayerSkipDraft
 from ..speculation.tree import Source
-from .agreement import agreeing
+from ..text.turn_markers import Markers, TokenArray, answer_start, read_markers
 
-if TYPE_CHECKING:
-    from ...export.drafts.frequencies import Markers
-    from ...export.workbench import Acceptance, TokenArray
-
-_GIVEN: Final = 4
-"""One in so many tokens of a text without turns, the first ones, stands for what it answers."""
+_PROMPT_SHARE: Final = 4
+"""In a text without turns, the first one of so many tokens is the prompt."""
 _WARM_UP_TOKENS: Final = 16
 
 
-class _Text(NamedTuple):
-    """Token ids, and where the answer begins in them."""
+@dataclass(frozen=True)
+class DraftBenefit:
+    """What a target model gains from its draft model."""
 
+    agreement: float
+    """Share of positions where target and draft prefer the same token."""
+    tokens_per_pass: float
+    """Mean number of tokens per pass of the target."""
+    plain_seconds: float
+    """Seconds per token without speculation."""
+    speculative_seconds: float
+    """Seconds per token with speculation."""
+
+
+class _Text(NamedTuple):
     tokens: list[int]
     start: int
+    """Index of the first token of the answer."""
 
 
-class DraftJudge:
-    """Replays texts with guesses of the bundle's draft alone, and without any: a `Judge`.
+def measure_draft_benefit(
+    bundle: Path,
+    texts: Sequence[TokenArray],
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    max_tokens: int = 2048,
+) -> DraftBenefit:
+    """Replay texts with draft tokens of the bundle's draft alone, and without speculation.
 
-    Every text is decoded both ways, one right after the other, so that a busy machine disturbs both alike.
+    Every text is decoded both ways, one right after the other, so that other load on the machine affects both alike.
 
     Args:
+        bundle: folder of a model with a draft.
+        texts: token ids of whole texts, int64 [n], each ending with what a model answered.
         device: as for `load`.
         threads: as for `load`.
-        most_tokens: of the texts that are looked at; those after them are left out.
+        max_tokens: total number of tokens to replay; texts beyond it are left out.
+
+    Raises:
+        BundleError: there is no such model, or it is damaged.
+        InputError: the bundle has no draft, or no text is long enough.
     """
-
-    def __init__(self, device: str = "auto", threads: int | None = None, most_tokens: int = 2048) -> None:
-        self._device = device
-        self._threads = threads
-        self._most = most_tokens
-
-    def __call__(self, bundle: Path, texts: Sequence[TokenArray]) -> Acceptance:
-        """Measure it.
-
-        Args:
-            bundle: a model's folder with a draft.
-            texts: token ids of whole texts, each ending with what a model answered.
-
-        Raises:
-            BundleError: there is no such model, or it is damaged.
-            InputError: it has no draft, or no text is long enough.
-        """
-        from ...export.drafts.frequencies import read_markers  # noqa: PLC0415 -- an extra
-        from ...export.workbench import Acceptance  # noqa: PLC0415
-
-        with load(bundle, device=self._device, threads=self._threads, learned=False) as engine:
-            draft = engine.model.drafters.draft_model()
-            if draft is None:
-                raise InputError(f"{bundle} has no draft to judge", "export it with --draft or --draft-layers")
-            chosen = self._chosen(engine, texts, read_markers(engine.bundle.folder))
-            bound = engine.model.new_sequence().bound
-            # What follows a text's last token is nothing that anybody would guess.
-            same = sum(agreeing(bound, draft, text.tokens[:-1], text.start - 1) for text in chosen)
-            plain, guessing = _replays(engine, chosen)
-        return Acceptance(
-            agreement=same / sum(len(text.tokens) - text.start for text in chosen),
-            tokens_per_pass=_decoded(guessing) / sum(stats.decode_passes for stats in guessing),
-            plain_seconds=_seconds(plain) / _decoded(plain),
-            # By ratios of neighbours, which a change of the machine's speed in between leaves as they are.
-            speculative_seconds=_seconds(plain)
-            / _decoded(plain)
-            * statistics.median(
-                _seconds([with_guesses]) / _seconds([without])
-                for with_guesses, without in zip(guessing, plain, strict=True)
-            ),
-        )
-
-    def _chosen(self, engine: Engine, texts: Sequence[TokenArray], markers: Markers) -> list[_Text]:
-        """The first texts, cut to the model's context; none so short that nothing is decoded after its first token.
-
-        Raises:
-            InputError: there is none.
-        """
-        from ...export.drafts.frequencies import answer_start  # noqa: PLC0415 -- an extra
-
-        found: list[_Text] = []
-        left = self._most
-        for text in texts:
-            cut = text[: min(engine.context, left)]
-            start = answer_start(cut, markers) or max(1, len(cut) // _GIVEN)
-            if start + 2 <= len(cut):
-                found.append(_Text(cut.tolist(), start))
-                left -= len(cut)
-        if not found:
-            raise InputError("no text is long enough to judge a draft by", "give texts of more tokens")
-        return found
+    with load(bundle, device=device, threads=threads, learned=False) as engine:
+        draft = engine.model.drafters.draft_model()
+        if draft is None:
+            raise InputError(f"{bundle} has no draft to measure", "export it with --draft or --draft-layers")
+        chosen = _choose_texts(engine, texts, read_markers(engine.bundle.folder), max_tokens)
+        bound = engine.model.new_sequence().bound
+        # The draft is not compared after a text's last token, whose successor is unknown.
+        agreeing = sum(count_agreement(bound, draft, text.tokens[:-1], text.start - 1) for text in chosen)
+        plain, speculative = _replay_all(engine, chosen)
+    return DraftBenefit(
+        agreement=agreeing / sum(len(text.tokens) - text.start for text in chosen),
+        tokens_per_pass=_decoded_tokens(speculative) / sum(stats.decode_passes for stats in speculative),
+        plain_seconds=_decode_seconds(plain) / _decoded_tokens(plain),
+        # The median of the ratios of neighbours, which a change of the machine's speed in between leaves as they are.
+        speculative_seconds=_decode_seconds(plain)
+        / _decoded_tokens(plain)
+        * statistics.median(
+            _decode_seconds([with_draft]) / _decode_seconds([without])
+            for with_draft, without in zip(speculative, plain, strict=True)
+        ),
+    )
 
 
-def _replays(engine: Engine, texts: Sequence[_Text]) -> tuple[list[Stats], list[Stats]]:
-    """Accounts of each text, plain and with guesses of the draft."""
-    ways = (Speculation.OFF, Speculation.of(Source.MODEL))
-    caches = [engine.model.new_sequence() for _ in ways]
-    # First passes allocate memory: let nobody be charged for it.
-    for way, cache in zip(ways, caches, strict=True):
+def count_agreement(bound: BoundSession, draft: DraftModel, text: Sequence[int], start: int = 0) -> int:
+    """Count the tokens of a text, from index `start` on, after which target and draft prefer the same next token.
+
+    Both read the text token by token, as in decoding. A draft on the target's cache finds the target's slots there, and
+    leaves a slot that the target writes over.
+
+    Args:
+        bound: the target's session; its arena's contents are lost.
+        draft: the draft model.
+        text: token ids, at most as many as the arena can hold.
+        start: index of the first token after which the two are compared.
+
+    Raises:
+        EdgeError: ONNX Runtime failed.
+    """
+    arena = bound.arena
+    arena.rewind_to(0)
+    if isinstance(draft, LayerSkipDraft):
+        draft.attach(arena)
+    draft.follow(())
+    agreeing = 0
+    for index, token in enumerate(text):
+        draft.append(token)
+        preferred = draft.likely((), 1).tokens if index >= start else ()
+        logits = bound.forward((token,))[0]
+        arena.commit(1)
+        agreeing += preferred == (int(logits.argmax()),)
+    return agreeing
+
+
+def _choose_texts(engine: Engine, texts: Sequence[TokenArray], markers: Markers, max_tokens: int) -> list[_Text]:
+    """Return the first texts, cut to the model's context, whose answers have at least two tokens.
+
+    Raises:
+        InputError: no text does.
+    """
+    found: list[_Text] = []
+    left = max_tokens
+    for text in texts:
+        cut = text[: min(engine.context, left)]
+        start = answer_start(cut, markers) or max(1, len(cut) // _PROMPT_SHARE)
+        if start + 2 <= len(cut):
+            found.append(_Text(cut.tolist(), start))
+            left -= len(cut)
+    if not found:
+        raise InputError("no text is long enough to measure a draft on", "give texts of more tokens")
+    return found
+
+
+def _replay_all(engine: Engine, texts: Sequence[_Text]) -> tuple[list[Stats], list[Stats]]:
+    """Return the statistics of each text, replayed plainly and with the draft."""
+    modes = (Speculation.OFF, Speculation.of(Source.MODEL))
+    caches = [engine.model.new_sequence() for _ in modes]
+    # The first passes allocate memory, so they are not timed.
+    for mode, cache in zip(modes, caches, strict=True):
         first = texts[0]
-        _replay(engine, cache, _Text(first.tokens[: first.start + _WARM_UP_TOKENS], first.start), way)
+        _replay(engine, cache, _Text(first.tokens[: first.start + _WARM_UP_TOKENS], first.start), mode)
     found: list[list[Stats]] = [[], []]
     for number, text in enumerate(texts):
-        for turn in ((0, 1), (1, 0))[number % 2]:
-            found[turn].append(_replay(engine, caches[turn], text, ways[turn]))
+        for which in ((0, 1), (1, 0))[number % 2]:
+            found[which].append(_replay(engine, caches[which], text, modes[which]))
     return found[0], found[1]
 
 
-def _replay(engine: Engine, cache: CachedSequence, text: _Text, way: Speculation) -> Stats:
+def _replay(engine: Engine, cache: CachedSequence, text: _Text, mode: Speculation) -> Stats:
     cache.token_ids.clear()
-    options = GenerateOptions(temperature=0.0, speculation=way)
+    options = GenerateOptions(temperature=0.0, speculation=mode)
     return Reply.of(engine.model.replay(cache, text.tokens[: text.start], text.tokens[text.start :], options)).stats
 
 
-def _decoded(accounts: Sequence[Stats]) -> int:
-    """Tokens after the first of each text, which reading the prompt gives."""
-    return sum(stats.completion_tokens - 1 for stats in accounts)
+def _decoded_tokens(stats: Sequence[Stats]) -> int:
+    """Count the tokens after the first of each text, which prefill gives."""
+    return sum(each.completion_tokens - 1 for each in stats)
 
 
-def _seconds(accounts: Sequence[Stats]) -> float:
-    """What those tokens took."""
-    return sum(stats.total_s - stats.first_token_s for stats in accounts)
+def _decode_seconds(stats: Sequence[Stats]) -> float:
+    """Return the seconds that those tokens took."""
+    return sum(each.total_s - each.first_token_s for each in stats)

@@ -121,7 +121,7 @@ def _count(data: object) -> ComparisonCounts | None:
         return None
     if not isinstance(data, dict):
         raise ValueError("holds a count that is none")
-    names = ("texts", "identical", "tied", "guesses", "accepted", "again")
+    names = ("texts", "identical", "tied", "candidates", "accepted", "again")
     if not is_finite(data.get("widest_tie")) or not all(is_whole(data.get(name), 0) for name in names):
         raise ValueError("holds a count that is none")
     return ComparisonCounts(**{name: data[name] for name in names}, widest_tie=float(data["widest_tie"]))

@@ -9,7 +9,7 @@ from ...models.bundle import Bundle
 from ..graph.bound_session import BoundSession
 from ..graph.session import SessionConfig
 from ..speculation.pass_cost import PassCost
-from .pass_timing import calibrate
+from .pass_timing import measure_pass_cost
 from .stored_measurements import keep_measurement, measurement_file, read_measurement
 
 _FORM: Final = 1
@@ -24,7 +24,7 @@ def load_or_calibrate(bundle: Bundle, config: SessionConfig, bound: BoundSession
     """
     cost = cached(bundle, config)
     if cost is None:
-        cost = calibrate(bound)
+        cost = measure_pass_cost(bound)
         save(cost, bundle, config)
     return cost
 

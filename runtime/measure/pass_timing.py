@@ -1,9 +1,9 @@
-"""Measures t(m): short passes of every width in turn, over a context of arbitrary rows.
+"""Measures pass cost: the seconds of a forward pass by its width.
 
-What disturbs a pass makes it slower, never faster, so of every width a low quantile is taken: on a machine whose cores
-other processes use too, the ratios repeat better than those of medians or of single turns. Turns keep the widths
-together, so that a slow spell touches all of them, and the widths change with every pass, as they do when decoding, so
-the cost of changing is in the times.
+Short passes of every width take turns over a cache that is filled with arbitrary values. A disturbance makes a pass
+slower, never faster, so a low quantile is taken of every width: on a machine whose cores other processes use too, the
+ratios repeat better than those of medians or of single turns. Turns keep the widths together, so that a slow spell
+affects all of them. The width changes with every pass, as it does in decoding, so the times include the cost of that.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ..graph.bound_session import BoundSession
 from ..speculation.pass_cost import PassCost
 
 WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-"""Rows of the passes that are measured; those between are interpolated."""
+"""Widths that are measured; the cost of those between is interpolated."""
+TYPICAL_CONTEXT: Final = 256
+"""Filled cache slots at which passes are timed: the first answers mostly stay below twice that."""
 
-_FEWER: Final = ((1, 2, 3, 4, 6, 8, 16), (1, 2, 4, 8))
-"""For slow models, whose passes of all widths would not fit the budget."""
-_ROW: Final = 0.3
-"""What one more row costs at most, in passes of one row: a guess that only decides how many widths are measured."""
-_FEWEST_TURNS: Final = 2
-_ENOUGH_TURNS: Final = 60
+_FEWER_WIDTHS: Final = ((1, 2, 3, 4, 6, 8, 16), (1, 2, 4, 8))
+"""Widths for slow models, whose passes of all widths would not fit the time budget."""
+_POSITION_COST: Final = 0.3
+"""Upper estimate of what a further position costs, in passes of width 1; it only decides how many widths to measure."""
+_MIN_TURNS: Final = 2
+_MAX_TURNS: Final = 60
 """Enough for models whose passes take less than a millisecond, where one interruption costs ten of them."""
 _QUANTILE: Final = 0.2
-_TYPICAL_CONTEXT: Final = 256
-"""Where a shorter arena is measured: the first answers mostly stay below twice that."""
 _FILLER: Final = 0.01
 
 
-def calibrate(
+def measure_pass_cost(
     bound: BoundSession,
     *,
     seconds_budget: float = 2.0,
@@ -41,17 +41,18 @@ def calibrate(
     contexts: Sequence[int] | None = None,
     progress: Callable[[float], None] = lambda _: None,
 ) -> PassCost:
-    """Measure t(m) on this session.
+    """Measure the seconds of a pass by width and context.
 
-    The arena's committed rows are untouched and its length is restored; rows beyond are overwritten, and it may have
-    grown.
+    The arena's committed slots are untouched and its length is restored; slots beyond it are overwritten, and the arena
+    may have grown.
 
     Args:
         bound: the session and the arena to run over.
-        seconds_budget: about how long each context may take; slow models take as long as a few passes need.
-        widths: rows of the passes, 1 among them; the ones that do not fit the context are left out.
-        contexts: committed rows to measure at, none below the arena's; its own or a typical one when None.
-        progress: told the fraction done.
+        seconds_budget: approximate seconds for each context; slow models take as long as a few passes need.
+        widths: numbers of positions of the passes, 1 among them; those that do not fit the context are left out.
+        contexts: numbers of filled slots to measure at, none below the arena's length; by default the arena's length,
+            or a typical one if that is larger.
+        progress: receives the fraction done, 0 to 1.
 
     Raises:
         ContextError: a context leaves no room for a pass.
@@ -59,61 +60,68 @@ def calibrate(
     """
     arena = bound.arena
     length = arena.length
-    typical = max(length, min(_TYPICAL_CONTEXT, arena.limit // 2))
+    typical = max(length, min(TYPICAL_CONTEXT, arena.limit // 2))
     wanted = [typical] if contexts is None else sorted(contexts)
     if wanted[0] < length or 1 not in widths:
-        raise ValueError(f"contexts {wanted} and widths {widths}: none may be below {length}, and 1 row is needed")
+        raise ValueError(f"contexts {wanted} must not be below {length}, and widths {widths} must contain 1")
     measured = {}
     try:
         for number, context in enumerate(wanted):
 
-            def partly(fraction: float, number: int = number) -> None:
+            def report(fraction: float, number: int = number) -> None:
                 progress((number + fraction) / len(wanted))
 
             arena.reserve(context - arena.length + 1)
-            # Rows never written lie in one page of zeros that the whole cache shares, and would be read too fast.
-            arena.pad_to(context, _FILLER)
-            measured[context] = _measure(bound, widths, seconds_budget, partly)
+            pad_cache(bound, context)
+            measured[context] = _measure(bound, widths, seconds_budget, report)
     finally:
         arena.rewind_to(length)
     return PassCost(measured)
 
 
+def pad_cache(bound: BoundSession, slots: int) -> None:
+    """Fill the cache with arbitrary values up to `slots`.
+
+    Slots that were never written lie in one page of zeros that the whole cache shares, and would be read too fast.
+    """
+    bound.arena.pad_to(slots, _FILLER)
+
+
+def time_pass(bound: BoundSession, width: int) -> float:
+    """Return the seconds of a pass as verification runs it: logits of all positions, with a tree mask if supported."""
+    tokens = np.arange(width) % bound.graph_io.input_vocab
+    mask = np.tri(width, dtype=np.bool_) if width > 1 and bound.graph_io.supports_trees else None
+    started = time.perf_counter()
+    bound.forward(tokens, tree_mask=mask)
+    return time.perf_counter() - started
+
+
 def _measure(
     bound: BoundSession, widths: Sequence[int], seconds_budget: float, progress: Callable[[float], None]
 ) -> dict[int, float]:
-    """Seconds by width at the arena's length."""
+    """Return the seconds by width at the arena's length."""
     room = bound.arena.limit - bound.arena.length
     chosen = [width for width in sorted(widths) if width <= room]
     started = time.perf_counter()
-    _pass(bound, chosen[-1])  # the widest first: buffers are made once
-    one = min(_pass(bound, 1) for _ in range(3))
-    for fewer in _FEWER:
-        if _turn(chosen, one) * (_FEWEST_TURNS + 1) > seconds_budget:
+    time_pass(bound, chosen[-1])  # the widest first, so that buffers are allocated once
+    single = min(time_pass(bound, 1) for _ in range(3))
+    for fewer in _FEWER_WIDTHS:
+        if _expected_turn_seconds(chosen, single) * (_MIN_TURNS + 1) > seconds_budget:
             chosen = [width for width in chosen if width in fewer]
     turns: list[list[float]] = []
-    while len(turns) < _ENOUGH_TURNS:
+    while len(turns) < _MAX_TURNS:
         spent = time.perf_counter() - started
-        if len(turns) >= _FEWEST_TURNS and spent + _turn(chosen, one) > seconds_budget:
+        if len(turns) >= _MIN_TURNS and spent + _expected_turn_seconds(chosen, single) > seconds_budget:
             break
-        progress(max(len(turns) / _ENOUGH_TURNS, min(spent / max(seconds_budget, 1e-9), 1.0)))
+        progress(max(len(turns) / _MAX_TURNS, min(spent / max(seconds_budget, 1e-9), 1.0)))
         # Back and forth, so that no width always follows the same one.
         order = chosen if len(turns) % 2 else chosen[::-1]
-        times = {width: _pass(bound, width) for width in order}
+        times = {width: time_pass(bound, width) for width in order}
         turns.append([times[width] for width in chosen])
     progress(1.0)
     return dict(zip(chosen, np.quantile(turns, _QUANTILE, axis=0).tolist(), strict=True))
 
 
-def _turn(widths: Sequence[int], one: float) -> float:
-    """Seconds that a pass of every width takes, at a guess."""
-    return one * sum(1 + _ROW * (width - 1) for width in widths)
-
-
-def _pass(bound: BoundSession, width: int) -> float:
-    """Seconds of one pass as verification runs it: logits of all rows, and a tree mask where there is one."""
-    tokens = np.arange(width) % bound.graph_io.vocab_size
-    mask = np.tri(width, dtype=np.bool_) if width > 1 and bound.graph_io.supports_trees else None
-    started = time.perf_counter()
-    bound.forward(tokens, tree_mask=mask)
-    return time.perf_counter() - started
+def _expected_turn_seconds(widths: Sequence[int], single: float) -> float:
+    """Estimate the seconds that one pass of every width takes, from those of a pass of width 1."""
+    return single * sum(1 + _POSITION_COST * (width - 1) for width in widths)

@@ -1,8 +1,8 @@
-"""Text to calibrate a model with: in its own words, or from a file as it would read it.
+"""Calibration text: sampled from the model itself, or read from a file and tokenized.
 
-A chat model writes both sides of a conversation. Given the beginning of a user's turn as its template has it, it makes
-up a request, since it was trained on many; then it answers (Magpie, Xu et al. 2024). A model that cannot end a request
-is asked a few neutral things instead, and one without a template goes on from its first token.
+A chat model writes both sides of a conversation. After the beginning of a user turn of its template it makes up a
+request, because it was trained on many, and then it answers (Magpie, Xu et al. 2024). A model that does not end its
+requests answers a few neutral requests instead, and a model without a template continues from its first token.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...edge.bench.prompt_sets import json_lines, read_text
 from ...errors import InputError
-from ...export.workbench import TokenArray
+from ...models.text_files import json_lines, read_text
 from ..engine import Engine, load
-from .batched_sampling import Continued, SideBySide
+from ..text.turn_markers import TokenArray
+from .batched_sampling import BatchedSampler, SampledText
 
-_NEUTRAL: Final = (
+_NEUTRAL_REQUESTS: Final = (
     "Tell me a short story.",
     "Explain how rain forms.",
     "Write a function that reverses a list.",
@@ -35,46 +35,74 @@ _NEUTRAL: Final = (
     "List the files of a folder by size in the shell.",
     "Why do people dream?",
 )
-_PLACE: Final = "0c5fd1a7e4"
-"""Stands for a request where a template is looked at."""
-_TRIALS: Final = 4
-"""Requests that a model may begin before it is judged: half of them must have come to an end."""
-_LONGEST_REQUEST: Final = 128
-_FRUITLESS: Final = 64
-"""Texts of nothing in a row that show that a model says nothing."""
+_PLACEHOLDER: Final = "0c5fd1a7e4"
+"""Stands for the request when the template is rendered to find what surrounds a request."""
+_TRIAL_REQUESTS: Final = 4
+"""Requests that a model begins first; unless half of them end, it answers neutral requests instead."""
+_MAX_REQUEST_TOKENS: Final = 128
+_MAX_EMPTY_TEXTS: Final = 64
+"""Sampling stops after so many empty texts in a row."""
 _CHARACTERS: Final = 1 << 16
-"""About how many of a file are made tokens at a time."""
+"""About how many characters of a file are tokenized at a time."""
 
 
-def write_texts(
-    bundle: Path, tokens: int, longest: int, seed: int, done: Callable[[float], None] = lambda _: None
+def sample_texts(
+    bundle: Path,
+    min_tokens: int,
+    max_text_tokens: int,
+    seed: int,
+    progress: Callable[[float], None] = lambda _: None,
+    *,
+    sliding_windows: bool = True,
 ) -> list[TokenArray]:
-    """Texts that the model of a bundle samples at temperature 1; see `Writer`.
+    """Sample texts from a model at temperature 1, in its chat template if it has one.
 
-    They may have fewer tokens in all where the model has nothing to say.
+    Args:
+        bundle: the model's folder.
+        min_tokens: tokens to sample in total, template and prompts included.
+        max_text_tokens: most tokens of one text.
+        seed: the same seed gives the same texts.
+        progress: receives the share that is sampled, 0 to 1.
+        sliding_windows: whether the model may have layers that attend to a sliding window; if not, several texts are
+            sampled in the same passes.
+
+    Returns:
+        Token ids, int64 [n] each. They are fewer than `min_tokens` in total if the model only samples empty texts.
 
     Raises:
         BundleError: the bundle is damaged.
         TemplateError: its chat template fails.
     """
     with load(bundle, device="cpu", cache=False, draft=None, learned=False) as engine:
-        pen = _Pen(engine, min(longest, engine.context - 1), seed)
+        sampler = _SelfTextSampler(engine, min(max_text_tokens, engine.context - 1), seed, sliding_windows)
         texts: list[TokenArray] = []
-        fruitless = 0
-        drafts = pen.conversations() if engine.template is not None else pen.monologues()
-        for text in drafts:
-            fruitless = fruitless + 1 if text is None else 0
+        empty_texts = 0
+        source = sampler.conversations() if engine.template is not None else sampler.monologues()
+        for text in source:
+            empty_texts = empty_texts + 1 if text is None else 0
             if text is not None:
                 texts.append(np.array(text, np.int64))
-            written = sum(map(len, texts))
-            done(min(1.0, written / tokens))
-            if written >= tokens or fruitless == _FRUITLESS:
+            sampled = sum(map(len, texts))
+            progress(min(1.0, sampled / min_tokens))
+            if sampled >= min_tokens or empty_texts == _MAX_EMPTY_TEXTS:
                 return texts
-    raise AssertionError("a model's words do not end")
+    raise AssertionError("the sources of texts are endless")
 
 
-def read_texts(bundle: Path, file: Path, tokens: int, longest: int) -> list[TokenArray]:
-    """Texts of a file, as tokens of the model of a bundle; see `Reader`.
+def read_texts(bundle: Path, file: Path, min_tokens: int, max_text_tokens: int) -> list[TokenArray]:
+    """Read a text file as token ids of a model.
+
+    In a .jsonl file the `messages` of each line are rendered in the model's chat template, in a fixed random order;
+    lines are read until they have `min_tokens` tokens in total. Any other file is plain text and is read whole.
+
+    Args:
+        bundle: the model's folder.
+        file: the text.
+        min_tokens: tokens to read of a .jsonl file, or all there are.
+        max_text_tokens: most tokens of one text; longer ones are cut into pieces.
+
+    Returns:
+        Token ids, int64 [n] each.
 
     Raises:
         BundleError: the bundle is damaged.
@@ -83,13 +111,17 @@ def read_texts(bundle: Path, file: Path, tokens: int, longest: int) -> list[Toke
     """
     content = read_text(file)
     with load(bundle, device="cpu", cache=False, draft=None, learned=False) as engine:
-        found = _conversations(engine, content, file) if file.suffix == ".jsonl" else _pieces(engine, content, longest)
+        conversations = file.suffix == ".jsonl"
+        found = _conversations(engine, content, file) if conversations else _pieces(engine, content, max_text_tokens)
         texts = []
         total = 0
         for ids in found:
-            texts += [np.array(ids[start : start + longest], np.int64) for start in range(0, len(ids), longest)]
+            texts += [
+                np.array(ids[start : start + max_text_tokens], np.int64)
+                for start in range(0, len(ids), max_text_tokens)
+            ]
             total += len(ids)
-            if total >= tokens and file.suffix == ".jsonl":
+            if total >= min_tokens and conversations:
                 break
     texts = [text for text in texts if len(text) > 1]
     if not texts:
@@ -97,101 +129,103 @@ def read_texts(bundle: Path, file: Path, tokens: int, longest: int) -> list[Toke
     return texts
 
 
-class _Pen:
-    """Samples texts, some at a time."""
+class _SelfTextSampler:
+    """Samples texts in batches."""
 
-    def __init__(self, engine: Engine, longest: int, seed: int) -> None:
+    def __init__(self, engine: Engine, max_text_tokens: int, seed: int, sliding_windows: bool) -> None:
         self._engine = engine
-        self._longest = longest
-        self._side_by_side = SideBySide(engine, longest)
+        self._max_text_tokens = max_text_tokens
+        self._batched = BatchedSampler(engine, max_text_tokens, sliding_windows=sliding_windows)
         self._seeds = (seed * 1_000_003 + number & (1 << 63) - 1 for number in count())
-        self._ends = engine.tokenizer.eos | engine.tokenizer.special_ids
+        self._end_tokens = engine.tokenizer.eos | engine.tokenizer.special_ids
 
     def monologues(self) -> Iterator[list[int] | None]:
-        """Texts from the first token on, without end; None for one of less than two tokens."""
+        """Yield texts that begin with the first token, endlessly; None for a text of less than two sampled tokens."""
         tokenizer = self._engine.tokenizer
         start = tokenizer.encode("", add_special_tokens=True) or sorted(tokenizer.eos)[:1] or [0]
         while True:
-            for text in self._continued([start] * self._side_by_side.together, self._longest, tokenizer.eos):
+            for text in self._sample([start] * self._batched.batch_size, self._max_text_tokens, tokenizer.eos):
                 yield text.tokens if len(text.tokens) > len(start) + 1 else None
 
     def conversations(self) -> Iterator[list[int] | None]:
-        """A request and its answer each, without end; None where one of them is empty."""
-        frame = _Frame.of(self._engine)
-        first = [] if frame is None else self._requests(frame, _TRIALS)
-        if frame is None or 2 * len(first) < _TRIALS:
-            yield from self._answers()
+        """Yield a request and its answer each, endlessly; None where one of the two is empty."""
+        frame = _TemplateFrame.of(self._engine)
+        first = [] if frame is None else self._requests(frame, _TRIAL_REQUESTS)
+        if frame is None or 2 * len(first) < _TRIAL_REQUESTS:
+            yield from self._neutral_conversations()
             return
         yield from self._answered([[*request, *frame.after] for request in first])
         while True:
-            requests = self._requests(frame, self._side_by_side.together)
+            requests = self._requests(frame, self._batched.batch_size)
             yield from self._answered([[*request, *frame.after] for request in requests])
             if not requests:
                 yield None
 
-    def _requests(self, frame: _Frame, number: int) -> list[list[int]]:
-        """Beginnings of conversations up to the end of a request that the model made up, of so many those that end."""
-        most = len(frame.before) + min(_LONGEST_REQUEST, self._longest // 2)
-        texts = self._continued([frame.before] * number, most, self._ends | {frame.after[0]})
-        return [text.tokens for text in texts if text.end is not None and self._says(text.tokens[len(frame.before) :])]
+    def _requests(self, frame: _TemplateFrame, number: int) -> list[list[int]]:
+        """Sample `number` conversations up to the end of the user's request; return those whose request ends."""
+        max_tokens = len(frame.before) + min(_MAX_REQUEST_TOKENS, self._max_text_tokens // 2)
+        texts = self._sample([frame.before] * number, max_tokens, self._end_tokens | {frame.after[0]})
+        return [
+            text.tokens for text in texts if text.end is not None and self._has_text(text.tokens[len(frame.before) :])
+        ]
 
-    def _says(self, tokens: list[int]) -> bool:
+    def _has_text(self, tokens: list[int]) -> bool:
         return bool(self._engine.tokenizer.decode(tokens).strip())
 
-    def _answers(self) -> Iterator[list[int] | None]:
-        asked = cycle(self._engine.model.encode_chat([{"role": "user", "content": request}]) for request in _NEUTRAL)
+    def _neutral_conversations(self) -> Iterator[list[int] | None]:
+        prompts = cycle(
+            self._engine.model.encode_chat([{"role": "user", "content": request}]) for request in _NEUTRAL_REQUESTS
+        )
         while True:
-            yield from self._answered([*islice(asked, self._side_by_side.together)])
+            yield from self._answered([*islice(prompts, self._batched.batch_size)])
 
     def _answered(self, prompts: list[list[int]]) -> Iterator[list[int] | None]:
-        """Conversations with the answers that the model gives, and the token that ends each; None without an answer."""
-        for prompt, text in zip(
-            prompts, self._continued(prompts, self._longest, self._engine.tokenizer.eos), strict=True
-        ):
+        """Yield each prompt with the model's answer and the end token after it; None for an empty answer."""
+        texts = self._sample(prompts, self._max_text_tokens, self._engine.tokenizer.eos)
+        for prompt, text in zip(prompts, texts, strict=True):
             if len(text.tokens) == len(prompt):
                 yield None
             else:
                 yield text.tokens if text.end is None else [*text.tokens, text.end]
 
-    def _continued(self, prompts: list[list[int]], most: int, ends: frozenset[int]) -> Iterator[Continued]:
-        """Texts that begin with the prompts; see `SideBySide.continued`."""
-        together = self._side_by_side.together
-        for start in range(0, len(prompts), together):
-            yield from self._side_by_side.continued(prompts[start : start + together], most, ends, self._seeds)
+    def _sample(self, prompts: list[list[int]], max_tokens: int, end_tokens: frozenset[int]) -> Iterator[SampledText]:
+        size = self._batched.batch_size
+        for start in range(0, len(prompts), size):
+            yield from self._batched.sample(prompts[start : start + size], max_tokens, end_tokens, self._seeds)
 
 
 @dataclass(frozen=True)
-class _Frame:
-    """What a template writes around a request, as tokens."""
+class _TemplateFrame:
+    """Token ids that a chat template writes around a user's request."""
 
     before: list[int]
     after: list[int]
 
     @classmethod
-    def of(cls, engine: Engine) -> _Frame | None:
-        """The frame of a model's template; None where it does more with a request than to write it down."""
-        written = engine.model.require_template().render([{"role": "user", "content": _PLACE}])
-        before, found, after = written.partition(_PLACE)
-        if not found or not after or not before or _PLACE in after:
+    def of(cls, engine: Engine) -> _TemplateFrame | None:
+        """Find the frame of a model's template; None if the template does more than copy the request."""
+        rendered = engine.model.require_template().render([{"role": "user", "content": _PLACEHOLDER}])
+        before, found, after = rendered.partition(_PLACEHOLDER)
+        if not found or not after or not before or _PLACEHOLDER in after:
             return None
         frame = [engine.tokenizer.encode(part, add_special_tokens=False) for part in (before, after)]
         return cls(*frame) if all(frame) else None
 
 
 def _conversations(engine: Engine, content: str, file: Path) -> Iterator[list[int]]:
-    """Conversations of JSON lines with `messages`: in the chat template, or one message under the other.
+    """Yield the conversations of JSON lines: in the chat template, or one message under the other without one.
 
-    They come in an order drawn once and for all, so that the first of them are from all over the file.
+    The order is random but fixed, so that the first conversations come from all over the file.
     """
     rows = list(json_lines(content, file))
-    for place in np.random.default_rng(0).permutation(len(rows)).tolist():
-        messages = _messages(rows[place], file, place + 1)
+    for index in np.random.default_rng(0).permutation(len(rows)).tolist():
+        messages = _messages(rows[index], file, index + 1)
         if engine.template is None:
             text = "\n".join(message["content"] for message in messages)
             yield engine.tokenizer.encode(text, add_special_tokens=True)
         else:
-            asked = messages[-1]["role"] == "user"
-            yield engine.model.encode_chat(messages, add_generation_prompt=asked)
+            unanswered = messages[-1]["role"] == "user"
+            yield engine.model.encode_chat(messages, add_generation_prompt=unanswered)
 
 
 def _messages(row: dict[str, Any], file: Path, number: int) -> list[dict[str, Any]]:
@@ -208,10 +242,10 @@ def _messages(row: dict[str, Any], file: Path, number: int) -> list[dict[str, An
     return messages
 
 
-def _pieces(engine: Engine, content: str, longest: int) -> Iterator[list[int]]:
-    """Plain text in pieces of `longest` tokens, each after what the tokenizer puts first."""
+def _pieces(engine: Engine, content: str, max_text_tokens: int) -> Iterator[list[int]]:
+    """Yield plain text in pieces of `max_text_tokens`, each after the tokens that the tokenizer puts first."""
     first = engine.tokenizer.encode("", add_special_tokens=True)
-    room = max(1, longest - len(first))
+    room = max(1, max_text_tokens - len(first))
     left: list[int] = []
     for part in _parts(content):
         left += engine.tokenizer.encode(part, add_special_tokens=False)
@@ -223,7 +257,7 @@ def _pieces(engine: Engine, content: str, longest: int) -> Iterator[list[int]]:
 
 
 def _parts(content: str) -> Iterator[str]:
-    """Text cut at ends of lines where there are some."""
+    """Yield the text in parts that end at line ends where possible."""
     start = 0
     while start < len(content):
         end = content.find("\n", start + _CHARACTERS) + 1 or len(content)

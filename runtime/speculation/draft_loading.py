@@ -31,7 +31,7 @@ from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
 from ..measure.pass_cost_store import cached, save
-from ..measure.pass_timing import calibrate
+from ..measure.pass_timing import measure_pass_cost
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
 from .drafters.layer_skip import LayerSkipDraft
 from .pass_cost import PassCost
@@ -135,7 +135,7 @@ def _cost(bundle: Bundle, config: SessionConfig, bound: BoundSession, *, cache: 
     """What passes of a draft cost, as kept or measured now."""
     cost = cached(bundle, config) if cache else None
     if cost is None:
-        cost = calibrate(bound, seconds_budget=_CALIBRATION_S, widths=_WIDTHS)
+        cost = measure_pass_cost(bound, seconds_budget=_CALIBRATION_S, widths=_WIDTHS)
         if cache:
             save(cost, bundle, config)
     return cost

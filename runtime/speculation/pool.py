@@ -15,7 +15,7 @@ from ..graph.session import GraphSession, SessionConfig
 from ..kv.arena import KVArena
 from ..measure.exactness import ExactnessReport, measure_exactness, save_exactness_report, stored_exactness_report
 from ..measure.pass_cost_store import load_or_calibrate, save
-from ..measure.pass_timing import calibrate
+from ..measure.pass_timing import measure_pass_cost
 from ..options import GenerationRequest, Persistence
 from .choice import Speculation
 from .draft_loading import load_draft, load_own_draft
@@ -83,7 +83,7 @@ class DrafterPool:
         if self._cost is None:
             bound = self._graph.bind(self._graph.arena(self._context))
             self._cost = (
-                load_or_calibrate(self._bundle, self._graph.config, bound) if self._cached else calibrate(bound)
+                load_or_calibrate(self._bundle, self._graph.config, bound) if self._cached else measure_pass_cost(bound)
             )
         return self._cost
 

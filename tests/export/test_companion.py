@@ -17,7 +17,8 @@ from edgerun.export.drafts.companion import CHOSEN, HeadReport, adopt_draft, req
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.manifest import GraphLayout
 from edgerun.models.pairing import find_draft
-from support.known_timings import by_bytes
+from edgerun.runtime.measure.bundle_timing import BundleTimer
+from support.known_timings import BytesMachine, use_machine
 from support.tiny_models import write_bundle, write_checkpoint
 
 FORM = WeightFormat(8, 32)
@@ -46,11 +47,14 @@ def target(checkpoints: tuple[Path, Path], tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_machine(monkeypatch, BytesMachine())
+
+
 def adopted(target: Path, vocabulary: int | None) -> HeadReport | None:
     heard: list[float] = []
-    report = adopt_draft(
-        target, vocabulary, texts(0), texts(1), by_bytes, lambda stage, done: heard.append(done) or None
-    )
+    report = adopt_draft(target, vocabulary, texts(0), texts(1), lambda stage, done: heard.append(done) or None)
     assert heard == sorted(heard)
     assert heard[-1] == 1
     assert holds_only_bundle_files(target)
@@ -91,14 +95,15 @@ def test_the_size_that_pays_most_is_chosen(target: Path) -> None:
     assert report.tokens_per_second >= report.whole_tokens_per_second
 
 
-def test_where_rows_cost_nothing_no_guess_is_given_up(target: Path) -> None:
-    def even(bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
+def test_where_rows_cost_nothing_no_guess_is_given_up(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def even(_: BundleTimer, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
         return [dict.fromkeys(rows, 1.0 * rounds) for _ in bundles]
 
+    monkeypatch.setattr(BundleTimer, "time_passes", even)
     shutil.rmtree(target / "draft")
     shutil.copytree(target, target.with_name("same"))
     target.with_name("same").rename(target / "draft")  # a draft that is always right while its head is whole
-    report = adopt_draft(target, CHOSEN, texts(0), texts(1), even, lambda *_: None)
+    report = adopt_draft(target, CHOSEN, texts(0), texts(1), lambda *_: None)
     assert report is not None
     assert report.agreement == report.whole_agreement == 1
     assert (target / "draft" / "d2t.npy").exists() == (report.tokens < report.all_tokens)

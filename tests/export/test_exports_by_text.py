@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +26,10 @@ from edgerun.export import (
 from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_linears, weight_count
 from edgerun.export.allocation.linear_times import known_or_measured
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.workbench import Workbench
 from edgerun.models.bundle import open_bundle
-from edgerun.runtime.measure.draft_benefit import DraftJudge
-from edgerun.runtime.measure.self_text import read_texts, write_texts
-from support.known_timings import KnownMachine, by_bytes
+from support.known_timings import BytesMachine, KnownMachine, use_machine
 from support.tiny_models import tiny_config, tiny_weights, write_checkpoint, write_weights
 
-BENCH = Workbench(write_texts, read_texts, by_bytes, KnownMachine(), DraftJudge(), {"processor": "known"})
 TEXT = CalibrationRequest(Path("text.txt"), max_tokens=1100)
 WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
 PROMPT = "the sea and the"
@@ -42,7 +37,8 @@ PROMPT = "the sea and the"
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache's folder; `TEXT` is there, too."""
+    """The cache's folder; `TEXT` is there, too, and times are known."""
+    use_machine(monkeypatch, BytesMachine())
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 1200)))
@@ -65,7 +61,7 @@ def mixed(budget: str, **settings: object) -> ExportRecipe:
 
 
 def export(source: Path, destination: Path, recipe: ExportRecipe) -> ExportResult:
-    return export_checkpoint(ExportRequest(source, destination, recipe), workbench=BENCH)
+    return export_checkpoint(ExportRequest(source, destination, recipe))
 
 
 def weights_of(bundle: Path) -> dict[str, WeightFormat]:
@@ -172,7 +168,7 @@ def test_repairs_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("slow", [1.0, 1.4])
 def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
-    checkpoint: Path, tmp_path: Path, slow: float
+    checkpoint: Path, tmp_path: Path, slow: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, machine = read_config(checkpoint), KnownMachine()
 
@@ -182,11 +178,11 @@ def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
     def alike(form: WeightFormat) -> dict[str, WeightFormat]:
         return {linear.name: form for linear in chosen_linears(config)}
 
-    bench = replace(BENCH, time=machine.whole, time_nodes=machine)
-    known_or_measured(config, machine, LADDER)
+    use_machine(monkeypatch, machine)
+    known_or_measured(config, LADDER)
     machine.slow = slow
     budget = (milliseconds(alike(LADDER[1])) + milliseconds(alike(LADDER[-1]))) / 2
-    export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")), workbench=bench)
+    export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")))
     spent = milliseconds(weights_of(tmp_path / "bundle"))
     assert 0.9 * budget < spent <= budget + 0.01
     report = json.loads((tmp_path / "bundle" / "report.json").read_text())
@@ -194,7 +190,7 @@ def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
 
     machine.slow = 20
     with pytest.raises(InputError, match=r"no plan of this model keeps to .*ms; budgets from \d+\.\d+ms to"):
-        export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")), workbench=bench)
+        export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")))
 
 
 def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
@@ -205,7 +201,7 @@ def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cac
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", recipe), interrupt, workbench=BENCH)
+        export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", recipe), interrupt)
     assert not (tmp_path / "bundle").exists()
     (left,) = (own_cache / "exports").iterdir()
     solos = json.loads((left / "solo.json").read_text())
@@ -214,7 +210,7 @@ def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cac
 
     stages: list[str] = []
     done = export_checkpoint(
-        ExportRequest(checkpoint, tmp_path / "bundle", recipe), lambda stage, _: stages.append(stage), workbench=BENCH
+        ExportRequest(checkpoint, tmp_path / "bundle", recipe), lambda stage, _: stages.append(stage)
     )
     assert "text" not in stages
     assert done.report is not None
@@ -279,7 +275,7 @@ def test_only_checkpoints_of_plain_linears(tmp_path: Path, checkpoint: Path) -> 
         export(source, tmp_path / "bundle", mixed("5bpw"))
     bundle = export_checkpoint(ExportRequest(checkpoint, tmp_path / "onnx", ExportRecipe())).bundle
     with pytest.raises(InputError, match="need a checkpoint of a family that edge-run exports itself"):
-        export_model(ExportRequest(bundle, tmp_path / "bundle", mixed("5bpw")), workbench=BENCH)
+        export_model(ExportRequest(bundle, tmp_path / "bundle", mixed("5bpw")))
 
 
 def test_a_draft_with_other_tokens_is_refused_before_anything_is_written(checkpoint: Path, tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import FusedLinear, fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph import decoder as graph_module
-from edgerun.export.progress import silent
 from edgerun.export.quantization.codes import dequantized, factor_format, low_rank_product
 from edgerun.export.quantization.input_statistics import CorrectionTarget, InputStatistics
 from edgerun.export.quantization.low_rank_correction import correction_factors, repair
 from edgerun.export.quantization.methods import nearest_rows
 from edgerun.export.recipe import DEFAULT_METHODS
 from edgerun.models.manifest import FileDigest, GraphLayout, Manifest
+from edgerun.models.progress import silent
 from support.correlated_inputs import correlated_inputs, random_rows
 from support.tiny_models import write_checkpoint
 

@@ -21,16 +21,17 @@ from edgerun.export.drafts.layer_search import LayerSearch, PartTimes
 from edgerun.export.drafts.own_draft import adopt_own_draft
 from edgerun.export.drafts.skip_judge import SkipJudge
 from edgerun.export.drafts.skipped_layers import Part, SubLayer, external_bytes, inner_parts, without
-from edgerun.export.progress import silent
-from edgerun.export.workbench import TokenArray
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import Architecture, GraphLayout
 from edgerun.models.pairing import find_draft
+from edgerun.models.progress import silent
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession as RuntimeSession
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.measure.agreement import agreeing
+from edgerun.runtime.measure.bundle_timing import BundleTimer
+from edgerun.runtime.measure.draft_benefit import count_agreement
 from edgerun.runtime.speculation.draft_loading import load_own_draft
+from edgerun.runtime.text.turn_markers import TokenArray
 from support.tiny_models import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
 SKIPPED = (SubLayer(1, Part.FEED_FORWARD), SubLayer(2, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD))
@@ -164,8 +165,10 @@ def test_a_search_without_time_judges_the_parts_alone_and_no_more() -> None:
     assert toy.asked == [{toy.parts[0]}]
 
 
-def stopwatch(bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
-    """Time as weights take it; a row more is a tenth more."""
+def time_by_bytes(
+    _: BundleTimer, bundles: Sequence[Path], rows: Sequence[int], rounds: int
+) -> list[Mapping[int, float]]:
+    """Times in proportion to the bytes of the weights; a row more is a tenth more."""
     times = []
     for bundle in bundles:
         open_bundle(bundle)
@@ -176,12 +179,18 @@ def stopwatch(bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list
     return times
 
 
+@pytest.fixture
+def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BundleTimer, "time_passes", time_by_bytes)
+
+
+@pytest.mark.usefixtures("known_times")
 @pytest.mark.parametrize("vocabulary", [None, 120, CHOSEN])
 def test_a_draft_is_chosen_measured_and_put_into_the_bundle(vocabulary: int | None, tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, weights=INT4, num_hidden_layers=5)
     before = {path.name: path.read_bytes() for path in bundle.iterdir() if path.name != "edge.json"}
     counted, held_out = texts(seed=1), texts(seed=2)
-    report = adopt_own_draft(bundle, vocabulary, counted, held_out, stopwatch, silent, seconds=20)
+    report = adopt_own_draft(bundle, vocabulary, counted, held_out, silent, seconds=20)
     after = {path.name: path.read_bytes() for path in bundle.iterdir() if path.name != "edge.json"}
     assert {name: after[name] for name in before} == before
     assert after.keys() - before.keys() == {"draft.onnx"} | ({"d2t.npy"} if report.tokens < 300 else set())
@@ -203,20 +212,21 @@ def test_a_draft_is_chosen_measured_and_put_into_the_bundle(vocabulary: int | No
     assert pair is not None
     draft = load_own_draft(pair, config, opened, target.graph_io, 100, cache=False)
     bound = target.bind(target.arena(100))
-    same = sum(agreeing(bound, draft, text[:-1].tolist(), 1) for text in held_out)
+    same = sum(count_agreement(bound, draft, text[:-1].tolist(), 1) for text in held_out)
     assert same / sum(len(text) - 2 for text in held_out) == pytest.approx(report.agreement, abs=0.08)
 
 
+@pytest.mark.usefixtures("known_times")
 def test_too_few_layers_another_layout_or_no_text_are_one_line(tmp_path: Path) -> None:
     small = write_bundle(tmp_path / "small")
     with pytest.raises(InputError, match="2 layers has none to do without"):
-        adopt_own_draft(small, None, texts(), texts(), stopwatch, silent)
+        adopt_own_draft(small, None, texts(), texts(), silent)
     other = write_bundle(tmp_path / "other", weights=ExportRecipe(FP32, layout=GraphLayout.GENAI), num_hidden_layers=4)
     with pytest.raises(InputError, match="own layout only"):
-        adopt_own_draft(other, None, texts(), texts(), stopwatch, silent)
+        adopt_own_draft(other, None, texts(), texts(), silent)
     fit = write_bundle(tmp_path / "fit", num_hidden_layers=4)
     with pytest.raises(InputError, match="no text"):
-        adopt_own_draft(fit, None, [], texts(), stopwatch, silent)
+        adopt_own_draft(fit, None, [], texts(), silent)
     with pytest.raises(InputError, match="a head of 301 tokens"):
-        adopt_own_draft(fit, 301, texts(), texts(), stopwatch, silent)
+        adopt_own_draft(fit, 301, texts(), texts(), silent)
     assert not (fit / "draft.onnx").exists()

@@ -14,8 +14,8 @@ from edgerun.export.calibration.text_split import CalibrationText
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.progress import silent
 from edgerun.export.quantization.codes import dequantized
+from edgerun.models.progress import silent
 from support.tiny_models import write_checkpoint
 
 GPTQ = WeightFormat(4, 32, method=Method.GPTQ)

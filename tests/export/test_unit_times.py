@@ -31,9 +31,8 @@ from edgerun.models.manifest import Method
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import prepacked
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.measure.bundle_timing import packed_graphs
-from edgerun.runtime.measure.node_timing import BundleNodeStopwatch
-from support.known_timings import KnownMachine
+from edgerun.runtime.measure.bundle_timing import BundleTimer, packed_graphs
+from support.known_timings import KnownMachine, use_machine
 from support.tiny_models import write_checkpoint
 
 FORMS = (WeightFormat(2, 32), WeightFormat(4, 32), WeightFormat(8, 32))
@@ -55,7 +54,7 @@ def test_any_plan_is_predicted_where_times_add_up(cache: Path, tmp_path: Path, t
     config = config_of(tmp_path, tie_word_embeddings=tied)
     config = replace(config, layers=layers, attention=config.attention[:1] * layers)
     machine = KnownMachine()
-    times = measure(config, machine, (*LADDER, *REPAIRED))
+    times = measure(config, (*LADDER, *REPAIRED), timer=machine)
     rng = np.random.default_rng(0)
     linears = [linear.name for linear in chosen_linears(config)]
     plan = with_embedding(config, {linear: LADDER[rng.integers(len(LADDER))] for linear in linears})
@@ -70,29 +69,32 @@ def test_any_plan_is_predicted_where_times_add_up(cache: Path, tmp_path: Path, t
 
 def test_times_are_measured_once_for_a_shape_and_its_conditions(cache: Path, tmp_path: Path) -> None:
     config, machine = config_of(tmp_path), KnownMachine()
-    first = known_or_measured(config, machine, FORMS)
-    assert known_or_measured(config, machine, FORMS) == first
-    known_or_measured(config, machine, [replace(FORMS[0], method=Method.HQQ, zero_points=True), *FORMS])
-    assert machine.bundles == [6]
-    known_or_measured(replace(config, hidden_size=2 * config.hidden_size), machine, FORMS)
+    first = known_or_measured(config, FORMS, timer=machine)
+    assert known_or_measured(config, FORMS, timer=machine) == first
+    known_or_measured(config, [replace(FORMS[0], method=Method.HQQ, zero_points=True), *FORMS], timer=machine)
+    assert machine.timed_bundles == [6]
+    known_or_measured(replace(config, hidden_size=2 * config.hidden_size), FORMS, timer=machine)
     machine.conditions = "another"
-    known_or_measured(config, machine, FORMS)
-    assert machine.bundles == [6, 6, 6]
+    known_or_measured(config, FORMS, timer=machine)
+    assert machine.timed_bundles == [6, 6, 6]
     for file in (cache / "unit-times").iterdir():
         file.write_text("{}")
-    assert known_or_measured(config, machine, FORMS) == first
-    assert machine.bundles[3:] == [6]
+    assert known_or_measured(config, FORMS, timer=machine) == first
+    assert machine.timed_bundles[3:] == [6]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_whole_passes_say_how_much_slower_the_machine_is(cache: Path, tmp_path: Path, tied: bool) -> None:
+def test_whole_passes_say_how_much_slower_the_machine_is(
+    cache: Path, tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, machine = config_of(tmp_path, tie_word_embeddings=tied), KnownMachine()
-    times = known_or_measured(config, machine, FORMS)
+    use_machine(monkeypatch, machine)
+    times = known_or_measured(config, FORMS)
     forms = {linear.name: FORMS[place % 3] for place, linear in enumerate(chosen_linears(config))}
     plan = with_embedding(config, forms)
     for slow in (1.5, 0.7, 1.0):
         machine.slow = slow
-        assert slower_than_predicted(times, plan, [1, 4], machine.whole) == pytest.approx(slow)
+        assert slower_than_predicted(times, plan, [1, 4]) == pytest.approx(slow)
     assert list(cache.glob("plan-*")) == []
 
 
@@ -113,7 +115,7 @@ def test_damaged_times_are_not_read(damaged: dict[str, object], tmp_path: Path) 
 
 def test_times_survive_json(tmp_path: Path, cache: Path) -> None:
     config = config_of(tmp_path)
-    times = measure(config, KnownMachine(), FORMS)
+    times = measure(config, FORMS, timer=KnownMachine())
     assert LinearTimes.from_json(json.loads(json.dumps(times.to_json())), config) == times
 
 
@@ -149,7 +151,7 @@ def test_every_kind_of_unit_has_every_format_somewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "phi3"])
 def test_the_models_run_and_their_nodes_are_timed(family: str, cache: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, family)
-    times = measure(config, BundleNodeStopwatch(threads=1), (*FORMS, REPAIRED[0]), rounds=1)
+    times = measure(config, (*FORMS, REPAIRED[0]), rounds=1, timer=BundleTimer(threads=1))
     assert {kind for kind, _ in times.linears} == {"qkv", "o", "gate_up", "down", "head"}
     assert all(min(each.values()) > 0 for each in times.linears.values())
     assert set(times.rest) == set(ROWS)

@@ -20,7 +20,7 @@ from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure import stored_measurements as measurements
 from edgerun.runtime.measure.pass_cost_store import cached, cost_file, load_or_calibrate, save
-from edgerun.runtime.measure.pass_timing import WIDTHS, calibrate
+from edgerun.runtime.measure.pass_timing import WIDTHS, measure_pass_cost
 from edgerun.runtime.speculation.pass_cost import BUCKET_ENDS, MOST_WIDTH, TOLERANCE, PassCost
 
 TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
@@ -191,7 +191,7 @@ def test_calibrating_leaves_the_committed_rows_alone(bound: BoundSession, contex
     (rows,) = bound.arena.snapshot()
     plain = bound.forward([7]).copy()
     heard: list[float] = []
-    cost = calibrate(bound, seconds_budget=0.05, contexts=contexts, progress=heard.append)
+    cost = measure_pass_cost(bound, seconds_budget=0.05, contexts=contexts, progress=heard.append)
     assert bound.arena.length == 30
     np.testing.assert_array_equal(bound.arena.snapshot()[0], rows)
     np.testing.assert_array_equal(bound.forward([7]), plain)
@@ -201,25 +201,25 @@ def test_calibrating_leaves_the_committed_rows_alone(bound: BoundSession, contex
 
 
 def test_calibration_measures_every_width_of_a_small_model(bound: BoundSession) -> None:
-    cost = calibrate(bound, seconds_budget=5.0)
+    cost = measure_pass_cost(bound, seconds_budget=5.0)
     assert tuple(cost.measured[512]) == WIDTHS
 
 
 def test_a_budget_too_small_measures_few_widths(bound: BoundSession) -> None:
-    assert tuple(calibrate(bound, seconds_budget=0.0).measured[512]) == (1, 2, 4, 8)
+    assert tuple(measure_pass_cost(bound, seconds_budget=0.0).measured[512]) == (1, 2, 4, 8)
 
 
 def test_widths_that_do_not_fit_the_context_are_left_out(graph: GraphSession) -> None:
     bound = graph.bind(graph.arena(20))
-    assert tuple(calibrate(bound, contexts=[15]).measured[512]) == (1, 2, 3, 4, 5)
-    assert tuple(calibrate(bound, contexts=[19]).measured[512]) == (1,)
+    assert tuple(measure_pass_cost(bound, contexts=[15]).measured[512]) == (1, 2, 3, 4, 5)
+    assert tuple(measure_pass_cost(bound, contexts=[19]).measured[512]) == (1,)
     with pytest.raises(ContextError):
-        calibrate(bound, contexts=[20])
+        measure_pass_cost(bound, contexts=[20])
     assert bound.arena.length == 0
     bound.forward([1, 2, 3])
     bound.arena.commit(3)
     with pytest.raises(ValueError, match="below 3"):
-        calibrate(bound, contexts=[2])
+        measure_pass_cost(bound, contexts=[2])
 
 
 def test_it_is_measured_once_and_kept(tiny_bundle: Path, bound: BoundSession, cache: Path) -> None:

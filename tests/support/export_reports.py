@@ -6,8 +6,8 @@ import math
 
 from edgerun.export.calibration.divergence import Divergence
 from edgerun.export.report import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed
-from edgerun.export.workbench import Acceptance
 from edgerun.models.manifest import Calibration, Method, WeightFormat
+from edgerun.runtime.measure.draft_benefit import DraftBenefit
 
 SHAPES = {"qkv": (1152, 896), "o": (896, 896), "gate_up": (9728, 896), "down": (896, 4864)}
 BITS = ((2, 128), (2, 64), (4, 128), (4, 64), (4, 32), (8, 128), (8, 64), (8, 32))
@@ -57,7 +57,7 @@ def whole_report(layers: int = 24) -> ModelReport:
         shipped=Divergence(0.0812, 0.922, 0.9121, 9.1301, 8.7654, 2048),
         speed=Speed({1: 8.6, 2: 9.4, 4: 13.5, 8: 22.0}, {1: 8.8, 2: 9.3, 4: 13.9, 8: 22.6}),
         bandwidths=(25.0, 100.0),
-        drafts=[DraftFigures("Qwen2.5-0.1B", Acceptance(0.71, 2.34, 0.0088, 0.0052), 16_384, 0.9931)],
+        drafts=[DraftFigures("Qwen2.5-0.1B", DraftBenefit(0.71, 2.34, 0.0088, 0.0052), 16_384, 0.9931)],
         budget="3.5bpw",
         search=[SearchStep(10 * at, 0.05 + 0.04 * math.exp(-at / 6)) for at in range(24)],
         seconds=913.0,

@@ -1,75 +1,94 @@
-"""A machine whose times are known."""
+"""Stand-ins for `BundleTimer`, for machines whose times are known instead of measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.linear_times import kind_of
-from edgerun.export.workbench import PassTimes
 from edgerun.models.bundle import open_bundle
+from edgerun.runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
 
 
 class KnownMachine:
-    """A stopwatch of a machine whose times are known: a stand-in for one that is measured."""
+    """Times that follow from the plan, the layers and the width of a pass."""
 
     conditions = "known"
-    _LAYER = 0.001
-    _PASS = 0.002
-    _NOTING = 0.0005
+    _LAYER_S = 0.001
+    _PASS_S = 0.002
+    _PROFILING_S = 0.0005
 
     def __init__(self) -> None:
-        self.bundles: list[int] = []
-        """How many there were in each call."""
+        self.timed_bundles: list[int] = []
+        """Number of bundles of each call."""
         self.slow = 1.0
+        """Factor of all times."""
 
-    def linear(self, kind: str, form: WeightFormat, rows: int) -> float:
-        """Seconds."""
+    def linear(self, kind: str, form: WeightFormat, width: int) -> float:
+        """Seconds of one linear of a pass."""
         places = {"qkv": 1, "o": 2, "gate_up": 3, "down": 4, "head": 5}
-        return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block + form.rank / 24) * rows
+        return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block + form.rank / 24) * width
 
-    def rest(self, layers: int, rows: int) -> float:
-        """Seconds."""
-        return self.slow * (self._PASS + self._LAYER * layers) * rows
+    def rest(self, layers: int, width: int) -> float:
+        """Seconds of a pass without its linears."""
+        return self.slow * (self._PASS_S + self._LAYER_S * layers) * width
 
-    def pass_of(self, plan: Mapping[str, WeightFormat], layers: int, rows: int) -> float:
-        """Seconds."""
-        linears = sum(self.linear(kind_of(name), form, rows) for name, form in plan.items() if name != "embedding")
-        return self.rest(layers, rows) + linears
+    def pass_of(self, plan: Mapping[str, WeightFormat], layers: int, width: int) -> float:
+        """Seconds of a pass."""
+        linears = sum(self.linear(kind_of(name), form, width) for name, form in plan.items() if name != "embedding")
+        return self.rest(layers, width) + linears
 
-    def whole(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
-        """A `Stopwatch` of the same machine."""
-        return [{each: times.seconds for each, times in found.items()} for found in self(bundles, rows, rounds)]
+    def time_passes(self, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
+        """As `BundleTimer.time_passes`."""
+        timed = self.time_nodes(bundles, widths, rounds)
+        return [{width: times.seconds for width, times in by_width.items()} for by_width in timed]
 
-    def __call__(self, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, PassTimes]]:
-        self.bundles.append(len(bundles))
+    def time_nodes(
+        self, bundles: Sequence[Path], widths: Sequence[int], rounds: int
+    ) -> list[Mapping[int, PassNodeTimes]]:
+        """As `BundleTimer.time_nodes`."""
+        assert rounds > 0
+        self.timed_bundles.append(len(bundles))
         found = []
         for path in bundles:
             manifest = open_bundle(path).manifest
             assert manifest is not None
             plan, layers = manifest.weights, manifest.architecture.layers
-            names = {name: "logits" if name == "head" else name for name in plan if name != "embedding"}
+            nodes = {name: "logits" if name == "head" else name for name in plan if name != "embedding"}
             found.append(
                 {
-                    each: PassTimes(
-                        self.pass_of(plan, layers, each),
+                    width: PassNodeTimes(
+                        self.pass_of(plan, layers, width),
                         {
                             "embedded": 1.0,
                             "layers.0.qkv.product": 0.0,
                             **{
-                                node: self.linear(kind_of(name), plan[name], each) + self.slow * self._NOTING
-                                for name, node in names.items()
+                                node: self.linear(kind_of(name), plan[name], width) + self.slow * self._PROFILING_S
+                                for name, node in nodes.items()
                             },
                         },
                     )
-                    for each in rows
+                    for width in widths
                 }
             )
         return found
 
 
-def by_bytes(bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
-    """A `Stopwatch` of a machine that takes a second for a megabyte and nothing for more rows."""
-    assert rounds > 0
-    return [dict.fromkeys(rows, open_bundle(bundle).weight_bytes / 1e6) for bundle in bundles]
+class BytesMachine(KnownMachine):
+    """A `KnownMachine` whose whole passes take a second per megabyte of weights, whatever their width."""
+
+    def time_passes(self, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
+        """As `BundleTimer.time_passes`."""
+        assert rounds > 0
+        return [dict.fromkeys(widths, open_bundle(bundle).weight_bytes / 1e6) for bundle in bundles]
+
+
+def use_machine(monkeypatch: pytest.MonkeyPatch, machine: KnownMachine) -> None:
+    """Let every `BundleTimer` give the times of a known machine."""
+    monkeypatch.setattr(BundleTimer, "conditions", machine.conditions)
+    for name in ("time_passes", "time_nodes"):
+        measured = getattr(machine, name)
+        monkeypatch.setattr(BundleTimer, name, lambda _, *arguments, measured=measured: measured(*arguments))

@@ -1,0 +1,145 @@
+"""Timing passes and graph nodes of bundles: every timed pass counts, on packed weights, and no files are left over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from edgerun.errors import BundleError
+from edgerun.export import ExportRecipe, WeightFormat
+from edgerun.models.bundle import open_bundle
+from edgerun.models.cache import cache_folder
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.metadata import metadata_of
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.measure import bundle_timing
+from edgerun.runtime.measure.bundle_timing import (
+    PASSES_PER_TURN,
+    WARM_UP_PASSES,
+    BundleTimer,
+    bind_filled,
+    mean_of_fastest,
+    packed_graphs,
+    read_profile,
+    take_turns,
+)
+from support.tiny_models import write_bundle
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("timed")
+    return [write_bundle(folder / str(bits), weights=ExportRecipe(WeightFormat(bits, 32))) for bits in (4, 8)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_every_bundle_gets_a_time_for_every_width(bundles: list[Path], cache: Path) -> None:
+    times = BundleTimer(threads=1).time_passes(bundles, (1, 4), rounds=2)
+    assert len(times) == len(bundles)
+    assert all(list(by_width) == [1, 4] and min(by_width.values()) > 0 for by_width in times)
+    assert list(cache.glob("timing-*")) == []
+
+
+def test_large_bundles_are_packed_for_the_machine_and_the_copies_are_removed(
+    bundles: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with packed_graphs(bundles) as graphs:
+        assert [graph for _, graph in graphs] == [bundle / "model.onnx" for bundle in bundles]
+    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
+    with packed_graphs(bundles) as graphs:
+        assert all(cache in graph.parents and graph.is_file() for _, graph in graphs)
+        assert cache_folder() == cache
+    assert list(cache.glob("timing-*")) == []
+
+
+def test_turns_alternate_in_order_and_start_with_warm_up_passes(
+    bundles: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[tuple[BoundSession, int]] = []
+    time_pass = bundle_timing.time_pass
+
+    def record(bound: BoundSession, width: int) -> float:
+        passes.append((bound, width))
+        return time_pass(bound, width)
+
+    monkeypatch.setattr(bundle_timing, "time_pass", record)
+    with packed_graphs(bundles) as graphs:
+        config = SessionConfig(choose_device("cpu"), 1)
+        one, other = (bind_filled(GraphSession(graph, config), bundle) for bundle, graph in graphs)
+        times = take_turns([one, other], (1, 4), 2)
+    turn = [1] * WARM_UP_PASSES + [1] * PASSES_PER_TURN + [4] * PASSES_PER_TURN
+    assert passes == [(bound, width) for bound in (one, other, other, one) for width in turn]
+    assert [{width: len(seconds) for width, seconds in by_width.items()} for by_width in times] == [
+        {1: 2 * PASSES_PER_TURN, 4: 2 * PASSES_PER_TURN}
+    ] * 2
+
+
+def test_a_missing_bundle_is_an_error(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(BundleError):
+        BundleTimer().time_passes([tmp_path / "nothing"], (1,), 1)
+
+
+@pytest.mark.parametrize("loads", [1, 3])
+def test_node_times_are_means_over_the_fastest_timed_passes(
+    bundles: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch, loads: int
+) -> None:
+    lengths = []
+
+    def numbered(profile: Path) -> list[dict[str, float]]:
+        """Give each pass its number as the time; each load's nodes take a thousandth more than the load before."""
+        lengths.append(len(read_profile(profile)))
+        slower = 1 + (len(lengths) - 1) // len(bundles) / 1000
+        return [{"node": slower * number, "twice": slower * 2 * number} for number in range(lengths[-1])]
+
+    monkeypatch.setattr(bundle_timing, "read_profile", numbered)
+    monkeypatch.setattr(bundle_timing, "_LOADS", loads)
+    found = BundleTimer(threads=1).time_nodes(bundles, (1, 4), rounds=2 * loads)
+    turn = WARM_UP_PASSES + 2 * PASSES_PER_TURN
+    assert lengths == [2 * turn] * len(bundles) * loads
+    for by_width in found:
+        for place, width in enumerate((1, 4)):
+            first = WARM_UP_PASSES + place * PASSES_PER_TURN
+            timed = [first + number for number in range(PASSES_PER_TURN)]
+            timed += [turn + number for number in timed]
+            chosen = timed[: -(-len(timed) // 3)]
+            mean = sum(chosen) / len(chosen) * (1 + (loads - 1) / 2000)
+            assert by_width[width].nodes == pytest.approx({"node": mean, "twice": 2 * mean})
+            assert by_width[width].seconds > 0
+
+
+def test_the_fastest_third_is_averaged() -> None:
+    assert mean_of_fastest([5.0, 1.0, 9.0, 3.0, 7.0, 2.0]) == 1.5
+    assert mean_of_fastest([4.0]) == 4.0
+
+
+def test_the_profile_gives_a_time_for_every_linear_of_every_pass(tmp_path: Path) -> None:
+    bundle = open_bundle(write_bundle(tmp_path, weights=ExportRecipe(WeightFormat(4, 32))))
+    config = SessionConfig(choose_device("cpu"), 1, profile=tmp_path / "profile")
+    session = GraphSession(bundle.graph, config, metadata_of(bundle))
+    bound = session.bind(session.arena(64))
+    for width in (1, 5, 2):
+        bound.forward(list(range(width)))
+    file = session.end_profile()
+    assert file.parent == tmp_path
+    passes = read_profile(file)
+    linears = {node.name for node in onnx.load(bundle.graph).graph.node if node.op_type == "MatMulNBits"}
+    assert len(passes) == 3
+    assert linears
+    assert all(linears <= nodes.keys() and min(nodes.values()) >= 0 for nodes in passes)
+    assert all(sum(nodes.values()) < 10 for nodes in passes)
+
+
+def test_a_damaged_profile_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text("[{")
+    with pytest.raises(ValueError, match=r".+"):
+        read_profile(file)

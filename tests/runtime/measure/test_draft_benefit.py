@@ -1,0 +1,94 @@
+"""What a target gains from its draft: the target itself as its draft, another model, the target without some parts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgerun
+from edgerun.errors import InputError
+from edgerun.models.pairing import name_draft
+from edgerun.runtime.measure.draft_benefit import count_agreement, measure_draft_benefit
+
+tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_bundle: Path) -> list[np.ndarray]:
+    """Three prompts with the answers of the tiny model."""
+    with edgerun.load(tiny_bundle, cache=False) as engine:
+        found = []
+        for start in (20, 40, 60):
+            prompt = list(range(start, start + 8))
+            sequence = engine.model.new_sequence()
+            reply = list(engine.model.answer(sequence, prompt, edgerun.GenerateOptions(max_tokens=24)))
+            assert reply
+            found.append(np.array(sequence.token_ids))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+
+
+def paired(target: Path, draft: Path, folder: Path) -> Path:
+    copy = shutil.copytree(target, folder / "target")
+    name_draft(copy, shutil.copytree(draft, folder / "draft"))
+    return copy
+
+
+def test_the_target_as_its_own_draft_always_agrees(tiny_bundle: Path, tmp_path: Path, texts: list[np.ndarray]) -> None:
+    found = measure_draft_benefit(paired(tiny_bundle, tiny_bundle, tmp_path), texts, threads=1)
+    assert found.agreement == 1.0
+    assert found.tokens_per_pass >= 1.0
+    assert found.plain_seconds > 0
+    assert found.speculative_seconds > 0
+
+
+def test_another_model_as_the_draft_seldom_agrees(tiny_bundle: Path, tmp_path: Path, texts: list[np.ndarray]) -> None:
+    other = tiny.write_bundle(tmp_path / "other", seed=7)
+    found = measure_draft_benefit(paired(tiny_bundle, other, tmp_path), texts, threads=1)
+    assert found.agreement < 0.5
+    assert found.tokens_per_pass >= 1.0
+
+
+def test_a_draft_on_the_targets_cache_leaves_the_targets_slots(tmp_path: Path) -> None:
+    from edgerun.export.drafts.skipped_layers import Part, SubLayer, write_own_draft
+
+    bundle = tiny.write_bundle(tmp_path / "own", num_hidden_layers=4)
+    write_own_draft(bundle, (SubLayer(1, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD)))
+    text = list(range(20, 60))
+    with edgerun.load(bundle, cache=False, threads=1) as engine:
+        draft = engine.model.drafters.draft_model()
+        assert draft is not None
+        bound, alone = engine.model.new_sequence().bound, engine.model.new_sequence().bound
+        agreeing = count_agreement(bound, draft, text)
+        assert 0 < agreeing < len(text)
+        assert agreeing >= count_agreement(bound, draft, text, 10) >= agreeing - 10
+        for token in text:
+            alone.forward((token,))
+            alone.arena.commit(1)
+        np.testing.assert_array_equal(
+            bound.forward((5,))[0], alone.forward((5,))[0], "the draft's slots are in the target's cache"
+        )
+    found = measure_draft_benefit(bundle, [np.array(text)], threads=1)
+    assert 0 < found.agreement < 1
+
+
+def test_a_bundle_without_a_draft_and_texts_that_are_too_short_are_errors(tiny_bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no draft to measure; export it with --draft or --draft-layers"):
+        measure_draft_benefit(tiny_bundle, [np.arange(20, 40)], threads=1)
+    bundle = paired(tiny_bundle, tiny_bundle, tmp_path)
+    for texts in ([], [np.array([20, 21])], [np.array([], np.int64)]):
+        with pytest.raises(InputError, match="no text is long enough to measure a draft on"):
+            measure_draft_benefit(bundle, texts, threads=1)
+
+
+def test_no_more_than_max_tokens_are_replayed(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = paired(tiny_bundle, tiny_bundle, tmp_path)
+    found = measure_draft_benefit(bundle, [np.arange(20, 29), np.arange(30, 200)], threads=1, max_tokens=12)
+    assert found.agreement == 1.0
