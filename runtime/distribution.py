@@ -1,4 +1,7 @@
-"""Laws of the next token, and the arithmetic on them that exact speculative sampling needs; sums are in float64."""
+"""Distributions of the next token, and the arithmetic of exact speculative sampling.
+
+All sums are in float64.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, eq=False)
 class Distribution:
-    """Probabilities of the tokens that can come next; all others have none. Work grows with `k`, not the vocabulary."""
+    """Probabilities of the possible next tokens; all other tokens have probability 0.
+
+    The cost of every method grows with the number `k` of possible tokens, not with the vocabulary.
+    """
 
     ids: npt.NDArray[np.intp]
     """Token ids `[k]`, ascending."""
@@ -18,38 +24,38 @@ class Distribution:
     """float64 `[k]`, summing to 1."""
 
     def probability(self, token: int) -> float:
-        """Of one token; 0 where the law does not have it."""
+        """Probability of one token."""
         at = int(np.searchsorted(self.ids, token))
         return float(self.probs[at]) if at < self.ids.size and self.ids[at] == token else 0.0
 
     def draw(self, uniform: float) -> int:
-        """The token at `uniform`, in [0, 1), of the cumulative law."""
+        """The token at the point `uniform`, in [0, 1), of the cumulative distribution."""
         cumulative = np.cumsum(self.probs)
         at = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
-        # A product rounded up to the total would lie beyond the last token that has any probability.
+        # A product rounded up to the total would lie beyond the last token of positive probability.
         return int(self.ids[min(at, np.searchsorted(cumulative, cumulative[-1]))])
 
     def excess(self, other: Distribution, scale: float = 1.0) -> npt.NDArray[np.float64]:
-        """max(0, scale * self - other) at this law's tokens, float64 `[k]`."""
-        left = self.probs * scale
+        """max(0, scale * self - other) for each of this distribution's tokens, float64 `[k]`."""
+        difference = self.probs * scale
         if np.array_equal(self.ids, other.ids):
-            left -= other.probs
+            difference -= other.probs
         else:
             at, other_at = _shared(self.ids, other.ids)
-            left[at] -= other.probs[other_at]
-        return np.maximum(left, 0, out=left)
+            difference[at] -= other.probs[other_at]
+        return np.maximum(difference, 0, out=difference)
 
     def residual(self, other: Distribution, scale: float = 1.0) -> Distribution:
-        """The law proportional to `excess`: what is left of this one once `other` has had its chance.
+        """The distribution proportional to `excess`: what to sample from after a token sampled from `other` is rejected.
 
-        This law itself where nothing is left, which only rounding can bring about.
+        Where rounding makes the excess 0 everywhere, this distribution itself.
         """
-        left = self.excess(other, scale)
-        total = left.sum()
-        return Distribution(self.ids, left / total) if total > 0 else self
+        excess = self.excess(other, scale)
+        total = excess.sum()
+        return Distribution(self.ids, excess / total) if total > 0 else self
 
     def without(self, token: int) -> Distribution:
-        """The law given that it is not `token`; of no tokens if that was the only one."""
+        """The distribution conditional on not being `token`; empty if that was the only possible token."""
         kept = (self.ids != token) & (self.probs > 0)
         probs = self.probs[kept]
         return Distribution(self.ids[kept], probs / probs.sum())
@@ -58,7 +64,7 @@ class Distribution:
 def _shared(
     ids: npt.NDArray[np.intp], others: npt.NDArray[np.intp]
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Where the ids that are in both lie in each; the shorter is looked up in the longer."""
+    """Indices of the ids that both arrays contain, in each of them; the shorter is looked up in the longer."""
     if others.size > ids.size:
         other_at, at = _shared(others, ids)
         return at, other_at

@@ -1,7 +1,8 @@
-"""From one row of logits to one token: penalties, truncation, and a draw keyed by position.
+"""Sampling: from the logits of one position to one token.
 
-The draw at a position depends on the seed and the position alone (a counter-based generator: Philox, Salmon et al.
-2011), so a seed gives one text however many tokens a pass emits. Work arrays of vocabulary size are allocated once.
+The random number for a position depends only on the seed and the position (a counter-based generator: Philox, Salmon
+et al. 2011), so a seed gives one text however many tokens a pass emits. Work arrays of vocabulary size are allocated
+once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .distribution import Distribution
 
 _GROUP: Final = 64
 _USUAL_NUCLEUS: Final = 1024
-"""Tokens that usually hold the nucleus; where they do not, more are looked at."""
+"""Number of the likeliest tokens that usually contain the nucleus; more are searched where they do not."""
 
 Logits: TypeAlias = npt.NDArray[np.float32]
 
@@ -65,30 +66,35 @@ class SamplingParams:
 
 
 class Purpose(IntEnum):
-    """What random numbers are for, other than drawing a token of the text; see `uniforms_at`."""
+    """Uses of random numbers besides sampling a token of the text; see `uniforms_at`."""
 
     DRAFT = 1
-    """Drawing guesses from a draft model."""
+    """Sampling draft tokens from a draft model."""
     ACCEPT = 2
-    """Deciding whether a drawn guess is taken."""
+    """Accepting or rejecting a sampled draft token."""
 
 
 def uniform_at(seed: int, position: int) -> float:
-    """The uniform number in [0, 1) that belongs to a position of the text with this seed."""
+    """The random number in [0, 1) for a position of the text with this seed."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 
 def uniforms_at(seed: int, position: int, count: int, purpose: Purpose, part: int = 0) -> npt.NDArray[np.float64]:
-    """The first `count` uniform numbers in [0, 1), float64, that belong to a position, a purpose and a part of it.
+    """`count` random numbers in [0, 1), float64 `[count]`, for a position, a purpose and a part of it.
 
-    Numbers of different purposes are independent, and of `uniform_at`, whose purpose counts as 0.
+    Numbers of different purposes are independent of each other and of `uniform_at`, which uses purpose 0.
     """
     generator = np.random.Philox(key=seed | purpose << 64, counter=position << 64 | part << 128)
     return np.random.Generator(generator).random(count)
 
 
 class Sampler:
-    """Chooses tokens for one sequence; knows which tokens the context holds."""
+    """Chooses the tokens of one sequence; records the tokens of the context for the repetition penalty.
+
+    Args:
+        params: how tokens are chosen.
+        vocab_size: number of logits.
+    """
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
         self.params = params
@@ -102,7 +108,7 @@ class Sampler:
         self._seen_count = 0
 
     def observe(self, tokens: npt.ArrayLike) -> None:
-        """Add tokens to the context that the repetition penalty looks at."""
+        """Add tokens to the context, for the repetition penalty."""
         if self.params.repeat_penalty == 1:
             return
         for token in np.asarray(tokens, np.intp).ravel():
@@ -112,8 +118,8 @@ class Sampler:
                 self._seen_count += 1
 
     @contextmanager
-    def supposing(self) -> Iterator[None]:
-        """A block at whose end the tokens observed within it are forgotten again."""
+    def rollback(self) -> Iterator[None]:
+        """Forget the tokens observed within the `with` block when it ends."""
         count = self._seen_count
         try:
             yield
@@ -122,36 +128,44 @@ class Sampler:
             self._seen_count = count
 
     def choose(self, logits: Logits, position: int) -> int:
-        """The token for `position` (its index in the text), from float32 logits `[V]`, which are left as they are.
+        """Choose a token; of equal logits, greedy decoding takes the lowest id.
 
-        Greedy ties go to the lowest id.
+        Args:
+            logits: float32 `[V]`; not modified.
+            position: index of the token in the text.
         """
         if self.params.greedy:
             scores = logits if self.params.repeat_penalty == 1 else self._penalized(logits)
             return int(scores.argmax())
-        ids, probabilities = self.distribution(logits)
+        ids, probabilities = self.probabilities(logits)
         cumulative = np.cumsum(probabilities, out=self._cumulative[: probabilities.size])
         drawn = uniform_at(self.params.seed, position) * cumulative[-1]
-        # A product rounded up to the total would fall off the end.
+        # A product rounded up to the total would be out of range.
         return int(ids[min(int(np.searchsorted(cumulative, drawn, side="right")), ids.size - 1)])
 
-    def lead(self, logits: Logits) -> float:
-        """How far the best score of `logits` `[V]` lies above the second best, as greedy choice compares them."""
+    def top_two_margin(self, logits: Logits) -> float:
+        """Difference of the two largest of `logits` `[V]`, after the repetition penalty."""
         scores = logits if self.params.repeat_penalty == 1 else self._penalized(logits)
         groups = scores.size // _GROUP
         if groups > 2:
-            # Both lie in the two groups with the highest maxima, or in what is left over.
+            # Both are in the two groups with the highest maxima, or in the values behind the last whole group.
             grouped = scores[: groups * _GROUP].reshape(_GROUP, groups)
             best = grouped.max(axis=0).argpartition(groups - 2)[groups - 2 :]
             scores = np.concatenate([grouped[:, best].ravel(), scores[groups * _GROUP :]])
         second, first = np.partition(scores, scores.size - 2)[-2:].tolist()
         return float(first - second)
 
-    def distribution(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-        """The law of the next token: ascending ids `[k]` and their float64 probabilities `[k]`, summing to 1.
+    def probabilities(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+        """Probabilities of the next token; undefined for greedy parameters.
 
-        Temperature, top-k, top-p and min-p apply in this order, each to what the one before has left. Equal logits at a
-        filter's edge are kept together. The arrays are valid until the next call. Undefined for greedy parameters.
+        Temperature, top-k, top-p and min-p apply in this order, each to the tokens that the one before has kept. Equal
+        logits at a filter's edge are kept together.
+
+        Args:
+            logits: float32 `[V]`; not modified.
+
+        Returns:
+            Ascending token ids `[k]` and their probabilities, float64 `[k]`, summing to 1; valid until the next call.
         """
         params = self.params
         scores = self._penalized(logits)
@@ -171,11 +185,11 @@ class Sampler:
         weights /= weights.sum()
         return ids, weights
 
-    def law(self, logits: Logits) -> Distribution:
-        """`distribution` in arrays of its own; for greedy parameters, all on the token they choose."""
+    def distribution(self, logits: Logits) -> Distribution:
+        """The distribution of the next token, in new arrays; for greedy parameters, all of it on the chosen token."""
         if self.params.greedy:
             return Distribution(np.array([self.choose(logits, 0)], np.intp), np.ones(1))
-        ids, probabilities = self.distribution(logits)
+        ids, probabilities = self.probabilities(logits)
         return Distribution(ids.copy(), probabilities.copy())
 
     def _penalized(self, logits: Logits) -> Logits:
@@ -191,23 +205,23 @@ class Sampler:
     def _nucleus(
         self, ids: npt.NDArray[np.intp], weights: npt.NDArray[np.float64], top_p: float
     ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-        """The fewest tokens whose mass reaches `top_p` (Holtzman et al. 2020), ties at the edge kept."""
+        """The smallest set of tokens whose probability reaches `top_p` (Holtzman et al. 2020), ties at the edge kept."""
         needed = top_p * weights.sum()
-        possible = self._largest(weights, _USUAL_NUCLEUS)
-        if weights[possible].sum() < needed:
-            # Tokens this light hold less than 1 - top_p of the mass all together, so the nucleus is among the others.
-            possible = self._where(np.greater, weights, (1 - top_p) * weights.sum() / weights.size)
-        heavy = np.sort(weights[possible])[::-1]
+        candidates = self._largest(weights, _USUAL_NUCLEUS)
+        if weights[candidates].sum() < needed:
+            # Tokens below this weight have less than 1 - top_p together, so the nucleus is among the others.
+            candidates = self._where(np.greater, weights, (1 - top_p) * weights.sum() / weights.size)
+        heavy = np.sort(weights[candidates])[::-1]
         reached = int(np.searchsorted(np.cumsum(heavy), needed))
         edge = heavy[min(reached, heavy.size - 1)]
-        kept = possible[weights[possible] >= edge]
+        kept = candidates[weights[candidates] >= edge]
         return ids[kept], weights[kept]
 
     def _largest(self, values: npt.NDArray[np.floating], k: int) -> npt.NDArray[np.intp]:
-        """Ascending indices of the `k` largest values, those equal to the smallest of them included.
+        """Ascending indices of the `k` largest values, and of values equal to the smallest of them.
 
-        Of the maxima of many groups, at least k values reach the k-th largest, so it bounds the k-th largest value from
-        below; only the few values above it are sorted out exactly.
+        At least k values reach the k-th largest of the maxima of many groups, so it is a lower bound of the k-th
+        largest value; only the few values above it are partitioned.
         """
         groups = values.size // _GROUP
         if k >= values.size:
@@ -224,5 +238,5 @@ class Sampler:
         return largest
 
     def _where(self, compare: np.ufunc, values: npt.NDArray[np.floating], bound: float) -> npt.NDArray[np.intp]:
-        """Indices at which `compare(values, bound)` holds."""
+        """Indices where `compare(values, bound)` is true."""
         return np.flatnonzero(compare(values, bound, out=self._mask[: values.size]))

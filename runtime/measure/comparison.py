@@ -298,7 +298,7 @@ def _distance(logits: Logits, params: SamplingParams, position: int, expected: i
     if params.greedy:
         return float(logits[expected] - logits[other])
     # Without filters, the law covers every token: its places are ids.
-    cumulative = np.cumsum(Sampler(params, logits.size).distribution(logits)[1])
+    cumulative = np.cumsum(Sampler(params, logits.size).probabilities(logits)[1])
     edge = cumulative[other - 1] if other > expected else cumulative[other]
     drawn = uniform_at(params.seed, position) * cumulative[-1]
     return params.temperature * abs(_log_odds(drawn) - _log_odds(float(edge)))

@@ -103,7 +103,7 @@ class NearTies:
         arena = self._bound.arena
         if rows == 1 and arena.plain_length >= arena.length:
             return False
-        return self._sampler.lead(logits) < self._epsilon
+        return self._sampler.top_two_margin(logits) < self._epsilon
 
     def _renew(self, path: Sequence[int]) -> Logits:
         """Make the rows of the text and `path` plain decoding's, committed; returns the last one's logits `[V]`."""

@@ -89,9 +89,9 @@ def verify_block(
     complete = bool(drawn) and drawn[-1] in ends
 
     targets: list[Distribution] = []
-    with sampler.supposing():
+    with sampler.rollback():
         for node in range(len(drawn) + (not complete)):
-            targets.append(sampler.law(logits[node]))
+            targets.append(sampler.distribution(logits[node]))
             if node < len(drawn):
                 if targets[-1].probability(drawn[node]) == 0:
                     # It is never taken, so nothing after it is either.
@@ -153,7 +153,7 @@ def verify_recursive(
     def choose(node: int, at: int) -> int:
         if node not in draft.laws:
             return sampler.choose(logits[node], at)
-        rest, proposal = sampler.law(logits[node]), draft.laws[node]
+        rest, proposal = sampler.distribution(logits[node]), draft.laws[node]
         children: list[int] = tree.tokens[tree.parents == node].tolist()
         for token, uniform in zip(children, uniforms_at(seed, at, len(children), Purpose.ACCEPT), strict=True):
             if uniform < acceptance(rest, proposal, token):

@@ -93,4 +93,4 @@ def test_the_lead_is_that_of_the_best_score_over_the_second(seed: int, size: int
     for token in set(seen.tolist()):
         scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
     first, second = sorted(scores)[:-3:-1]
-    assert sampler.lead(logits) == pytest.approx(first - second, abs=1e-6)
+    assert sampler.top_two_margin(logits) == pytest.approx(first - second, abs=1e-6)

@@ -57,7 +57,7 @@ def test_law_equals_the_textbook_pipeline(logits, temperature, top_k, top_p, min
     sampler = Sampler(params, logits.size)
     sampler.observe(sorted(seen))
     before = logits.copy()
-    ids, probabilities = sampler.distribution(logits)
+    ids, probabilities = sampler.probabilities(logits)
     law = np.zeros(logits.size)
     law[ids] = probabilities
     np.testing.assert_allclose(law, naive_law(logits, params, seen if penalty != 1 else set()), rtol=1e-6, atol=1e-12)
@@ -118,14 +118,14 @@ def test_what_is_supposed_is_forgotten() -> None:
     logits = np.array([3.0, 2.9, 2.8, 2.7], np.float32)
     sampler = Sampler(SamplingParams(repeat_penalty=2.0), 4)
     sampler.observe([0])
-    with sampler.supposing():
+    with sampler.rollback():
         sampler.observe([1, 0])
-        with sampler.supposing():
+        with sampler.rollback():
             sampler.observe([2])
             assert sampler.choose(logits, 0) == 3
         assert sampler.choose(logits, 0) == 2
     assert sampler.choose(logits, 0) == 1
-    with pytest.raises(IndexError), sampler.supposing():
+    with pytest.raises(IndexError), sampler.rollback():
         sampler.observe([1, 4])
     assert sampler.choose(logits, 0) == 1
 
@@ -133,12 +133,12 @@ def test_what_is_supposed_is_forgotten() -> None:
 def test_a_law_outlives_the_next_one() -> None:
     sampler = Sampler(SamplingParams(temperature=0.8, top_k=3), 5)
     logits = np.array([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], np.float32)
-    law = sampler.law(logits[0])
-    sampler.law(logits[1])
-    ids, probs = sampler.distribution(logits[0])
+    law = sampler.distribution(logits[0])
+    sampler.distribution(logits[1])
+    ids, probs = sampler.probabilities(logits[0])
     np.testing.assert_array_equal(law.ids, ids)
     np.testing.assert_array_equal(law.probs, probs)
-    sure = Sampler(SamplingParams(), 5).law(logits[0])
+    sure = Sampler(SamplingParams(), 5).distribution(logits[0])
     assert (sure.ids.tolist(), sure.probs.tolist()) == ([4], [1.0])
 
 

@@ -157,7 +157,7 @@ def assert_in_doubt(
     if params.greedy:
         assert logits.max() - logits[other] < 0.4
         return
-    ids, probabilities = sampler.distribution(logits)
+    ids, probabilities = sampler.probabilities(logits)
     assert other in ids
     end = float(np.cumsum(probabilities)[ids == other][0])
     drawn = uniform_at(params.seed, len(before))

@@ -248,7 +248,7 @@ def processed(logits_after: Callable[[Text], Logits], params: SamplingParams) ->
         logits = logits_after(text)
         sampler = Sampler(params, logits.size)
         sampler.observe(text)
-        return sampler.law(logits)
+        return sampler.distribution(logits)
 
     return after
 
@@ -357,7 +357,7 @@ def test_a_block_is_decided_by_its_odds_and_weights() -> None:
         logits = path_logits(toy_logits)(prompt[:-1], draft.tree)
         assert verify_block(draft, logits, sampler, len(prompt), NOBODY, 9) == expected
         # The sampler now knows the prompt and what was taken, and nothing else.
-        np.testing.assert_array_equal(sampler.law(logits[taken]).probs, targets[taken].probs)
+        np.testing.assert_array_equal(sampler.distribution(logits[taken]).probs, targets[taken].probs)
         seen[taken] += 1
     assert min(seen[taken] for taken in range(GAMMA + 1)) > 10
 

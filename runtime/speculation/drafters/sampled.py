@@ -99,9 +99,9 @@ class SampledDrafter:
         logits = self.model.logits(path)
         if logits is None:
             return None
-        with self._sampler.supposing():
+        with self._sampler.rollback():
             self._sampler.observe(self._in_head(path))
-            law = self._sampler.law(logits)
+            law = self._sampler.distribution(logits)
         if self.model.target_ids is None:
             return law
         ids = self.model.target_ids[law.ids].astype(np.intp)

@@ -54,7 +54,7 @@ def plain_law(graph: GraphSession, text: list[int], params: SamplingParams, head
     bound = graph.bind(graph.arena(64))
     sampler = Sampler(params, head)
     sampler.observe(text)
-    return sampler.law(bound.forward(text, logits_for=(len(text) - 1,))[0])
+    return sampler.distribution(bound.forward(text, logits_for=(len(text) - 1,))[0])
 
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
