@@ -46,7 +46,7 @@ class Distribution:
         return np.maximum(difference, 0, out=difference)
 
     def residual(self, other: Distribution, scale: float = 1.0) -> Distribution:
-        """The distribution proportional to `excess`: what to sample from after a token sampled from `other` is rejected.
+        """The distribution proportional to `excess`: what to sample from after a token of `other` was rejected.
 
         Where rounding makes the excess 0 everywhere, this distribution itself.
         """

@@ -205,7 +205,7 @@ class Sampler:
     def _nucleus(
         self, ids: npt.NDArray[np.intp], weights: npt.NDArray[np.float64], top_p: float
     ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-        """The smallest set of tokens whose probability reaches `top_p` (Holtzman et al. 2020), ties at the edge kept."""
+        """The smallest set of tokens of probability `top_p` (Holtzman et al. 2020), ties at the edge kept."""
         needed = top_p * weights.sum()
         candidates = self._largest(weights, _USUAL_NUCLEUS)
         if weights[candidates].sum() < needed:
