@@ -23,9 +23,9 @@ from rich.console import Console
 import edgerun
 from artifacts import bundle
 from checkpoints import SHAPES
-from edgerun.edge.bench.bench_result import Conditions, Result
+from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
 from edgerun.edge.bench.recordings import read_recording
-from edgerun.edge.bench.runner import Contender, Plan, TurnRange, measure
+from edgerun.edge.bench.runner import BenchSettings, DecodingMode, TurnRange, measure_modes
 from edgerun.edge.bench.table import show
 from edgerun.models.find import bundled_folder
 from edgerun.runtime.measure.machine import load as machine_load
@@ -66,12 +66,12 @@ def main() -> None:
     shape = replace(SHAPES[_SHAPE], name=f"{_SHAPE}-shell", vocab=4096, context=2048)
     model = bundle(options.work, shape, options.block, folder)
     with edgerun.load(model, draft=folder / "draft") as engine:
-        contenders = [Contender(str(each), each) for each in map(Speculation.parse, options.graph_io or ["auto"])]
-        plan = Plan(_LONGEST, TurnRange.parse("all"), replay=True)
+        modes = [DecodingMode(str(each), each) for each in map(Speculation.parse, options.spec or ["auto"])]
+        plan = BenchSettings(_LONGEST, TurnRange.parse("all"), replay=True)
         busy = machine_load()
         conversations = read_recording(recording)
-        found = measure(engine, conversations, contenders, plan, lambda _done, _todo: None)
-        conditions = Conditions(
+        found = measure_modes(engine, conversations, modes, plan, lambda _: None)
+        conditions = BenchConditions(
             model=shape.name,
             draft=f"{folder.name}/draft",
             device=str(engine.device),
@@ -84,9 +84,9 @@ def main() -> None:
             temperature=0.0,
             conversations=len(conversations),
         )
-        result = Result.of(found, conditions, engine, busy)
+        result = BenchResult.of(found, conditions, engine, busy)
     show(console, result)
-    print(json.dumps({"benchmark": "model_drafting", **result.as_mapping()}))
+    print(json.dumps({"benchmark": "model_drafting", **result.to_json()}))
 
 
 if __name__ == "__main__":

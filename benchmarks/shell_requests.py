@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from edgerun.edge.bench.prompt_sets import our_prompts
+from edgerun.edge.bench.prompt_sets import bundled_prompts
 
 
 def shell_requests(file: Path | None, limit: int) -> list[str]:
     """At most `limit` of them; each line of a file is an object with `request`."""
     if file is None:
-        requests = [each.exchanges[0].prompt for each in our_prompts(for_shell=True)]
+        requests = [each.exchanges[0].prompt for each in bundled_prompts(for_shell=True)]
     else:
         requests = [json.loads(line)["request"] for line in file.read_text(encoding="utf-8").splitlines()]
     return requests[:limit]

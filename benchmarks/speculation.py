@@ -27,12 +27,12 @@ from rich.table import Table
 import edgerun
 from artifacts import bundle
 from checkpoints import SHAPES
-from edgerun.edge.bench.bench_result import Conditions, Result
-from edgerun.edge.bench.prompt_sets import chosen, counts
-from edgerun.edge.bench.ratios import Account
+from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
+from edgerun.edge.bench.prompt_sets import count_by_category, limit_per_category
+from edgerun.edge.bench.ratios import ModeResult
 from edgerun.edge.bench.recordings import read_recording
-from edgerun.edge.bench.runner import Contender, Plan, TurnRange, measure
-from edgerun.edge.bench.table import show, times
+from edgerun.edge.bench.runner import BenchSettings, DecodingMode, TurnRange, measure_modes
+from edgerun.edge.bench.table import ratio_text, show
 from edgerun.runtime.measure.machine import load as machine_load
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
@@ -60,26 +60,26 @@ RECORDINGS: Final = (
 )
 
 
-def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespace, console: Console) -> Result:
+def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespace, console: Console) -> BenchResult:
     """One recording over one model."""
     conversations = read_recording(options.data / "replay" / recording.file)
-    each = options.limit * (_CATEGORIES if len(counts(conversations)) == 1 else 1)
-    conversations = chosen(conversations, each)
-    contenders = [Contender(str(choice), choice) for choice in map(Speculation.parse, options.graph_io or ["auto"])]
+    each = options.limit * (_CATEGORIES if len(count_by_category(conversations)) == 1 else 1)
+    conversations = limit_per_category(conversations, each)
+    modes = [DecodingMode(str(choice), choice) for choice in map(Speculation.parse, options.spec or ["auto"])]
     if options.wrong:
-        contenders.append(Contender(_WRONG, Speculation.AUTO, oracle_mode=OracleMode.WRONG))
-    contenders.append(Contender(_CEILING, Speculation.AUTO, oracle_mode=OracleMode.RIGHT))
-    plan = Plan(options.max_tokens, TurnRange.parse(recording.turns), replay=True)
+        modes.append(DecodingMode(_WRONG, Speculation.AUTO, oracle_mode=OracleMode.WRONG))
+    modes.append(DecodingMode(_CEILING, Speculation.AUTO, oracle_mode=OracleMode.RIGHT))
+    plan = BenchSettings(options.max_tokens, TurnRange.parse(recording.turns), replay=True)
     busy = machine_load()
     with console.status(recording.name) as status:
-        found = measure(
+        found = measure_modes(
             engine,
             conversations,
-            contenders,
+            modes,
             plan,
-            lambda done, todo: status.update(f"{recording.name}: {done} of {todo} turns"),
+            lambda fraction: status.update(f"{recording.name}: {fraction:.0%}"),
         )
-    conditions = Conditions(
+    conditions = BenchConditions(
         model=engine.bundle.folder.parent.name,
         draft=None,
         device=str(engine.device),
@@ -92,10 +92,10 @@ def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespac
         temperature=0.0,
         conversations=len(conversations),
     )
-    return Result.of(found, conditions, engine, busy)
+    return BenchResult.of(found, conditions, engine, busy)
 
 
-def summary(results: dict[tuple[str, str], Result]) -> Table:
+def summary(results: dict[tuple[str, str], BenchResult]) -> Table:
     """Geometric means, and the category that gained least."""
     table = Table(title="times plain decoding, geometric mean over categories", title_justify="left")
     for name in ("shape", "recording", "mode"):
@@ -103,26 +103,26 @@ def summary(results: dict[tuple[str, str], Result]) -> Table:
     for name in ("ratio", "tokens\na pass", "least", "of the\nceiling's gain"):
         table.add_column(name, justify="right")
     for (shape, recording), result in results.items():
-        ceiling = result.accounts[-1]
-        for account in result.accounts:
-            least = min(account.categories, key=lambda each: each.ratio.value)
+        ceiling = result.modes[-1]
+        for mode in result.modes:
+            least = min(mode.categories, key=lambda each: each.ratio.value)
             table.add_row(
                 shape,
                 recording,
-                account.name,
-                times(account.mean),
-                f"{account.run.tokens_per_pass:.2f}",
+                mode.name,
+                ratio_text(mode.mean),
+                f"{mode.stats.tokens_per_pass:.2f}",
                 f"{least.ratio.value:.2f} ({least.name})",
-                f"{gain_share(account, ceiling):.0%}",
+                f"{gain_share(mode, ceiling):.0%}",
             )
         table.add_section()
     return table
 
 
-def gain_share(account: Account, ceiling: Account) -> float:
+def gain_share(mode: ModeResult, ceiling: ModeResult) -> float:
     """How much of what the all-knowing drafter gains this one gains; 0 where nothing can be gained."""
     most = ceiling.mean.value - 1
-    return (account.mean.value - 1) / most if most > 0 else 0.0
+    return (mode.mean.value - 1) / most if most > 0 else 0.0
 
 
 def main() -> None:
@@ -148,7 +148,7 @@ def main() -> None:
     console, progress = Console(), Console(stderr=True)
     if not console.is_terminal:
         console.width = 130
-    results: dict[tuple[str, str], Result] = {}
+    results: dict[tuple[str, str], BenchResult] = {}
     for shape in options.shape or _SHAPES:
         progress.print(f"preparing {shape}")
         model = bundle(options.work, SHAPES[shape], options.block, options.tokenizer)
@@ -164,7 +164,7 @@ def main() -> None:
     print(json.dumps({"benchmark": "speculation", "runs": [mapping(*each) for each in results.items()]}))
 
 
-def write(folder: Path, name: str, result: Result) -> None:
+def write(folder: Path, name: str, result: BenchResult) -> None:
     """One report."""
     from edgerun.edge.bench.report import write_report  # noqa: PLC0415  matplotlib is needed for reports alone
 
@@ -172,11 +172,11 @@ def write(folder: Path, name: str, result: Result) -> None:
     write_report(folder / f"{Path(name).stem}.html", result)
 
 
-def mapping(key: tuple[str, str], result: Result) -> dict[str, Any]:
+def mapping(key: tuple[str, str], result: BenchResult) -> dict[str, Any]:
     """One part, for JSON."""
-    ceiling = result.accounts[-1]
-    shares = {account.name: round(gain_share(account, ceiling), 3) for account in result.accounts}
-    return {"shape": key[0], "recording": key[1], "share_of_ceiling": shares, **result.as_mapping()}
+    ceiling = result.modes[-1]
+    shares = {mode.name: round(gain_share(mode, ceiling), 3) for mode in result.modes}
+    return {"shape": key[0], "recording": key[1], "share_of_ceiling": shares, **result.to_json()}
 
 
 if __name__ == "__main__":

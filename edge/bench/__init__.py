@@ -1,5 +1,5 @@
-"""What `edge-run bench` does: plain decoding against speculative decoding, over prompts or a recording.
+"""Compares plain and speculative decoding, over prompts or a recording.
 
-`conversations` and `recordings` read what is asked, `measure` runs it, `account` turns the runs into numbers; `show`
-and `report` present them.
+`prompt_sets` and `recordings` read conversations, `runner` measures them, `ratios` compares the modes, `bench_result`
+holds the outcome; `table`, `plots` and `report` present it.
 """

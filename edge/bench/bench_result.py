@@ -1,4 +1,4 @@
-"""The whole of a measurement: what it holds for, every contender's account, and its JSON."""
+"""The result of a whole measurement: its conditions, every mode, and its JSON."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from typing import Any, Final
 from ...errors import InputError
 from ...runtime.engine import Engine
 from ...runtime.measure.machine import machine
+from ...runtime.result import Stats
 from ...runtime.speculation.choice import SOURCE_NAMES
 from ...runtime.speculation.tree import Source
-from .ratios import PLAIN, Account, Run, accounts, as_mapping
-from .runner import Findings
+from .ratios import PLAIN, ModeResult, RoundTimes, compare_modes
+from .runner import Measurements
 
 REPLAY_NOTE: Final = (
-    "Replay: the tokens are those of a recording. Every pass over the weights was run at its full cost, and guesses "
-    "were accepted as they would have been when the recorded answers were written."
+    "Replay: the tokens are those of a recording. Every pass over the weights was run at its full cost, and draft "
+    "tokens were accepted where they match the recorded answers."
 )
 SPEED_NOTE: Final = (
-    "Speed is that of writing, after the first token; reading the prompt is left out. Ratios are to plain decoding in "
-    "the same run; brackets hold the 95 % interval over conversations, where every category has at "
-    "least three."
+    "Speeds are decoding rates after the first token, without prefill. Ratios compare with plain decoding in the same "
+    "run; brackets are 95 % confidence intervals over conversations, given where every category has at least three."
 )
 _LEARNING: Final = SOURCE_NAMES[Source.RECYCLED]
 _BUSY: Final = 0.7
-_CURVE_ROWS: Final = 16
+"""Load of the machine above which the result says that it was busy."""
+_COST_WIDTH: Final = 16
+"""Widest pass whose cost is reported, in tokens."""
 
 
 @dataclass(frozen=True)
-class Conditions:
+class BenchConditions:
     """What the numbers hold for."""
 
     model: str
@@ -46,55 +48,60 @@ class Conditions:
     temperature: float
     conversations: int
     draft_head: int | None = None
-    """Tokens of the draft's head, where it was trimmed."""
+    """Number of tokens in the LM head of the draft model, if it was trimmed."""
 
     @property
     def draft_shown(self) -> str:
-        """The draft and its head, in words; empty without one."""
+        """The draft model and its head in words; empty without a draft model."""
         if not self.draft:
             return ""
         return self.draft if self.draft_head is None else f"{self.draft} with a head of {self.draft_head} tokens"
 
 
 @dataclass(frozen=True)
-class Result:
-    """A measurement, at least one account."""
+class BenchResult:
+    """A measurement of at least one mode besides plain decoding."""
 
-    conditions: Conditions
-    accounts: Sequence[Account]
-    plain: Run
-    step_cost_ms: Sequence[float] = ()
-    """Milliseconds of a pass over 1, 2, ... rows, as this run found them."""
-    step_cost_context: int = 0
-    """Tokens before those passes."""
-    cut: int = 0
-    """Prompts that were shortened to fit the context."""
+    conditions: BenchConditions
+    modes: Sequence[ModeResult]
+    plain: Stats
+    pass_cost_ms: Sequence[float] = ()
+    """Milliseconds of a pass over 1, 2, ... tokens on this machine."""
+    pass_cost_context: int = 0
+    """Number of tokens in the cache during those passes."""
+    shortened: int = 0
+    """Number of prompts that were shortened to fit the context."""
     load: float | None = None
-    """Programs that wanted a core in the minute before."""
+    """Mean number of programs that wanted a core in the minute before."""
     machine: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: Findings, conditions: Conditions, engine: Engine, busy: float | None) -> Result:
-        """What was found, with the step cost that the engine knows by now; `busy` is the machine's load before.
+    def of(cls, measured: Measurements, conditions: BenchConditions, engine: Engine, load: float | None) -> BenchResult:
+        """Compare the modes, and take the pass cost from the engine; `load` is that of the machine before.
 
         Raises:
-            InputError: no answer was long enough to say anything.
+            InputError: no answer is long enough to have a rate.
         """
-        counted = [trial for trial in found.trials if trial.counts]
-        if not counted:
+        comparable = [turn for turn in measured.turns if turn.comparable]
+        if not comparable:
             raise InputError("no answer had a second token", "give other prompts, more --max-tokens, or --turns all")
-        context = round(statistics.median(trial.context for trial in counted))
-        cost = engine.model.drafters.pass_cost().curve(context, _CURVE_ROWS)
+        context = round(statistics.median(turn.context for turn in comparable))
+        cost = engine.model.drafters.pass_cost().curve(context, _COST_WIDTH)
         return cls(
             conditions=conditions,
-            accounts=accounts(counted),
-            plain=Run.total(trial.runs[PLAIN] for trial in counted),
-            step_cost_ms=[1e3 * float(seconds) for seconds in cost],
-            step_cost_context=context,
-            cut=found.cut,
-            load=busy,
+            modes=compare_modes(comparable),
+            plain=Stats.total(turn.stats[PLAIN] for turn in comparable),
+            pass_cost_ms=[1e3 * float(seconds) for seconds in cost],
+            pass_cost_context=context,
+            shortened=measured.shortened,
+            load=load,
             machine=machine(),
         )
+
+    @property
+    def stats(self) -> dict[str, Stats]:
+        """Statistics of plain decoding and of every mode, by name."""
+        return {PLAIN: self.plain, **{mode.name: mode.stats for mode in self.modes}}
 
     @property
     def notes(self) -> list[str]:
@@ -102,24 +109,22 @@ class Result:
         notes = [REPLAY_NOTE] if self.conditions.replay else []
         notes.append(SPEED_NOTE)
         if not self.conditions.replay:
-            for account in self.accounts:
-                same = account.answers - account.differing
-                notes.append(f"{account.name}: {same} of {account.answers} texts are plain decoding's.")
-        if sum(_LEARNING in account.run.by_source for account in self.accounts) > 1:
+            for mode in self.modes:
+                total = mode.stats.answers
+                notes.append(f"{mode.name}: {total - mode.differing} of {total} texts equal those of plain decoding.")
+        if sum(_LEARNING in mode.stats.by_source for mode in self.modes) > 1:
             notes.append(
-                f"{_LEARNING} learns from every answer, whoever drafted it: where several modes use it, each has also "
-                "learned from the others' answers to the same prompts. Measure one mode a run to compare them."
+                f"The drafter {_LEARNING} learns from every answer. Where several modes use it, each has also learned "
+                "from the other modes' answers to the same prompts; measure one mode a run to compare them."
             )
-        if self.cut:
-            notes.append(f"{self.cut} prompts were shortened to fit the context.")
+        if self.shortened:
+            notes.append(f"{self.shortened} prompts were shortened to fit the context.")
         if self.load is not None and self.load > _BUSY:
-            notes.append(
-                f"The machine was busy before the measurement (load {self.load:.1f}): do not trust single ratios."
-            )
+            notes.append(f"The machine was busy before the measurement (load {self.load:.1f}): ratios may be off.")
         return notes
 
-    def as_mapping(self) -> dict[str, Any]:
-        """In plain values, for JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """This result as plain values."""
         conditions = self.conditions
         return {
             "benchmark": "speculation",
@@ -137,14 +142,14 @@ class Result:
             "conversations": conditions.conversations,
             "machine": dict(self.machine),
             "load_before": self.load,
-            "cut_prompts": self.cut,
+            "shortened_prompts": self.shortened,
             "plain": {
-                "tokens_per_second": float(f"{self.plain.rate:.5g}"),
-                "pass_ms": float(f"{self.plain.each_pass_ms(self.plain.seconds):.5g}"),
+                "tokens_per_second": float(f"{self.plain.decode_tokens_per_second:.5g}"),
+                "pass_ms": float(f"{RoundTimes.of(self.plain).total:.5g}"),
             },
-            "modes": {account.name: as_mapping(account) for account in self.accounts},
-            "step_cost": {
-                "context": self.step_cost_context,
-                "ms": [float(f"{ms:.4g}") for ms in self.step_cost_ms],
+            "modes": {mode.name: mode.to_json() for mode in self.modes},
+            "pass_cost": {
+                "context": self.pass_cost_context,
+                "ms": [float(f"{ms:.4g}") for ms in self.pass_cost_ms],
             },
         }

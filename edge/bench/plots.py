@@ -1,7 +1,7 @@
-"""The report's plots, by matplotlib (the `bench` extra).
+"""Plots of a measurement, drawn with matplotlib (the `bench` extra).
 
-Every plot is drawn once with placeholder colours. In SVG these become CSS variables, so that one picture serves a light
-and a dark page; in PNG they are drawn as the light page has them.
+Every plot is drawn once, with placeholder colours. In SVG these become CSS variables, so that one picture serves a
+light and a dark page. In PNG they become the colours of the light page.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .bench_result import Result
-from .ratios import PLAIN
+from .bench_result import BenchResult
+from .ratios import RoundTimes
 
 INK: Final = "#010101"
 FAINT: Final = "#020202"
 SERIES: Final = ("#010110", "#010111", "#010112", "#010113", "#010114", "#010115")
-"""Contenders, in their order; more than these share the last."""
+"""Colours of the modes, in order; further modes share the last one."""
 LIGHT: Final = {
     INK: "#1d2330",
     FAINT: "#c3c9d4",
     **dict(zip(SERIES, ("#1f6feb", "#d9730d", "#0f8a6a", "#a13fc0", "#b38600", "#6b7280"), strict=True)),
 }
-"""What a light page shows for each placeholder."""
+"""Colours of a light page by placeholder."""
 DARK: Final = {
     INK: "#e4e8f0",
     FAINT: "#454c5c",
     **dict(zip(SERIES, ("#6ea8ff", "#ffa657", "#4fd1ab", "#d79bf0", "#e3c14f", "#a0a8b8"), strict=True)),
 }
-"""What a dark page shows."""
+"""Colours of a dark page by placeholder."""
 _STYLE: Final = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -50,55 +50,56 @@ _STYLE: Final = {
 }
 _WIDTH: Final = 6.4
 _PARTS: Final = SERIES[3:]
-"""Parts of a round have other colours than contenders."""
+"""Colours of the parts of a round, which are not those of the first modes."""
 
 Palette = dict[str, str]
-Draw = Callable[[Axes, Result, Palette], None]
+Draw = Callable[[Axes, BenchResult, Palette], None]
 
 
-def variable(placeholder: str) -> str:
-    """The name of the CSS variable that stands for a placeholder."""
+def css_variable(placeholder: str) -> str:
+    """Name of the CSS variable that replaces a placeholder colour."""
     return f"--plot-{placeholder[1:]}"
 
 
-def svg_plots(result: Result) -> dict[str, str]:
-    """An SVG element for each plot the result has data for, by a short name."""
-    return {name: _svg(name, draw, result) for name, draw in _drawn(result).items()}
+def svg_plots(result: BenchResult) -> dict[str, str]:
+    """SVG elements, by a short name, of the plots for which there is data."""
+    return {name: _svg(name, draw, result) for name, draw in _draw_functions(result).items()}
 
 
-def png(result: Result) -> bytes:
-    """All plots on one sheet."""
-    drawn = _drawn(result)
+def png(result: BenchResult) -> bytes:
+    """All plots on one sheet, as a PNG file."""
+    functions = _draw_functions(result)
     palette = LIGHT
     with mpl.rc_context(_style(palette)):
-        heights = [_height(name, result) for name in drawn]
+        heights = [_height(name, result) for name in functions]
         rows = [max(heights[i : i + 2]) for i in range(0, len(heights), 2)]
         figure = Figure(figsize=(2 * _WIDTH, sum(rows) + 0.6), layout="constrained", facecolor="white")
-        mode = result.conditions
-        figure.suptitle(f"{mode.model}: {mode.source}" + (" (replay)" if mode.replay else ""), color=palette[INK])
+        conditions = result.conditions
+        title = f"{conditions.model}: {conditions.source}{' (replay)' if conditions.replay else ''}"
+        figure.suptitle(title, color=palette[INK])
         grid = figure.add_gridspec(len(rows), 2, height_ratios=rows)
-        for number, draw in enumerate(drawn.values()):
+        for number, draw in enumerate(functions.values()):
             draw(figure.add_subplot(grid[number // 2, number % 2]), result, palette)
         target = BytesIO()
         figure.savefig(target, format="png", dpi=150)
     return target.getvalue()
 
 
-def _drawn(result: Result) -> dict[str, Draw]:
-    drawn: dict[str, Draw] = {"speedup": _speedup}
-    if len(result.step_cost_ms) > 1:
-        drawn["step_cost"] = _step_cost
-    if any(account.run.by_depth for account in result.accounts):
-        drawn["depth"] = _depth
-    drawn["round"] = _round
-    return drawn
+def _draw_functions(result: BenchResult) -> dict[str, Draw]:
+    functions: dict[str, Draw] = {"speedup": _speedup}
+    if len(result.pass_cost_ms) > 1:
+        functions["pass_cost"] = _pass_cost
+    if any(mode.stats.by_depth for mode in result.modes):
+        functions["depth"] = _depth
+    functions["round"] = _round
+    return functions
 
 
-def _height(name: str, result: Result) -> float:
-    """Inches."""
-    bars = len(result.accounts)
+def _height(name: str, result: BenchResult) -> float:
+    """Height of a plot in inches."""
+    bars = len(result.modes)
     if name == "speedup":
-        return 1.25 + (0.16 + 0.2 * bars) * (len(result.accounts[0].categories) + 1)
+        return 1.25 + (0.16 + 0.2 * bars) * (len(result.modes[0].categories) + 1)
     return 1.35 + 0.32 * (bars + 1) if name == "round" else 3.3
 
 
@@ -107,7 +108,7 @@ def _style(palette: Palette) -> dict[Any, Any]:
     return {**_STYLE, **dict.fromkeys(names, palette[INK]), "grid.color": palette[FAINT]}
 
 
-def _svg(name: str, draw: Draw, result: Result) -> str:
+def _svg(name: str, draw: Draw, result: BenchResult) -> str:
     palette = {placeholder: placeholder for placeholder in LIGHT}
     with mpl.rc_context({**_style(palette), "svg.hashsalt": name}):
         figure = Figure(figsize=(_WIDTH, _height(name, result)), layout="constrained")
@@ -119,7 +120,7 @@ def _svg(name: str, draw: Draw, result: Result) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{name}-", text)  # several plots share one page
     for placeholder in palette:
-        text = text.replace(placeholder, f"var({variable(placeholder)})")
+        text = text.replace(placeholder, f"var({css_variable(placeholder)})")
     return text
 
 
@@ -128,7 +129,7 @@ def _colour(number: int, palette: Palette) -> str:
 
 
 def _legend(axes: Axes) -> None:
-    """Below the title, however many entries there are."""
+    """Put the legend between title and plot, in one line."""
     handles, _ = axes.get_legend_handles_labels()
     axes.set_title(axes.get_title(loc="left"), pad=24)
     axes.legend(
@@ -142,19 +143,19 @@ def _legend(axes: Axes) -> None:
     )
 
 
-def _speedup(axes: Axes, result: Result, palette: Palette) -> None:
-    """Bars by category, the mean first, with whiskers for the interval."""
-    accounts = result.accounts
-    labels = ["geometric mean", *(each.name for each in accounts[0].categories)]
-    height = 0.8 / len(accounts)
+def _speedup(axes: Axes, result: BenchResult, palette: Palette) -> None:
+    """Draw bars by category, the mean first, with whiskers for the confidence interval."""
+    modes = result.modes
+    labels = ["geometric mean", *(each.name for each in modes[0].categories)]
+    height = 0.8 / len(modes)
     furthest = 1.0
-    for number, account in enumerate(accounts):
-        estimates = [account.mean, *(each.ratio for each in account.categories)]
+    for number, mode in enumerate(modes):
+        estimates = [mode.mean, *(each.ratio for each in mode.categories)]
         values = np.array([each.value for each in estimates])
         edges = np.array([each.interval or (each.value, each.value) for each in estimates])
         whiskers = np.abs(edges - values[:, None]).T
-        places = np.arange(len(labels)) + (number - (len(accounts) - 1) / 2) * height
-        axes.barh(places, values, height * 0.9, color=_colour(number, palette), label=account.name)
+        places = np.arange(len(labels)) + (number - (len(modes) - 1) / 2) * height
+        axes.barh(places, values, height * 0.9, color=_colour(number, palette), label=mode.name)
         axes.errorbar(values, places, xerr=whiskers, fmt="none", ecolor=palette[INK], elinewidth=0.9, capsize=2)
         furthest = max(furthest, float(edges.max()), float(values.max()))
         for place, value, edge in zip(places, values, edges.max(axis=1), strict=True):
@@ -169,66 +170,65 @@ def _speedup(axes: Axes, result: Result, palette: Palette) -> None:
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.grid(axis="x", linewidth=0.6)
-    axes.set_xlabel("times plain decoding")
+    axes.set_xlabel("speed relative to plain decoding")
     axes.set_title("Speed-up by category")
-    if len(accounts) > 1:
+    if len(modes) > 1:
         _legend(axes)
 
 
-def _step_cost(axes: Axes, result: Result, palette: Palette) -> None:
-    """What a pass over m rows costs, beside what m passes would."""
-    ms = np.array(result.step_cost_ms)
-    rows = np.arange(1, len(ms) + 1)
-    axes.plot(rows, ms, color=_colour(0, palette), marker="o", markersize=4, label="one pass over m")
-    top = float(ms.max()) * 1.15
-    axes.plot(rows, ms[0] * rows, color=palette[INK], linewidth=1, linestyle=(0, (4, 3)), label="m passes over one")
-    axes.set_ylim(0, top)
+def _pass_cost(axes: Axes, result: BenchResult, palette: Palette) -> None:
+    """Draw the cost of a pass over m tokens beside that of m passes over one token."""
+    ms = np.array(result.pass_cost_ms)
+    widths = np.arange(1, len(ms) + 1)
+    axes.plot(widths, ms, color=_colour(0, palette), marker="o", markersize=4, label="one pass over m")
+    axes.plot(widths, ms[0] * widths, color=palette[INK], linewidth=1, linestyle=(0, (4, 3)), label="m passes over one")
+    axes.set_ylim(0, float(ms.max()) * 1.15)
     axes.set_xlim(0.5, len(ms) + 0.5)
-    axes.set_xticks(rows if len(rows) <= 16 else rows[::4])
+    axes.set_xticks(widths if len(widths) <= 16 else widths[::4])
     axes.grid(linewidth=0.6)
-    axes.set_xlabel("m, rows verified in a pass")
+    axes.set_xlabel("m, tokens of a pass")
     axes.set_ylabel("milliseconds")
-    axes.set_title(f"t(m) after {result.step_cost_context} tokens")
+    axes.set_title(f"Pass cost t(m) at a context of {result.pass_cost_context} tokens")
     _legend(axes)
 
 
-def _depth(axes: Axes, result: Result, palette: Palette) -> None:
-    """Which share of the guesses at each depth was accepted."""
-    for number, account in enumerate(result.accounts):
-        counts = account.run.by_depth
+def _depth(axes: Axes, result: BenchResult, palette: Palette) -> None:
+    """Draw the acceptance rate of the draft tokens at each depth."""
+    for number, mode in enumerate(result.modes):
+        counts = mode.stats.by_depth
         if not counts:
             continue
         depths = np.arange(1, len(counts) + 1)
-        shares = [100 * each.share if each.drafted else np.nan for each in counts]
+        rates = [100 * each.acceptance_rate if each.drafted else np.nan for each in counts]
         most = max(each.drafted for each in counts)
         sizes = [10 + 90 * each.drafted / most for each in counts]
         colour = _colour(number, palette)
-        axes.plot(depths, shares, color=colour, linewidth=1.4, label=account.name)
-        axes.scatter(depths, shares, sizes, color=colour, zorder=3)
+        axes.plot(depths, rates, color=colour, linewidth=1.4, label=mode.name)
+        axes.scatter(depths, rates, sizes, color=colour, zorder=3)
     axes.set_ylim(0, 105)
     axes.set_xlim(left=0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(linewidth=0.6)
-    axes.set_xlabel("distance from the text, tokens (larger dots: more guesses)")
-    axes.set_ylabel("accepted, % of verified")
-    axes.set_title("Acceptance by depth")
-    if len(result.accounts) > 1:
+    axes.set_xlabel("depth in the draft, tokens (larger dots: more draft tokens)")
+    axes.set_ylabel("accepted, %")
+    axes.set_title("Acceptance rate by depth")
+    if len(result.modes) > 1:
         _legend(axes)
 
 
-def _round(axes: Axes, result: Result, palette: Palette) -> None:
-    """Where the milliseconds of a token go."""
-    labels = [PLAIN, *(account.name for account in result.accounts)]
-    runs = [result.plain, *(account.run for account in result.accounts)]
+def _round(axes: Axes, result: BenchResult, palette: Palette) -> None:
+    """Draw where the milliseconds of a token go."""
+    labels = list(result.stats)
+    tokens = np.array([stats.tokens_per_pass for stats in result.stats.values()])
+    rounds = [RoundTimes.of(stats) for stats in result.stats.values()]
     parts = (
-        ("target pass", [run.target_s for run in runs]),
-        ("draft passes", [run.draft_s for run in runs]),
-        ("host", [run.between_s for run in runs]),
+        ("target pass", [times.target for times in rounds]),
+        ("draft passes", [times.draft for times in rounds]),
+        ("host", [times.host for times in rounds]),
     )
-    tokens = np.array([run.tokens for run in runs])
     left = np.zeros(len(labels))
-    for number, (name, seconds) in enumerate(parts):
-        widths = 1e3 * np.array(seconds) / tokens
+    for number, (name, milliseconds) in enumerate(parts):
+        widths = np.array(milliseconds) / tokens
         if widths.any():
             axes.barh(labels, widths, 0.62, left, color=palette[_PARTS[number]], label=name)
         left += widths
@@ -238,6 +238,6 @@ def _round(axes: Axes, result: Result, palette: Palette) -> None:
     axes.set_xlim(0, float(left.max()) * 1.15)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", linewidth=0.6)
-    axes.set_xlabel("milliseconds a token")
+    axes.set_xlabel("milliseconds per token")
     axes.set_title("Where the time goes")
     _legend(axes)

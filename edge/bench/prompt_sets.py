@@ -1,11 +1,11 @@
-"""What is asked in a measurement: conversations by category, from a file or from the set that ships with edge-run.
+"""Prompts by category, from a file or from the set that comes with edge-run.
 
-Prompt files are told apart by what is in them, not by their name:
+The format of a prompt file is recognized by its content, not by its name:
 
 * JSON lines with `turns`, a list of texts: Spec-Bench (`question_id`, `category`, `turns`), and our own set.
 * JSON lines with `task_id` and `prompt`: HumanEval.
-* JSON lines with `question`: GSM8K and its like; with `request`: what the bundled model is asked.
-* Anything else is plain text: its paragraphs are the prompts if blank lines part it, else its lines.
+* JSON lines with `question`: GSM8K and similar sets; with `request`: requests to the bundled model.
+* Anything else is plain text: the prompts are its paragraphs if it has blank lines, else its lines.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ...errors import InputError
 from ...models.text_files import json_lines, read_text, text_of, turns_of
 
 SHELL: Final = "shell"
-"""The category of our own set that the bundled model was made for."""
-OUR_PROMPTS: Final = Path(__file__).parent / "prompts.jsonl"
+"""Category of the prompts for the bundled model."""
+_BUNDLED_PROMPTS: Final = Path(__file__).parent / "prompts.jsonl"
 _TEXT: Final = "text"
 _CHAT_CATEGORIES: Final = frozenset(
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )
-"""MT-Bench's; Spec-Bench counts them as one of its six categories, and so does its reader here."""
+"""Categories of MT-Bench, which Spec-Bench counts as one of its six categories."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A user's turn and, in a recording, what a model answered."""
+    """The prompt of a user and, in a recording, the answer of a model."""
 
     prompt: str
     answer: str | None = None
@@ -40,17 +40,17 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Exchanges that build on each other, at least one."""
+    """One or more exchanges, each of which continues those before it."""
 
     category: str
     exchanges: tuple[Exchange, ...]
 
 
 def read_prompts(path: Path) -> list[Conversation]:
-    """The conversations of a prompt file.
+    """Read the conversations of a prompt file.
 
     Raises:
-        InputError: the file cannot be read, holds no prompt, or has a line that is not like its first.
+        InputError: the file cannot be read, contains no prompt, or has a line of another format than its first.
     """
     text = read_text(path)
     if not text.lstrip().startswith("{"):
@@ -66,20 +66,20 @@ def read_prompts(path: Path) -> list[Conversation]:
                 for number, row in enumerate(rows, 1)
             ]
     raise InputError(
-        f"{path} holds no prompts: its first line has {', '.join(sorted(first)) or 'no fields'}",
+        f"{path} contains no prompts: its first line has {', '.join(sorted(first)) or 'no fields'}",
         "give lines with turns, prompt, question or request, or plain text",
     )
 
 
-def our_prompts(*, for_shell: bool) -> list[Conversation]:
-    """The set that ships with edge-run: requests for the bundled model, or everything else."""
-    return [each for each in read_prompts(OUR_PROMPTS) if (each.category == SHELL) == for_shell]
+def bundled_prompts(*, for_shell: bool) -> list[Conversation]:
+    """The prompts that come with edge-run: shell requests for the bundled model, or all others."""
+    return [each for each in read_prompts(_BUNDLED_PROMPTS) if (each.category == SHELL) == for_shell]
 
 
-def chosen(conversations: Sequence[Conversation], limit: int | None) -> list[Conversation]:
-    """The first `limit` conversations of every category, the categories in turn.
+def limit_per_category(conversations: Sequence[Conversation], limit: int | None) -> list[Conversation]:
+    """The first `limit` conversations of every category, the categories alternating.
 
-    A machine's speed drifts over minutes; taken in turn, every category meets the same drift.
+    The speed of a machine drifts over minutes; alternating spreads the drift over all categories.
     """
     by_category: dict[str, list[Conversation]] = {}
     for each in conversations:
@@ -88,8 +88,8 @@ def chosen(conversations: Sequence[Conversation], limit: int | None) -> list[Con
     return [each for row in rows for each in row if each is not None]
 
 
-def counts(conversations: Sequence[Conversation]) -> Mapping[str, int]:
-    """Conversations by category, in the order of their first."""
+def count_by_category(conversations: Sequence[Conversation]) -> Mapping[str, int]:
+    """Number of conversations by category, in the order of their first conversation."""
     return Counter(each.category for each in conversations)
 
 

@@ -1,4 +1,4 @@
-"""A measurement as one file: an HTML page that needs nothing else, or a PNG of its plots."""
+"""Writes a measurement as a self-contained HTML page, or its plots as a PNG."""
 
 from __future__ import annotations
 
@@ -8,51 +8,48 @@ from typing import Any, Final
 from jinja2 import Environment, StrictUndefined
 
 from ...models.atomic import write_atomically
-from .bench_result import Result
-from .plots import DARK, LIGHT, png, svg_plots, variable
-from .ratios import PLAIN
-from .report_name import check_report_name
-from .table import share, within
+from .bench_result import BenchResult
+from .plots import DARK, LIGHT, css_variable, png, svg_plots
+from .ratios import RoundTimes
+from .table import acceptance_text, interval_text
 
 _TEMPLATE: Final = Path(__file__).parent / "report.html.jinja"
 
 
-def write_report(path: Path, result: Result) -> None:
-    """Write the report that the name's ending asks for; a reader sees the old file or the whole new one.
+def write_report(path: Path, result: BenchResult) -> None:
+    """Write a PNG if the name ends in .png, else an HTML page. The file appears whole or not at all.
 
     Raises:
-        InputError: the name ends in neither .html nor .png.
         OSError: the file cannot be written.
     """
-    check_report_name(path)
     write_atomically(path, png(result) if path.suffix.lower() == ".png" else page(result).encode())
 
 
-def page(result: Result) -> str:
+def page(result: BenchResult) -> str:
     """The HTML page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
-        model=result.conditions.model,
         conditions=result.conditions,
-        accounts=result.accounts,
+        modes=result.modes,
         plain=result.plain,
-        runs={PLAIN: result.plain, **{account.name: account.run for account in result.accounts}},
+        stats=result.stats,
+        rounds={name: RoundTimes.of(stats) for name, stats in result.stats.items()},
         plots=svg_plots(result),
-        light={variable(name): colour for name, colour in LIGHT.items()},
-        dark={variable(name): colour for name, colour in DARK.items()},
+        light={css_variable(name): colour for name, colour in LIGHT.items()},
+        dark={css_variable(name): colour for name, colour in DARK.items()},
         facts=_facts(result),
         notes=result.notes,
-        share=share,
-        within=within,
+        acceptance_text=acceptance_text,
+        interval_text=interval_text,
     )
 
 
-def _facts(result: Result) -> dict[str, Any]:
+def _facts(result: BenchResult) -> dict[str, Any]:
     conditions = result.conditions
     return {
         "prompts": f"{conditions.conversations} conversations of {conditions.source}, turns: {conditions.turns}",
-        "most tokens an answer": min(conditions.max_tokens, conditions.context),
+        "maximum tokens of an answer": min(conditions.max_tokens, conditions.context),
         "temperature": "0 (greedy)" if conditions.temperature == 0 else conditions.temperature,
         "context": conditions.context,
         "device": conditions.device,

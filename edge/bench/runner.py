@@ -1,13 +1,13 @@
-"""Running a measurement: every turn is answered by every contender, one right after the other, in changing order.
+"""Measures every turn of some conversations in every decoding mode.
 
-Plain decoding is always a contender, so a ratio compares answers that are seconds apart on the same machine. Each
-contender keeps a cache of its own. All are asked the same: a later turn holds plain decoding's answers to the earlier
-ones, or in a replay the recorded answers.
+Plain decoding is always one of the modes, and the modes answer a turn one right after the other, in changing order, so
+a ratio compares answers that are seconds apart. Each mode has a cache of its own. All modes get the same prompt: a
+later turn contains the answers of plain decoding to the earlier turns or, in a replay, the recorded answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,41 +16,41 @@ from ...runtime.engine import Engine
 from ...runtime.generation import CachedSequence
 from ...runtime.options import GenerateOptions
 from ...runtime.request_queue import AnswerStream
-from ...runtime.result import Reply, Stats
+from ...runtime.result import Reply
 from ...runtime.speculation.choice import Speculation
 from ...runtime.speculation.replay import OracleMode
 from .prompt_sets import Conversation, Exchange
-from .ratios import PLAIN, Count, Run, Trial
+from .ratios import PLAIN, MeasuredTurn
 
 _WARM_UP_TOKENS: Final = 16
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A way of decoding."""
+class DecodingMode:
+    """A way of decoding that is measured."""
 
     name: str
     speculation: Speculation
     oracle_mode: OracleMode = OracleMode.NONE
-    """What takes the drafters' place. Replay only."""
+    """Oracle drafter that replaces all others; for replays only."""
 
 
-PLAIN_CONTENDER: Final = Contender(PLAIN, Speculation.OFF)
+PLAIN_MODE: Final = DecodingMode(PLAIN, Speculation.OFF)
 
 
 @dataclass(frozen=True)
 class TurnRange:
-    """Which turns of a conversation are measured; those before them are only read."""
+    """The turns of a conversation that are measured; those before them are only part of the prompt."""
 
     first: int = 1
     last: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> TurnRange:
-        """From `all`, `2`, `1-2` or `2-`.
+        """Read `all`, `2`, `1-2` or `2-`.
 
         Raises:
-            InputError: it is none of these.
+            InputError: the text is none of these.
         """
         if text == "all":
             return cls()
@@ -67,194 +67,192 @@ class TurnRange:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is the same for all contenders."""
+class BenchSettings:
+    """What is the same for all modes."""
 
     max_tokens: int
     turns: TurnRange = TurnRange()
     replay: bool = False
+    """Whether the tokens are those of recorded answers."""
     raw: bool = False
     temperature: float = 0.0
     seed: int = 0
 
-    def measured(self, conversation: Conversation) -> int:
+    def measured_turns(self, conversation: Conversation) -> int:
         """How many turns of a conversation are measured."""
         return sum(turn in self.turns for turn in range(1, len(conversation.exchanges) + 1))
 
-    def options(self, contender: Contender, max_tokens: int) -> GenerateOptions:
-        """One answer's."""
+    def generate_options(self, mode: DecodingMode, max_tokens: int) -> GenerateOptions:
+        """The options of one answer."""
         return GenerateOptions(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            seed=self.seed,
-            speculation=contender.speculation,
+            max_tokens=max_tokens, temperature=self.temperature, seed=self.seed, speculation=mode.speculation
         )
 
 
 @dataclass
-class Findings:
-    """Everything measured."""
+class Measurements:
+    """Everything that was measured."""
 
-    trials: list[Trial] = field(default_factory=list)
-    cut: int = 0
-    """Prompts that were shortened to fit the context."""
+    turns: list[MeasuredTurn] = field(default_factory=list)
+    shortened: int = 0
+    """Number of prompts that were shortened to fit the context."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A turn, ready to be answered: token ids of the prompt and, in a replay, of the answer."""
+class TurnTokens:
+    """Token ids of a turn."""
 
     prompt: list[int]
     answer: list[int] | None
-    cut: bool
+    """The recorded answer, in a replay."""
+    shortened: bool
 
 
-class Asking:
-    """Turns conversations into token ids that fit the context."""
+class PromptEncoder:
+    """Encodes turns of conversations so that they fit the context."""
 
-    def __init__(self, engine: Engine, plan: Plan) -> None:
+    def __init__(self, engine: Engine, settings: BenchSettings) -> None:
         self._engine = engine
-        self._plan = plan
-        self._raw = plan.raw or engine.template is None
+        self._settings = settings
+        self._raw = settings.raw or engine.template is None
 
-    def ask(self, before: Sequence[Exchange], asked: Exchange) -> Asked:
-        """The prompt for `asked` after what was said `before`.
+    def encode(self, history: Sequence[Exchange], exchange: Exchange) -> TurnTokens:
+        """Encode the prompt of an exchange that follows others.
 
-        Where it is too long, the oldest exchanges are left out, and then the end of the question.
+        A prompt that is too long loses its oldest exchanges first, then the end of its last question.
 
         Raises:
             ContextError: not even a question of one character fits.
         """
-        context, most, answer = self._engine.context, self._plan.max_tokens, None
-        if self._plan.replay:
-            answer = self._engine.tokenizer.encode(asked.answer or "", add_special_tokens=False)[:most]
-        room = max(context - (most if answer is None else len(answer)), context // 2)
+        context, max_tokens, answer = self._engine.context, self._settings.max_tokens, None
+        if self._settings.replay:
+            answer = self._engine.tokenizer.encode(exchange.answer or "", add_special_tokens=False)[:max_tokens]
+        room = max(context - (max_tokens if answer is None else len(answer)), context // 2)
 
-        def fitting(prompt: list[int], *, cut: bool) -> Asked:
-            return Asked(prompt, None if answer is None else answer[: context - len(prompt)], cut)
+        def fitting(prompt: list[int], *, shortened: bool) -> TurnTokens:
+            return TurnTokens(prompt, None if answer is None else answer[: context - len(prompt)], shortened)
 
-        for start in range(len(before) + 1):
-            prompt = self._encoded(before[start:], asked.prompt)
+        for start in range(len(history) + 1):
+            prompt = self._prompt_ids(history[start:], exchange.prompt)
             if len(prompt) <= room:
-                return fitting(prompt, cut=start > 0)
-        kept = len(asked.prompt)
+                return fitting(prompt, shortened=start > 0)
+        kept = len(exchange.prompt)
         while kept > 1:
             kept = min(kept - 1, max(1, kept * room // len(prompt)))
-            prompt = self._encoded((), asked.prompt[:kept])
+            prompt = self._prompt_ids((), exchange.prompt[:kept])
             if len(prompt) <= room:
-                return fitting(prompt, cut=True)
-        raise ContextError(f"a context of {context} tokens holds no prompt", "give more with --context")
+                return fitting(prompt, shortened=True)
+        raise ContextError(f"no prompt fits a context of {context} tokens", "give a longer --context")
 
-    def _encoded(self, before: Sequence[Exchange], question: str) -> list[int]:
+    def _prompt_ids(self, history: Sequence[Exchange], question: str) -> list[int]:
         if self._raw:
-            said = [text for exchange in before for text in (exchange.prompt, exchange.answer or "")]
-            return self._engine.tokenizer.encode("\n\n".join([*said, question]), add_special_tokens=True)
+            texts = [text for exchange in history for text in (exchange.prompt, exchange.answer or "")]
+            return self._engine.tokenizer.encode("\n\n".join([*texts, question]), add_special_tokens=True)
         messages = []
-        for exchange in before:
+        for exchange in history:
             messages.append({"role": "user", "content": exchange.prompt})
             messages.append({"role": "assistant", "content": exchange.answer or ""})
         return self._engine.model.encode_chat([*messages, {"role": "user", "content": question}])
 
 
-def measure(
+def measure_modes(
     engine: Engine,
     conversations: Sequence[Conversation],
-    contenders: Sequence[Contender],
-    plan: Plan,
-    progress: Callable[[int, int], None],
-) -> Findings:
-    """Answer every measured turn with plain decoding and every contender; `progress` is told turns done and to do.
+    modes: Sequence[DecodingMode],
+    settings: BenchSettings,
+    progress: Callable[[float], None],
+) -> Measurements:
+    """Answer every measured turn with plain decoding and in every mode.
+
+    Args:
+        engine: the model.
+        conversations: what to answer.
+        modes: decoding modes other than plain decoding.
+        settings: what is the same for all modes.
+        progress: called with the fraction of the measured turns that are done, from 0 to 1.
 
     Raises:
-        ContextError: a prompt cannot be made to fit.
+        ContextError: a prompt cannot be shortened enough to fit the context.
     """
-    found = Findings()
-    asking = Asking(engine, plan)
-    everyone = (PLAIN_CONTENDER, *contenders)
-    caches = {each.name: engine.model.new_sequence() for each in everyone}
-    todo = sum(map(plan.measured, conversations))
-    _warm_up(engine, conversations, everyone, plan, caches)
-    done = 0
-    progress(done, todo)
-    for number, conversation in enumerate(conversations):
-        before: list[Exchange] = []
-        last = max((turn for turn in range(1, len(conversation.exchanges) + 1) if turn in plan.turns), default=0)
-        for turn, exchange in enumerate(conversation.exchanges[:last], 1):
-            if turn in plan.turns:
-                asked = asking.ask(before, exchange)
-                found.cut += asked.cut
-                if asked.answer is None or asked.answer:
-                    order = _rotated(everyone, done)
-                    replies = {each.name: _answer(engine, caches[each.name], each, asked, plan) for each in order}
-                    found.trials.append(_trial(conversation.category, number, turn, replies, plan))
-                    answer = replies[PLAIN].text
-                done += 1
-                progress(done, todo)
-            elif not plan.replay:
-                answer = _answer(engine, caches[PLAIN], PLAIN_CONTENDER, asking.ask(before, exchange), plan).text
-            before.append(exchange if plan.replay else Exchange(exchange.prompt, answer))
-    return found
+    return _Measuring(engine, (PLAIN_MODE, *modes), settings).run(conversations, progress)
 
 
-def _warm_up(
-    engine: Engine,
-    conversations: Sequence[Conversation],
-    everyone: Sequence[Contender],
-    plan: Plan,
-    caches: dict[str, CachedSequence],
-) -> None:
-    """First passes allocate memory and may time the machine: let nobody be charged for it."""
-    short = Plan(min(_WARM_UP_TOKENS, plan.max_tokens), replay=plan.replay, raw=plan.raw, temperature=0.0)
-    asked = Asking(engine, short).ask((), conversations[0].exchanges[0])
-    if asked.answer is None or asked.answer:
-        for each in everyone:
-            _answer(engine, caches[each.name], each, asked, short)
+class _Measuring:
+    """Answers turns in every mode, each with its cache."""
 
+    def __init__(self, engine: Engine, modes: Sequence[DecodingMode], settings: BenchSettings) -> None:
+        self._engine = engine
+        self._modes = modes
+        self._settings = settings
+        self._encoder = PromptEncoder(engine, settings)
+        self._caches = {mode.name: engine.model.new_sequence() for mode in modes}
+        self._measured = Measurements()
 
-def _rotated(everyone: Sequence[Contender], by: int) -> Sequence[Contender]:
-    """Whoever is first changes from turn to turn."""
-    start = by % len(everyone)
-    return (*everyone[start:], *everyone[:start])
+    def run(self, conversations: Sequence[Conversation], progress: Callable[[float], None]) -> Measurements:
+        total = sum(map(self._settings.measured_turns, conversations))
+        self._warm_up(conversations)
+        done = 0
+        progress(0.0)
+        for number, conversation in enumerate(conversations):
+            history: list[Exchange] = []
+            turns = range(1, len(conversation.exchanges) + 1)
+            last = max((turn for turn in turns if turn in self._settings.turns), default=0)
+            for turn, exchange in enumerate(conversation.exchanges[:last], 1):
+                answer = ""
+                if turn in self._settings.turns:
+                    tokens = self._encoder.encode(history, exchange)
+                    self._measured.shortened += tokens.shortened
+                    if tokens.answer is None or tokens.answer:
+                        replies = self._replies(tokens, done)
+                        self._measured.turns.append(self._turn(conversation.category, number, turn, replies))
+                        answer = replies[PLAIN].text
+                    done += 1
+                    progress(done / total)
+                elif not self._settings.replay:
+                    tokens = self._encoder.encode(history, exchange)
+                    answer = self._answer(PLAIN_MODE, tokens, self._settings).text
+                history.append(exchange if self._settings.replay else Exchange(exchange.prompt, answer))
+        return self._measured
 
+    def _warm_up(self, conversations: Sequence[Conversation]) -> None:
+        """Answer briefly in every mode: the first passes allocate memory, and may measure the pass cost."""
+        settings = BenchSettings(
+            min(_WARM_UP_TOKENS, self._settings.max_tokens), replay=self._settings.replay, raw=self._settings.raw
+        )
+        tokens = PromptEncoder(self._engine, settings).encode((), conversations[0].exchanges[0])
+        if tokens.answer is None or tokens.answer:
+            for mode in self._modes:
+                self._answer(mode, tokens, settings)
 
-def _answer(engine: Engine, text: CachedSequence, contender: Contender, asked: Asked, plan: Plan) -> Reply:
-    stream: AnswerStream
-    if asked.answer is None:
-        stream = engine.model.answer(text, asked.prompt, plan.options(contender, plan.max_tokens))
-    else:
-        options = plan.options(contender, len(asked.answer))
-        stream = engine.model.replay(text, asked.prompt, asked.answer, options, oracle_mode=contender.oracle_mode)
-    return Reply.of(stream)
+    def _replies(self, tokens: TurnTokens, number: int) -> Mapping[str, Reply]:
+        """The answers of all modes; the mode that starts changes from turn to turn."""
+        start = number % len(self._modes)
+        order = (*self._modes[start:], *self._modes[:start])
+        return {mode.name: self._answer(mode, tokens, self._settings) for mode in order}
 
+    def _answer(self, mode: DecodingMode, tokens: TurnTokens, settings: BenchSettings) -> Reply:
+        stream: AnswerStream
+        cache: CachedSequence = self._caches[mode.name]
+        if tokens.answer is None:
+            options = settings.generate_options(mode, settings.max_tokens)
+            stream = self._engine.model.answer(cache, tokens.prompt, options)
+        else:
+            options = settings.generate_options(mode, len(tokens.answer))
+            stream = self._engine.model.replay(cache, tokens.prompt, tokens.answer, options, oracle_mode=mode.oracle_mode)
+        return Reply.of(stream)
 
-def _trial(category: str, conversation: int, turn: int, replies: dict[str, Reply], plan: Plan) -> Trial:
-    plain = replies[PLAIN]
-    differing = [
-        name
-        for name, reply in replies.items()
-        if (reply.text, reply.stats.completion_tokens) != (plain.text, plain.stats.completion_tokens)
-    ]
-    return Trial(
-        category,
-        conversation,
-        turn,
-        {name: run_of(reply.stats) for name, reply in replies.items()},
-        frozenset(() if plan.replay else differing),
-        plain.stats.prompt_tokens,
-    )
-
-
-def run_of(stats: Stats) -> Run:
-    """What counts of an answer's account."""
-    return Run(
-        tokens=max(stats.completion_tokens - 1, 0),
-        seconds=stats.total_s - stats.first_token_s,
-        passes=stats.decode_passes,
-        candidates=Count(stats.drafted, stats.accepted),
-        by_source={name: Count(count.drafted, count.accepted) for name, count in stats.by_source.items()},
-        by_depth=tuple(Count(count.drafted, count.accepted) for count in stats.by_depth),
-        draft_s=stats.draft_s,
-        target_s=stats.target_s,
-        host_s=stats.host_s,
-        prompt_s=stats.first_token_s,
-    )
+    def _turn(self, category: str, conversation: int, turn: int, replies: Mapping[str, Reply]) -> MeasuredTurn:
+        plain = replies[PLAIN]
+        differing = [
+            mode
+            for mode, reply in replies.items()
+            if (reply.text, reply.stats.completion_tokens) != (plain.text, plain.stats.completion_tokens)
+        ]
+        return MeasuredTurn(
+            category,
+            conversation,
+            turn,
+            {mode: reply.stats for mode, reply in replies.items()},
+            frozenset(() if self._settings.replay else differing),
+            plain.stats.prompt_tokens,
+        )

@@ -1,4 +1,4 @@
-"""A measurement on the terminal."""
+"""Tables of a measurement for the terminal."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from .bench_result import Result
-from .ratios import PLAIN, Account, Count, Estimate
+from ...runtime.result import DraftCounts
+from .bench_result import BenchResult
+from .ratios import Estimate, ModeResult, RoundTimes
 
-_DEPTHS: Final = 8
+_MAX_DEPTH: Final = 8
 
 
-def show(console: Console, result: Result) -> None:
-    """Print the tables and what has to be known beside them."""
+def show(console: Console, result: BenchResult) -> None:
+    """Print the tables and notes of a measurement."""
     conditions = result.conditions
     draft = f", draft {conditions.draft_shown}" if conditions.draft else ""
     console.print(f"[bold]{conditions.model}[/bold]{draft}, {conditions.device}; {conditions.source}")
-    for account in result.accounts:
-        console.print(_categories(account))
-    if len(result.accounts) > 1:
+    for mode in result.modes:
+        console.print(_categories(mode))
+    if len(result.modes) > 1:
         console.print(_modes(result))
-    sources = _sources(result)
-    if sources.row_count:
-        console.print(sources)
+    drafters = _drafters(result)
+    if drafters.row_count:
+        console.print(drafters)
     console.print(_rounds(result))
-    if any(account.run.by_depth for account in result.accounts):
+    if any(mode.stats.by_depth for mode in result.modes):
         console.print(_depths(result))
     for note in result.notes:
         console.print(f"  {note}", highlight=False, soft_wrap=True)
@@ -40,86 +41,79 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def times(estimate: Estimate) -> str:
-    """A ratio with its interval."""
+def ratio_text(estimate: Estimate) -> str:
+    """A ratio with its confidence interval."""
     if estimate.interval is None:
         return f"{estimate.value:.2f}"
     low, high = estimate.interval
     return f"{estimate.value:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def within(estimate: Estimate) -> str:
-    """An interval in words."""
+def interval_text(estimate: Estimate) -> str:
+    """A confidence interval in words."""
     return "-" if estimate.interval is None else "{:.2f} to {:.2f}".format(*estimate.interval)
 
 
-def share(count: Count) -> str:
-    """An acceptance, in per cent."""
-    return f"{count.share:.0%}" if count.drafted else "-"
+def acceptance_text(counts: DraftCounts) -> str:
+    """An acceptance rate in per cent."""
+    return f"{counts.acceptance_rate:.0%}" if counts.drafted else "-"
 
 
-def _categories(account: Account) -> Table:
+def _categories(mode: ModeResult) -> Table:
     table = _table(
-        f"{account.name} against plain decoding, tokens a second",
-        *("", "answers", "plain", account.name, "ratio", "tokens a pass", "accepted"),
+        f"{mode.name} compared with plain decoding, tokens per second",
+        *("", "answers", "plain", mode.name, "ratio", "tokens per pass", "accepted"),
     )
-    for each in account.categories:
+    rows = [(each.name, each.plain, each.stats, each.ratio) for each in mode.categories]
+    rows.append(("geometric mean", mode.plain, mode.stats, mode.mean))
+    for number, (name, plain, stats, ratio) in enumerate(rows, 1):
+        if number == len(rows):
+            table.add_section()
         table.add_row(
-            each.name,
-            str(each.answers),
-            f"{each.plain.rate:.1f}",
-            f"{each.run.rate:.1f}",
-            times(each.ratio),
-            f"{each.run.tokens_per_pass:.2f}",
-            share(each.run.candidates),
+            name,
+            str(stats.answers),
+            f"{plain.decode_tokens_per_second:.1f}",
+            f"{stats.decode_tokens_per_second:.1f}",
+            ratio_text(ratio),
+            f"{stats.tokens_per_pass:.2f}",
+            acceptance_text(stats.draft_counts),
+            style="bold" if number == len(rows) else None,
         )
-    table.add_section()
-    table.add_row(
-        "geometric mean",
-        str(account.answers),
-        f"{account.plain.rate:.1f}",
-        f"{account.run.rate:.1f}",
-        times(account.mean),
-        f"{account.run.tokens_per_pass:.2f}",
-        share(account.run.candidates),
-        style="bold",
-    )
     return table
 
 
-def _modes(result: Result) -> Table:
-    table = _table("times plain decoding", "", *(account.name for account in result.accounts))
-    for rows in zip(*(account.categories for account in result.accounts), strict=True):
-        table.add_row(rows[0].name, *(f"{each.ratio.value:.2f}" for each in rows))
+def _modes(result: BenchResult) -> Table:
+    table = _table("speed relative to plain decoding", "", *(mode.name for mode in result.modes))
+    for row in zip(*(mode.categories for mode in result.modes), strict=True):
+        table.add_row(row[0].name, *(f"{each.ratio.value:.2f}" for each in row))
     table.add_section()
-    table.add_row("geometric mean", *(f"{account.mean.value:.2f}" for account in result.accounts), style="bold")
+    table.add_row("geometric mean", *(f"{mode.mean.value:.2f}" for mode in result.modes), style="bold")
     return table
 
 
-def _sources(result: Result) -> Table:
-    table = _table("guesses by who made them", "", "drafter", "verified", "accepted", "")
-    for account in result.accounts:
-        for number, (name, count) in enumerate(account.run.by_source.items()):
-            mode = account.name if number == 0 else ""
-            table.add_row(mode, name, str(count.drafted), str(count.accepted), share(count))
+def _drafters(result: BenchResult) -> Table:
+    table = _table("draft tokens by drafter", "", "drafter", "verified", "accepted", "")
+    for mode in result.modes:
+        for number, (name, counts) in enumerate(mode.stats.by_source.items()):
+            shown = mode.name if number == 0 else ""
+            table.add_row(shown, name, str(counts.drafted), str(counts.accepted), acceptance_text(counts))
         table.add_section()
     return table
 
 
-def _rounds(result: Result) -> Table:
-    table = _table("milliseconds a round", "", "draft passes", "target pass", "host", "all", "rounds")
-    runs = {PLAIN: result.plain, **{account.name: account.run for account in result.accounts}}
-    for name, run in runs.items():
-        parts = (run.draft_s, run.target_s, run.between_s, run.seconds)
-        table.add_row(name, *(f"{run.each_pass_ms(seconds):.2f}" for seconds in parts), str(run.passes))
+def _rounds(result: BenchResult) -> Table:
+    table = _table("milliseconds per round", "", "draft passes", "target pass", "host", "total", "rounds")
+    for name, stats in result.stats.items():
+        times = RoundTimes.of(stats)
+        parts = (times.draft, times.target, times.host, times.total)
+        table.add_row(name, *(f"{part:.2f}" for part in parts), str(stats.decode_passes))
     return table
 
 
-def _depths(result: Result) -> Table:
-    deepest = max(len(account.run.by_depth) for account in result.accounts)
-    shown = min(deepest, _DEPTHS)
-    table = _table("accepted, by depth", "", *map(str, range(1, shown + 1)))
-    for account in result.accounts:
-        counts = [*account.run.by_depth, *[Count()] * shown][:shown]
-        table.add_row(account.name, *map(share, counts))
+def _depths(result: BenchResult) -> Table:
+    deepest = min(max(len(mode.stats.by_depth) for mode in result.modes), _MAX_DEPTH)
+    table = _table("acceptance rate by depth in the draft", "", *map(str, range(1, deepest + 1)))
+    for mode in result.modes:
+        counts = [*mode.stats.by_depth, *[DraftCounts()] * deepest][:deepest]
+        table.add_row(mode.name, *map(acceptance_text, counts))
     return table

@@ -1,183 +1,226 @@
-"""`edge-run bench MODEL`: plain decoding against speculative decoding on this machine."""
+"""`edge-run bench MODEL`: compares plain and speculative decoding on this machine."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ...errors import InputError
 from ...models.pairing import find_draft
-from ...runtime.engine import load
 from ...runtime.speculation.choice import Speculation
+from ..terminal.progress import ProgressDisplay
+from .options import (
+    AsJson,
+    Cache,
+    Context,
+    Debug,
+    Device,
+    Draft,
+    ModelArgument,
+    ModelOptions,
+    Prompts,
+    Raw,
+    Threads,
+    Tokenizer,
+)
 
 if TYPE_CHECKING:
-    from ..bench.bench_result import Result
+    from ..bench.bench_result import BenchResult
     from ..bench.prompt_sets import Conversation
-    from ..bench.runner import Plan
+    from ..bench.runner import BenchSettings
 
 _PIPE_WIDTH: Final = 110
-_MOST: Final = 256
-_WHOLE: Final = 1 << 20
-"""A recorded answer is measured whole: it copies more, the longer it gets."""
+"""Width of the tables where standard output is not a terminal."""
+_MAX_TOKENS: Final = 256
+_WHOLE_ANSWER: Final = 1 << 20
+"""A recorded answer is replayed to its end, because the longer it is, the more it repeats."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure."""
+
+    model: ModelOptions
+    settings: BenchSettings
+    speculations: Sequence[Speculation]
+    prompts: Path | None
+    replay: Path | None
+    limit: int | None
+    turns: str
+    """The turn range as it was typed."""
 
 
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="An .onnx file, a model folder, or org/name on the hub.", show_default="the bundled model"),
-    ] = None,
-    draft: Annotated[
-        str, typer.Option(help="Draft model: a folder, auto for the one paired with MODEL, or none.")
-    ] = "auto",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="Spec-Bench, HumanEval or GSM8K JSON lines, or plain text.", show_default="a set of our own"),
-    ] = None,
+    model: ModelArgument = None,
+    draft: Draft = "auto",
+    prompts: Prompts = None,
     replay: Annotated[
-        Path | None, typer.Option(help="Recorded conversations: every pass runs, the tokens are the recording's.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Recorded conversations: every pass is run at its full cost, but the tokens are the recorded ones.",
+        ),
     ] = None,
     spec: Annotated[
         list[str] | None,
-        typer.Option(help="Speculation to measure, as edge-run --spec; may be repeated.", show_default="auto"),
+        typer.Option(
+            metavar="NAMES", help="Drafters to measure, as in edge-run --spec; may be repeated.", show_default="auto"
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("-n", "--max-tokens", min=2, help="Most tokens an answer.", show_default="256; replay: the whole"),
+        typer.Option(
+            "-n",
+            "--max-tokens",
+            metavar="N",
+            min=2,
+            help="Maximum tokens of an answer.",
+            show_default=f"{_MAX_TOKENS}; with --replay, the whole answer",
+        ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Most conversations of each category.", show_default="all")
+        int | None, typer.Option(metavar="N", min=1, help="Maximum conversations of each category.", show_default="all")
     ] = None,
-    turns: Annotated[str, typer.Option(help="Turns to measure: all, 2, 1-2 or 2-.")] = "all",
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompts as they are, without template.")] = False,
-    temperature: Annotated[float, typer.Option("-t", "--temperature", min=0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, gpu, npu, or an execution provider's name.")] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Compute threads.", show_default="one per physical core")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of a conversation.", show_default="what the model allows")
-    ] = None,
-    cache: Annotated[
-        bool, typer.Option("--cache/--no-cache", help="Keep weights packed for this machine on disk.")
-    ] = True,
-    tokenizer: Annotated[
+    turns: Annotated[
+        str, typer.Option(metavar="RANGE", help="Turns of a conversation to measure: all, 2, 1-2 or 2-.")
+    ] = "all",
+    raw: Raw = False,
+    temperature: Annotated[
+        float, typer.Option("-t", "--temperature", metavar="T", min=0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
+    device: Device = "auto",
+    threads: Threads = None,
+    context: Context = None,
+    cache: Cache = True,
+    tokenizer: Tokenizer = None,
+    report: Annotated[
         Path | None,
-        typer.Option(help="tokenizer.json, or a folder with one.", show_default="the one beside the model"),
+        typer.Option(metavar="FILE", help="Write tables and plots to this .html file, or the plots to this .png file."),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write tables and plots to this .html, or plots to .png.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001  main reads it
 ) -> None:
-    """Measure what speculation gains: plain against speculative decoding, prompt by prompt in one run.
+    """Compare the speed of speculative and plain decoding, prompt by prompt in one run.
 
-    Prints tables by category and drafter, then one JSON line. Speeds are those of writing, after the first token.
+    Prints tables by category and by drafter, then one JSON line. Speeds are decoding rates after the first token.
 
     Example: edge-run bench my-model --prompts spec_bench.jsonl --limit 5 --spec auto --spec suffix --report bench.html
     """
-    from ...runtime.measure.machine import load as machine_load
-    from ..bench.bench_result import Conditions, Result
-    from ..bench.runner import Contender, Plan, TurnRange, measure
+    from ..bench.runner import BenchSettings, TurnRange
     from ..bench.table import show
 
-    write_report = _reporter(report)
-    busy = machine_load()
-    most = max_tokens or (_MOST if replay is None else _WHOLE)
-    plan = Plan(most, TurnRange.parse(turns), replay is not None, raw, temperature, seed)
-    contenders = [Contender(str(each), each) for each in dict.fromkeys(map(Speculation.parse, spec or ["auto"]))]
-    conversations, source = _conversations(model, prompts, replay, limit, plan)
-    with load(model, draft=draft, learned=False, device=device, threads=threads, context=context,
-              cache=cache, tokenizer=tokenizer) as engine:  # fmt: skip
-        pair = find_draft(engine.bundle, draft)
-        with _progress() as progress:
-            found = measure(engine, conversations, contenders, plan, progress)
-        conditions = Conditions(
-            model=engine.bundle.folder.name,
-            draft=None if pair is None else pair.name,
-            device=str(engine.device),
-            threads=threads,
-            context=engine.context,
-            source=source,
-            replay=plan.replay,
-            max_tokens=most,
-            turns=turns,
-            temperature=temperature,
-            conversations=len(conversations),
-            draft_head=None if pair is None or pair.target_ids is None else pair.target_ids.size,
-        )
-        result = Result.of(found, conditions, engine, busy)
+    write_report = _report_writer(report)
+    options = BenchOptions(
+        # Without the cache of what earlier answers taught, a measurement can be repeated.
+        model=ModelOptions(model, device, threads, context, tokenizer, draft, cache, learned=False),
+        settings=BenchSettings(
+            max_tokens or (_MAX_TOKENS if replay is None else _WHOLE_ANSWER),
+            TurnRange.parse(turns),
+            replay is not None,
+            raw,
+            temperature,
+            seed,
+        ),
+        speculations=list(dict.fromkeys(map(Speculation.parse, spec or ["auto"]))),
+        prompts=prompts,
+        replay=replay,
+        limit=limit,
+        turns=turns,
+    )
+    result = _measure(options)
     if not as_json:
         console = Console()
         if not console.is_terminal:
             console.width = max(console.width, _PIPE_WIDTH)
         show(console, result)
-    print(json.dumps(result.as_mapping(), ensure_ascii=False))  # noqa: T201
+    print(json.dumps(result.to_json(), ensure_ascii=False))  # noqa: T201
     if write_report is not None:
         write_report(result)
 
 
-def _reporter(path: Path | None) -> Callable[[Result], None] | None:
-    """Checks that a report can be written before an hour is spent on measuring for it.
+def _measure(options: BenchOptions) -> BenchResult:
+    from ...runtime.measure.machine import load as machine_load
+    from ..bench.bench_result import BenchConditions, BenchResult
+    from ..bench.runner import DecodingMode, measure_modes
+
+    load = machine_load()
+    settings = options.settings
+    modes = [DecodingMode(str(speculation), speculation) for speculation in options.speculations]
+    conversations, source = _conversations(options)
+    with options.model.open() as engine:
+        pair = find_draft(engine.bundle, options.model.draft)
+        with ProgressDisplay() as progress:
+            measured = measure_modes(engine, conversations, modes, settings, progress.stage("measuring"))
+        conditions = BenchConditions(
+            model=engine.bundle.folder.name,
+            draft=None if pair is None else pair.name,
+            device=str(engine.device),
+            threads=options.model.threads,
+            context=engine.context,
+            source=source,
+            replay=settings.replay,
+            max_tokens=settings.max_tokens,
+            turns=options.turns,
+            temperature=settings.temperature,
+            conversations=len(conversations),
+            draft_head=None if pair is None or pair.target_ids is None else pair.target_ids.size,
+        )
+        return BenchResult.of(measured, conditions, engine, load)
+
+
+def _conversations(options: BenchOptions) -> tuple[Sequence[Conversation], str]:
+    """The conversations to measure, and the name of their source.
 
     Raises:
-        InputError: it cannot.
+        InputError: the file cannot be used, two are given, or no turn would be measured.
+    """
+    from ..bench.prompt_sets import bundled_prompts, limit_per_category, read_prompts
+    from ..bench.recordings import read_recording
+
+    if options.prompts is not None and options.replay is not None:
+        raise InputError("--prompts and --replay exclude each other", "measure them one after the other")
+    if options.replay is not None:
+        read, source = read_recording(options.replay), options.replay.name
+    elif options.prompts is not None:
+        read, source = read_prompts(options.prompts), options.prompts.name
+    else:
+        read, source = bundled_prompts(for_shell=options.model.model is None), "edge-run's own prompts"
+    conversations = [each for each in limit_per_category(read, options.limit) if options.settings.measured_turns(each)]
+    if not conversations:
+        raise InputError(f"--turns {options.turns} selects no turn of {source}", "give another range")
+    return conversations, source
+
+
+def check_report_path(path: Path) -> None:
+    """Check that a report can be written to this path.
+
+    Raises:
+        InputError: the name ends in neither .html nor .png, or the folder does not exist.
+    """
+    if path.suffix.lower() not in (".html", ".htm", ".png"):
+        raise InputError(f"--report {path.name} is neither .html nor .png", "end the name in .html or .png")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(f"--report {path} cannot be written", "name a file in a folder that exists")
+
+
+def _report_writer(path: Path | None) -> Callable[[BenchResult], None] | None:
+    """A function that writes the report, checked before the measurement starts.
+
+    Raises:
+        InputError: the report could not be written.
     """
     if path is None:
         return None
-    from ..bench.report_name import check_report_name
-
-    check_report_name(path)
+    check_report_path(path)
     try:
         from ..bench.report import write_report
     except ModuleNotFoundError as error:
         raise InputError(f"a report needs the package {error.name}", 'pip install "edge-run[bench]"') from error
     return lambda result: write_report(path, result)
-
-
-def _conversations(
-    model: str | None, prompts: Path | None, replay: Path | None, limit: int | None, plan: Plan
-) -> tuple[Sequence[Conversation], str]:
-    """What is asked, and what it is called.
-
-    Raises:
-        InputError: the file cannot be used, both are given, or no turn would be measured.
-    """
-    from ..bench.prompt_sets import chosen, our_prompts, read_prompts
-    from ..bench.recordings import read_recording
-
-    if prompts is not None and replay is not None:
-        raise InputError("both --prompts and --replay are given", "measure them one after the other")
-    if replay is not None:
-        read, source = read_recording(replay), replay.name
-    elif prompts is not None:
-        read, source = read_prompts(prompts), prompts.name
-    else:
-        read, source = our_prompts(for_shell=model is None), "edge-run's own prompts"
-    conversations = [each for each in chosen(read, limit) if plan.measured(each)]
-    if not conversations:
-        raise InputError(f"no conversation of {source} has such a turn", "give other --turns")
-    return conversations, source
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("turns"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("measuring", total=None)
-        yield lambda done, todo: progress.update(task, completed=done, total=todo)

@@ -1,19 +1,19 @@
-"""`edge-run devices`: what a model can be run on here."""
+"""`edge-run devices`: lists what a model can run on."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from ...runtime.devices.providers import available_devices, choose_device
+from .options import AsJson, Debug
 
 
 def devices(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001  main reads it
 ) -> None:
     """List the devices that --device accepts on this machine.
 
@@ -22,8 +22,8 @@ def devices(
     default = choose_device("auto")
     found = available_devices()
     if as_json:
-        rows = [{"name": str(d), "kind": d.kind.value, "vendor": d.vendor, "default": d == default} for d in found]
-        print(json.dumps({"devices": rows}))  # noqa: T201
+        described = [{"name": str(d), "kind": d.kind.value, "vendor": d.vendor, "default": d == default} for d in found]
+        print(json.dumps({"devices": described}))  # noqa: T201
         return
     table = Table("device", "kind", "vendor", "", box=None, pad_edge=False)
     for device in found:

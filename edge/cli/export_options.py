@@ -1,22 +1,33 @@
-"""What is typed after `edge-run export`, as the recipe that it asks for."""
+"""The options of `edge-run export`, and the export request made of them."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import typer
 
 from ...errors import InputError
-from ...models.manifest import Method, WeightFormat
+from ...models.find import is_on_hub
+from ...models.hub.model_id import parse_hub_id
+from ...models.manifest import GraphLayout, Method, WeightFormat
 
 if TYPE_CHECKING:
-    from ...export import DraftRequest
+    from ...export import CalibrationRequest, DraftRequest, ExportRequest, MixedPrecisionRequest
 
-AUTO = "auto"
+DEFAULT_BLOCK: Final = 32
+"""Weights that share a scale by default; also what GGUF files have."""
+_OF_MIXED_WEIGHTS: Final = ("budget", "time_limit", "low_rank", "bandwidth")
+_UNRECORDED: Final = ("offline", "debug", "work")
+"""Options that do not change what is written, so the manifest leaves them out."""
 
 
 class WeightChoice(str, Enum):
-    """How `--weights`, `--head` and `--draft-weights` are spelled."""
+    """Values of `--weights`, `--head` and `--draft-weights`."""
 
     FP32 = "fp32"
     INT8 = "int8"
@@ -24,11 +35,11 @@ class WeightChoice(str, Enum):
     INT2 = "int2"
     MIXED = "mixed"
 
-    def in_blocks_of(self, block: int, zero_points: bool = False, powers_of_two: bool = False) -> WeightFormat:
-        """The format this names; fp32 has no blocks, and a mix is no format.
+    def weight_format(self, block: int, zero_points: bool = False, powers_of_two: bool = False) -> WeightFormat:
+        """The format with blocks of this many weights; fp32 has no blocks.
 
         Raises:
-            InputError: it is a mix.
+            InputError: the value is `mixed`, which is not a single format.
         """
         if self is WeightChoice.MIXED:
             raise InputError("only --weights can be mixed", "give fp32, int8, int4 or int2")
@@ -39,7 +50,7 @@ class WeightChoice(str, Enum):
 
 
 class MethodChoice(str, Enum):
-    """How `--method` is spelled."""
+    """Values of `--method`."""
 
     RTN = "rtn"
     K_QUANT = "k-quant"
@@ -55,46 +66,207 @@ class MethodChoice(str, Enum):
         return Method(self.value.removeprefix("awq+")) if self is not MethodChoice.AWQ else Method.RTN
 
     @property
-    def folded(self) -> bool:
-        """Whether columns are scaled before."""
+    def awq(self) -> bool:
+        """Whether AWQ scaling precedes it."""
         return self.value.startswith("awq")
 
 
 class LayersChoice(str, Enum):
-    """How `--draft-layers` is spelled."""
+    """Values of `--draft-layers`."""
 
     AUTO = "auto"
 
 
-def calibration_file(typed: Path | None) -> Path | None:
-    """The file that `--calibration` names; None for `self`, the model's own words."""
-    return None if typed is None or typed == Path("self") else typed
+class CommandLine:
+    """What was typed after `edge-run export`."""
+
+    def __init__(self, context: typer.Context) -> None:
+        self._context = context
+
+    def has(self, name: str) -> bool:
+        """Whether the option of that parameter was typed."""
+        source = self._context.get_parameter_source(name)
+        return source is not None and source.name == "COMMANDLINE"
+
+    def typed(self, names: Collection[str]) -> list[str]:
+        """The options, such as `--head`, of those of the parameters that were typed."""
+        parameters = self._context.command.params
+        return [each.opts[0] for each in parameters if each.name in names and self.has(each.name)]
+
+    def recorded(self, model: str, defaults: Mapping[str, object]) -> str:
+        """The command for the manifest: what was typed, and `defaults` that were not.
+
+        Paths are shortened to their last name, so that no private path is published.
+        """
+        words = ["edge-run", "export", model, self._context.params["destination"].resolve().name]
+        for parameter in self._context.command.params:
+            if parameter.name is None or not parameter.opts[0].startswith("--") or parameter.name in _UNRECORDED:
+                continue
+            if parameter.name in defaults or self.has(parameter.name):
+                value = defaults.get(parameter.name, self._context.params[parameter.name])
+                words.append(parameter.opts[0])
+                words += [] if value is True else [_spelled(value)]
+        return shlex.join(words)
 
 
-def draft_request(
-    source: Path | None, vocabulary: str | None, layers: LayersChoice | None, form: WeightFormat | None
-) -> DraftRequest | None:
-    """What the options about drafts ask for.
+def _spelled(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    return value.name if isinstance(value, Path) else str(value)
 
-    Raises:
-        InputError: they do not go together, or the vocabulary is no number.
-    """
-    from ...export import DraftRequest
 
-    if source is not None and layers is not None:
-        raise InputError("--draft and --draft-layers each make a draft", "give one of them")
-    if source is None and layers is None:
-        if vocabulary is None and form is None:
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of one export, by the names of the command's parameters."""
+
+    source: Path
+    destination: Path
+    weights: WeightChoice | None
+    block: int
+    head: WeightChoice | None
+    method: MethodChoice | None
+    zero_points: bool
+    powers_of_two: bool
+    context: int | None
+    layout: GraphLayout
+    report: bool
+    budget: str | None
+    plan: Path | None
+    time_limit: float | None
+    low_rank: bool
+    bandwidth: float | None
+    calibration: Path | None
+    calibration_tokens: int | None
+    seed: int
+    work: Path | None
+    draft: Path | None
+    draft_weights: WeightChoice | None
+    draft_vocab: str | None
+    draft_layers: LayersChoice | None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether each linear gets a format of its own."""
+        return self.weights is WeightChoice.MIXED or self.plan is not None
+
+    def request(self, command_line: CommandLine) -> ExportRequest:
+        """The export that these options ask for; checkpoints on the hub are downloaded.
+
+        Raises:
+            InputError: options contradict each other, or a value cannot be used.
+            EdgeError: the hub does not give a checkpoint.
+        """
+        from ...export import ExportRecipe, ExportRequest, find_source, may_be_quantized
+
+        given = self.source.as_posix()
+        name = given if is_on_hub(given) else self.source.resolve().name
+        source = find_source(_on_disk(self.source))
+        self._check_mixed(command_line)
+        weights = self.weights
+        if weights is None and not self.mixed and not may_be_quantized(source):
+            weights = WeightChoice.INT4
+        if weights is None and not self.mixed and self.head is None and self.block != DEFAULT_BLOCK:
+            raise InputError(
+                f"--block {self.block} has no effect without --weights or --head", "add --weights int8, int4 or int2"
+            )
+        recipe = ExportRecipe(
+            body=self._format(WeightChoice.INT4 if self.mixed else weights),
+            head=self._format(self.head),
+            context=self.context,
+            method=None if self.method is None else self.method.rounding,
+            layout=self.layout,
+            calibration=self._calibration(),
+            awq=self.method is not None and self.method.awq,
+            mixed_precision=self._mixed_precision() if self.mixed else None,
+            draft=self._draft(),
+            report=self.report,
+            work_folder=self.work,
+        )
+        # The weights are recorded even if they are the default, which another version may change.
+        recorded: dict[str, object] = {}
+        if weights is not None and not self.mixed:
+            recorded["weights"] = weights
+            if any(choice not in (None, WeightChoice.FP32) for choice in (weights, self.head)):
+                recorded["block"] = self.block
+        return ExportRequest(source, self.destination, recipe, command_line.recorded(name, recorded))
+
+    def _check_mixed(self, command_line: CommandLine) -> None:
+        """Check that options of mixed weights come with them, and options of a single format without them."""
+        if self.mixed and self.weights not in (None, WeightChoice.MIXED):
+            raise InputError(f"--plan and --weights {self.weights.value} exclude each other", "leave one of them out")
+        if self.mixed:
+            # The search chooses the blocks too, but not those of the draft's weights.
+            names = ("head",) if command_line.has("draft_weights") else ("head", "block")
+            if unused := command_line.typed(names):
+                raise InputError(f"{unused[0]} has no effect with mixed weights", "leave it out")
+        elif unused := command_line.typed(_OF_MIXED_WEIGHTS):
+            raise InputError(f"{unused[0]} has no effect without mixed weights", "add --weights mixed")
+
+    def _format(self, choice: WeightChoice | None) -> WeightFormat | None:
+        return None if choice is None else choice.weight_format(self.block, self.zero_points, self.powers_of_two)
+
+    def _mixed_precision(self) -> MixedPrecisionRequest:
+        from ...export import MixedPrecisionRequest, parse_budget
+
+        return MixedPrecisionRequest(
+            budget=None if self.budget is None else parse_budget(self.budget),
+            plan=self.plan,
+            max_seconds=None if self.time_limit is None else 60 * self.time_limit,
+            low_rank_correction=self.low_rank,
+            zero_points=self.zero_points,
+            powers_of_two=self.powers_of_two,
+            bandwidth=None if self.bandwidth is None else self.bandwidth * 1e9,
+        )
+
+    def _calibration(self) -> CalibrationRequest | None:
+        from ...export import DEFAULT_CALIBRATION_TOKENS, CalibrationRequest
+
+        if self.calibration is None and self.calibration_tokens is None and not self.seed:
             return None
-        raise InputError("no draft is named", "add --draft CHECKPOINT, or --draft-layers auto")
-    if source is None and form is not None:
-        raise InputError("a draft of the target's layers has the target's weights", "leave --draft-weights out")
-    return DraftRequest(source, None if vocabulary is None else _tokens(vocabulary), form)
+        file = None if self.calibration == Path("self") else self.calibration
+        return CalibrationRequest(file, self.calibration_tokens or DEFAULT_CALIBRATION_TOKENS, self.seed)
+
+    def _draft(self) -> DraftRequest | None:
+        from ...export import DraftRequest, find_source
+
+        if self.draft is not None and self.draft_layers is not None:
+            raise InputError("--draft and --draft-layers exclude each other", "give one of them")
+        if self.draft is None and self.draft_layers is None:
+            if self.draft_vocab is None and self.draft_weights is None:
+                return None
+            option = "--draft-weights" if self.draft_vocab is None else "--draft-vocab"
+            raise InputError(f"{option} has no effect without a draft", "add --draft SRC, or --draft-layers auto")
+        if self.draft is None and self.draft_weights is not None:
+            raise InputError(
+                "--draft-weights has no effect with --draft-layers, which takes the weights of the target",
+                "leave it out",
+            )
+        vocabulary = None if self.draft_vocab is None else _vocabulary_size(self.draft_vocab)
+        weight_format = self._format(self.draft_weights)
+        source = None if self.draft is None else find_source(_on_disk(self.draft))
+        return DraftRequest(source, vocabulary, weight_format)
 
 
-def _tokens(typed: str) -> int:
-    if typed == AUTO:
+def _vocabulary_size(typed: str) -> int:
+    """The number of tokens; 0 for `auto`."""
+    if typed == "auto":
         return 0
     if not typed.isascii() or not typed.isdigit() or int(typed) == 0:
-        raise InputError(f"--draft-vocab {typed!r} is no number of tokens", "give one, or auto")
+        raise InputError(
+            f"--draft-vocab must be a positive number of tokens, not {typed!r}", "give such a number, or auto"
+        )
     return int(typed)
+
+
+def _on_disk(source: Path) -> Path:
+    """The path itself, or the folder to which a checkpoint of the hub was downloaded.
+
+    Raises:
+        EdgeError: the hub does not give the checkpoint.
+    """
+    name = source.as_posix()
+    if not is_on_hub(name):
+        return source
+    from ...models.hub.fetch import fetch_checkpoint
+
+    return fetch_checkpoint(parse_hub_id(name))

@@ -1,4 +1,4 @@
-"""`edge-run inspect MODEL`: what a model is."""
+"""`edge-run inspect MODEL`: describes a model."""
 
 from __future__ import annotations
 
@@ -6,46 +6,39 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from ...models.bundle import Bundle
 from ...models.manifest import WeightFormat
 from ...models.pairing import find_draft
-from ...runtime.engine import Engine, load
+from ...runtime.engine import Engine
 from ...runtime.graph.graph_io import CacheMode, GraphIO
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.exactness import stored_exactness_report
 from ...runtime.measure.pass_cost_store import cached
 from ..terminal.plan_table import plan_table
+from .options import AsJson, Debug, ModelArgument, ModelOptions, Tokenizer
 from .tune import context_label, describe_cost
-from .verify import verdict
+from .verify import exactness_summary
 
 _FLOAT_BITS: Final = 16
-"""From here on weights are numbers and not codes."""
+"""Weights of this many bits or more are not quantized."""
 
 
 def inspect(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="An .onnx file, a model folder, or org/name on the hub.", show_default="the bundled model"),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="tokenizer.json, or a folder with one.", show_default="the one beside the model"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
+    model: ModelArgument = None,
+    tokenizer: Tokenizer = None,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001  main reads it
 ) -> None:
-    """Show a model's architecture, weights, files and how near it is to its checkpoint.
+    """Show a model's architecture, weights, files, and how close it is to its checkpoint.
 
     Example: edge-run inspect my-model
     """
-    with load(model, tokenizer=tokenizer) as engine:
+    with ModelOptions(model, tokenizer=tokenizer).open() as engine:
         facts = describe(engine)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
@@ -54,8 +47,8 @@ def inspect(
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        if name != "plan":  # has a table of its own
-            table.add_row(name.replace("_", " "), _SHOWN.get(name, _shown)(value))
+        if name != "quantization_plan":  # shown as a table of its own
+            table.add_row(name.replace("_", " "), _FORMATTERS.get(name, _formatted)(value))
     console = Console(highlight=False)
     console.print(table)
     manifest = engine.bundle.manifest
@@ -64,7 +57,7 @@ def inspect(
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """The facts about a loaded model, as plain values."""
+    """A loaded model as plain values."""
     spec, manifest = engine.graph_io, engine.bundle.manifest
     facts: dict[str, Any] = {"model": str(engine.bundle.folder), "graph": engine.bundle.graph.name}
     if manifest is not None:
@@ -93,7 +86,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "embedding_weights": str(manifest.weights.get("embedding", manifest.weights["head"])),
             "head_weights": str(manifest.weights["head"]),
             "bits_per_weight": round(manifest.bits_per_weight, 3),
-            "plan": {name: _stored_as(form) for name, form in manifest.weights.items()},
+            "quantization_plan": {name: _described(form) for name, form in manifest.weights.items()},
             "calibration": None if manifest.calibration is None else asdict(manifest.calibration),
             "quality": dict(manifest.quality),
             "parity": dict(manifest.parity),
@@ -103,15 +96,13 @@ def describe(engine: Engine) -> dict[str, Any]:
     facts["draft"] = _draft(engine.bundle)
     cost = cached(engine.bundle, SessionConfig(engine.device))
     facts["pass_costs"] = None if cost is None else describe_cost(cost)
-    exactness_report = stored_exactness_report(engine.bundle, SessionConfig(engine.device))
-    facts["exactness"] = (
-        None if exactness_report is None else {"verdict": verdict(exactness_report), **exactness_report.to_json()}
-    )
+    report = stored_exactness_report(engine.bundle, SessionConfig(engine.device))
+    facts["exactness"] = None if report is None else {"summary": exactness_summary(report), **report.to_json()}
     return facts
 
 
 def _draft(bundle: Bundle) -> dict[str, Any] | None:
-    """What the draft is that the model names."""
+    """The draft that the model was exported with, as plain values."""
     pair = find_draft(bundle)
     if pair is None:
         return None
@@ -119,7 +110,7 @@ def _draft(bundle: Bundle) -> dict[str, Any] | None:
     if not pair.own:
         facts["bytes"] = pair.draft.weight_bytes
     elif bundle.manifest is not None and bundle.manifest.draft is not None:
-        facts["without"] = ", ".join(bundle.manifest.draft.skips)
+        facts["skips"] = ", ".join(bundle.manifest.draft.skips)
     if pair.draft.manifest is not None:
         facts["weights"] = dict(Counter(str(form) for form in pair.draft.manifest.weights.values()))
     if pair.target_ids is not None:
@@ -128,52 +119,52 @@ def _draft(bundle: Bundle) -> dict[str, Any] | None:
 
 
 def _method(form: WeightFormat) -> str:
-    """How codes were chosen, or that nothing says it: they came with the model, or an older edge-run rounded them."""
+    """How the weights were quantized; not recorded where they came quantized, or from an older edge-run."""
     return "not recorded" if form.method is None else form.method.value
 
 
-def _stored_as(form: WeightFormat) -> dict[str, Any]:
-    """A format in plain values."""
+def _described(form: WeightFormat) -> dict[str, Any]:
+    """A weight format as plain values."""
     values = {**asdict(form), "method": None if form.method is None else form.method.value}
     return {"format": str(form), **{name: value for name, value in values.items() if value}}
 
 
 def _cache(spec: GraphIO) -> str:
-    """Type and shape of the cache's tensors, and how the graph hands it back."""
-    forms = [
-        f"{form.dtype} [{', '.join('rows' if at == form.axis else str(size) for at, size in enumerate(form.shape))}]"
+    """Type and shape of the cache tensors, and whether the graph updates them in place."""
+    tensors = [
+        f"{form.dtype} [{', '.join('slots' if at == form.axis else str(size) for at, size in enumerate(form.shape))}]"
         for form in dict.fromkeys(spec.tensor_types)
     ]
-    return f"{', '.join(forms)}, {'in place' if spec.cache_mode is CacheMode.IN_PLACE else 'growing'}"
+    return f"{', '.join(tensors)}, {'in place' if spec.cache_mode is CacheMode.IN_PLACE else 'growing'}"
 
 
 def _pass_costs(described: list[dict[str, Any]] | None) -> str:
-    """Milliseconds of passes by their rows, a line for each context."""
+    """Milliseconds of a pass by its number of tokens, a line for each context bucket."""
     if described is None:
         return "not measured yet; edge-run tune measures them"
     lines = []
     for entry in described:
-        times = ", ".join(f"{rows}: {ms:.3g}" for rows, ms in zip(entry["rows"], entry["milliseconds"], strict=True))
-        lines.append(f"{context_label(entry['up_to_context'])}: milliseconds by rows {times}")
+        times = zip(entry["tokens"], entry["milliseconds"], strict=True)
+        shown = ", ".join(f"{tokens}: {milliseconds:.3g}" for tokens, milliseconds in times)
+        lines.append(f"{context_label(entry['up_to_context'])}: milliseconds by tokens {shown}")
     return "\n".join(lines)
 
 
 def _calibration(described: Mapping[str, Any] | None) -> str:
-    """Where the text came from, and how much of it there was."""
+    """Where the calibration text came from, and how many tokens it had."""
     if described is None:
         return "none"
-    folded = ", input scales folded" if described["folded"] else ""
+    folded = ", AWQ scaling" if described["folded"] else ""
     return f"{described['origin']}: {described['tokens']} tokens, {described['held_out_tokens']} held out{folded}"
 
 
 def _exactness(described: Mapping[str, Any] | None) -> str:
-    """The verdict alone."""
-    return "not checked yet; edge-run verify does it" if described is None else str(described["verdict"])
+    return "not checked yet; edge-run verify checks it" if described is None else str(described["summary"])
 
 
-def _shown(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_shown(part)}" for key, part in value.items()) or "-"
+        return ", ".join(f"{key} {_formatted(part)}" for key, part in value.items()) or "-"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool):
@@ -183,9 +174,9 @@ def _shown(value: Any) -> str:
     return "-" if value in (None, "") else str(value)
 
 
-_SHOWN: Final[Mapping[str, Callable[[Any], str]]] = {
+_FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "calibration": _calibration,
     "pass_costs": _pass_costs,
     "exactness": _exactness,
 }
-"""Facts that are not shown as they are."""
+"""Functions for the facts that are not printed as they are."""

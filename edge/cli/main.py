@@ -1,4 +1,4 @@
-"""The `edge-run` command: which subcommand is meant, and how errors and interrupts end it."""
+"""The `edge-run` command: subcommands, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _GLOBAL_OPTIONS: Final = ("-h", "--help", "--version")
 _HELP: Final = """
 Run language models on this machine: private, fast, no server.
 
-edge-run [MODEL] chats, or with -p TEXT answers once. MODEL is an .onnx file, a model folder, or a model on the Hugging
-Face Hub (org/name); without one, the bundled model turns English requests into shell commands.
+edge-run [MODEL] chats; with -p TEXT it answers once. MODEL is an .onnx file, a model folder, or org/name on the Hugging
+Face Hub. Without MODEL, the bundled model translates English requests into shell commands.
 
 Examples:
 
@@ -44,7 +44,7 @@ Examples:
 
     edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4
 
-All options of a run: edge-run run --help
+All options of chats and answers: edge-run run --help
 """
 
 
@@ -82,12 +82,19 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 failed, 2 bad usage or bad input, 130 interrupted."""
+    """Run the command line.
+
+    Args:
+        arguments: the words after `edge-run`; those of this process by default.
+
+    Returns:
+        The exit code: 0 for success, 1 for a failure, 2 for bad usage or bad input, 130 for an interrupt.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if sys.stdout is None:
         return _fail("standard output is closed; give it a file or a terminal", 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Models write any character, whatever a pipe's encoding is by default.
+        # Models write any character, so the default encoding of a pipe does not do.
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     command = typer.main.get_command(app)
     names = {info.name for info in app.registered_commands}
@@ -114,12 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """What is still buffered for a standard output that refused it would be refused again, loudly, at exit."""
+    """Send buffered output to nowhere: writing it again at exit would fail again, with a traceback."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> int:
-    """One line on stderr, whatever the message holds."""
+    """Print the message as one line on standard error."""
     write_error(f"edge-run: error: {' '.join(message.split())}")
     return code

@@ -1,4 +1,4 @@
-"""`edge-run models`: which models are on this machine, and how they go."""
+"""`edge-run models`: lists the models on this machine, or removes one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ...errors import InputError
 from ...models.find import BUNDLED_MODEL, bundled_folder
 from ...models.hub.local_store import Downloaded, Store, in_bytes, models_root, stores
 from ...models.hub.model_id import HubId, parse_hub_id
+from .options import AsJson, Debug
 
 _COMMIT_SHOWN = 10
 
@@ -22,10 +23,10 @@ def models(
     remove: Annotated[
         str | None, typer.Option(metavar="ID", help="Remove a downloaded model, or one variant or commit of it.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001  main reads it
 ) -> None:
-    """List the models that came with edge-run or from the Hugging Face Hub, or remove one.
+    """List the bundled model and those downloaded from the Hugging Face Hub, or remove one.
 
     Example: edge-run models --remove onnx-community/Qwen2.5-0.5B-Instruct:q4
     """
@@ -43,7 +44,7 @@ def models(
         table.add_row(*_shown(model))
     Console(highlight=False).print(table)
     if not any(model["commit"] for model in facts["models"]):
-        typer.echo("none downloaded yet; for example: edge-run pull onnx-community/Qwen2.5-0.5B-Instruct")
+        typer.echo("no downloaded models yet; to get one: edge-run pull onnx-community/Qwen2.5-0.5B-Instruct")
 
 
 def describe() -> dict[str, Any]:
@@ -83,32 +84,32 @@ def _shown(model: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _remove(named: HubId, *, as_json: bool) -> None:
-    """Remove what an id names.
+    """Remove the models that an id names.
 
     Raises:
-        InputError: nothing of it is here.
-        HubError: the disk refused.
+        InputError: the id names no downloaded model.
+        HubError: the files cannot be removed.
     """
     store = Store(named.repo)
     here = store.all_downloaded()
     whole = named.variant is None and named.revision is None
-    meant = [model for model in here if _is_meant(store, named, model)]
-    if not (meant or (whole and store.folder.is_dir())):
+    matching = [model for model in here if _matches(store, named, model)]
+    if not (matching or (whole and store.folder.is_dir())):
         names = ", ".join(f"{model.id}@{model.commit[:_COMMIT_SHOWN]}" for model in here)
         raise InputError(
-            f"{named} is not downloaded", f"here of it: {names}" if names else "edge-run models lists what is"
+            f"{named} is not downloaded", f"downloaded are: {names}" if names else "edge-run models lists what is"
         )
-    freed = store.remove(None if whole or len(meant) == len(here) else meant)
+    freed = store.remove(None if whole or len(matching) == len(here) else matching)
     if as_json:
-        removed = [{"id": model.repo, "variant": model.variant, "commit": model.commit} for model in meant]
+        removed = [{"id": model.repo, "variant": model.variant, "commit": model.commit} for model in matching]
         print(json.dumps({"removed": removed, "bytes": freed}, ensure_ascii=False))  # noqa: T201
         return
-    for model in meant:
+    for model in matching:
         typer.echo(f"removed {model.id}, commit {model.commit[:_COMMIT_SHOWN]}")
     typer.echo(f"{in_bytes(freed)} freed")
 
 
-def _is_meant(store: Store, named: HubId, model: Downloaded) -> bool:
+def _matches(store: Store, named: HubId, model: Downloaded) -> bool:
     if named.variant is not None and named.variant.lower() != model.variant.lower():
         return False
     if named.revision is None:

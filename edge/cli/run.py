@@ -1,4 +1,4 @@
-"""`edge-run [MODEL]`: one answer, or a chat."""
+"""`edge-run [MODEL]`: answers one prompt, or chats."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,7 +14,7 @@ import typer
 
 from ...errors import InputError
 from ...runtime.decode import FinishReason
-from ...runtime.engine import Engine, load
+from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ...runtime.speculation.choice import Speculation
@@ -22,80 +23,130 @@ from ..terminal.chat import TerminalChat
 from ..terminal.explain import show_rounds
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import reply_json, stats_line, write_error, write_out
-from .offline import Offline
+from .options import (
+    AsJson,
+    Cache,
+    Context,
+    Debug,
+    Device,
+    Draft,
+    ModelArgument,
+    ModelOptions,
+    Offline,
+    Raw,
+    Threads,
+    Tokenizer,
+)
 
 _INTERRUPTED: Final = 130
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """What to answer, and how to show it."""
+
+    model: ModelOptions
+    generate: GenerateOptions
+    prompt: str | None
+    """None for a chat."""
+    system: str | None
+    resume: Path | None
+    as_json: bool
+    stats: bool
+
+
 def run(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="An .onnx file, a model folder, or org/name on the hub.", show_default="the bundled model"),
+    model: ModelArgument = None,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this prompt, then exit.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Answer this once, then exit.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    raw: Raw = False,
     max_tokens: Annotated[
-        int | None, typer.Option("-n", "--max-tokens", min=1, help="Most tokens to write.", show_default="no limit")
+        int | None,
+        typer.Option(
+            "-n", "--max-tokens", metavar="N", min=1, help="Maximum tokens of an answer.", show_default="no limit"
+        ),
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End the answer at this text; may be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated.")
+    ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option("-t", "--temperature", min=0, help="0 is greedy.", show_default="the model's own, else greedy"),
+        typer.Option(
+            "-t",
+            "--temperature",
+            metavar="T",
+            min=0,
+            help="Sampling temperature; 0 is greedy.",
+            show_default="what the model recommends, or 0",
+        ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among the K likeliest tokens; 0: all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample within this probability mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens less likely than this times the likeliest.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", min=0, help="Sample from the K most likely tokens; 0 for all.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="Sample from the most likely tokens that together have probability P."),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="Leave out tokens less likely than P times the most likely one."),
+    ] = None,
     repeat_penalty: Annotated[
-        float | None, typer.Option(help="Make tokens already in the text less likely; 1: off.")
+        float | None,
+        typer.Option(metavar="X", help="Above 1, make tokens that are already in the text less likely; 1 is off."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same text.", show_default="random")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, gpu, npu, or an execution provider's name.")] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Compute threads.", show_default="one per physical core")
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Seed of the sampling; the same seed gives the same text.", show_default="random"
+        ),
     ] = None,
-    context: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of a conversation.", show_default="what the model allows")
-    ] = None,
-    cache: Annotated[
-        bool, typer.Option("--cache/--no-cache", help="Keep weights packed for this machine on disk.")
-    ] = True,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="tokenizer.json, or a folder with one.", show_default="the one beside the model"),
-    ] = None,
-    draft: Annotated[
-        str, typer.Option(metavar="MODEL", help="Draft model: a folder, auto (the one MODEL names), or none.")
-    ] = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    context: Context = None,
+    cache: Cache = True,
+    tokenizer: Tokenizer = None,
+    draft: Draft = "auto",
     spec: Annotated[
         str,
         typer.Option(
-            metavar="WHO", help="Who guesses ahead: auto, off, or some of suffix,recycle,ngram,history,model."
+            metavar="NAMES",
+            help="Drafters for speculative decoding: auto, off, or some of suffix,recycle,ngram,history,model.",
         ),
     ] = "auto",
+    draft_sampling: Annotated[
+        DraftSampling,
+        typer.Option(
+            help="Sample the draft model's tokens (a chain or a tree of them) instead of taking the most likely ones. "
+            "This is faster at high temperatures and keeps the distribution, but a seed no longer fixes the text."
+        ),
+    ] = DraftSampling.OFF,
     history: Annotated[
-        bool, typer.Option("--history", help="Keep this conversation on disk, and guess from earlier ones.")
+        bool,
+        typer.Option("--history", help="Keep this conversation on disk, and draft from earlier conversations."),
     ] = False,
     exact: Annotated[
         bool,
         typer.Option(
-            "--exact", help="Exactly the text of --spec off: near-ties are run again, sampled text is not drafted."
+            "--exact",
+            help="Give exactly the text of --spec off: recompute near ties, and do not speculate when sampling.",
         ),
     ] = False,
-    resume: Annotated[Path | None, typer.Option(help="Go on with a conversation put aside by /save.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Continue a conversation that /save wrote.")
+    ] = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print what the answer cost, on stderr.")] = False,
-    draw: Annotated[
-        DraftSampling,
-        typer.Option(help="Draw the draft model's guesses at random: same law, but no fixed text for a seed."),
-    ] = DraftSampling.OFF,
+    as_json: AsJson = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print statistics of the answer on standard error.")] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Print, on stderr, what every round guessed, verified and cost.")
+        bool,
+        typer.Option(
+            "--explain", help="Print what each round drafted, verified and took, as a table on standard error."
+        ),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,  # noqa: ARG001
+    debug: Debug = False,  # noqa: ARG001  main reads it
 ) -> int:
     """Chat with MODEL, or answer one prompt given with -p or on standard input.
 
@@ -113,7 +164,7 @@ def run(
         raw=raw,
         speculation=Speculation.parse(spec),
         exact=exact,
-        draft_sampling=draw,
+        draft_sampling=draft_sampling,
         explain=explain,
     )
     chatting = prompt is None and sys.stdin is not None and sys.stdin.isatty()
@@ -123,42 +174,41 @@ def run(
         prompt = _read_standard_input()
     if prompt == "":
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
+    # Without speculation a draft model would cost memory and processor time for nothing.
+    used_draft = None if options.speculation == Speculation.OFF else draft
+    opened = ModelOptions(model, device, threads, context, tokenizer, used_draft, cache, history)
+    return _run(RunOptions(opened, options, prompt, system, resume, as_json, stats))
 
+
+def _run(options: RunOptions) -> int:
     started = time.perf_counter()
-    engine = load(
-        model,
-        device=device,
-        threads=threads,
-        context=context,
-        cache=cache,
-        # A model that nobody will ask costs memory, and processor time that the target could use.
-        draft=None if options.speculation == Speculation.OFF else draft,
-        history=history,
-        tokenizer=tokenizer,
-    )
+    engine = options.model.open()
     load_s = time.perf_counter() - started
     with engine:
-        if chatting:
-            return TerminalChat(engine, options, system=system, resume=resume, show_stats=stats).run()
-        assert prompt is not None  # noqa: S101  only a chat has none
-        reply, interrupted = _answer(engine, prompt, options, system, resume, show=not as_json)
-        if as_json:
-            print(json.dumps(reply_json(reply, engine, options.speculation, load_s), ensure_ascii=False))  # noqa: T201
-        if explain:
+        if options.prompt is None:
+            chat = TerminalChat(
+                engine, options.generate, system=options.system, resume=options.resume, show_stats=options.stats
+            )
+            return chat.run()
+        reply, interrupted = _answer(engine, options.prompt, options)
+        if options.as_json:
+            shown = reply_json(reply, engine, options.generate.speculation, load_s)
+            print(json.dumps(shown, ensure_ascii=False))  # noqa: T201
+        if options.generate.explain:
             show_rounds(reply.stats.rounds, engine.graph_io)
-        if stats:
+        if options.stats:
             write_error(stats_line(reply.stats, load_s))
     return _INTERRUPTED if interrupted else 0
 
 
-def _answer(
-    engine: Engine, prompt: str, options: GenerateOptions, system: str | None, resume: Path | None, *, show: bool
-) -> tuple[Reply, bool]:
+def _answer(engine: Engine, prompt: str, options: RunOptions) -> tuple[Reply, bool]:
     """Answer once; Ctrl-C keeps what was written. Returns the reply and whether it was interrupted."""
-    if resume is not None:
-        chunks = engine.session(system=system, resume=resume).stream(prompt, options)
+    if options.resume is not None:
+        session = engine.session(system=options.system, resume=options.resume)
+        chunks = session.stream(prompt, options.generate)
     else:
-        chunks = engine.stream(prompt, options, system=system)
+        chunks = engine.stream(prompt, options.generate, system=options.system)
+    show = not options.as_json
     pieces = []
     with closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
         for chunk in chunks:

@@ -1,8 +1,8 @@
-"""What an export chose, on the terminal: the plan by layer, the plan beside others, and the figures in a few lines."""
+"""Prints the result of an export: size, agreement with the reference, plans, main figures."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -10,11 +10,30 @@ from rich.table import Table
 from .plan_table import plan_table
 
 if TYPE_CHECKING:
+    from ...export import ExportResult
     from ...export.report import ModelReport
+
+_PARITY: Final = {
+    "max_abs_diff": "largest logit difference",
+    "mean_kl": "mean KL",
+    "top1_agreement": "top-1 agreement",
+}
+
+
+def show_export(console: Console, result: ExportResult) -> None:
+    """Print the figures of an export, and the notes it left."""
+    size = sum(result.file_bytes.values()) / 1e6
+    parity = ", ".join(f"{_PARITY.get(name, name)} {value:.3g}" for name, value in result.parity.as_mapping().items())
+    _line(console, f"{result.bundle}: {size:.1f} MB, {result.bits_per_weight:.2f} bits per weight, {result.seconds:.1f} s")
+    _line(console, f"compared with the reference: {parity}")
+    if result.report is not None:
+        show_report(console, result.report)
+    for note in result.notes:
+        _line(console, note)
 
 
 def show_report(console: Console, report: ModelReport) -> None:
-    """Print what a reader wants to know at once; the rest is in the report's page."""
+    """Print the plan by layer, the plans that it was compared with, and the main figures of the report."""
     from ...export.report import heads_of  # noqa: PLC0415 -- an extra
 
     layers = plan_table({linear.name: linear.form for linear in report.linears})
@@ -23,19 +42,23 @@ def show_report(console: Console, report: ModelReport) -> None:
     if len(report.compared) > 1:
         console.print(_plans(report))
     for head in heads_of(report):
-        console.print(f"{head.name}: {head.value}" + (f" ({head.beside})" if head.beside else ""), soft_wrap=True)
+        _line(console, f"{head.name}: {head.value}" + (f" ({head.beside})" if head.beside else ""))
     for note in report.notes:
-        console.print(note, soft_wrap=True)
+        _line(console, note)
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False)
 
 
 def _plans(report: ModelReport) -> Table:
-    """Plans by bytes, with the KL and, where passes were timed, the rate of each."""
+    """Bits, bytes, divergence and, where passes were timed, rate of each plan."""
     from ...export.report import megabytes  # noqa: PLC0415 -- an extra
 
     table = Table(title="plans", title_justify="left", title_style="bold")
     timed = any(1 in plan.milliseconds for plan in report.compared)
     table.add_column("")
-    for name in ("bits a weight", "MB a token", "KL", *("tokens/s",) * timed):
+    for name in ("bits per weight", "MB per token", "KL", *("tokens/s",) * timed):
         table.add_column(name, justify="right")
     for plan in report.compared:
         cells = [plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from edgerun.edge.cli.main import main
-from edgerun.edge.cli.verify import verdict
+from edgerun.edge.cli.verify import exactness_summary
 from edgerun.runtime.measure.exactness import ComparisonCounts, ExactnessReport
 from edgerun.runtime.measure.width_noise import WidthNoise
 from support.tiny_models import write_bundle
@@ -44,27 +44,27 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ExactnessReport(NOISE, dataclasses.replace(SAME, identical=8, tied=1), SAME, SAME),
-            "FAILED: 1 of 30 texts differ where there is no tie below 0.2",
+            "FAILED: 1 of 30 texts differ where no tie is below 0.2",
         ),
         (
             ExactnessReport(dataclasses.replace(NOISE, leak=1.0), SAME, SAME, SAME),
-            "FAILED: passes over several tokens compute something else than passes over one",
+            "FAILED: passes over several tokens compute something else than passes over one token",
         ),
         (
             ExactnessReport(NOISE),
-            "identical up to ties below 0.2, as far as one text shows; edge-run verify compares more",
+            "identical up to ties below 0.2, measured on one text; edge-run verify compares more",
         ),
     ],
 )
 def test_the_verdict_in_words(exactness_report: ExactnessReport, words: str) -> None:
-    assert verdict(exactness_report) == words
+    assert exactness_summary(exactness_report) == words
 
 
 def test_a_model_passes_and_its_certificate_is_kept_and_shown(
     tiny_bundle: Path, prompts: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(tiny_bundle)]) == 0
-    assert "not checked yet; edge-run verify does it" in capsys.readouterr().out
+    assert "not checked yet; edge-run verify checks it" in capsys.readouterr().out
     assert main(["verify", str(tiny_bundle), "--prompts", str(prompts), "-n", "16", "--limit", "2"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -74,7 +74,7 @@ def test_a_model_passes_and_its_certificate_is_kept_and_shown(
     assert len(list(cache.iterdir())) == 1
     assert main(["inspect", str(tiny_bundle), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["exactness"]
-    assert shown["verdict"] == out.splitlines()[-1]
+    assert shown["summary"] == out.splitlines()[-1]
     assert shown["passed"] is True
 
 
@@ -107,9 +107,9 @@ def test_a_failure_is_told_with_an_example_and_exit_code_1(
     monkeypatch.setattr(speculate, "match", careless)
     assert main(["verify", str(tiny_bundle), "--prompts", str(prompts), "-n", "16"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "FAILED: 27 of 36 texts differ where there is no tie" in out
+    assert "FAILED: 27 of 36 texts differ where no tie is below" in out
     assert 'for the prompt "the other on the other"' in out
-    assert "guesses by foreseen: token 2 of the answer is" in out or "of the answer is" in out
+    assert "drafts by foreseen: token 2 of the answer is" in out or "of the answer is" in out
 
 
 def test_prompts_that_cannot_be_used(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What `edge-run bench` asks: prompt files, recordings, and the set that ships."""
+"""Prompt files, recordings, and the prompts that come with edge-run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge.bench.prompt_sets import SHELL, Conversation, Exchange, chosen, counts, our_prompts, read_prompts
+from edgerun.edge.bench.prompt_sets import (
+    SHELL,
+    Conversation,
+    Exchange,
+    bundled_prompts,
+    count_by_category,
+    limit_per_category,
+    read_prompts,
+)
 from edgerun.edge.bench.recordings import read_recording
 from edgerun.errors import InputError
 from support.shared_data import data_path
@@ -18,7 +26,7 @@ def lines(path: Path, *rows: object) -> Path:
     return path
 
 
-def test_every_prompt_format_is_told_by_its_content(tmp_path: Path) -> None:
+def test_prompt_formats_are_recognized_by_content(tmp_path: Path) -> None:
     spec_bench = lines(
         tmp_path / "a",
         {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
@@ -38,7 +46,7 @@ def test_every_prompt_format_is_told_by_its_content(tmp_path: Path) -> None:
     assert read_prompts(requests) == [Conversation(SHELL, (Exchange("list files"),))]
 
 
-def test_plain_text_is_paragraphs_or_else_lines(tmp_path: Path) -> None:
+def test_plain_text_is_split_into_paragraphs_or_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
     assert [each.exchanges[0].prompt for each in read_prompts(path)] == ["one", "two"]
@@ -67,7 +75,7 @@ def test_plain_text_is_paragraphs_or_else_lines(tmp_path: Path) -> None:
         (b'{"turns":' + b"[" * 100_000, "line 1: not JSON"),
     ],
 )
-def test_a_bad_prompt_file_is_one_clear_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_bad_prompt_file_raises_a_one_line_error(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
@@ -77,14 +85,14 @@ def test_a_bad_prompt_file_is_one_clear_line(tmp_path: Path, content: bytes, mes
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_and_a_folder_are_one_clear_line(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_raise_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read: No such file"):
         read_prompts(tmp_path / "nothing")
     with pytest.raises(InputError, match="cannot be read: "):
         read_recording(tmp_path)
 
 
-def test_a_recording_of_json_lines_has_an_answer_to_every_prompt(tmp_path: Path) -> None:
+def test_a_json_recording_has_an_answer_to_every_prompt(tmp_path: Path) -> None:
     turns = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
     path = lines(tmp_path / "a", {"id": 1, "category": "stem", "turns": turns}, {"turns": turns[:1]})
     assert read_recording(path) == [
@@ -103,7 +111,7 @@ def test_a_recording_of_json_lines_has_an_answer_to_every_prompt(tmp_path: Path)
         ("# aider chat started at 2024-08-05 19:33:02\n\n#### hi  \n", "holds no answer"),
     ],
 )
-def test_a_bad_recording_is_one_clear_line(tmp_path: Path, content: str, message: str) -> None:
+def test_a_bad_recording_raises_a_one_line_error(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "recording"
     path.write_text(content)
     with pytest.raises(InputError) as caught:
@@ -165,7 +173,7 @@ Cut off before its end
 """
 
 
-def test_an_aider_history_is_read_as_its_speakers(tmp_path: Path) -> None:
+def test_an_aider_history_is_split_by_speaker(tmp_path: Path) -> None:
     path = tmp_path / ".aider.chat.history.md"
     path.write_text(AIDER)
     first, second = read_recording(path)
@@ -179,27 +187,27 @@ def test_an_aider_history_is_read_as_its_speakers(tmp_path: Path) -> None:
     assert second.exchanges == (Exchange("now something else", "Another answer."),)
 
 
-def test_conversations_are_taken_by_category_in_turn() -> None:
+def test_limited_conversations_alternate_between_categories() -> None:
     def conversation(category: str, text: str) -> Conversation:
         return Conversation(category, (Exchange(text),))
 
     every = [conversation("a", "1"), conversation("a", "2"), conversation("a", "3"), conversation("b", "4")]
-    assert [each.exchanges[0].prompt for each in chosen(every, None)] == ["1", "4", "2", "3"]
-    assert [each.exchanges[0].prompt for each in chosen(every, 2)] == ["1", "4", "2"]
-    assert counts(every) == {"a": 3, "b": 1}
+    assert [each.exchanges[0].prompt for each in limit_per_category(every, None)] == ["1", "4", "2", "3"]
+    assert [each.exchanges[0].prompt for each in limit_per_category(every, 2)] == ["1", "4", "2"]
+    assert count_by_category(every) == {"a": 3, "b": 1}
 
 
-def test_our_own_set_has_every_category_and_shell_requests_apart() -> None:
-    assert counts(our_prompts(for_shell=True)) == {SHELL: 20}
-    ours = counts(our_prompts(for_shell=False))
+def test_bundled_prompts_separate_shell_requests_from_the_rest() -> None:
+    assert count_by_category(bundled_prompts(for_shell=True)) == {SHELL: 20}
+    ours = count_by_category(bundled_prompts(for_shell=False))
     assert SHELL not in ours
     assert len(ours) == 7
     assert all(count >= 3 for count in ours.values())
-    assert any(len(each.exchanges) > 1 for each in our_prompts(for_shell=False))
+    assert any(len(each.exchanges) > 1 for each in bundled_prompts(for_shell=False))
 
 
-def test_the_real_files_are_read() -> None:
-    assert counts(read_prompts(data_path("prompts/spec_bench.jsonl"))) == {
+def test_real_prompt_files_and_recordings() -> None:
+    assert count_by_category(read_prompts(data_path("prompts/spec_bench.jsonl"))) == {
         "mt_bench": 40,
         "translation": 40,
         "summarization": 40,

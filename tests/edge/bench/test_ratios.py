@@ -1,7 +1,8 @@
-"""The arithmetic of `edge-run bench`, and its report."""
+"""Ratios and intervals of `edge-run bench`, and its report."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -13,61 +14,80 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from edgerun.edge.bench.bench_result import Conditions, Result
-from edgerun.edge.bench.ratios import PLAIN, Count, Estimate, Run, Trial, accounts, as_mapping, geometric_mean, ratio
-from edgerun.edge.bench.report_name import check_report_name
+from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
+from edgerun.edge.bench.ratios import (
+    PLAIN,
+    Estimate,
+    MeasuredTurn,
+    RoundTimes,
+    compare_modes,
+    geometric_mean,
+    rate_ratio,
+)
 from edgerun.edge.bench.table import show
+from edgerun.edge.cli.bench import check_report_path
 from edgerun.errors import InputError
+from edgerun.runtime.result import DraftCounts, Stats
 
 
-def run(tokens: int, seconds: float, passes: int | None = None, drafted: int = 0) -> Run:
-    """A run whose every guess beyond the rejected ones was taken."""
+def answer(tokens: int, seconds: float, passes: int | None = None, drafted: int = 0) -> Stats:
+    """Statistics of an answer of `tokens` tokens after the first; every pass gives one token besides accepted ones."""
     passes = tokens if passes is None else passes
-    taken = tokens - passes
-    candidates = Count(max(drafted, taken), taken)
-    depths = (candidates,) if candidates.drafted else ()
-    sources = {"suffix": candidates} if candidates.drafted else {}
-    return Run(tokens, seconds, passes, candidates, sources, depths, target_s=0.9 * seconds, prompt_s=0.5)
+    accepted = tokens - passes
+    counts = DraftCounts(max(drafted, accepted), accepted)
+    return Stats(
+        completion_tokens=tokens + 1,
+        decode_passes=passes,
+        first_token_s=0.5,
+        total_s=0.5 + seconds,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        by_source={"suffix": counts} if counts.drafted else {},
+        by_depth=(counts,) if counts.drafted else (),
+        target_s=0.9 * seconds,
+    )
 
 
-def trial(category: str, conversation: int, plain_s: float, seconds: float, tokens: int = 10, **more: object) -> Trial:
-    runs = {PLAIN: run(tokens, plain_s), "auto": run(tokens, seconds, passes=tokens // 2, drafted=tokens)}
-    return Trial(category, conversation, 1, runs, **more)  # type: ignore[arg-type]
+def turn(
+    category: str, conversation: int, plain_s: float, seconds: float, tokens: int = 10, **more: object
+) -> MeasuredTurn:
+    stats = {PLAIN: answer(tokens, plain_s), "auto": answer(tokens, seconds, passes=tokens // 2, drafted=tokens)}
+    return MeasuredTurn(category, conversation, 1, stats, **more)  # type: ignore[arg-type]
 
 
-def result(trials: list[Trial], *, replay: bool = False, **more: object) -> Result:
+def result(turns: list[MeasuredTurn], *, replay: bool = False, **more: object) -> BenchResult:
     name = "a <b>model</b>"
-    conditions = Conditions(name, None, "CPU", None, 256, "prompts.jsonl", replay, 64, "all", 0.0, len(trials))
-    plain = Run.total(each.runs[PLAIN] for each in trials)
-    return Result(conditions, accounts(trials), plain, [8.0, 8.2, 9.9, 11.0], 100, **more)  # type: ignore[arg-type]
+    conditions = BenchConditions(name, None, "CPU", None, 256, "prompts.jsonl", replay, 64, "all", 0.0, len(turns))
+    plain = Stats.total(each.stats[PLAIN] for each in turns)
+    return BenchResult(conditions, compare_modes(turns), plain, [8.0, 8.2, 9.9, 11.0], 100, **more)  # type: ignore[arg-type]
 
 
 def test_a_category_is_the_ratio_of_its_sums_and_the_mean_is_geometric() -> None:
-    trials = [trial("a", 0, 1.0, 0.5), trial("a", 1, 3.0, 1.5), trial("b", 2, 8.0, 1.0, tokens=40)]
-    (account,) = accounts(trials)
-    assert [each.name for each in account.categories] == ["a", "b"]
-    assert account.categories[0].ratio.value == pytest.approx(2.0)
-    assert account.categories[1].ratio.value == pytest.approx(8.0)
-    assert account.mean.value == pytest.approx(4.0)
-    assert account.categories[0].plain.rate == pytest.approx(5.0)
-    assert account.by_turn == {1: pytest.approx(4.0)}
-    assert account.answers == 3
+    turns = [turn("a", 0, 1.0, 0.5), turn("a", 1, 3.0, 1.5), turn("b", 2, 8.0, 1.0, tokens=40)]
+    (mode,) = compare_modes(turns)
+    assert [each.name for each in mode.categories] == ["a", "b"]
+    assert mode.categories[0].ratio.value == pytest.approx(2.0)
+    assert mode.categories[1].ratio.value == pytest.approx(8.0)
+    assert mode.mean.value == pytest.approx(4.0)
+    assert mode.categories[0].plain.decode_tokens_per_second == pytest.approx(5.0)
+    assert mode.by_turn == {1: pytest.approx(4.0)}
+    assert mode.stats.answers == 3
 
 
-def test_an_answer_of_one_token_says_nothing_about_speed() -> None:
-    short = Trial("a", 5, 1, {PLAIN: run(0, 0.0), "auto": run(0, 0.0)})
-    assert accounts([short]) == []
-    (account,) = accounts([short, trial("a", 0, 1.0, 0.5)])
-    assert account.answers == 1
+def test_an_answer_of_one_token_is_not_comparable() -> None:
+    short = MeasuredTurn("a", 5, 1, {PLAIN: answer(0, 0.0), "auto": answer(0, 0.0)})
+    assert compare_modes([short]) == []
+    (mode,) = compare_modes([short, turn("a", 0, 1.0, 0.5)])
+    assert mode.stats.answers == 1
 
 
 def test_different_numbers_of_tokens_are_compared_by_rate() -> None:
-    assert ratio(run(30, 1.0), run(10, 1.0)) == pytest.approx(3.0)
+    assert rate_ratio(answer(30, 1.0), answer(10, 1.0)) == pytest.approx(3.0)
 
 
-def test_the_interval_is_wide_where_conversations_differ_and_a_point_where_they_do_not() -> None:
+def test_the_interval_depends_on_how_much_conversations_differ() -> None:
     def mean(*numbered: tuple[int, float]) -> Estimate:
-        return accounts([trial("a", number, 1.0, seconds) for number, seconds in numbered])[0].mean
+        return compare_modes([turn("a", number, 1.0, seconds) for number, seconds in numbered])[0].mean
 
     alike = mean(*((number, 0.5) for number in range(8)))
     assert alike.interval == pytest.approx((alike.value, alike.value))
@@ -80,19 +100,19 @@ def test_the_interval_is_wide_where_conversations_differ_and_a_point_where_they_
 
 
 def test_the_same_measurement_gives_the_same_interval() -> None:
-    trials = [trial("a", number, 1.0, 0.3 + 0.1 * number) for number in range(5)]
-    assert accounts(trials) == accounts(trials)
+    turns = [turn("a", number, 1.0, 0.3 + 0.1 * number) for number in range(5)]
+    assert compare_modes(turns) == compare_modes(turns)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
-def test_the_geometric_mean_lies_within_and_turns_over_with_its_values(values: list[float]) -> None:
+def test_the_geometric_mean_is_within_its_values_and_inverts_with_them(values: list[float]) -> None:
     mean = geometric_mean(values)
     assert min(values) * (1 - 1e-9) <= mean <= max(values) * (1 + 1e-9)
     assert mean * geometric_mean([1 / value for value in values]) == pytest.approx(1)
 
 
-RUNS = st.builds(
-    lambda passes, taken, more, seconds: run(passes + taken, seconds, passes, taken + more),
+ANSWERS = st.builds(
+    lambda passes, accepted, more, seconds: answer(passes + accepted, seconds, passes, accepted + more),
     st.integers(1, 50),
     st.integers(0, 50),
     st.integers(0, 50),
@@ -100,59 +120,64 @@ RUNS = st.builds(
 )
 
 
-@given(st.lists(RUNS, min_size=1, max_size=6))
-def test_sums_keep_the_identities(runs: list[Run]) -> None:
-    total = Run.total(runs)
-    assert total.tokens == total.passes + total.candidates.accepted
-    assert total.candidates.accepted <= total.candidates.drafted
-    assert sum(total.by_source.values(), Count()) == total.candidates == sum(total.by_depth, Count())
-    assert total.tokens_per_pass == pytest.approx(1 + total.candidates.accepted / total.passes)
-    assert total.seconds == pytest.approx(math.fsum(each.seconds for each in runs))
-    assert total.draft_s + total.target_s + total.between_s == pytest.approx(total.seconds)
+@given(st.lists(ANSWERS, min_size=1, max_size=6))
+def test_totals_satisfy_the_identities_of_their_parts(answers: list[Stats]) -> None:
+    total = Stats.total(answers)
+    assert total.answers == len(answers)
+    assert total.decode_tokens == total.decode_passes + total.accepted
+    assert total.accepted <= total.drafted
+    nothing = DraftCounts()
+    assert sum(total.by_source.values(), nothing) == total.draft_counts == sum(total.by_depth, nothing)
+    assert total.tokens_per_pass == pytest.approx(1 + total.accepted / total.decode_passes)
+    assert total.decode_s == pytest.approx(math.fsum(each.decode_s for each in answers))
+    times = RoundTimes.of(total)
+    assert times.draft + times.target + times.host == pytest.approx(times.total)
+    assert times.total * total.decode_passes == pytest.approx(1e3 * total.decode_s)
 
 
-def test_json_is_plain_and_says_what_it_holds_for() -> None:
-    found = result([trial("a", 0, 1.0, 0.5, differing=frozenset({"auto"}))], cut=2)
-    mapping = json.loads(json.dumps(found.as_mapping(), allow_nan=False))
+def test_json_has_results_and_conditions() -> None:
+    found = result([turn("a", 0, 1.0, 0.5, differing=frozenset({"auto"}))], shortened=2)
+    mapping = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert mapping["replay"] is False
-    assert mapping["cut_prompts"] == 2
+    assert mapping["shortened_prompts"] == 2
     assert mapping["plain"]["tokens_per_second"] == 10
     mode = mapping["modes"]["auto"]
     assert (mode["geometric_mean"], mode["differing"], mode["answers"]) == (2.0, 1, 1)
     assert mode["by_source"] == {"suffix": {"drafted": 10, "accepted": 5}}
     assert mode["categories"]["a"]["tokens_per_pass"] == 2.0
-    assert set(mode["round_ms"]) == {"draft", "target", "host", "host_drafting", "all"}
-    assert mode == as_mapping(found.accounts[0])
+    assert set(mode["round_ms"]) == {"draft", "target", "host", "host_drafting", "total"}
+    assert mode == found.modes[0].to_json()
 
 
-def test_the_terminal_shows_whether_texts_are_the_same_or_that_they_are_recorded() -> None:
-    def shown(found: Result) -> str:
+def test_the_terminal_shows_whether_texts_differ_or_are_recorded() -> None:
+    def shown(found: BenchResult) -> str:
         console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
         with console.file:
             show(console, found)
         return console.export_text()
 
-    trials = [trial("a", 0, 1.0, 0.5), trial("a", 1, 1.0, 0.5, differing=frozenset({"auto"}))]
-    text = shown(result(trials))
-    assert "auto: 1 of 2 texts are plain decoding's." in text
+    turns = [turn("a", 0, 1.0, 0.5), turn("a", 1, 1.0, 0.5, differing=frozenset({"auto"}))]
+    text = shown(result(turns))
+    assert "auto: 1 of 2 texts equal those of plain decoding." in text
     assert "Replay" not in text
     assert "busy" not in text
-    text = shown(result(trials, replay=True, load=3.5))
+    text = shown(result(turns, replay=True, load=3.5))
     assert "Replay: the tokens are those of a recording. Every pass over the weights was run at its full cost" in text
     assert "of 2 texts" not in text
     assert "busy" in text
 
 
-def test_modes_that_learned_from_each_other_are_not_compared_in_silence() -> None:
-    def learned(name: str) -> Run:
-        return Run(10, 0.5, 5, Count(10, 5), {name: Count(10, 5)}, (Count(10, 5),), target_s=0.4)
+def test_a_note_says_that_modes_learned_from_each_other() -> None:
+    def learned(name: str) -> Stats:
+        counts = DraftCounts(10, 5)
+        return dataclasses.replace(answer(10, 0.5, passes=5, drafted=10), by_source={name: counts})
 
     def notes(*names: str) -> str:
-        runs = {PLAIN: run(10, 1.0), **{f"{number}": learned(name) for number, name in enumerate(names)}}
-        return " ".join(result([Trial("a", 0, 1, runs)]).notes)
+        stats = {PLAIN: answer(10, 1.0), **{f"{number}": learned(name) for number, name in enumerate(names)}}
+        return " ".join(result([MeasuredTurn("a", 0, 1, stats)]).notes)
 
-    assert "Measure one mode a run" in notes("recycle", "recycle")
-    assert "Measure one mode a run" not in notes("recycle", "suffix")
+    assert "measure one mode a run" in notes("recycle", "recycle")
+    assert "measure one mode a run" not in notes("recycle", "suffix")
 
 
 class Elements(HTMLParser):
@@ -170,11 +195,11 @@ class Elements(HTMLParser):
         self.ids += [value or "" for name, value in attrs if name == "id"]
 
 
-def test_the_report_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
+def test_the_report_is_one_self_contained_page(tmp_path: Path) -> None:
     report = pytest.importorskip("edgerun.edge.bench.report", reason="needs matplotlib")
     path = tmp_path / "report.html"
     path.write_text("an older one")
-    report.write_report(path, result([trial("a & b", 0, 1.0, 0.5), trial("c", 1, 1.0, 2.0)], replay=True))
+    report.write_report(path, result([turn("a & b", 0, 1.0, 0.5), turn("c", 1, 1.0, 2.0)], replay=True))
     assert list(tmp_path.iterdir()) == [path]
     text = path.read_text(encoding="utf-8")
     page = Elements()
@@ -191,15 +216,15 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
-def test_the_report_may_be_a_picture(tmp_path: Path) -> None:
+def test_the_report_may_be_a_png(tmp_path: Path) -> None:
     report = pytest.importorskip("edgerun.edge.bench.report", reason="needs matplotlib")
     path = tmp_path / "report.PNG"
-    report.write_report(path, result([trial("a", 0, 1.0, 0.5)]))
+    report.write_report(path, result([turn("a", 0, 1.0, 0.5)]))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"end its name in \.html or \.png"):
-        check_report_name(tmp_path / "report.pdf")
+def test_a_report_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"end the name in \.html or \.png"):
+        check_report_path(tmp_path / "report.pdf")
     with pytest.raises(InputError, match="name a file in a folder that exists"):
-        check_report_name(tmp_path / "no" / "report.html")
+        check_report_path(tmp_path / "no" / "report.html")

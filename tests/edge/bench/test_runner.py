@@ -1,4 +1,4 @@
-"""`edge-run bench` as a whole: real models, from the command line."""
+"""`edge-run bench` with real models: from the command line, and its runner."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ import pytest
 import edgerun
 from edgerun.edge.bench.prompt_sets import Conversation, Exchange
 from edgerun.edge.bench.ratios import PLAIN
-from edgerun.edge.bench.runner import Asking, Contender, Findings, Plan, TurnRange, measure
+from edgerun.edge.bench.runner import (
+    BenchSettings,
+    DecodingMode,
+    Measurements,
+    PromptEncoder,
+    TurnRange,
+    measure_modes,
+)
 from edgerun.edge.cli.main import main
 from edgerun.errors import ContextError, InputError
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
 
-AUTO = Contender("auto", Speculation.AUTO)
-CEILING = Contender("foreseen", Speculation.AUTO, oracle_mode=OracleMode.RIGHT)
-SAID = "the other day the other day the other day "
+AUTO = DecodingMode("auto", Speculation.AUTO)
+ORACLE = DecodingMode("oracle", Speculation.AUTO, oracle_mode=OracleMode.RIGHT)
+REPEATING = "the other day the other day the other day "
 
 
 def bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
@@ -33,6 +40,7 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run it with options that must be refused in one line; returns that line."""
     assert main(["bench", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -53,7 +61,7 @@ def recording(folder: Path, *answers: str) -> Path:
     return path
 
 
-def test_prompts_are_measured_and_their_texts_compared(
+def test_prompts_are_measured_and_texts_compared(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"category": name, "turns": ["the", "again"]} for name in ("a", "b", "b")]
@@ -67,17 +75,17 @@ def test_prompts_are_measured_and_their_texts_compared(
         assert mode["accepted"] <= mode["drafted"]
         assert mode["drafted"] == sum(count["drafted"] for count in mode["by_source"].values())
     assert "geometric mean" in tables
-    assert "texts are plain decoding's" in tables
+    assert "texts equal those of plain decoding" in tables
     assert main(["bench", *map(str, options), "--json"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert json.loads(out)["benchmark"] == "speculation"
 
 
-def test_a_replay_says_so_and_accepts_what_repeats(
+def test_a_replay_is_labelled_and_measures_the_recorded_tokens(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = recording(tmp_path, SAID, SAID)  # 28 tokens each
+    path = recording(tmp_path, REPEATING, REPEATING)  # 28 tokens each
     found, tables = bench(capsys, tiny_bundle, "--replay", path, "--turns", "2", "-n", 40)
     assert "Replay: the tokens are those of a recording" in tables
     assert found["replay"] is True
@@ -85,60 +93,65 @@ def test_a_replay_says_so_and_accepts_what_repeats(
     assert found["modes"]["auto"]["categories"]["repeating"]["tokens"] == 27
 
 
-def measured(bundle: Path, conversations: list[Conversation], plan: Plan, *contenders: Contender) -> Findings:
-    ticks: list[tuple[int, int]] = []
+def measured(
+    bundle: Path, conversations: list[Conversation], settings: BenchSettings, *modes: DecodingMode
+) -> Measurements:
+    fractions: list[float] = []
     with edgerun.load(bundle) as engine:
-        found = measure(engine, conversations, contenders, plan, lambda done, todo: ticks.append((done, todo)))
-    assert [done for done, _ in ticks] == list(range(len(ticks)))
-    assert all(todo == ticks[-1][0] for _, todo in ticks)
+        found = measure_modes(engine, conversations, modes, settings, fractions.append)
+    assert fractions == [done / (len(fractions) - 1) for done in range(len(fractions))]
     return found
 
 
-def test_what_is_emitted_is_what_was_accepted_and_one_a_pass(tiny_bundle: Path) -> None:
-    conversations = [Conversation("repeating", (Exchange(SAID, SAID * 2),))]
-    found = measured(tiny_bundle, conversations, Plan(50, replay=True), AUTO, CEILING)
-    (trial,) = found.trials
-    assert set(trial.runs) == {PLAIN, "auto", "foreseen"}
-    for run in trial.runs.values():
-        assert run.tokens == 49 == run.passes + run.candidates.accepted
-    assert trial.runs[PLAIN].candidates.drafted == 0
-    ceiling = trial.runs["foreseen"].candidates
-    assert ceiling.accepted == ceiling.drafted
-    assert found.cut == 0
+def test_each_pass_emits_its_accepted_tokens_and_one_more(tiny_bundle: Path) -> None:
+    conversations = [Conversation("repeating", (Exchange(REPEATING, REPEATING * 2),))]
+    found = measured(tiny_bundle, conversations, BenchSettings(50, replay=True), AUTO, ORACLE)
+    (turn,) = found.turns
+    assert set(turn.stats) == {PLAIN, "auto", "oracle"}
+    for stats in turn.stats.values():
+        assert stats.decode_tokens == 49 == stats.decode_passes + stats.accepted
+    assert turn.stats[PLAIN].drafted == 0
+    oracle = turn.stats["oracle"]
+    assert oracle.accepted == oracle.drafted
+    assert found.shortened == 0
 
 
-def test_later_turns_hold_the_recorded_or_else_plain_decodings_answers(tiny_bundle: Path) -> None:
-    conversations = [Conversation("a", (Exchange("say it", SAID), Exchange("again", SAID)))]
-    found = measured(tiny_bundle, conversations, Plan(16), AUTO)
-    assert [trial.turn for trial in found.trials] == [1, 2]
-    assert not any(trial.differing for trial in found.trials)
+def test_later_turns_contain_the_recorded_answers_or_those_of_plain_decoding(tiny_bundle: Path) -> None:
+    conversations = [Conversation("a", (Exchange("say it", REPEATING), Exchange("again", REPEATING)))]
+    found = measured(tiny_bundle, conversations, BenchSettings(16), AUTO)
+    assert [turn.turn for turn in found.turns] == [1, 2]
+    assert not any(turn.differing for turn in found.turns)
     with edgerun.load(tiny_bundle) as engine:
         first = engine.generate("say it", max_tokens=16, temperature=0).text
         said = [("user", "say it"), ("assistant", first), ("user", "again")]
         expected = engine.model.encode_chat([{"role": role, "content": content} for role, content in said])
-        assert found.trials[1].context == len(expected)
-        asked = Asking(engine, Plan(16, replay=True)).ask(conversations[0].exchanges[:1], conversations[0].exchanges[1])
-        said[1] = ("assistant", SAID)
-        assert asked.prompt == engine.model.encode_chat([{"role": role, "content": content} for role, content in said])
-        assert asked.answer == engine.tokenizer.encode(SAID, add_special_tokens=False)[:16]
+        assert found.turns[1].context == len(expected)
+        encoder = PromptEncoder(engine, BenchSettings(16, replay=True))
+        tokens = encoder.encode(conversations[0].exchanges[:1], conversations[0].exchanges[1])
+        said[1] = ("assistant", REPEATING)
+        assert tokens.prompt == engine.model.encode_chat([{"role": role, "content": content} for role, content in said])
+        assert tokens.answer == engine.tokenizer.encode(REPEATING, add_special_tokens=False)[:16]
 
 
-def test_prompts_are_cut_to_fit_the_oldest_turns_first(tiny_bundle: Path) -> None:
+def test_long_prompts_lose_their_oldest_turns_first(tiny_bundle: Path) -> None:
     before = [Exchange("a" * 100, "b" * 100), Exchange("c", "d")]
     with edgerun.load(tiny_bundle) as engine:
-        asking = Asking(engine, Plan(64))
-        whole = asking.ask(before[1:], Exchange("e"))
-        assert not whole.cut
-        shortened = asking.ask(before, Exchange("e"))
-        assert shortened.cut
+        encoder = PromptEncoder(engine, BenchSettings(64))
+        whole = encoder.encode(before[1:], Exchange("e"))
+        assert not whole.shortened
+        shortened = encoder.encode(before, Exchange("e"))
+        assert shortened.shortened
         assert shortened.prompt == whole.prompt
-        question = asking.ask(before, Exchange("the other " * 200))
-        assert question.cut
+        question = encoder.encode(before, Exchange("the other " * 200))
+        assert question.shortened
         assert engine.context // 2 < len(question.prompt) <= engine.context - 64
-        raw = Asking(engine, Plan(64, raw=True)).ask(before[1:], Exchange("e"))
+        raw = PromptEncoder(engine, BenchSettings(64, raw=True)).encode(before[1:], Exchange("e"))
         assert raw.prompt == engine.tokenizer.encode("c\n\nd\n\ne", add_special_tokens=True)
-    with edgerun.load(tiny_bundle, context=2) as engine, pytest.raises(ContextError, match="holds no prompt"):
-        Asking(engine, Plan(64)).ask((), Exchange("the other day"))
+    with (
+        edgerun.load(tiny_bundle, context=2) as engine,
+        pytest.raises(ContextError, match="no prompt fits a context of 2 tokens"),
+    ):
+        PromptEncoder(engine, BenchSettings(64)).encode((), Exchange("the other day"))
 
 
 @pytest.mark.parametrize(
@@ -157,17 +170,17 @@ def test_bad_turn_ranges(text: str) -> None:
         TurnRange.parse(text)
 
 
-def test_bad_usage_is_one_line(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_is_a_one_line_error(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = prompts(tmp_path, {"turns": ["the"]})
-    replay = recording(tmp_path, SAID)
+    replay = recording(tmp_path, REPEATING)
     both = refused(capsys, tiny_bundle, "--prompts", path, "--replay", replay)
-    assert "both --prompts and --replay are given" in both
-    assert "no conversation of prompts.jsonl has such a turn" in refused(
+    assert "--prompts and --replay exclude each other" in both
+    assert "--turns 2 selects no turn of prompts.jsonl" in refused(
         capsys, tiny_bundle, "--prompts", path, "--turns", "2"
     )
     assert "it must be all" in refused(capsys, tiny_bundle, "--turns", "two")
     assert "'magic' is unknown" in refused(capsys, tiny_bundle, "--spec", "magic")
-    assert "end its name in .html or .png" in refused(capsys, tiny_bundle, "--report", tmp_path / "report.pdf")
+    assert "end the name in .html or .png" in refused(capsys, tiny_bundle, "--report", tmp_path / "report.pdf")
     assert "cannot be read" in refused(capsys, tiny_bundle, "--prompts", tmp_path / "nothing")
     assert "does not exist" in refused(capsys, tmp_path / "nothing", "--prompts", path)
     assert "greater than or equal to 2" in refused(capsys, tiny_bundle, "-n", 1)
@@ -178,17 +191,17 @@ def test_bad_usage_is_one_line(tiny_bundle: Path, tmp_path: Path, capsys: pytest
 def test_a_report_is_written(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="needs the bench extra")
     path = tmp_path / "report.html"
-    bench(capsys, tiny_bundle, "--replay", recording(tmp_path, SAID), "--report", path)
+    bench(capsys, tiny_bundle, "--replay", recording(tmp_path, REPEATING), "--report", path)
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
-def test_without_matplotlib_a_report_is_refused_in_one_line_and_the_rest_works(
+def test_without_matplotlib_only_a_report_is_refused(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("edgerun.edge.bench.report", "edgerun.edge.bench.plots"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    replay = recording(tmp_path, SAID)
+    replay = recording(tmp_path, REPEATING)
     assert "a report needs the package matplotlib" in refused(capsys, tiny_bundle, "--report", tmp_path / "a.html")
     bench(capsys, tiny_bundle, "--replay", replay)
 

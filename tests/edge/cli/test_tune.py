@@ -1,4 +1,4 @@
-"""edge-run tune: what it prints, what it keeps, what it refuses; and what inspect says about it."""
+"""`edge-run tune`: its output, the stored costs, bad options; and what `inspect` shows of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "step-cost"
 
 
-def test_json_is_one_object_and_inspect_shows_what_was_measured(
+def test_json_is_one_object_and_inspect_shows_the_costs(
     tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(tiny_bundle), "--json"]) == 0
@@ -34,34 +34,36 @@ def test_json_is_one_object_and_inspect_shows_what_was_measured(
     assert [Path(facts["file"])] == list(cache.iterdir())
     (entry,) = facts["contexts"]
     assert entry["up_to_context"] == 512
-    assert tuple(entry["rows"]) == WIDTHS
+    assert tuple(entry["tokens"]) == WIDTHS
     assert entry["ratio"][0] == 1
     assert main(["inspect", str(tiny_bundle), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pass_costs"] == facts["contexts"]
 
 
-def test_the_table_names_every_width(tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_lists_every_width(
+    tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(tiny_bundle)]) == 0
     assert "not measured yet; edge-run tune measures them" in capsys.readouterr().out
     assert main(["tune", str(tiny_bundle), "--threads", "1", "--context", "64"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     lines = [line.split() for line in out.splitlines()]
-    assert lines[0] == ["rows", "context", "to", "512"]
+    assert lines[0] == ["tokens", "context", "up", "to", "512"]
     assert [line[0] for line in lines[1 : len(WIDTHS) + 1]] == [str(width) for width in WIDTHS]
     assert lines[1][-1] == "1.00x"
-    assert out.splitlines()[-2].startswith("one more row")
-    assert out.splitlines()[-1].startswith("one guess pays from")
-    # What is measured with one thread says nothing about the default.
+    assert out.splitlines()[-2].startswith("each further token")
+    assert out.splitlines()[-1].startswith("break-even acceptance")
+    # Costs measured with one thread are not those of the default number of threads.
     assert main(["inspect", str(tiny_bundle)]) == 0
     assert "not measured yet" in capsys.readouterr().out
     assert main(["tune", str(tiny_bundle)]) == 0
     capsys.readouterr()
     assert main(["inspect", str(tiny_bundle)]) == 0
-    assert "context to 512: milliseconds by rows 1: " in capsys.readouterr().out
+    assert "context up to 512: milliseconds by tokens 1: " in capsys.readouterr().out
 
 
-def test_a_second_measurement_takes_the_place_of_the_first(
+def test_a_second_measurement_replaces_the_first(
     tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["tune", str(tiny_bundle), "--json"])
@@ -72,15 +74,15 @@ def test_a_second_measurement_takes_the_place_of_the_first(
     assert "seconds" in json.loads(file.read_bytes())
 
 
-def test_a_cache_that_cannot_be_written_is_said(
+def test_an_unwritable_cache_folder_gives_a_warning(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
     assert main(["tune", str(tiny_bundle)]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("rows")
-    assert err == "edge-run: warning: the cache folder cannot be written, so this is not kept\n"
+    assert out.startswith("tokens")
+    assert err == "edge-run: warning: the cache folder cannot be written, so the result is not stored\n"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_a_cache_that_cannot_be_written_is_said(
         (["--device", "abacus"], "this machine has no device 'abacus'"),
     ],
 )
-def test_bad_options_are_refused_in_one_line(
+def test_bad_options_are_a_one_line_error(
     tiny_bundle: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["tune", str(tiny_bundle), *arguments]) == 2
@@ -113,15 +115,15 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Example: edge-run tune my-model" in capsys.readouterr().out
 
 
-def test_one_guess_pays_from_where_tokens_a_second_are_equal() -> None:
+def test_break_even_acceptance_is_where_the_rates_are_equal() -> None:
     one, two = 0.008, 0.0106
     (entry,) = describe_cost(PassCost({0: {1: one, 2: two, 5: 0.02}}))
-    probability = entry["one_guess_pays_from"]
+    probability = entry["break_even_acceptance"]
     assert (1 + probability) / two == pytest.approx(1 / one, rel=1e-4)
-    assert entry["one_more_row_milliseconds"] == pytest.approx(3.0)
+    assert entry["extra_token_milliseconds"] == pytest.approx(3.0)
     (entry,) = describe_cost(PassCost({10**6: {1: 1.0}}))
     assert entry["up_to_context"] is None
-    assert entry["one_guess_pays_from"] == 1.0
+    assert entry["break_even_acceptance"] == 1.0
 
 
 @pytest.mark.parametrize("command", ["tune", "bench", "verify"])

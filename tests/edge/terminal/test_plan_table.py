@@ -70,7 +70,7 @@ def test_inspect_prints_the_plan_and_the_calibration(
     facts = json.loads(capsys.readouterr().out)
     assert (facts["calibration"], facts["quality"]) == (None, {})
     manifest = Manifest.from_json((folder / "edge.json").read_bytes())
-    assert facts["plan"].keys() == manifest.weights.keys()
+    assert facts["quantization_plan"].keys() == manifest.weights.keys()
     planned = dataclasses.replace(
         manifest,
         weights={**manifest.weights, "layers.1.down": WeightFormat(2, 64, method=Method.GPTQ)},
@@ -80,11 +80,16 @@ def test_inspect_prints_the_plan_and_the_calibration(
     (folder / "edge.json").write_text(planned.to_json())
     assert main(["inspect", str(folder), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["plan"]["layers.1.down"] == {"format": "int2/64", "bits": 2, "block": 64, "method": "gptq"}
+    assert facts["quantization_plan"]["layers.1.down"] == {
+        "format": "int2/64",
+        "bits": 2,
+        "block": 64,
+        "method": "gptq",
+    }
     assert facts["methods"]["gptq"] == 1
     assert facts["calibration"]["held_out_tokens"] == 100
     assert main(["inspect", str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "written by the model: 900 tokens, 100 held out, input scales folded" in shown
+    assert "written by the model: 900 tokens, 100 held out, AWQ scaling" in shown
     assert "mean_kl 0.125" in shown
     assert "layer 1" in shown
