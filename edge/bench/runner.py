@@ -238,7 +238,9 @@ class _Measuring:
             stream = self._engine.model.answer(cache, tokens.prompt, options)
         else:
             options = settings.generate_options(mode, len(tokens.answer))
-            stream = self._engine.model.replay(cache, tokens.prompt, tokens.answer, options, oracle_mode=mode.oracle_mode)
+            stream = self._engine.model.replay(
+                cache, tokens.prompt, tokens.answer, options, oracle_mode=mode.oracle_mode
+            )
         return Reply.of(stream)
 
     def _turn(self, category: str, conversation: int, turn: int, replies: Mapping[str, Reply]) -> MeasuredTurn:

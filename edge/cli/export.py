@@ -67,9 +67,7 @@ def export(
     ] = GraphLayout.EDGE,
     report: Annotated[
         bool,
-        typer.Option(
-            "--report", help="Write report.html and report.json, as every calibrated or mixed export does."
-        ),
+        typer.Option("--report", help="Write report.html and report.json, as every calibrated or mixed export does."),
     ] = False,
     budget: Annotated[
         str | None,

@@ -61,7 +61,9 @@ def tune(
     with ModelOptions(model, device, threads, context, tokenizer).open() as engine:
         contexts = _contexts(engine, limited=context is None)
         with ProgressDisplay() as progress:
-            cost = measure_pass_cost(engine.model.new_sequence().bound, contexts=contexts, progress=progress.stage("timing passes"))
+            cost = measure_pass_cost(
+                engine.model.new_sequence().bound, contexts=contexts, progress=progress.stage("timing passes")
+            )
         file = save(cost, engine.bundle, SessionConfig(engine.device, threads or 0))
         prior_bytes = build_prior(engine.bundle, engine.tokenizer, engine.graph_io.vocab_size, texts) if texts else 0
         facts = {

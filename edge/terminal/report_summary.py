@@ -24,7 +24,9 @@ def show_export(console: Console, result: ExportResult) -> None:
     """Print the figures of an export, and the notes it left."""
     size = sum(result.file_bytes.values()) / 1e6
     parity = ", ".join(f"{_PARITY.get(name, name)} {value:.3g}" for name, value in result.parity.as_mapping().items())
-    _line(console, f"{result.bundle}: {size:.1f} MB, {result.bits_per_weight:.2f} bits per weight, {result.seconds:.1f} s")
+    _line(
+        console, f"{result.bundle}: {size:.1f} MB, {result.bits_per_weight:.2f} bits per weight, {result.seconds:.1f} s"
+    )
     _line(console, f"compared with the reference: {parity}")
     if result.report is not None:
         show_report(console, result.report)

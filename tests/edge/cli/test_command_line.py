@@ -187,8 +187,8 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     out = tmp_path / "out"
     assert main(["export", str(source), str(out), "--weights", "int4", "--block", "64", "--head", "int8"]) == 0
     shown = capsys.readouterr().out
-    assert "bits a weight" in shown
-    assert "mean kl" in shown
+    assert "bits per weight" in shown
+    assert "mean KL" in shown
     assert main(["inspect", str(out), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["weights"] == {"int8/64": 2, "int4/64": 8}

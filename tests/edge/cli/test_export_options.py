@@ -1,4 +1,4 @@
-"""What is typed after `edge-run export` that contradicts itself: one line each, and nothing is written."""
+"""Options of `edge-run export` that contradict each other, and how options become a request."""
 
 from __future__ import annotations
 
@@ -17,40 +17,54 @@ from support.tiny_models import write_checkpoint
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        (["--budget", "3.5bpw"], "--budget says nothing without mixed weights; add --weights mixed"),
-        (["--repair"], "--repair says nothing without mixed weights"),
+        (["--budget", "3.5bpw"], "--budget has no effect without mixed weights; add --weights mixed"),
+        (["--low-rank"], "--low-rank has no effect without mixed weights"),
         (["--weights", "mixed"], "mixed weights need either a budget or a plan, not both; add --budget 3.5bpw"),
         (["--weights", "mixed", "--budget", "3 bits"], "'3 bits' is no budget"),
-        (["--weights", "mixed", "--budget", "3bpw", "--block", "64"], "with mixed weights, --block says nothing"),
+        (
+            ["--weights", "mixed", "--budget", "3bpw", "--block", "64"],
+            "--block has no effect with mixed weights; leave it out",
+        ),
         (
             ["--weights", "mixed", "--budget", "3bpw", "--block", "64", "--draft", "draft"],
-            "mixed weights, --block says nothing",
+            "--block has no effect with mixed weights",
         ),
-        (["--weights", "mixed", "--budget", "3bpw", "--head", "int8"], "with mixed weights, --head says nothing"),
-        (["--weights", "int4", "--plan", "plan.toml"], "--plan and --weights int4 contradict each other"),
+        (["--weights", "mixed", "--budget", "3bpw", "--head", "int8"], "--head has no effect with mixed weights"),
+        (["--weights", "int4", "--plan", "plan.toml"], "--plan and --weights int4 exclude each other"),
         (["--weights", "mixed", "--budget", "3bpw", "--plan", "plan.toml"], "need either a budget or a plan, not both"),
         (["--head", "mixed"], "only --weights can be mixed"),
-        (["--draft-vocab", "100"], "no draft is named; add --draft CHECKPOINT, or --draft-layers auto"),
-        (["--draft-layers", "auto", "--draft-weights", "int4"], "a draft of the target's layers has the target's"),
-        (["--draft-layers", "auto", "--draft", "draft"], "--draft and --draft-layers each make a draft"),
-        (["--draft-layers", "auto", "--draft-vocab", "many"], "--draft-vocab 'many' is no number of tokens"),
-        (["--draft-layers", "auto", "--draft-vocab", "0"], "--draft-vocab '0' is no number of tokens"),
+        (
+            ["--draft-vocab", "100"],
+            "--draft-vocab has no effect without a draft; add --draft SRC, or --draft-layers auto",
+        ),
+        (["--draft-layers", "auto", "--draft-weights", "int4"], "--draft-weights has no effect with --draft-layers"),
+        (["--draft-layers", "auto", "--draft", "draft"], "--draft and --draft-layers exclude each other"),
+        (
+            ["--draft-layers", "auto", "--draft-vocab", "many"],
+            "--draft-vocab must be a positive number of tokens, not 'many'",
+        ),
+        (
+            ["--draft-layers", "auto", "--draft-vocab", "0"],
+            "--draft-vocab must be a positive number of tokens, not '0'",
+        ),
         (["--layout", "genai", "--method", "gptq"], "need edge-run's own layout; leave --layout out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_contradictions(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str) -> None:
+def test_contradicting_options_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     assert main(["export", str(checkpoint), str(tmp_path / "bundle"), *options]) == 2
     error = capsys.readouterr().err
-    assert said in error.replace("\n", " ")
+    assert message in error.replace("\n", " ")
     assert "Traceback" not in error
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_draft_beside_mixed_weights_has_its_blocks(
+def test_block_applies_to_the_draft_of_mixed_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
@@ -70,9 +84,9 @@ def test_a_draft_beside_mixed_weights_has_its_blocks(
     assert "--block 64" in manifest.command
 
 
-def test_methods_are_a_rounding_and_a_folding() -> None:
-    meant = {choice.value: (choice.rounding, choice.folded) for choice in MethodChoice}
-    assert meant == {
+def test_methods_are_a_rounding_method_and_optional_awq_scaling() -> None:
+    methods = {choice.value: (choice.rounding, choice.awq) for choice in MethodChoice}
+    assert methods == {
         "rtn": (Method.RTN, False),
         "k-quant": (Method.K_QUANT, False),
         "hqq": (Method.HQQ, False),

@@ -40,9 +40,7 @@ def test_json_is_one_object_and_inspect_shows_the_costs(
     assert json.loads(capsys.readouterr().out)["pass_costs"] == facts["contexts"]
 
 
-def test_the_table_lists_every_width(
-    tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tiny_bundle)]) == 0
     assert "not measured yet; edge-run tune measures them" in capsys.readouterr().out
     assert main(["tune", str(tiny_bundle), "--threads", "1", "--context", "64"]) == 0
