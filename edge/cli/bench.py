@@ -14,8 +14,8 @@ from rich.console import Console
 from ...errors import InputError
 from ...models.pairing import find_draft
 from ...runtime.speculation.choice import Speculation
-from ..terminal.progress import ProgressDisplay
-from .options import (
+from ..terminal.progress_display import ProgressDisplay
+from .shared_options import (
     AsJson,
     Cache,
     Context,

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...runtime.devices.providers import available_devices, choose_device
-from .options import AsJson, Debug
+from .shared_options import AsJson, Debug
 
 
 def devices(

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from ...errors import InputError
 from ...models.manifest import GraphLayout
-from ..terminal.progress import ProgressDisplay
+from ..terminal.progress_display import ProgressDisplay
 from ..terminal.report_summary import show_export
 from .export_options import DEFAULT_BLOCK, CommandLine, ExportOptions, LayersChoice, MethodChoice, WeightChoice
-from .options import Debug, Offline
+from .shared_options import Debug, Offline
 
 
 def export(

@@ -20,7 +20,7 @@ from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.exactness import stored_exactness_report
 from ...runtime.measure.pass_cost_store import cached
 from ..terminal.plan_table import plan_table
-from .options import AsJson, Debug, ModelArgument, ModelOptions, Tokenizer
+from .shared_options import AsJson, Debug, ModelArgument, ModelOptions, Tokenizer
 from .tune import context_label, describe_cost
 from .verify import exactness_summary
 

@@ -14,7 +14,7 @@ from ...errors import InputError
 from ...models.find import BUNDLED_MODEL, bundled_folder
 from ...models.hub.local_store import Downloaded, Store, in_bytes, models_root, stores
 from ...models.hub.model_id import HubId, parse_hub_id
-from .options import AsJson, Debug
+from .shared_options import AsJson, Debug
 
 _COMMIT_SHOWN = 10
 

@@ -12,7 +12,7 @@ import typer
 from ...models.hub.local_store import Downloaded, Store, in_bytes
 from ...models.hub.model_id import HubId, parse_hub_id
 from ...runtime.devices.providers import choose_device
-from .options import AsJson, Debug, Offline
+from .shared_options import AsJson, Debug, Offline
 
 
 def pull(

@@ -23,7 +23,7 @@ from ..terminal.chat import TerminalChat
 from ..terminal.explain import show_rounds
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import reply_json, stats_line, write_error, write_out
-from .options import (
+from .shared_options import (
     AsJson,
     Cache,
     Context,

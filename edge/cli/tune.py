@@ -19,8 +19,8 @@ from ...runtime.measure.pass_timing import WIDTHS, measure_pass_cost
 from ...runtime.speculation.ngram_prior import build_prior
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, PassCost
 from ..terminal.output import write_error
-from ..terminal.progress import ProgressDisplay
-from .options import AsJson, Debug, Device, ModelArgument, ModelOptions, Threads, Tokenizer
+from ..terminal.progress_display import ProgressDisplay
+from .shared_options import AsJson, Debug, Device, ModelArgument, ModelOptions, Threads, Tokenizer
 
 _CONTEXTS: Final = (384, 1536, 6144, 24576, 98304)
 """One context length in each bucket, near its end, where a conversation spends most of its time."""

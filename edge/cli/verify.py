@@ -13,8 +13,8 @@ from rich.table import Table
 from ...runtime.engine import Engine
 from ...runtime.measure.exactness import ComparisonCounts, Counterexample, ExactnessReport
 from ..terminal.output import for_terminal
-from ..terminal.progress import ProgressDisplay
-from .options import AsJson, Context, Debug, Device, Draft, ModelArgument, ModelOptions, Prompts, Threads, Tokenizer
+from ..terminal.progress_display import ProgressDisplay
+from .shared_options import AsJson, Context, Debug, Device, Draft, ModelArgument, ModelOptions, Prompts, Threads, Tokenizer
 
 _KINDS: Final = {"greedy": "greedy", "sampled": "sampled", "exact": "greedy with --exact"}
 

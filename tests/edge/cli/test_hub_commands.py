@@ -83,7 +83,7 @@ def test_pull_says_where_a_model_lies(hub: HubServer, capsys: pytest.CaptureFixt
     assert out.splitlines() == [
         f"org/js:fp32: {facts['bytes'] / 1000:.3g} kB, commit {facts['commit'][:10]}",
         f"in {facts['path']}",
-        "run it: edge-run org/js:fp32@main",
+        "to run it: edge-run org/js:fp32@main",
     ]
 
 
@@ -106,7 +106,7 @@ def test_pull_names_what_it_left_behind(hub: HubServer, capsys: pytest.CaptureFi
     capsys.readouterr()
     code, out, _ = run(["pull", "org/tiny"], capsys)
     assert code == 0
-    assert f"an older commit is still here: edge-run models --remove org/tiny@{old[:10]}" in out.splitlines()
+    assert f"an older commit is still on disk; to remove it: edge-run models --remove org/tiny@{old[:10]}" in out.splitlines()
     assert run(["models", "--remove", f"org/tiny@{old[:10]}"], capsys)[0] == 0
     assert main(["org/tiny", "-p", "ab", "-n", "2"]) == 0
 
@@ -155,7 +155,7 @@ def test_what_goes_wrong_is_one_line(
 
 
 def test_models_are_listed_and_removed(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["models"], capsys)[1].splitlines()[-1].startswith("none downloaded yet; for example: edge-run pull")
+    assert run(["models"], capsys)[1].splitlines()[-1].startswith("no downloaded models yet; to get one: edge-run pull")
     for name in ("org/tiny", "org/js:fp32", "org/js:q4f16"):
         assert main(["pull", name]) == 0
     capsys.readouterr()
