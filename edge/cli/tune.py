@@ -123,7 +123,9 @@ def context_label(up_to: int | None) -> str:
 
 def _contexts(engine: Engine, *, limited: bool) -> list[int]:
     """Context lengths to measure at, in tokens."""
-    longest = min(engine.context, _MAX_CACHE_BYTES // engine.graph_io.cache_bytes_per_token) if limited else engine.context
+    longest = (
+        min(engine.context, _MAX_CACHE_BYTES // engine.graph_io.cache_bytes_per_token) if limited else engine.context
+    )
     fitting = [context for context in _CONTEXTS if context + WIDTHS[-1] <= longest]
     return fitting or [engine.context // 2]
 

@@ -14,7 +14,18 @@ from ...runtime.engine import Engine
 from ...runtime.measure.exactness import ComparisonCounts, Counterexample, ExactnessReport
 from ..terminal.output import for_terminal
 from ..terminal.progress_display import ProgressDisplay
-from .shared_options import AsJson, Context, Debug, Device, Draft, ModelArgument, ModelOptions, Prompts, Threads, Tokenizer
+from .shared_options import (
+    AsJson,
+    Context,
+    Debug,
+    Device,
+    Draft,
+    ModelArgument,
+    ModelOptions,
+    Prompts,
+    Threads,
+    Tokenizer,
+)
 
 _KINDS: Final = {"greedy": "greedy", "sampled": "sampled", "exact": "greedy with --exact"}
 

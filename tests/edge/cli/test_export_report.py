@@ -35,14 +35,14 @@ def test_an_observed_export_is_reported(checkpoint: Path, tmp_path: Path, capsys
     assert report["calibration"] == manifest["calibration"]
     assert report["calibration"]["folded"] is True
     assert report["command"] == manifest["command"]
-    assert [linear["name"] for linear in report["units"]] == [
+    assert [linear["name"] for linear in report["linears"]] == [
         name for name in manifest["weights"] if name != "embedding"
     ]
-    assert all(linear["solo_kl"] > 0 for linear in report["units"])
-    assert {linear["form"]["method"] for linear in report["units"]} == {"gptq"}
+    assert all(linear["solo_kl"] > 0 for linear in report["linears"])
+    assert {linear["form"]["method"] for linear in report["linears"]} == {"gptq"}
     chosen, nearest = report["plans"]
     assert (chosen["kind"], nearest["kind"], nearest["name"]) == ("chosen", "nearest", "int4/64 rtn")
-    assert chosen["bytes_read"] == nearest["bytes_read"] == sum(linear["bytes_read"] for linear in report["units"])
+    assert chosen["bytes_read"] == nearest["bytes_read"] == sum(linear["bytes_read"] for linear in report["linears"])
     assert report["kl_against_nearest"] == pytest.approx(chosen["kl"] / nearest["kl"], rel=1e-4)
     assert sorted(map(int, report["speed"]["measured"])) == [1, 2, 4, 8]
     assert report["seconds"] > 0

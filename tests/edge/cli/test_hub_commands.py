@@ -106,7 +106,10 @@ def test_pull_names_what_it_left_behind(hub: HubServer, capsys: pytest.CaptureFi
     capsys.readouterr()
     code, out, _ = run(["pull", "org/tiny"], capsys)
     assert code == 0
-    assert f"an older commit is still on disk; to remove it: edge-run models --remove org/tiny@{old[:10]}" in out.splitlines()
+    assert (
+        f"an older commit is still on disk; to remove it: edge-run models --remove org/tiny@{old[:10]}"
+        in out.splitlines()
+    )
     assert run(["models", "--remove", f"org/tiny@{old[:10]}"], capsys)[0] == 0
     assert main(["org/tiny", "-p", "ab", "-n", "2"]) == 0
 
