@@ -5,8 +5,8 @@
     llm = edgerun.load()                      # the bundled model; or a path
     print(llm.generate("find files larger than 100 MB").text)
 
-`load` gives an `Engine`, which answers (`generate`, `stream`, and their async twins `agenerate`, `astream`) and opens
-conversations (`session`). Errors derive from `EdgeError`.
+`load` returns an `Engine`, which answers prompts (`generate`, `stream`, and `agenerate`, `astream` for asyncio) and
+opens conversations (`session`). All errors derive from `EdgeError`.
 """
 
 from .errors import (

@@ -1,17 +1,17 @@
-"""Every error edge-run raises on purpose.
+"""All errors that edge-run raises on purpose.
 
     EdgeError                 anything below; `exit_code` is what the command line returns
-    ├── InputError            what was asked for cannot be used as given (exit code 2)
-    │   ├── CheckpointError   a Hugging Face checkpoint is missing, truncated or of an unknown architecture
-    │   ├── BundleError       a model folder or .onnx file is missing, corrupt or not a language model
+    ├── InputError            an argument, option or file of the caller is not valid (exit code 2)
+    │   ├── CheckpointError   a Hugging Face checkpoint is missing, damaged or of an unknown architecture
+    │   ├── BundleError       a model folder or .onnx file is missing, damaged or not a language model
     │   ├── TemplateError     a chat template cannot be read or rendered
     │   └── ContextError      the prompt does not fit the model's context
-    ├── HubError              the Hugging Face Hub cannot be reached, or does not give what was asked for
-    ├── ExportError           an export started and could not be finished; nothing was written
-    │   └── DestinationError  the disk refused to take it (exit code 2)
-    └── DeviceError           no execution provider can do what was asked
+    ├── HubError              the Hugging Face Hub cannot be reached, or does not have the file
+    ├── ExportError           an export failed after it had started; nothing was written
+    │   └── DestinationError  the destination cannot be written (exit code 2)
+    └── DeviceError           no execution provider can run the model as requested (exit code 2)
 
-A message says what was wrong; `hint` says what to do about it. Together they make the one line a user sees.
+`what` says what is wrong, with the value seen; `hint` says what to do. Together they are the one line that users see.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from typing import ClassVar
 
 
 class EdgeError(Exception):
-    """Base of all edge-run errors: `str(error)` is one line, `what; hint`."""
+    """Base class of all edge-run errors; `str(error)` is one line, `what; hint`.
+
+    Args:
+        what: what is wrong, with the value seen.
+        hint: what to do about it; empty if there is nothing to say.
+    """
 
     exit_code: ClassVar[int] = 1
+    """Exit code of the command line."""
 
     def __init__(self, what: str, hint: str = "") -> None:
         self.what = " ".join(what.split())
@@ -31,17 +37,17 @@ class EdgeError(Exception):
 
 
 class InputError(EdgeError):
-    """What was asked for cannot be used as given."""
+    """An argument, option or file of the caller is not valid."""
 
     exit_code: ClassVar[int] = 2
 
 
 class CheckpointError(InputError):
-    """A checkpoint folder is missing something, is damaged, or is of an architecture that is not supported."""
+    """A checkpoint is missing, incomplete, damaged, or of an architecture that is not supported."""
 
 
 class BundleError(InputError):
-    """A model folder or .onnx file is missing something, is damaged, or is not a language model."""
+    """A model folder or .onnx file is missing, incomplete, damaged, or not a language model."""
 
 
 class TemplateError(InputError):
@@ -53,20 +59,20 @@ class ContextError(InputError):
 
 
 class HubError(EdgeError):
-    """The Hugging Face Hub cannot be reached, or does not give what was asked for."""
+    """The Hugging Face Hub cannot be reached, or does not have the requested file."""
 
 
 class ExportError(EdgeError):
-    """An export could not be finished; the destination is as it was before."""
+    """An export failed; the destination is unchanged."""
 
 
 class DestinationError(ExportError):
-    """The folder an export was to be written to cannot take it: the disk is full, or refuses the write."""
+    """The destination of an export cannot be written: the disk is full, or the write failed."""
 
     exit_code: ClassVar[int] = 2
 
 
 class DeviceError(EdgeError):
-    """No execution provider can do what was asked."""
+    """No execution provider can run the model as requested."""
 
     exit_code: ClassVar[int] = 2

@@ -1,1 +1,1 @@
-"""Tokens in, tokens out: session, KV arena, sampling, decode loop, and the text around it."""
+"""The runtime: loads a model and generates answers with it."""

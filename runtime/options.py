@@ -1,4 +1,4 @@
-"""What a caller may ask of one answer, and what a model asks for by default."""
+"""Options of one answer, defaults of a model, and the request that both make."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ _FILTERS = ("top_k", "top_p", "min_p")
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Options of one answer; None leaves a choice to the model's generation_config.json, then to greedy decoding."""
+    """Options of one answer. None takes the value of the model's generation_config.json, or else greedy decoding."""
 
     max_tokens: int | None = None
-    """Most tokens to write; None: until the model ends or the context is full."""
+    """Largest number of tokens to generate; None to go on until the model ends or the context is full."""
     stop: str | Sequence[str] = ()
-    """Text, or texts, that end the answer; they are not part of it."""
+    """Stop sequence, or several; the answer ends before the first one."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
     seed: int | None = None
-    """Same seed, same text; None draws one."""
+    """The same seed gives the same text; None takes a random one."""
     raw: bool = False
     """Continue the prompt as it is, without the chat template."""
     system: str | None = None
     """System message."""
     speculation: Speculation = Speculation.AUTO
-    """Who guesses ahead. The text does not depend on it."""
+    """Which drafters to use. The text does not depend on it."""
     exact: bool = False
-    """The text of plain decoding, bit for bit: near-ties are decided again as it does, sampled text is not drafted."""
+    """Whether the text is that of plain decoding whatever the hardware: near ties are recomputed one token per pass,
+    and sampled text is not drafted."""
     draft_sampling: DraftSampling = DraftSampling.OFF
-    """Draw the draft model's guesses: the same law, faster at high temperature, but a seed has no fixed text."""
+    """Whether to sample the draft model's tokens instead of taking the likeliest: same distribution and faster at high
+    temperatures, but a seed has no fixed text."""
     explain: bool = False
-    """Keep the account of every round, in `Stats.rounds`."""
+    """Whether to keep the statistics of every round, in `Stats.rounds`."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "top_k", "seed"):
@@ -69,18 +71,18 @@ class GenerateOptions:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
         if not all(isinstance(stop, str) and stop for stop in self.stops):
-            raise InputError(f"stop is {self.stop!r}", "it must be a text, or texts, of at least one character")
+            raise InputError(f"stop is {self.stop!r}", "it must be text, or several texts, of at least one character")
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop texts."""
+        """The stop sequences."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def changed(self, changes: Mapping[str, Any]) -> GenerateOptions:
-        """A copy with some fields replaced.
+        """Return a copy with some fields replaced.
 
         Raises:
-            InputError: there is no such option, or its value is out of range.
+            InputError: an option is unknown, or its value is out of range.
         """
         known = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(changes) - known):
@@ -88,15 +90,15 @@ class GenerateOptions:
         return dataclasses.replace(self, **changes)
 
     def sampling(self, defaults: ModelDefaults) -> SamplingParams:
-        """The sampling these options amount to for a model.
+        """Combine these options with the defaults of a model.
 
-        A filter or a temperature given here asks for sampling; filters that are not given come from the model only
-        where the model samples by default.
+        A temperature or a filter (top-k, top-p, min-p) given here switches sampling on. Filters that are not given
+        come from the model if it samples by default, and are off otherwise.
         """
-        asked = self.temperature is not None or any(getattr(self, name) is not None for name in _FILTERS)
+        given = self.temperature is not None or any(getattr(self, name) is not None for name in _FILTERS)
         temperature = self.temperature
         if temperature is None:
-            temperature = defaults.temperature if defaults.samples else 1.0 if asked else 0.0
+            temperature = defaults.temperature if defaults.samples else 1.0 if given else 0.0
         filters = {
             name: getattr(defaults, name) if defaults.samples and getattr(self, name) is None else getattr(self, name)
             for name in _FILTERS
@@ -157,7 +159,7 @@ class Persistence:
 
 @dataclass(frozen=True)
 class ModelDefaults:
-    """How a model wants to be sampled: its generation_config.json, or what genai_config.json says of the search."""
+    """Sampling defaults of a model, from generation_config.json or the `search` section of genai_config.json."""
 
     samples: bool = False
     temperature: float = 1.0
@@ -168,10 +170,10 @@ class ModelDefaults:
 
     @classmethod
     def of(cls, bundle: Bundle) -> ModelDefaults:
-        """Read what lies beside the graph; what it does not say keeps its default.
+        """Read the defaults of a bundle; a value that its files do not give is that of this class.
 
         Raises:
-            BundleError: a value is not a number in range.
+            BundleError: a value is not a number, or out of range.
         """
         name = "generation_config.json"
         config = bundle.json_file(name)

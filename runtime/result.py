@@ -1,4 +1,4 @@
-"""What an answer is made of: chunks while it is written, a reply when it is whole, and the account of its cost."""
+"""Chunks of an answer, the whole reply, and its statistics."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ class Stats:
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Prompt tokens whose cache rows were there from the turn before."""
+    """Number of prompt tokens whose cache slots were there already."""
     completion_tokens: int = 0
-    """Tokens the model produced, the end-of-sequence token included."""
+    """Number of tokens the model produced, the end-of-sequence token included."""
     target_passes: int = 0
-    """Passes over the model's weights, the prompt's included."""
+    """Number of forward passes of the model, the prefill included."""
     decode_passes: int = 0
-    """Passes after the first token."""
+    """Number of forward passes after the first token."""
     first_token_s: float = 0.0
-    """From the request to the first token."""
+    """Seconds from the start of the request to the first token."""
     total_s: float = 0.0
-    """From the request to the end."""
+    """Seconds from the start of the request to the end of the answer."""
     drafted: int = 0
-    """Guesses that were verified; after the first token, like all that follows."""
+    """Number of draft tokens that were verified."""
     accepted: int = 0
-    """Guesses that the text took: tokens that cost no pass of their own."""
+    """Number of draft tokens that were accepted."""
     by_source: Mapping[str, DraftCounts] = field(default_factory=dict)
-    """By the drafter's name."""
+    """Draft tokens by the drafter's name."""
     by_depth: tuple[DraftCounts, ...] = ()
-    """By distance from the text; entry 0 is the next token."""
+    """Draft tokens by their distance from the anchor; entry 0 is the token right after it."""
     draft_s: float = 0.0
-    """In the draft model's passes."""
+    """Seconds in forward passes of the draft model."""
     target_s: float = 0.0
-    """In the target's passes."""
+    """Seconds in forward passes of the target after the first token."""
     host_s: float = 0.0
-    """Looking guesses up, pruning them, choosing tokens and learning."""
+    """Seconds of rounds with drafting outside of forward passes: look-ups, pruning, choosing tokens, learning."""
     rounds: tuple[Round | None, ...] = ()
-    """Every round after the first token, where they were asked for; None where drafting rested."""
+    """Statistics of every round after the first token, if they were kept; None for a round with drafting disabled."""
     answers: int = 1
     """Number of answers that these statistics add up."""
 
@@ -94,7 +94,7 @@ class Stats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Rate after the first token; 0 when there was no second one."""
+        """Tokens per second after the first token; 0 if there was no second one."""
         return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
     @property
@@ -181,7 +181,7 @@ def _add(totals: list[int], counts: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of an answer; the last one carries `finish_reason` and `stats`, and may have no text."""
+    """A piece of an answer. Only the last one has `finish_reason` and `stats`; its text may be empty."""
 
     text: str
     finish_reason: FinishReason | None = None
@@ -198,7 +198,11 @@ class Reply:
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk]) -> Reply:
-        """Gather a stream that runs to its end."""
+        """Join the chunks of an answer.
+
+        Raises:
+            ValueError: the last chunk is missing.
+        """
         pieces: list[str] = []
         for chunk in chunks:
             pieces.append(chunk.text)

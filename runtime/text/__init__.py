@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizer, chat templates, streaming detokenizer, stop strings."""
+"""Text and token ids: tokenizer, chat templates, detokenizer, stop sequences."""

@@ -1,9 +1,9 @@
 """Chat templates: Jinja text from a model's files, rendered in a sandbox.
 
-The dialect is the one `transformers` renders: trimmed blocks, loop controls, a `tojson` that keeps non-ASCII text, the
-functions `raise_exception` and `strftime_now`, and a template of its own for tools where a model has one. A template is
-untrusted: it runs in Jinja's immutable sandbox, which reaches no Python internals; its output, its ranges, and what it
-makes by multiplication are bounded. How long it computes is not: a template can waste time, as a model can.
+The dialect is that of `transformers`: trimmed blocks, loop controls, a `tojson` filter that keeps non-ASCII text, the
+functions `raise_exception` and `strftime_now`, and a second template for tools where a model has one. Templates are
+untrusted: they run in Jinja's immutable sandbox, which gives no access to Python internals. The size of their output,
+their ranges and their products is bounded; their running time is not.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ...models.bundle import Bundle
 from .tokenizer import TextTokenizer
 
 Message: TypeAlias = Mapping[str, Any]
-"""One turn: `{"role": "user", "content": "..."}`, and whatever else the template reads."""
+"""One message: `{"role": "user", "content": "..."}`, and whatever else the template reads."""
 
-_MOST_CHARACTERS: Final = 8_000_000
+_MAX_CHARACTERS: Final = 8_000_000
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HINT: Final = "repair the model's chat template, or use --raw"
 
@@ -40,12 +40,15 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str] | None = None, *, with_tools: str | None = None
     ) -> None:
-        """Compile `source`, and `with_tools` which takes its place when there are tools.
+        """Compile a template.
 
-        `special_tokens` are the variables `bos_token`, `eos_token` and so on.
+        Args:
+            source: the template.
+            special_tokens: texts of `bos_token`, `eos_token` and so on, by name.
+            with_tools: the template to use instead when there are tools; None to use `source`.
 
         Raises:
-            TemplateError: it is not valid Jinja.
+            TemplateError: a template is not valid Jinja.
         """
         self._variables = dict(special_tokens or {})
         self._template = _compiled(source)
@@ -60,17 +63,17 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt for a conversation.
+        """Render the prompt of a conversation.
 
         Args:
-            messages: the turns so far. An assistant's may have `tool_calls`, and a role `tool` may answer them.
-            tools: what the model may call, as JSON schemas: `{"type": "function", "function": {"name": ...}}`.
-            documents: what the model is to answer from, usually each with a `title` and a `text`.
-            add_generation_prompt: whether the assistant's turn is opened.
+            messages: messages so far. One of an assistant may have `tool_calls`, and one of a `tool` answers them.
+            tools: functions the model may call, as JSON schemas: `{"type": "function", "function": {"name": ...}}`.
+            documents: documents to answer from, usually each with a `title` and a `text`.
+            add_generation_prompt: whether to end with the header of the assistant's answer.
             variables: whatever else the template reads, such as `enable_thinking` or `date_string`.
 
         Raises:
-            TemplateError: the template refuses the messages, reaches outside the sandbox, or writes without end.
+            TemplateError: the template rejects the messages, leaves the sandbox, or its output is too long.
         """
         context = {
             **self._variables,
@@ -86,8 +89,8 @@ class ChatTemplate:
             for piece in (self._template if tools is None else self._with_tools).generate(context):
                 pieces.append(piece)
                 size += len(piece)
-                if size > _MOST_CHARACTERS:
-                    raise TemplateError(f"the chat template writes over {_MOST_CHARACTERS} characters", _HINT)
+                if size > _MAX_CHARACTERS:
+                    raise TemplateError(f"the chat template writes over {_MAX_CHARACTERS} characters", _HINT)
         except JinjaError as error:
             raise TemplateError(f"the chat template failed: {error}", _HINT) from error
         except (
@@ -104,10 +107,10 @@ class ChatTemplate:
 
 
 def load_template(bundle: Bundle, tokenizer: TextTokenizer) -> ChatTemplate | None:
-    """The bundle's chat template: `chat_template.jinja`, else the one in tokenizer_config.json, else None.
+    """Load the chat template: `chat_template.jinja`, or the one in tokenizer_config.json, or None.
 
     Raises:
-        TemplateError: there is one, and it cannot be read.
+        TemplateError: the template cannot be read or is not valid Jinja.
     """
     named = _named_sources(tokenizer.config.get("chat_template"))
     for name, file in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
@@ -127,7 +130,7 @@ def _read(path: Path) -> str:
 
 
 def _named_sources(value: Any) -> dict[str, str]:
-    """Templates by name: tokenizer_config.json has one text, or a list of named ones such as default and tool_use."""
+    """Templates by name: tokenizer_config.json holds one, or a list of named ones such as default and tool_use."""
     entries = value if isinstance(value, list) else [] if value is None else [{"name": "default", "template": value}]
     named: dict[Any, Any] = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
     if not all(isinstance(text, str) for pair in named.items() for text in pair):
@@ -143,7 +146,7 @@ def _compiled(source: str) -> Template:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only passes its body through."""
+    """`{% generation %}` marks the assistant's text for training; here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja reads a plain class attribute
 
@@ -153,15 +156,15 @@ class _GenerationBlock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox, in which multiplication and powers cannot fill the memory."""
+    """Jinja's immutable sandbox with bounded products and powers, which could fill the memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`left * right` or `left ** right`, of small operands only."""
+        """Compute `left * right` or `left ** right` if both operands are small."""
         numbers = [value for value in (left, right) if isinstance(value, (int, float))]
         sizes = [len(value) for value in (left, right) if hasattr(value, "__len__")]
-        bound = _MOST_CHARACTERS if operator == "*" else 1000
+        bound = _MAX_CHARACTERS if operator == "*" else 1000
         if any(abs(value) > bound for value in numbers) or (sizes and sizes[0] * int(numbers[0]) > bound):
             raise JinjaError(f"the operands of {operator} are too large")
         return super().call_binop(context, operator, left, right)
@@ -183,7 +186,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which a prompt is not. The options are those that templates may give."""
+    """Replaces Jinja's own filter, which escapes HTML; takes the options that templates give."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -191,5 +194,5 @@ def _raise_exception(message: str) -> NoReturn:
     raise JinjaError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # without a zone, as `%z` has to stay empty
+def _strftime_now(date_format: str) -> str:
+    return datetime.now().strftime(date_format)  # without a time zone: `%z` has to stay empty

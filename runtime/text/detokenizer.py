@@ -1,4 +1,4 @@
-"""Turning tokens into text as they come, without ever showing half a character."""
+"""Streaming detokenizer: turns tokens into text without splitting characters."""
 
 from __future__ import annotations
 
@@ -8,38 +8,41 @@ from typing import Final
 from .tokenizer import TextTokenizer
 
 _REPLACEMENT: Final = "\ufffd"
-_MOST_HELD: Final = 64
-"""A text that is still not valid UTF-8 after so many tokens is shown as it is."""
+_MAX_HELD_TOKENS: Final = 64
+"""Number of tokens after which text that is still not valid UTF-8 is shown as it is."""
 
 
 class StreamDecoder:
-    """Detokenizes one text; the pieces joined are what decoding all its tokens at once gives. (Only of invalid UTF-8
-    may they differ: some decoders turn valid bytes to U+FFFD in hindsight, when an invalid one follows.)
+    """Detokenizes one text piece by piece.
+
+    The pieces joined equal the text of all tokens decoded at once, except for invalid UTF-8, where some decoders turn
+    valid bytes into U+FFFD when an invalid one follows later.
 
     Each piece is the difference between decoding a short window with and without the new tokens, so tokenizers that
-    strip or join at word borders are handled by their own rules (the method of text-generation-inference).
+    strip or join at word borders follow their own rules (the method of text-generation-inference).
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._start = 0
-        """Where the window begins."""
+        """Index of the first token of the window."""
         self._shown = 0
-        """How many tokens' text has been returned."""
+        """Number of tokens whose text was returned."""
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The text that `tokens` complete; empty while a character is still in pieces."""
-        # Left out here, not by the tokenizer: a window of special tokens alone would hide a word's leading space.
+        """Add tokens and return the text that they complete; empty while a character is incomplete."""
+        # Special tokens are left out here, not by the tokenizer: a window of nothing else would lose the leading space
+        # of the next word.
         self._ids.extend(token for token in tokens if token not in self._tokenizer.special_ids)
         text = self._pending()
-        if not text or (text.endswith(_REPLACEMENT) and len(self._ids) - self._shown < _MOST_HELD):
+        if not text or (text.endswith(_REPLACEMENT) and len(self._ids) - self._shown < _MAX_HELD_TOKENS):
             return ""
         self._start, self._shown = self._shown, len(self._ids)
         return text
 
     def flush(self) -> str:
-        """What was still held back, incomplete characters as U+FFFD."""
+        """Return the text held back until now, with U+FFFD for incomplete characters."""
         text = self._pending()
         self._start = self._shown = len(self._ids)
         return text

@@ -1,4 +1,4 @@
-"""Stop strings, found also when they arrive in pieces."""
+"""Finds stop sequences in streamed text."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Lets text through up to the first stop string, holding back what might be the beginning of one.
+    """Passes text through up to the first stop sequence; holds back text that may be the beginning of one.
 
-    The first stop string is the one that is complete first, so the text does not depend on the pieces it comes in.
+    The first stop sequence is the one that is complete first, so the result does not depend on how the text is split
+    into pieces.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
+    def __init__(self, stop_sequences: Sequence[str]) -> None:
+        self._stop_sequences = tuple(stop for stop in stop_sequences if stop)
         self._held = ""
         self.stopped = False
-        """Whether a stop string has been met; nothing comes after it."""
+        """Whether a stop sequence was found; all later text is dropped."""
 
     def push(self, text: str) -> str:
-        """What of `text`, and of what was held back before, can be shown now."""
-        if self.stopped or not self._stops:
+        """Add text and return what cannot be part of a stop sequence."""
+        if self.stopped or not self._stop_sequences:
             return "" if self.stopped else text
         text = self._held + text
-        found = [(index + len(stop), index) for stop in self._stops if (index := text.find(stop)) >= 0]
+        found = [(index + len(stop), index) for stop in self._stop_sequences if (index := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
             _, start = min(found)
             return text[:start]
-        held = max(self._overlap(text, stop) for stop in self._stops)
+        held = max(self._overlap(text, stop) for stop in self._stop_sequences)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
     def flush(self) -> str:
-        """What was held back and turned out to be no stop string."""
+        """Return the text held back until now: no stop sequence will complete it."""
         text, self._held = self._held, ""
         return text
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that begins `stop`."""
+        """Length of the longest suffix of `text` that is a prefix of `stop`."""
         return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""A model's tokenizer and the special tokens its configuration files name."""
+"""The tokenizer of a model, with its special and end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from ...models.variants import GENAI_CONFIG
 
 
 class TextTokenizer:
-    """Encodes and decodes; knows which tokens end a text."""
+    """Converts between text and token ids."""
 
     def __init__(self, bundle: Bundle, vocab_size: int) -> None:
-        """Read `tokenizer.json` and the configuration beside it.
+        """Read `tokenizer.json` and the configuration files beside it.
+
+        Args:
+            bundle: the model's files.
+            vocab_size: number of token ids that the model has.
 
         Raises:
-            BundleError: it is missing, unreadable, or has tokens the model does not.
+            BundleError: tokenizer.json is missing or unreadable, or has token ids that the model has not.
         """
         path = bundle.file("tokenizer.json")
         if path is None:
@@ -26,11 +30,11 @@ class TextTokenizer:
             raise BundleError(f"{bundle.folder} holds no tokenizer.json", hint)
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:  # the library raises plain Exception
             raise BundleError(f"{path} cannot be read: {error}", "give the tokenizer.json of this model") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Asking for the last tokens by id, since the whole vocabulary as a dictionary is slow and large.
+        # Look the last ids up one by one: the whole vocabulary as a dictionary is slow and large.
         count = self._tokenizer.get_vocab_size(with_added_tokens=True)
         beyond = [
             i for i in range(vocab_size, vocab_size + max(count, 1)) if self._tokenizer.id_to_token(i) is not None
@@ -47,10 +51,10 @@ class TextTokenizer:
         self.eos: Final = self._find_eos(bundle, vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised.
+        """Token ids of `text`; special tokens written out in it become special tokens.
 
         Raises:
-            InputError: the text holds lone surrogates, which no encoding can carry.
+            InputError: the text contains lone surrogates, which are not valid Unicode.
         """
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -59,15 +63,15 @@ class TextTokenizer:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`, special tokens left out; incomplete UTF-8 shows as U+FFFD."""
+        """Text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
     def token_text(self, name: str) -> str | None:
-        """The text of a token named in tokenizer_config.json, such as `bos_token`.
+        """Text of the token that tokenizer_config.json names `name`, such as `bos_token`; None if it names none.
 
         Raises:
-            BundleError: it is not text.
+            BundleError: the entry is not text.
         """
         value: Any = self.config.get(name)
         if isinstance(value, dict):
@@ -77,17 +81,17 @@ class TextTokenizer:
         return value
 
     def _find_eos(self, bundle: Bundle, vocab_size: int) -> frozenset[int]:
-        """Ids that end a text: those of the configuration beside the graph and the tokenizer's own eos_token."""
-        said = {
+        """End-of-sequence ids: those of the first configuration file that has some, and the tokenizer's eos_token."""
+        configs = {
             "generation_config.json": bundle.json_file("generation_config.json"),
             "config.json": bundle.config,
             GENAI_CONFIG: bundle.genai,
         }
         name, value = next(
             (
-                (name, metadata["eos_token_id"])
-                for name, metadata in said.items()
-                if metadata.get("eos_token_id") is not None
+                (name, config["eos_token_id"])
+                for name, config in configs.items()
+                if config.get("eos_token_id") is not None
             ),
             ("config.json", None),
         )

@@ -86,7 +86,7 @@ def test_options_are_checked_by_name_and_value(engine: Engine) -> None:
         engine.generate("a", max_tokens=0)
     with pytest.raises(InputError, match="top-p is 2; it must be above 0 and at most 1"):
         engine.generate("a", top_p=2)
-    with pytest.raises(InputError, match="stop is ''; it must be a text, or texts, of at least one character"):
+    with pytest.raises(InputError, match="stop is ''; it must be text, or several texts, of at least one character"):
         engine.generate("a", stop="")
     for changes in ({"max_tokens": 2.5}, {"seed": 1.5}, {"top_k": "4"}, {"temperature": "hot"}, {"stop": (1,)}):
         with pytest.raises(InputError, match="it must be a"):
