@@ -17,8 +17,9 @@ from ...models.pairing import find_draft
 from ...runtime.engine import Engine
 from ...runtime.graph.graph_io import CacheMode, GraphIO
 from ...runtime.graph.session import SessionConfig
-from ...runtime.measure.exactness import stored_exactness_report
-from ...runtime.measure.pass_cost_store import cached
+from ...runtime.measure.exactness import EXACTNESS_REPORTS
+from ...runtime.measure.measurement_store import model_key
+from ...runtime.measure.pass_timing import PASS_COSTS
 from ..terminal.plan_table import plan_table
 from .shared_options import AsJson, Debug, ModelArgument, ModelOptions, Tokenizer
 from .tune import context_label, describe_cost
@@ -94,9 +95,10 @@ def describe(engine: Engine) -> dict[str, Any]:
             "made_by": manifest.command or manifest.producer,
         }
     facts["draft"] = _draft(engine.bundle)
-    cost = cached(engine.bundle, SessionConfig(engine.device))
+    key = model_key(engine.bundle, SessionConfig(engine.device))
+    cost = PASS_COSTS.load(key)
     facts["pass_costs"] = None if cost is None else describe_cost(cost)
-    report = stored_exactness_report(engine.bundle, SessionConfig(engine.device))
+    report = EXACTNESS_REPORTS.load(key)
     facts["exactness"] = None if report is None else {"summary": exactness_summary(report), **report.to_json()}
     return facts
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from ...errors import InputError
 from ...runtime.engine import Engine
 from ...runtime.graph.session import SessionConfig
-from ...runtime.measure.pass_cost_store import save
-from ...runtime.measure.pass_timing import WIDTHS, measure_pass_cost
+from ...runtime.measure.measurement_store import model_key
+from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
 from ...runtime.speculation.ngram_prior import build_prior
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, PassCost
 from ..terminal.output import write_error
@@ -64,7 +64,7 @@ def tune(
             cost = measure_pass_cost(
                 engine.model.new_sequence().bound, contexts=contexts, progress=progress.stage("timing passes")
             )
-        file = save(cost, engine.bundle, SessionConfig(engine.device, threads or 0))
+        file = PASS_COSTS.save(model_key(engine.bundle, SessionConfig(engine.device, threads or 0)), cost)
         prior_bytes = build_prior(engine.bundle, engine.tokenizer, engine.graph_io.vocab_size, texts) if texts else 0
         facts = {
             "model": str(engine.bundle.folder),

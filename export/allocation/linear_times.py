@@ -8,24 +8,22 @@ without a profiler, over these models and over some of a single format, to which
 
 from __future__ import annotations
 
-import hashlib
-import json
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from ...models.atomic import write_atomically
 from ...models.cache import cache_folder
-from ...models.json_file import is_finite, parse_json_object
+from ...models.json_file import is_finite
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress, silent
 from ...runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
+from ...runtime.measure.measurement_store import MeasurementKey, MeasurementStore
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, fused_linears
 from ..graph import inputs_outputs
@@ -36,7 +34,7 @@ from .timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 ROWS: Final = (1, 2, 4, 8)
 """Of the passes that are measured; what lies between is interpolated."""
 _ROUNDS: Final = 16
-_FORM: Final = 2
+_FORMAT_VERSION: Final = 2
 _STAGE: Final = "timing units"
 
 Times = Mapping[int, float]
@@ -142,14 +140,13 @@ def known_or_measured(
     """
     timed = tuple(dict.fromkeys(map(timed_form, forms)))
     timer = timer or BundleTimer()
-    file = _file(config, timed, timer.conditions)
-    try:
-        known = LinearTimes.from_json(parse_json_object(file.read_bytes()), config)
-    except (OSError, ValueError):
-        known = measure(config, timed, progress, timer=timer)
-        with suppress(OSError):
-            write_atomically(file, json.dumps(known.to_json(), indent=1).encode())
-    return known
+    store = MeasurementStore("linear-times", _FORMAT_VERSION, partial(LinearTimes.from_json, config=config))
+    key = MeasurementKey((replace(config, tied_head=True), timed, timer.conditions), {})
+    times = store.load(key)
+    if times is None:
+        times = measure(config, timed, progress, timer=timer)
+        store.save(key, times)
+    return times
 
 
 def measure(
@@ -279,10 +276,3 @@ def _times(data: Mapping[str, Any]) -> Times:
 def _read(text: str) -> WeightFormat:
     bits, block, *rank = map(int, text.split("/"))
     return WeightFormat(bits, block, rank=sum(rank))
-
-
-def _file(config: DecoderConfig, forms: Sequence[WeightFormat], conditions: str) -> Path:
-    """Where times are kept; everything that they depend on is in the name."""
-    shape = replace(config, tied_head=True)
-    digest = hashlib.sha256("\0".join(map(repr, (_FORM, shape, forms, conditions))).encode()).hexdigest()
-    return cache_folder() / "unit-times" / f"{digest[:32]}.json"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from ...models.bundle import Bundle
 from ...models.device_kind import DeviceKind
-from ..measure.stored_measurements import keep_measurement, measurement_file, read_measurement
+from ..measure.measurement_store import MeasurementStore, model_key
 from .metadata import metadata_of
 from .prepacked import prepacked_graph
 from .probe import ProbeResult
 from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
 
-_PROBE_FORMAT: Final = 2
+_PROBES: Final = MeasurementStore("probes", 2, ProbeResult.from_json)
 
 
 def open_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> GraphSession:
@@ -31,11 +30,11 @@ def open_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> GraphSe
     """
     graph = graph_to_load(bundle, config, cache=cache)
     metadata = metadata_of(bundle)
-    stored = _stored_probe_result(bundle, config) if cache and metadata.operators is not None else None
+    key = model_key(bundle, config)
+    stored = _PROBES.load(key) if cache and metadata.operators is not None else None
     session = GraphSession(graph, config, replace(metadata, probe_result=stored))
     if cache and session.probe_result is not None and session.probe_result != stored:
-        with suppress(OSError):
-            keep_measurement(_probe_file(bundle, config), session.probe_result.to_json(), bundle, config)
+        _PROBES.save(key, session.probe_result)
     return session
 
 
@@ -43,14 +42,3 @@ def graph_to_load(bundle: Bundle, config: SessionConfig, *, cache: bool) -> Path
     """The file to load for a model's graph: its prepacked copy on the CPU if caching is on, else the original."""
     prepack = cache and config.device.kind is DeviceKind.CPU
     return prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if prepack else bundle.graph
-
-
-def _stored_probe_result(bundle: Bundle, config: SessionConfig) -> ProbeResult | None:
-    try:
-        return ProbeResult.from_json(read_measurement(_probe_file(bundle, config)))
-    except (OSError, ValueError):
-        return None
-
-
-def _probe_file(bundle: Bundle, config: SessionConfig) -> Path:
-    return measurement_file("probes", _PROBE_FORMAT, bundle, config)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from ...models.bundle import Bundle
 from ...models.json_file import is_finite, is_whole
 from ..graph.bound_session import BoundSession
-from ..graph.session import SessionConfig
-from .stored_measurements import keep_measurement, measurement_file, read_measurement
+from .measurement_store import MeasurementStore
 from .width_noise import WidthNoise, measure_width_noise
 
 _FORM: Final = 1
@@ -127,26 +124,8 @@ def _count(data: object) -> ComparisonCounts | None:
     return ComparisonCounts(**{name: data[name] for name in names}, widest_tie=float(data["widest_tie"]))
 
 
-def stored_exactness_report(bundle: Bundle, config: SessionConfig) -> ExactnessReport | None:
-    """The one kept for this model, device and machine, or None."""
-    try:
-        return ExactnessReport.from_json(read_measurement(exactness_file(bundle, config)))
-    except (OSError, ValueError):
-        return None
-
-
-def save_exactness_report(exactness_report: ExactnessReport, bundle: Bundle, config: SessionConfig) -> Path | None:
-    """Write it to the cache. Returns the file, or None where the disk refuses it."""
-    return keep_measurement(exactness_file(bundle, config), exactness_report.to_json(), bundle, config)
-
-
-def exactness_file(bundle: Bundle, config: SessionConfig) -> Path:
-    """Where the certificate of this model on this device is kept; it may not exist.
-
-    Raises:
-        OSError: the model's file cannot be asked for its size.
-    """
-    return measurement_file("certificates", _FORM, bundle, config)
+EXACTNESS_REPORTS: Final = MeasurementStore("exactness", 1, ExactnessReport.from_json)
+"""Exactness reports of models on this machine."""
 
 
 def measure_exactness(bound: BoundSession, text: Sequence[int]) -> ExactnessReport:

@@ -14,8 +14,14 @@ from typing import Final
 
 import numpy as np
 
+from ...models.bundle import Bundle
 from ..graph.bound_session import BoundSession
+from ..graph.session import SessionConfig
 from ..speculation.pass_cost import PassCost
+from .measurement_store import MeasurementStore, model_key
+
+PASS_COSTS: Final = MeasurementStore("pass-cost", 1, PassCost.from_json)
+"""Measured pass costs of models on this machine."""
 
 WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 """Widths that are measured; the cost of those between is interpolated."""
@@ -31,6 +37,21 @@ _MAX_TURNS: Final = 60
 """Enough for models whose passes take less than a millisecond, where one interruption costs ten of them."""
 _QUANTILE: Final = 0.2
 _FILLER: Final = 0.01
+
+
+def load_or_measure_pass_cost(bundle: Bundle, config: SessionConfig, bound: BoundSession) -> PassCost:
+    """Return the stored pass cost of a model on a device, or measure it over `bound`'s arena and store it.
+
+    Raises:
+        ContextError: the pass cost must be measured and the arena is full.
+        EdgeError: ONNX Runtime failed.
+    """
+    key = model_key(bundle, config)
+    cost = PASS_COSTS.load(key)
+    if cost is None:
+        cost = measure_pass_cost(bound)
+        PASS_COSTS.save(key, cost)
+    return cost
 
 
 def measure_pass_cost(

@@ -30,8 +30,8 @@ from ..graph.open_graph import graph_to_load, open_graph
 from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
-from ..measure.pass_cost_store import cached, save
-from ..measure.pass_timing import measure_pass_cost
+from ..measure.measurement_store import model_key
+from ..measure.pass_timing import PASS_COSTS, measure_pass_cost
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
 from .drafters.layer_skip import LayerSkipDraft
 from .pass_cost import PassCost
@@ -133,9 +133,10 @@ def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int)
 
 def _cost(bundle: Bundle, config: SessionConfig, bound: BoundSession, *, cache: bool) -> PassCost:
     """What passes of a draft cost, as kept or measured now."""
-    cost = cached(bundle, config) if cache else None
+    key = model_key(bundle, config)
+    cost = PASS_COSTS.load(key) if cache else None
     if cost is None:
         cost = measure_pass_cost(bound, seconds_budget=_CALIBRATION_S, widths=_WIDTHS)
         if cache:
-            save(cost, bundle, config)
+            PASS_COSTS.save(key, cost)
     return cost

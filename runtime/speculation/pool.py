@@ -13,9 +13,9 @@ from ...models.cache import cache_folder
 from ...models.pairing import DraftPair
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.arena import KVArena
-from ..measure.exactness import ExactnessReport, measure_exactness, save_exactness_report, stored_exactness_report
-from ..measure.pass_cost_store import load_or_calibrate, save
-from ..measure.pass_timing import measure_pass_cost
+from ..measure.exactness import EXACTNESS_REPORTS, ExactnessReport, measure_exactness
+from ..measure.measurement_store import model_key
+from ..measure.pass_timing import PASS_COSTS, load_or_measure_pass_cost, measure_pass_cost
 from ..options import GenerationRequest, Persistence
 from .choice import Speculation
 from .draft_loading import load_draft, load_own_draft
@@ -83,7 +83,9 @@ class DrafterPool:
         if self._cost is None:
             bound = self._graph.bind(self._graph.arena(self._context))
             self._cost = (
-                load_or_calibrate(self._bundle, self._graph.config, bound) if self._cached else measure_pass_cost(bound)
+                load_or_measure_pass_cost(self._bundle, self._graph.config, bound)
+                if self._cached
+                else measure_pass_cost(bound)
             )
         return self._cost
 
@@ -96,18 +98,18 @@ class DrafterPool:
         """How exact speculation is: known from before, or its noise measured now over `text`."""
         if self._exactness_report is None:
             config = self._graph.config
-            self._exactness_report = stored_exactness_report(self._bundle, config) if self._cached else None
+            self._exactness_report = EXACTNESS_REPORTS.load(model_key(self._bundle, config)) if self._cached else None
             if self._exactness_report is None:
                 self._exactness_report = measure_exactness(self._graph.bind(self._graph.arena(self._context)), text)
                 if self._cached:
-                    save_exactness_report(self._exactness_report, self._bundle, config)
+                    EXACTNESS_REPORTS.save(model_key(self._bundle, config), self._exactness_report)
         return self._exactness_report
 
     def store_exactness_report(self, exactness_report: ExactnessReport) -> None:
         """Take over what is known now, and keep it."""
         self._exactness_report = exactness_report
         if self._cached:
-            save_exactness_report(exactness_report, self._bundle, self._graph.config)
+            EXACTNESS_REPORTS.save(model_key(self._bundle, self._graph.config), exactness_report)
 
     def speculator(self, request: GenerationRequest, arena: KVArena) -> Speculator | None:
         """The speculator for one answer, which is generated in `arena`; None for plain decoding.
@@ -147,7 +149,7 @@ class DrafterPool:
         if self._drafting is not None:
             self._drafting.save()
         if self._cached and self._cost is not None and self._cost.observed >= _WORTH_SAVING:
-            save(self._cost, self._bundle, self._graph.config)
+            PASS_COSTS.save(model_key(self._bundle, self._graph.config), self._cost)
         if self._store is not None and (self._kept or not self._store.is_indexed()):
             self._store.reindex()
             self._kept = False

@@ -30,7 +30,7 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "certificates"
+    return tmp_path / "cache" / "exactness"
 
 
 @pytest.mark.parametrize(

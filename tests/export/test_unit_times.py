@@ -77,7 +77,7 @@ def test_times_are_measured_once_for_a_shape_and_its_conditions(cache: Path, tmp
     machine.conditions = "another"
     known_or_measured(config, FORMS, timer=machine)
     assert machine.timed_bundles == [6, 6, 6]
-    for file in (cache / "unit-times").iterdir():
+    for file in (cache / "linear-times").iterdir():
         file.write_text("{}")
     assert known_or_measured(config, FORMS, timer=machine) == first
     assert machine.timed_bundles[3:] == [6]

@@ -242,6 +242,6 @@ def test_the_engine_keeps_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 if "seed" in changes:
                     assert exact.stats.drafted == 0
         known = engine.model.exactness_report()
-    assert len(list((tmp_path / "cache" / "certificates").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "exactness").iterdir())) == 1
     with edgerun.load(bundle) as engine:
         assert engine.model.exactness_report() == known

@@ -13,7 +13,8 @@ from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.models.pairing import DraftPair, pair
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.measure.pass_cost_store import cached
+from edgerun.runtime.measure.measurement_store import model_key
+from edgerun.runtime.measure.pass_timing import PASS_COSTS
 from edgerun.runtime.speculation.draft_loading import load_draft, share_cores
 from support.tiny_models import write_bundle
 
@@ -66,9 +67,9 @@ def test_the_shorter_context_counts(tiny_bundle: Path) -> None:
 def test_what_passes_cost_is_kept_unless_nothing_is(tmp_path: Path) -> None:
     draft = open_bundle(write_bundle(tmp_path, seed=5))
     load_draft(pair(draft, draft), CONFIG, 300, 256, cache=False)
-    assert cached(draft, CONFIG) is None
+    assert PASS_COSTS.load(model_key(draft, CONFIG)) is None
     first = load_draft(pair(draft, draft), CONFIG, 300, 256)
-    assert cached(draft, CONFIG) is not None
+    assert PASS_COSTS.load(model_key(draft, CONFIG)) is not None
     assert load_draft(pair(draft, draft), CONFIG, 300, 256).cost.measured == first.cost.measured
 
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.errors import ContextError
-from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph.bound_session import BoundSession
-from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.measure import stored_measurements as measurements
-from edgerun.runtime.measure.pass_cost_store import cached, cost_file, load_or_calibrate, save
-from edgerun.runtime.measure.pass_timing import WIDTHS, measure_pass_cost
+from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.speculation.pass_cost import BUCKET_ENDS, MOST_WIDTH, TOLERANCE, PassCost
 
 TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
@@ -166,143 +157,3 @@ def test_what_is_no_time_of_a_draft_is_not_observed(rows: int, took: float) -> N
 def test_measurements_that_make_no_sense_are_refused(table: dict[int, dict[int, float]]) -> None:
     with pytest.raises(ValueError, match=r"measured|s for"):
         PassCost(table)
-
-
-@pytest.fixture(scope="module")
-def graph(tiny_bundle: Path) -> GraphSession:
-    return GraphSession(tiny_bundle / "model.onnx", CONFIG)
-
-
-@pytest.fixture
-def bound(graph: GraphSession) -> BoundSession:
-    return graph.bind(graph.arena(256))
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "step-cost"
-
-
-@pytest.mark.parametrize("contexts", [None, [100]])
-def test_calibrating_leaves_the_committed_rows_alone(bound: BoundSession, contexts: list[int] | None) -> None:
-    bound.forward(list(range(20, 50)))
-    bound.arena.commit(30)
-    (rows,) = bound.arena.snapshot()
-    plain = bound.forward([7]).copy()
-    heard: list[float] = []
-    cost = measure_pass_cost(bound, seconds_budget=0.05, contexts=contexts, progress=heard.append)
-    assert bound.arena.length == 30
-    np.testing.assert_array_equal(bound.arena.snapshot()[0], rows)
-    np.testing.assert_array_equal(bound.forward([7]), plain)
-    assert list(cost.measured) == [512]
-    assert heard == sorted(heard)
-    assert heard[-1] == 1.0
-
-
-def test_calibration_measures_every_width_of_a_small_model(bound: BoundSession) -> None:
-    cost = measure_pass_cost(bound, seconds_budget=5.0)
-    assert tuple(cost.measured[512]) == WIDTHS
-
-
-def test_a_budget_too_small_measures_few_widths(bound: BoundSession) -> None:
-    assert tuple(measure_pass_cost(bound, seconds_budget=0.0).measured[512]) == (1, 2, 4, 8)
-
-
-def test_widths_that_do_not_fit_the_context_are_left_out(graph: GraphSession) -> None:
-    bound = graph.bind(graph.arena(20))
-    assert tuple(measure_pass_cost(bound, contexts=[15]).measured[512]) == (1, 2, 3, 4, 5)
-    assert tuple(measure_pass_cost(bound, contexts=[19]).measured[512]) == (1,)
-    with pytest.raises(ContextError):
-        measure_pass_cost(bound, contexts=[20])
-    assert bound.arena.length == 0
-    bound.forward([1, 2, 3])
-    bound.arena.commit(3)
-    with pytest.raises(ValueError, match="below 3"):
-        measure_pass_cost(bound, contexts=[2])
-
-
-def test_it_is_measured_once_and_kept(tiny_bundle: Path, bound: BoundSession, cache: Path) -> None:
-    bundle = open_bundle(tiny_bundle)
-    assert cached(bundle, CONFIG) is None
-    first = load_or_calibrate(bundle, CONFIG, bound)
-    assert [path.suffix for path in cache.iterdir()] == [".json"]
-    again = load_or_calibrate(bundle, CONFIG, bound)
-    assert again.measured[512] == pytest.approx(first.measured[512])
-    assert cached(bundle, dataclasses.replace(CONFIG, threads=2)) is None
-
-
-def test_what_was_refined_is_kept(tiny_bundle: Path, cache: Path) -> None:
-    bundle = open_bundle(tiny_bundle)
-    cost = PassCost({0: TIMES})
-    for _ in range(40):
-        cost.observe(1, 0, 2 * TIMES[1])
-    assert save(cost, bundle, CONFIG) == cost_file(bundle, CONFIG)
-    kept = cached(bundle, CONFIG)
-    assert kept is not None
-    assert kept.seconds(4, 0) == pytest.approx(2 * TIMES[4], rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff\xfe",
-        b"[]",
-        b"{}",
-        b'{"seconds": 5}',
-        b'{"seconds": {}}',
-        b'{"seconds": {"512": 5}}',
-        b'{"seconds": {"512": {}}}',
-        b'{"seconds": {"512": {"one": 0.1}}}',
-        b'{"seconds": {"much": {"1": 0.1}}}',
-        b'{"seconds": {"-1": {"1": 0.1}}}',
-        b'{"seconds": {"512": {"1": "0.1"}}}',
-        b'{"seconds": {"512": {"1": 0}}}',
-        b'{"seconds": {"512": {"1": NaN}}}',
-        b'{"seconds": {"512": {"1": 1e-300, "2": 1' + b"0" * 400 + b"}}}",
-        b'{"seconds": {"512": {"1": 0.1, "' + b"9" * 5000 + b'": 0.1}}}',
-    ],
-)
-def test_a_damaged_file_is_measured_again(tiny_bundle: Path, bound: BoundSession, cache: Path, content: bytes) -> None:
-    bundle = open_bundle(tiny_bundle)
-    file = cost_file(bundle, CONFIG)
-    cache.mkdir(parents=True)
-    file.write_bytes(content)
-    assert cached(bundle, CONFIG) is None
-    load_or_calibrate(bundle, CONFIG, bound)
-    assert cached(bundle, CONFIG) is not None
-
-
-@pytest.mark.parametrize("change", ["processor", "runtime", "model"])
-def test_each_machine_runtime_and_model_has_its_own(
-    tiny_bundle: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    bundle = open_bundle(tiny_bundle)
-    file = cost_file(bundle, CONFIG)
-    if change == "processor":
-        monkeypatch.setattr(measurements, "machine", lambda: "another")
-    elif change == "runtime":
-        monkeypatch.setattr(measurements, "RUNTIME_VERSION", "0")
-    else:
-        assert bundle.manifest is not None
-        bundle = dataclasses.replace(bundle, manifest=None)
-    assert cost_file(bundle, CONFIG) != file
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(
-    tiny_bundle: Path, bound: BoundSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
-    assert load_or_calibrate(open_bundle(tiny_bundle), CONFIG, bound).seconds(1, 0) > 0
-
-
-def test_the_oldest_files_make_room(tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "_MOST_FILES", 2)
-    cache.mkdir(parents=True)
-    for age, name in enumerate(("new", "old", "oldest")):
-        (cache / f"{name}.json").write_bytes(b"{}")
-        os.utime(cache / f"{name}.json", (100 - age, 100 - age))
-    kept = save(PassCost({0: TIMES}), open_bundle(tiny_bundle), CONFIG)
-    assert set(cache.iterdir()) == {kept, cache / "new.json"}

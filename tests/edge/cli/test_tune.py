@@ -16,7 +16,7 @@ from edgerun.runtime.speculation.pass_cost import PassCost
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "step-cost"
+    return tmp_path / "cache" / "pass-cost"
 
 
 def test_json_is_one_object_and_inspect_shows_the_costs(

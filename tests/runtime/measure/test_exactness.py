@@ -21,14 +21,13 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure import width_noise
 from edgerun.runtime.measure.comparison import Answer, Comparison
 from edgerun.runtime.measure.exactness import (
+    EXACTNESS_REPORTS,
     ComparisonCounts,
     Counterexample,
     ExactnessReport,
-    exactness_file,
     measure_exactness,
-    save_exactness_report,
-    stored_exactness_report,
 )
+from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.width_noise import WIDTHS, WidthNoise, measure_width_noise
 from edgerun.runtime.sampling import Sampler, SamplingParams
 
@@ -43,7 +42,7 @@ FULL = ExactnessReport(NOISE, COUNT, COUNT, COUNT, FOUND)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "certificates"
+    return tmp_path / "cache" / "exactness"
 
 
 def bind(bundle: Path, limit: int = 256) -> BoundSession:
@@ -199,12 +198,12 @@ def test_json_gives_back_what_it_was_made_of(exactness_report: ExactnessReport) 
 
 def test_it_is_kept_for_this_model_device_and_machine(tiny_bundle: Path, cache: Path) -> None:
     bundle = open_bundle(tiny_bundle)
-    assert stored_exactness_report(bundle, CONFIG) is None
-    file = save_exactness_report(FULL, bundle, CONFIG)
-    assert file == exactness_file(bundle, CONFIG)
+    assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) is None
+    file = EXACTNESS_REPORTS.save(model_key(bundle, CONFIG), FULL)
+    assert file == EXACTNESS_REPORTS.file(model_key(bundle, CONFIG))
     assert list(cache.iterdir()) == [file]
-    assert stored_exactness_report(bundle, CONFIG) == FULL
-    assert stored_exactness_report(bundle, dataclasses.replace(CONFIG, threads=2)) is None
+    assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) == FULL
+    assert EXACTNESS_REPORTS.load(model_key(bundle, dataclasses.replace(CONFIG, threads=2))) is None
 
 
 @pytest.mark.parametrize(
@@ -225,13 +224,13 @@ def test_it_is_kept_for_this_model_device_and_machine(tiny_bundle: Path, cache: 
 )
 def test_a_damaged_one_is_none(tiny_bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     bundle = open_bundle(tiny_bundle)
-    file = save_exactness_report(FULL, bundle, CONFIG)
+    file = EXACTNESS_REPORTS.save(model_key(bundle, CONFIG), FULL)
     data = json.loads(file.read_text())
     change(data)
     file.write_text(json.dumps(data))
-    assert stored_exactness_report(bundle, CONFIG) is None
+    assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) is None
     file.write_bytes(b"\xff\x00")
-    assert stored_exactness_report(bundle, CONFIG) is None
+    assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) is None
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
@@ -239,4 +238,4 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
-    assert save_exactness_report(FULL, open_bundle(tiny_bundle), CONFIG) is None
+    assert EXACTNESS_REPORTS.save(model_key(open_bundle(tiny_bundle), CONFIG), FULL) is None

@@ -1,0 +1,99 @@
+"""Stores measurements of models on this machine as small JSON files in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from ...models.atomic import write_atomically
+from ...models.bundle import Bundle
+from ...models.cache import cache_folder
+from ...models.json_file import parse_json_object
+from ..devices.processor import machine
+from ..graph.session import RUNTIME_VERSION, SessionConfig
+
+_MAX_FILES: Final = 200
+"""Files of one kind; beyond it the oldest are deleted. Each takes a kilobyte or two."""
+
+
+class Measurement(Protocol):
+    """A measurement that can be stored."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to a plain JSON object."""
+        ...
+
+
+MeasurementT = TypeVar("MeasurementT", bound=Measurement)
+
+
+@dataclass(frozen=True)
+class MeasurementKey:
+    """Identifies what was measured and under which conditions."""
+
+    parts: tuple[object, ...]
+    """Everything that the measurement depends on; values with a `repr` that identifies them."""
+    description: Mapping[str, object]
+    """Fields that are added to the file for people who read it."""
+
+
+def model_key(bundle: Bundle, config: SessionConfig) -> MeasurementKey:
+    """Return the key of a model on a device, with its threads, the version of ONNX Runtime and this machine."""
+    return MeasurementKey(
+        (_model_id(bundle), config.device.provider, config.threads, RUNTIME_VERSION, machine()),
+        {"model": bundle.folder.name, "device": str(config.device), "threads": config.threads},
+    )
+
+
+@dataclass(frozen=True)
+class MeasurementStore(Generic[MeasurementT]):
+    """Stores one kind of measurement, one file for each key.
+
+    Files that cannot be read or are damaged count as absent, so that the measurement is repeated and replaces them.
+    """
+
+    kind: str
+    """Name of the folder in the cache."""
+    format_version: int
+    """Version of the JSON format; files of other versions are not read."""
+    from_json: Callable[[dict[str, Any]], MeasurementT]
+    """Inverse of the measurement's `to_json`; raises ValueError for anything else."""
+
+    def file(self, key: MeasurementKey) -> Path:
+        """Return the path of the measurement's file, which may not exist."""
+        digest = hashlib.sha256("\0".join(map(repr, (self.format_version, *key.parts))).encode()).hexdigest()
+        return cache_folder() / self.kind / f"{digest[:32]}.json"
+
+    def load(self, key: MeasurementKey) -> MeasurementT | None:
+        """Return the stored measurement, or None."""
+        try:
+            return self.from_json(parse_json_object(self.file(key).read_bytes()))
+        except (OSError, ValueError):
+            return None
+
+    def save(self, key: MeasurementKey, measurement: MeasurementT) -> Path | None:
+        """Store a measurement. Returns its file, or None if the disk refuses it."""
+        file = self.file(key)
+        try:
+            write_atomically(file, json.dumps({**key.description, **measurement.to_json()}, indent=1).encode())
+            for old in sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MAX_FILES]:
+                old.unlink(missing_ok=True)
+        except OSError:
+            return None
+        return file
+
+
+def _model_id(bundle: Bundle) -> str:
+    """Return the manifest's fingerprint; without a manifest, path, size and time, to avoid reading gigabytes."""
+    if bundle.manifest is not None:
+        return bundle.fingerprint
+    path = bundle.graph.resolve()
+    try:
+        status = path.stat()
+    except OSError:
+        return str(path)
+    return f"{path}\0{status.st_size}\0{status.st_mtime_ns}"

@@ -1,0 +1,165 @@
+"""Measuring pass costs, and storing them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgerun.errors import ContextError
+from edgerun.models.bundle import open_bundle
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.measure import measurement_store
+from edgerun.runtime.measure.measurement_store import model_key
+from edgerun.runtime.measure.pass_timing import PASS_COSTS, WIDTHS, load_or_measure_pass_cost, measure_pass_cost
+from edgerun.runtime.speculation.pass_cost import PassCost
+
+TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
+CONFIG = SessionConfig(choose_device("cpu"), 1)
+
+
+@pytest.fixture(scope="module")
+def graph(tiny_bundle: Path) -> GraphSession:
+    return GraphSession(tiny_bundle / "model.onnx", CONFIG)
+
+
+@pytest.fixture
+def bound(graph: GraphSession) -> BoundSession:
+    return graph.bind(graph.arena(256))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pass-cost"
+
+
+@pytest.mark.parametrize("contexts", [None, [100]])
+def test_measuring_leaves_committed_slots_unchanged(bound: BoundSession, contexts: list[int] | None) -> None:
+    bound.forward(list(range(20, 50)))
+    bound.arena.commit(30)
+    (slots,) = bound.arena.snapshot()
+    logits = bound.forward([7]).copy()
+    fractions: list[float] = []
+    cost = measure_pass_cost(bound, seconds_budget=0.05, contexts=contexts, progress=fractions.append)
+    assert bound.arena.length == 30
+    np.testing.assert_array_equal(bound.arena.snapshot()[0], slots)
+    np.testing.assert_array_equal(bound.forward([7]), logits)
+    assert list(cost.measured) == [512]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+def test_every_width_of_a_small_model_is_measured(bound: BoundSession) -> None:
+    cost = measure_pass_cost(bound, seconds_budget=5.0)
+    assert tuple(cost.measured[512]) == WIDTHS
+
+
+def test_a_small_time_budget_measures_fewer_widths(bound: BoundSession) -> None:
+    assert tuple(measure_pass_cost(bound, seconds_budget=0.0).measured[512]) == (1, 2, 4, 8)
+
+
+def test_widths_that_do_not_fit_the_context_are_left_out(graph: GraphSession) -> None:
+    bound = graph.bind(graph.arena(20))
+    assert tuple(measure_pass_cost(bound, contexts=[15]).measured[512]) == (1, 2, 3, 4, 5)
+    assert tuple(measure_pass_cost(bound, contexts=[19]).measured[512]) == (1,)
+    with pytest.raises(ContextError):
+        measure_pass_cost(bound, contexts=[20])
+    assert bound.arena.length == 0
+    bound.forward([1, 2, 3])
+    bound.arena.commit(3)
+    with pytest.raises(ValueError, match="below 3"):
+        measure_pass_cost(bound, contexts=[2])
+
+
+def test_pass_cost_is_measured_once_and_stored(tiny_bundle: Path, bound: BoundSession, cache: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    assert PASS_COSTS.load(model_key(bundle, CONFIG)) is None
+    first = load_or_measure_pass_cost(bundle, CONFIG, bound)
+    assert [path.suffix for path in cache.iterdir()] == [".json"]
+    again = load_or_measure_pass_cost(bundle, CONFIG, bound)
+    assert again.measured[512] == pytest.approx(first.measured[512])
+    assert PASS_COSTS.load(model_key(bundle, dataclasses.replace(CONFIG, threads=2))) is None
+
+
+def test_refined_pass_cost_is_stored(tiny_bundle: Path, cache: Path) -> None:
+    key = model_key(open_bundle(tiny_bundle), CONFIG)
+    cost = PassCost({0: TIMES})
+    for _ in range(40):
+        cost.observe(1, 0, 2 * TIMES[1])
+    assert PASS_COSTS.save(key, cost) == PASS_COSTS.file(key)
+    stored = PASS_COSTS.load(key)
+    assert stored is not None
+    assert stored.seconds(4, 0) == pytest.approx(2 * TIMES[4], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'{"seconds": 5}',
+        b'{"seconds": {}}',
+        b'{"seconds": {"512": 5}}',
+        b'{"seconds": {"512": {}}}',
+        b'{"seconds": {"512": {"one": 0.1}}}',
+        b'{"seconds": {"much": {"1": 0.1}}}',
+        b'{"seconds": {"-1": {"1": 0.1}}}',
+        b'{"seconds": {"512": {"1": "0.1"}}}',
+        b'{"seconds": {"512": {"1": 0}}}',
+        b'{"seconds": {"512": {"1": NaN}}}',
+        b'{"seconds": {"512": {"1": 1e-300, "2": 1' + b"0" * 400 + b"}}}",
+        b'{"seconds": {"512": {"1": 0.1, "' + b"9" * 5000 + b'": 0.1}}}',
+    ],
+)
+def test_pass_cost_is_measured_again_if_its_file_is_damaged(
+    tiny_bundle: Path, bound: BoundSession, cache: Path, content: bytes
+) -> None:
+    bundle = open_bundle(tiny_bundle)
+    key = model_key(bundle, CONFIG)
+    cache.mkdir(parents=True)
+    PASS_COSTS.file(key).write_bytes(content)
+    assert PASS_COSTS.load(key) is None
+    load_or_measure_pass_cost(bundle, CONFIG, bound)
+    assert PASS_COSTS.load(key) is not None
+
+
+@pytest.mark.parametrize("change", ["processor", "runtime", "model"])
+def test_each_machine_runtime_and_model_has_its_own_file(
+    tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    bundle = open_bundle(tiny_bundle)
+    file = PASS_COSTS.file(model_key(bundle, CONFIG))
+    if change == "processor":
+        monkeypatch.setattr(measurement_store, "machine", lambda: "another")
+    elif change == "runtime":
+        monkeypatch.setattr(measurement_store, "RUNTIME_VERSION", "0")
+    else:
+        assert bundle.manifest is not None
+        bundle = dataclasses.replace(bundle, manifest=None)
+    assert PASS_COSTS.file(model_key(bundle, CONFIG)) != file
+
+
+def test_an_unwritable_cache_is_not_an_error(
+    tiny_bundle: Path, bound: BoundSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
+    assert load_or_measure_pass_cost(open_bundle(tiny_bundle), CONFIG, bound).seconds(1, 0) > 0
+
+
+def test_the_oldest_files_are_deleted(tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement_store, "_MAX_FILES", 2)
+    cache.mkdir(parents=True)
+    for age, name in enumerate(("new", "old", "oldest")):
+        (cache / f"{name}.json").write_bytes(b"{}")
+        os.utime(cache / f"{name}.json", (100 - age, 100 - age))
+    file = PASS_COSTS.save(model_key(open_bundle(tiny_bundle), CONFIG), PassCost({0: TIMES}))
+    assert set(cache.iterdir()) == {file, cache / "new.json"}
