@@ -1,7 +1,8 @@
-"""GGUF files, llama.cpp's format, as a source of models: their weights under Hugging Face names, settings, tokenizer.
+"""Reading GGUF files, llama.cpp's format, as models to export.
 
-`container` reads the file's header, `metadata` its keys, `settings` makes of them what config.json would say, `names`
-maps tensors, `blocks` decodes their types, `vocabulary` builds the tokenizer and `model` puts it all together.
+`gguf_header` parses the file's header, `gguf_metadata` gives typed access to its keys, `config_json` and
+`gguf_tokenizer` turn them into the files of a Hugging Face checkpoint, `tensor_types` decodes weights, and `gguf_model`
+is the `ModelSource` made of these.
 """
 
 from .gguf_model import is_gguf, open_gguf

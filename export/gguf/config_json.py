@@ -1,6 +1,6 @@
-"""A GGUF file's metadata as the config.json that its checkpoint had.
+"""The config.json of a GGUF file's model, made from its metadata.
 
-What a file may say and the exporter cannot honour is refused here, since a setting overlooked is a wrong model.
+Settings that the exporter does not support are refused here: ignoring one would export a wrong model.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from .gguf_metadata import GgufMetadata
 from .rope_scaling import RopeFactors, rope_scaling
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
-"""Values of general.architecture; each is also the Hugging Face model_type. Mistral and SmolLM come as llama."""
+"""Supported general.architecture values, which are also the model_type; Mistral and SmolLM files say llama."""
 
-_NEUTRAL: Final = {
+_NEUTRAL_VALUES: Final = {
     "expert_count": 0,
     "attention.sliding_window": 0,
     "attn_logit_softcapping": 0,
@@ -28,26 +28,29 @@ _NEUTRAL: Final = {
     "residual_scale": 1,
     "embedding_scale": 1,
 }
-"""Settings of other architectures, and the value beside absence that leaves a llama or a qwen as it is."""
+"""Settings of other architectures, each with the value that has no effect."""
 
 
-def read_settings(
+def config_settings(
     metadata: GgufMetadata, tensors: Set[str], vocab_size: int, rope_factors: RopeFactors | None
 ) -> dict[str, Any]:
-    """The settings config.json would have, tokens aside.
+    """Return the settings of config.json, without the special tokens.
 
     Args:
-        metadata: the file's keys.
-        tensors: names of the file's tensors.
-        vocab_size: rows of the embedding.
-        rope_factors: divisors of the rotary frequencies, float32 [head_dim / 2], where the file has them.
+        metadata: keys of the file.
+        tensors: names of the tensors in the file.
+        vocab_size: number of embedding rows.
+        rope_factors: divisors of the rotary frequencies, float32 [head_dim / 2]; None where the file has none.
 
     Raises:
-        CheckpointError: the file is of another architecture, lacks a key, or asks for what cannot be exported.
+        CheckpointError: the file has another architecture, lacks a key, or needs something that is not supported.
     """
     name = architecture(metadata)
     _require_neutral(metadata, name)
-    hidden, heads = metadata.need_count(f"{name}.embedding_length"), metadata.need_count(f"{name}.attention.head_count")
+    hidden, heads = (
+        metadata.required_count(f"{name}.embedding_length"),
+        metadata.required_count(f"{name}.attention.head_count"),
+    )
     head_dim = _head_dim(metadata, name, hidden // heads)
     epsilon = metadata.positive(f"{name}.attention.layer_norm_rms_epsilon")
     if epsilon is None:
@@ -58,18 +61,18 @@ def read_settings(
         "model_type": name,
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": metadata.need_count(f"{name}.feed_forward_length"),
-        "num_hidden_layers": metadata.need_count(f"{name}.block_count"),
+        "intermediate_size": metadata.required_count(f"{name}.feed_forward_length"),
+        "num_hidden_layers": metadata.required_count(f"{name}.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.count(f"{name}.attention.head_count_kv", 1) or heads,
         "head_dim": head_dim,
-        "max_position_embeddings": metadata.need_count(f"{name}.context_length", SHORTEST_CONTEXT),
+        "max_position_embeddings": metadata.required_count(f"{name}.context_length", SHORTEST_CONTEXT),
         "rms_norm_eps": epsilon,
         "rope_theta": base,
         "tie_word_embeddings": "output.weight" not in tensors,
         "hidden_act": "silu",
     }
-    if name != "qwen2":  # whose biases need no flag
+    if name != "qwen2":  # qwen2 always has biases and no setting for them
         settings["attention_bias"] = any(tensor.endswith("attn_q.bias") for tensor in tensors)
     if name == "llama":
         settings["mlp_bias"] = any(tensor.endswith("ffn_gate.bias") for tensor in tensors)
@@ -78,10 +81,10 @@ def read_settings(
 
 
 def architecture(metadata: GgufMetadata) -> str:
-    """The file's general.architecture.
+    """Return general.architecture.
 
     Raises:
-        CheckpointError: it is absent or not supported.
+        CheckpointError: the key is absent, or the architecture is not supported.
     """
     name = metadata.text("general.architecture")
     if name is None:
@@ -95,18 +98,18 @@ def architecture(metadata: GgufMetadata) -> str:
 
 
 def _require_neutral(metadata: GgufMetadata, name: str) -> None:
-    for setting, neutral in _NEUTRAL.items():
+    for setting, neutral in _NEUTRAL_VALUES.items():
         value = metadata.number(f"{name}.{setting}")
         if value not in (None, 0, neutral):
             raise metadata.wrong(
                 f"{name}.{setting} is {value:g}, which is not supported", "export the model's Hugging Face checkpoint"
             )
     if metadata.flag(f"{name}.attention.causal") is False:
-        raise metadata.wrong("the model's attention is not causal", "it is no model that writes text")
+        raise metadata.wrong("the model's attention is not causal", "only language models can be exported")
 
 
 def _head_dim(metadata: GgufMetadata, name: str, default: int) -> int:
-    """Channels of a head, the same for keys, values and the rotation."""
+    """Number of channels per head, which keys, values and rotary embedding must share."""
     dim = metadata.count(f"{name}.attention.key_length", 1) or default
     if dim < 1:
         raise metadata.wrong(f"{name}.attention.head_count is larger than {name}.embedding_length", "download it again")
@@ -114,6 +117,6 @@ def _head_dim(metadata: GgufMetadata, name: str, default: int) -> int:
         other = metadata.count(key, 1) or dim
         if other != dim:
             raise metadata.wrong(
-                f"{key} is {other} and a head has {dim} channels", "supported are heads of one size, rotated whole"
+                f"{key} is {other}, but a head has {dim} channels", "supported are heads of one size, fully rotated"
             )
     return dim

@@ -1,9 +1,9 @@
-"""The header of a GGUF file: metadata by key, and where each tensor lies.
+"""The header of a GGUF file: metadata and tensor positions.
 
-A GGUF file (version 2 or 3, little-endian) is the magic "GGUF", a version, two counts, that many pairs of key and typed
-value, that many tensor entries (name, dimensions innermost first, type, offset) and, aligned, the tensors' bytes. The
-format is specified in ggml's docs/gguf.md. Nothing in a file is believed before it is checked against the file's size:
-every count, length and offset may lie.
+A GGUF file (version 2 or 3, little-endian) consists of the magic "GGUF", a version, two counts, the key-value pairs,
+the tensor entries (name, dimensions innermost first, type, offset) and, aligned, the bytes of the tensors (Source:
+ggml, docs/gguf.md). Every count, length and offset is checked against the size of the file before it is used, because
+the file may be damaged (docs/decisions/0029-gguf-reader.md).
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _STRING: Final = 8
 _ARRAY: Final = 9
-_TRUTH: Final = 7
+_BOOLEAN: Final = 7
 _NUMBERS: Final = {
     **dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))),
     **dict(enumerate(("<u8", "<i8", "<f8"), start=_ARRAY + 1)),
 }
 """NumPy type by value type."""
-_MOST_ENTRIES: Final = 1 << 16
-"""Keys, and tensors: the largest models have a few thousand."""
-_LONGEST_NAME: Final = 1 << 10
-_LONGEST_STRING: Final = 1 << 24
-_LONGEST_ARRAY: Final = 1 << 22
-"""Elements: the largest vocabularies have a quarter of a million tokens, and twice as many merges."""
-_LONGEST_HEADER: Final = 1 << 28
-_MOST_DIMENSIONS: Final = 4
+_MAX_ENTRIES: Final = 1 << 16
+"""Limit on the number of keys, and of tensors; the largest models have a few thousand."""
+_MAX_NAME_BYTES: Final = 1 << 10
+_MAX_STRING_BYTES: Final = 1 << 24
+_MAX_ARRAY_ELEMENTS: Final = 1 << 22
+"""Limit on array elements; the largest vocabularies have about 260,000 tokens and twice as many merges."""
+_MAX_HEADER_BYTES: Final = 1 << 28
+_MAX_DIMENSIONS: Final = 4
 _DEFAULT_ALIGNMENT: Final = 32
-_LARGEST_ALIGNMENT: Final = 1 << 20
+_MAX_ALIGNMENT: Final = 1 << 20
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where and how a tensor is stored."""
+    """Position and type of a tensor."""
 
     file: Path
     shape: tuple[int, ...]
-    """Outermost dimension first, as everywhere here but in the file."""
+    """Outermost dimension first; the file has the opposite order."""
     type: int
-    """ggml's number of the type."""
+    """The type's number in ggml."""
     offset: int
-    """In the file, bytes."""
-    room: int
-    """Bytes from there to the end of the file."""
+    """Position of the first byte in the file."""
+    available_bytes: int
+    """Number of bytes from `offset` to the end of the file."""
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The header of one file."""
+    """The header of a file; of all parts together where the model is split."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -73,14 +73,14 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read a file's header; no weights yet.
+    """Read the header of a file, without its weights.
 
     Raises:
-        CheckpointError: it cannot be read, is not a little-endian GGUF file of version 2 or 3, or is damaged.
+        CheckpointError: the file cannot be read, is damaged, or is not a little-endian GGUF file of version 2 or 3.
     """
     try:
         with path.open("rb") as file:
-            return _Header(path, file).read()
+            return _HeaderParser(path, file).read()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist", "give a .gguf file or the folder of a checkpoint") from error
     except OSError as error:
@@ -90,11 +90,11 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _DamagedError(Exception):
-    """The header says something that cannot be."""
+    """The header contradicts itself or the size of the file."""
 
 
-class _Header:
-    """Reads one header front to back."""
+class _HeaderParser:
+    """Parses a header from front to back."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -102,107 +102,107 @@ class _Header:
         self._size = os.fstat(file.fileno()).st_size
 
     def read(self) -> GgufHeader:
-        version = self._opening()
+        version = self._magic_and_version()
         if version not in _VERSIONS:
             raise CheckpointError(
-                f"{self._path} is of GGUF version {version}", "supported are 2 and 3: convert the model again"
+                f"{self._path} has GGUF version {version}", "supported are 2 and 3: convert the model again"
             )
-        tensor_count, key_count = self._count(_MOST_ENTRIES, "the tensors"), self._count(_MOST_ENTRIES, "the keys")
+        tensor_count, key_count = self._count(_MAX_ENTRIES, "the tensors"), self._count(_MAX_ENTRIES, "the keys")
         metadata: dict[str, Value] = {}
         for _ in range(key_count):
-            key = self._string(_LONGEST_NAME, "a key")
+            key = self._string(_MAX_NAME_BYTES, "a key")
             if key in metadata:
-                raise _DamagedError(f"the key {shown(key)} is there twice")
+                raise _DamagedError(f"the key {shown(key)} occurs twice")
             metadata[key] = self._value(key)
         entries = [self._entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or not 1 <= alignment <= _LARGEST_ALIGNMENT:
+        if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT:
             raise _DamagedError(f"general.alignment is {shown(alignment)}")
         start = -(-self._file.tell() // alignment) * alignment
-        return GgufHeader(self._path, metadata, self._placed(entries, start, alignment))
+        return GgufHeader(self._path, metadata, self._stored_tensors(entries, start, alignment))
 
-    def _opening(self) -> int:
-        opening = self._file.read(8)
-        if len(opening) < 8 or opening[:4] != _MAGIC:
+    def _magic_and_version(self) -> int:
+        start = self._file.read(8)
+        if len(start) < 8 or start[:4] != _MAGIC:
             raise CheckpointError(f"{self._path} is truncated or not a GGUF file", AGAIN)
-        version = int.from_bytes(opening[4:], "little")
-        if version & 0xFFFF == 0:  # the version's bytes are in the other order
+        version = int.from_bytes(start[4:], "little")
+        if version & 0xFFFF == 0:  # the bytes of the version are swapped
             raise CheckpointError(
                 f"{self._path} is a big-endian GGUF file", "get the little-endian one, or convert the model again"
             )
         return version
 
     def _value(self, key: str) -> Value:
-        kind = self._whole("<I")
-        if kind == _STRING:
-            return self._string(_LONGEST_STRING, key)
-        if kind != _ARRAY:
-            return self._numbers(kind, 1, key)[0]
-        kind, count = self._whole("<I"), self._count(_LONGEST_ARRAY, key)
-        if kind == _STRING:
-            return [self._string(_LONGEST_STRING, key) for _ in range(count)]
-        return self._numbers(kind, count, key)
+        value_type = self._integer("<I")
+        if value_type == _STRING:
+            return self._string(_MAX_STRING_BYTES, key)
+        if value_type != _ARRAY:
+            return self._numbers(value_type, 1, key)[0]
+        value_type, count = self._integer("<I"), self._count(_MAX_ARRAY_ELEMENTS, key)
+        if value_type == _STRING:
+            return [self._string(_MAX_STRING_BYTES, key) for _ in range(count)]
+        return self._numbers(value_type, count, key)
 
-    def _numbers(self, kind: int, count: int, key: str) -> list[Scalar]:
-        if kind not in _NUMBERS:
-            raise _DamagedError(f"{shown(key)} is of the value type {kind}")
-        dtype = np.dtype(_NUMBERS[kind])
+    def _numbers(self, value_type: int, count: int, key: str) -> list[Scalar]:
+        if value_type not in _NUMBERS:
+            raise _DamagedError(f"{shown(key)} has the unknown value type {value_type}")
+        dtype = np.dtype(_NUMBERS[value_type])
         raw = self._bytes(count * dtype.itemsize)
-        if kind == _TRUTH and raw.strip(b"\0\1"):
-            raise _DamagedError(f"{shown(key)} is a truth value other than 0 and 1")
+        if value_type == _BOOLEAN and raw.strip(b"\0\1"):
+            raise _DamagedError(f"{shown(key)} holds a boolean other than 0 and 1")
         values: list[Scalar] = np.frombuffer(raw, dtype).tolist()
         return values
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and offset of one tensor."""
-        name = self._string(_LONGEST_NAME, "the name of a tensor")
-        dimensions = self._whole("<I")
-        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        """Parse one tensor entry: name, shape, type and offset."""
+        name = self._string(_MAX_NAME_BYTES, "the name of a tensor")
+        dimensions = self._integer("<I")
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise _DamagedError(f"{shown(name)} has {dimensions} dimensions")
-        shape = tuple(self._whole("<Q") for _ in range(dimensions))[::-1]
+        shape = tuple(self._integer("<Q") for _ in range(dimensions))[::-1]
         if 0 in shape:
             raise _DamagedError(f"{shown(name)} has the shape {list(shape)}")
-        return name, shape, self._whole("<I"), self._whole("<Q")
+        return name, shape, self._integer("<I"), self._integer("<Q")
 
-    def _placed(
+    def _stored_tensors(
         self, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
     ) -> dict[str, StoredTensor]:
         tensors: dict[str, StoredTensor] = {}
-        for name, shape, kind, offset in entries:
+        for name, shape, tensor_type, offset in entries:
             if name in tensors:
-                raise _DamagedError(f"the tensor {shown(name)} is there twice")
+                raise _DamagedError(f"the tensor {shown(name)} occurs twice")
             if offset % alignment:
                 raise _DamagedError(f"{shown(name)} lies at offset {offset}, which is not a multiple of {alignment}")
-            room = self._size - start - offset
-            # No type has fewer than one bit a weight.
-            if room <= 0 or math.prod(shape) > 8 * room:
+            available = self._size - start - offset
+            # Every type takes at least one bit per weight.
+            if available <= 0 or math.prod(shape) > 8 * available:
                 raise _DamagedError(f"{shown(name)} lies beyond its {self._size} bytes")
-            tensors[name] = StoredTensor(self._path, shape, kind, start + offset, room)
+            tensors[name] = StoredTensor(self._path, shape, tensor_type, start + offset, available)
         return tensors
 
-    def _string(self, longest: int, what: str) -> str:
-        length = self._whole("<Q")
-        if length > longest:
+    def _string(self, limit: int, what: str) -> str:
+        length = self._integer("<Q")
+        if length > limit:
             raise _DamagedError(f"{shown(what)} has {length} bytes")
         try:
             return self._bytes(length).decode("utf-8")
         except UnicodeDecodeError as error:
             raise _DamagedError(f"{shown(what)} is not UTF-8") from error
 
-    def _count(self, most: int, what: str) -> int:
-        count = self._whole("<Q")
-        if count > most:
+    def _count(self, limit: int, what: str) -> int:
+        count = self._integer("<Q")
+        if count > limit:
             raise _DamagedError(f"the count of {shown(what)} is {count}")
         return count
 
-    def _whole(self, layout: str) -> int:
+    def _integer(self, layout: str) -> int:
         (value,) = struct.unpack(layout, self._bytes(struct.calcsize(layout)))
         return int(value)
 
     def _bytes(self, count: int) -> bytes:
-        if self._file.tell() + count > min(self._size, _LONGEST_HEADER):
-            raise _DamagedError("its header ends too soon")
+        if self._file.tell() + count > min(self._size, _MAX_HEADER_BYTES):
+            raise _DamagedError("the header is cut off")
         raw = self._file.read(count)
         if len(raw) != count:
-            raise _DamagedError("its header ends too soon")
+            raise _DamagedError("the header is cut off")
         return raw

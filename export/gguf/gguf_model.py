@@ -1,4 +1,4 @@
-"""A GGUF file opened as a model that can be exported."""
+"""A GGUF file as the source of a model to export."""
 
 from __future__ import annotations
 
@@ -15,18 +15,34 @@ import numpy as np
 
 from ...errors import CheckpointError, InputError
 from ...models.manifest import WeightFormat
+from ..checkpoint.layout import EMBEDDING, FINAL_NORM, HEAD
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array
-from .config_json import architecture, read_settings
+from .config_json import architecture, config_settings
 from .gguf_header import AGAIN, GgufHeader, StoredTensor, read_gguf_header
 from .gguf_metadata import GgufMetadata
 from .gguf_tokenizer import GgufTokenizer
-from .names import ROPE_FACTORS, checkpoint_name
 from .requantize import requantize_rows
-from .tensor_types import TYPES, TensorType, type_name
+from .rope_scaling import ROPE_FACTORS
+from .tensor_types import TENSOR_TYPES, TensorType, type_name
 
-_PIECE_WEIGHTS: Final = 1 << 20
+_CHUNK_WEIGHTS: Final = 1 << 20
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+_OUTER_TENSORS: Final = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
+_LAYER_TENSORS: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR_NAME: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
 
 
 def is_gguf(path: Path) -> bool:
@@ -36,59 +52,62 @@ def is_gguf(path: Path) -> bool:
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[ModelSource]:
-    """Open a GGUF file, the first of several where the model is split, for as long as the context lasts.
+    """Open a GGUF file, or the first part of a split model, until the context ends.
 
     Raises:
-        CheckpointError: the file is damaged, or of a model that is not supported.
+        CheckpointError: the file is damaged, or its model is not supported.
         InputError: the `gguf` package is not installed.
     """
     try:
         import gguf.quants  # noqa: F401, PLC0415 -- an extra, imported when used
     except ModuleNotFoundError as error:
         raise InputError(f"GGUF files need the package {error.name}", 'pip install "edge-run[gguf]"') from error
-    container = _joined(path)
+    header = _read_all_parts(path)
     with tempfile.TemporaryDirectory(prefix="edge-run-") as folder:
-        model = GgufModel(container, Path(folder))
-        model.write_companions()
+        model = GgufModel(header, Path(folder))
+        model.write_config_files()
         yield model
 
 
 class GgufModel:
     """The tensors of a GGUF file by their Hugging Face names; see `ModelSource`."""
 
-    def __init__(self, container: GgufHeader, folder: Path) -> None:
-        """Map names and settings; no weights yet.
+    def __init__(self, header: GgufHeader, folder: Path) -> None:
+        """Map tensor names and settings, without reading weights.
 
         Raises:
-            CheckpointError: the model is not supported, or the file lacks something or holds what no such model has.
+            CheckpointError: the model is not supported, or the file lacks or adds a tensor or a setting.
         """
         self.folder = folder
-        self._path = container.path
-        self._metadata = GgufMetadata(container.path, container.metadata)
+        self._path = header.path
+        self._metadata = GgufMetadata(header.path, header.metadata)
         self._family = architecture(self._metadata)
-        layers = self._metadata.need_count(f"{self._family}.block_count")
+        layers = self._metadata.required_count(f"{self._family}.block_count")
         self._tensors: dict[str, StoredTensor] = {}
-        self._own_names: dict[str, str] = {}
-        for own, tensor in container.tensors.items():
-            name = own if own == ROPE_FACTORS else checkpoint_name(own, layers)
+        self._gguf_names: dict[str, str] = {}
+        for gguf_name, tensor in header.tensors.items():
+            name = gguf_name if gguf_name == ROPE_FACTORS else _checkpoint_name(gguf_name, layers)
             if name is None:
                 raise CheckpointError(
-                    f"{self._path} holds {own[:60]!r}, which no {self._family} model of {layers} layers has",
+                    f"{self._path} holds {gguf_name[:60]!r}, "
+                    f"which is not part of a {self._family} model with {layers} layers",
                     "export the model's Hugging Face checkpoint instead",
                 )
-            self._tensors[name], self._own_names[name] = tensor, own
-        embedding = container.tensors.get("token_embd.weight")
+            self._tensors[name], self._gguf_names[name] = tensor, gguf_name
+        embedding = header.tensors.get("token_embd.weight")
         if embedding is None:
-            raise CheckpointError(f"{self._path} holds no tensor token_embd.weight", "it is no whole model")
-        self._settings = read_settings(
+            raise CheckpointError(
+                f"{self._path} does not contain a complete language model: token_embd.weight is missing", AGAIN
+            )
+        self._settings = config_settings(
             self._metadata,
-            container.tensors.keys(),
+            header.tensors.keys(),
             embedding.shape[0],
             self.read(ROPE_FACTORS) if ROPE_FACTORS in self._tensors else None,
         )
 
-    def write_companions(self) -> None:
-        """Write config.json, the tokenizer and the generation settings to `folder`.
+    def write_config_files(self) -> None:
+        """Write config.json, tokenizer.json and the other small files of a checkpoint to `folder`.
 
         Raises:
             CheckpointError: the tokenizer is damaged or not supported.
@@ -108,7 +127,8 @@ class GgufModel:
         tensor = self._find(name)
         if tensor.shape != shape:
             raise CheckpointError(
-                f"{self._own_names[name]} has shape {list(tensor.shape)}, the metadata asks for {list(shape)}", AGAIN
+                f"{self._gguf_names[name]} has shape {list(tensor.shape)}, but the metadata implies {list(shape)}",
+                AGAIN,
             )
         self._type_of(name)
 
@@ -130,7 +150,7 @@ class GgufModel:
     def row_ranges(self, name: str) -> Iterator[RowRange]:
         """See `ModelSource.row_ranges`."""
         rows, columns = self._find(name).shape
-        step = max(1, _PIECE_WEIGHTS // columns)
+        step = max(1, _CHUNK_WEIGHTS // columns)
         for start in range(0, rows, step):
             yield RowRange(name, start, min(start + step, rows))
 
@@ -141,28 +161,28 @@ class GgufModel:
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         """The codes of the file where it has them in that format, else quantized anew; see `ModelSource.quantized`."""
         raw = self._raw_rows(rows)
-        kind = self._type_of(rows.name)
-        own = kind.codes(raw, weight_format)
-        if own is None:
-            weights = kind.decode(raw)
+        tensor_type = self._type_of(rows.name)
+        stored = tensor_type.codes(raw, weight_format)
+        if stored is None:
+            weights = tensor_type.decode(raw)
             self._require_finite(rows.name, weights)
             return QuantizedRows(*requantize_rows(weights, weight_format))
-        self._require_finite(rows.name, own.scales)
-        if own.offsets is not None:
-            self._require_finite(rows.name, own.offsets)
-        return own
+        self._require_finite(rows.name, stored.scales)
+        if stored.offsets is not None:
+            self._require_finite(rows.name, stored.offsets)
+        return stored
 
     def stored_format(self, name: str) -> WeightFormat:
         """See `ModelSource.stored_format`."""
-        return self._type_of(name).nearest
+        return self._type_of(name).nearest_format
 
     def _raw_rows(self, rows: RowRange) -> UInt8Array:
-        """Stored bytes of some rows, [rows, row bytes], in the order Hugging Face has them."""
+        """Stored bytes of some rows, uint8 [rows, row bytes], in the row order of Hugging Face."""
         heads = self._interleaved_heads(rows.name)
         if heads is None:
             return self._stored_rows(rows)
-        # Within a head, Hugging Face has the first channels of all pairs and then the second ones, llama.cpp pair
-        # after pair; so whole heads are read and their rows put in order.
+        # Within a head, Hugging Face stores the first channels of all pairs and then the second ones, llama.cpp stores
+        # pair after pair. So whole heads are read and their rows are reordered.
         dim = self._find(rows.name).shape[0] // heads
         first, last = rows.start // dim, -(-rows.stop // dim)
         stored = self._stored_rows(RowRange(rows.name, first * dim, last * dim))
@@ -171,7 +191,7 @@ class GgufModel:
         return ordered
 
     def _interleaved_heads(self, name: str) -> int | None:
-        """Heads of a query or key projection whose rows llama.cpp has reordered; None for all other tensors."""
+        """Number of heads of a projection whose rows llama.cpp has reordered; None for all other tensors."""
         if self._family != "llama":
             return None
         if ".q_proj." in name:
@@ -189,34 +209,38 @@ class GgufModel:
         except OSError as error:
             raise CheckpointError(f"{tensor.file} cannot be read: {error.strerror or error}", AGAIN) from error
         if raw.size != count:
-            raise CheckpointError(f"{tensor.file} ended inside {self._own_names[rows.name]}", AGAIN)
+            raise CheckpointError(f"{tensor.file} ended inside {self._gguf_names[rows.name]}", AGAIN)
         return raw.reshape(-1, size)
 
     def _type_of(self, name: str) -> TensorType:
-        """How a tensor is stored; checked against the file here, where the type's size is known."""
-        tensor, own = self._find(name), self._own_names[name]
-        kind = TYPES.get(tensor.type)
-        if kind is None:
+        """Return the type of a tensor, after checking that the file is long enough for it."""
+        tensor, gguf_name = self._find(name), self._gguf_names[name]
+        tensor_type = TENSOR_TYPES.get(tensor.type)
+        if tensor_type is None:
             raise CheckpointError(
-                f"{own} is of type {type_name(tensor.type)}",
-                f"supported are {', '.join(known.name for known in TYPES.values())}",
+                f"{gguf_name} has type {type_name(tensor.type)}",
+                f"supported are {', '.join(known.name for known in TENSOR_TYPES.values())}",
             )
         rows, columns = _as_matrix(tensor.shape)
-        if columns % kind.weights:
-            raise CheckpointError(f"{own} has rows of {columns} in {kind.name} blocks of {kind.weights}", AGAIN)
-        if rows * kind.row_bytes(columns) > tensor.room:
-            raise CheckpointError(f"{tensor.file} is truncated: {own} lies beyond its end", AGAIN)
-        return kind
+        if columns % tensor_type.block_weights:
+            raise CheckpointError(
+                f"{gguf_name} has {columns} columns, "
+                f"which is not a multiple of the {tensor_type.name} block size {tensor_type.block_weights}",
+                AGAIN,
+            )
+        if rows * tensor_type.row_bytes(columns) > tensor.available_bytes:
+            raise CheckpointError(f"{tensor.file} is truncated: {gguf_name} lies beyond its end", AGAIN)
+        return tensor_type
 
     def _find(self, name: str) -> StoredTensor:
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"{self._path} holds no tensor {name}", "the file is incomplete: " + AGAIN)
+            raise CheckpointError(f"{self._path} lacks the tensor {name}", "the file is incomplete: " + AGAIN)
         return tensor
 
     def _require_finite(self, name: str, values: Float32Array) -> None:
         if not np.isfinite(values).all():
-            raise CheckpointError(f"{self._own_names[name]} holds NaN or infinite weights", AGAIN)
+            raise CheckpointError(f"{self._gguf_names[name]} holds NaN or infinite weights", AGAIN)
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         text = json.dumps(data, indent=2, ensure_ascii=False)
@@ -224,13 +248,13 @@ class GgufModel:
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns; a vector is a column, so that its elements can be put in order as rows are."""
+    """Numbers of rows and columns; a vector counts as one column, so that its elements can be reordered like rows."""
     columns = shape[-1] if len(shape) > 1 else 1
     return math.prod(shape) // columns, columns
 
 
-def _joined(path: Path) -> GgufHeader:
-    """The header of a model's file, or of all its files together."""
+def _read_all_parts(path: Path) -> GgufHeader:
+    """Read the header of a model, merging the headers of all parts of a split one."""
     first = read_gguf_header(path)
     parts = first.metadata.get("split.count", 1)
     if parts in (0, 1):
@@ -250,3 +274,13 @@ def _joined(path: Path) -> GgufHeader:
             raise CheckpointError(f"{part} is not part {number} of {path.name}", AGAIN)
         tensors.update(other.tensors)
     return GgufHeader(path, first.metadata, tensors)
+
+
+def _checkpoint_name(name: str, layers: int) -> str | None:
+    """The Hugging Face name of a GGUF tensor in a model with that many layers; None for an unknown tensor."""
+    if name in _OUTER_TENSORS:
+        return _OUTER_TENSORS[name]
+    block = _LAYER_TENSOR_NAME.fullmatch(name)
+    if block is None or block[2] not in _LAYER_TENSORS or int(block[1]) >= layers:
+        return None
+    return f"model.layers.{block[1]}.{_LAYER_TENSORS[block[2]]}.{block[3]}"

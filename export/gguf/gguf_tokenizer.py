@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file as the tokenizer.json and tokenizer_config.json of its checkpoint.
+"""The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json.
 
-Two kinds exist among the llama and qwen families: byte-level BPE (`gpt2`), with its merges in the file, and
-SentencePiece BPE (`llama`), whose merges follow from the scores of its pieces, as `transformers` derives them.
+The llama and qwen families use two kinds: byte-level BPE (`gpt2`), whose merges are in the file, and SentencePiece BPE
+(`llama`), whose merges are derived from the scores of its tokens as `transformers` does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .gguf_metadata import GgufMetadata
 from .pretokenizers import BYTE_LEVEL, PRE_TOKENIZERS, PreTokenizer
 
 _SPACE: Final = "\u2581"
-"""What SentencePiece writes for a space."""
-_ENDINGS: Final = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
-"""Special tokens that end a turn or a text wherever they exist; many files name only one of a model's."""
+"""The character that SentencePiece writes for a space."""
+_END_TOKENS: Final = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
+"""Special tokens that always end a turn or a text; many files name only one of those a model has."""
 
 
-class TokenKind(IntEnum):
-    """Values of tokenizer.ggml.token_type."""
+class TokenType(IntEnum):
+    """Token types in tokenizer.ggml.token_type."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -38,13 +38,13 @@ class GgufTokenizer:
     """The tokenizer of one file."""
 
     def __init__(self, metadata: GgufMetadata, vocab_size: int) -> None:
-        """Read the vocabulary of a model whose embedding has `vocab_size` rows.
+        """Read the tokenizer of a model whose embedding has `vocab_size` rows.
 
         Raises:
-            CheckpointError: keys are missing or contradict each other, or the tokenizer is of an unknown kind.
+            CheckpointError: keys are missing or contradict each other, or the kind of tokenizer is unknown.
         """
         self._metadata = metadata
-        self._model = self._need_text("tokenizer.ggml.model")
+        self._model = self._required_text("tokenizer.ggml.model")
         if self._model not in ("gpt2", "llama"):
             raise metadata.wrong(
                 f"the tokenizer {self._model[:40]!r} is not supported", "supported are gpt2 (byte-level) and llama"
@@ -58,18 +58,18 @@ class GgufTokenizer:
                 f"tokenizer.ggml.tokens has {len(tokens)} tokens, token_embd.weight {vocab_size} rows",
                 "tokenizer and weights are not of the same model",
             )
-        self._kinds = metadata.counts("tokenizer.ggml.token_type") or [TokenKind.NORMAL] * len(tokens)
-        self._require_as_long("tokenizer.ggml.token_type", self._kinds)
+        self._types = metadata.counts("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+        self._require_as_long("tokenizer.ggml.token_type", self._types)
         self._ids = self._unique_ids()
-        self._splitting = self._find_splitting() if self._model == "gpt2" else None
+        self._pre_tokenizer = self._find_pre_tokenizer() if self._model == "gpt2" else None
 
     def tokenizer_json(self) -> str:
-        """The text of tokenizer.json.
+        """Return the text of tokenizer.json.
 
         Raises:
-            CheckpointError: the merges or scores do not make a tokenizer of the tokens.
+            CheckpointError: the merges or scores do not fit the tokens.
         """
-        pipeline = self._byte_level(self._splitting) if self._splitting else self._sentence_piece()
+        pipeline = self._byte_level(self._pre_tokenizer) if self._pre_tokenizer else self._sentence_piece()
         text = json.dumps(
             {
                 "version": "1.0",
@@ -83,11 +83,11 @@ class GgufTokenizer:
         try:  # the library raises bare Exception for every defect
             Tokenizer.from_str(text)
         except Exception as error:
-            raise self._metadata.wrong(f"its tokenizer is damaged: {error}", "download the file again") from error
+            raise self._metadata.wrong(f"the tokenizer is damaged: {error}", "download the file again") from error
         return text
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """The contents of tokenizer_config.json, chat template aside."""
+        """Return the settings of tokenizer_config.json, without the chat template."""
         named = {"bos_token": self._bos(), "eos_token": self._eos()}
         named |= {"unk_token": self._token_id("unknown"), "pad_token": self._token_id("padding")}
         return {
@@ -99,33 +99,35 @@ class GgufTokenizer:
         }
 
     def token_ids(self) -> dict[str, Any]:
-        """`bos_token_id`, `eos_token_id` and `pad_token_id` as generation_config.json has them."""
-        endings = [self._eos(), self._token_id("eot"), self._token_id("eom")]
-        endings += [token for token in map(self._ids.get, _ENDINGS) if token is not None and self._is_special(token)]
-        ends = list(dict.fromkeys(token for token in endings if token is not None))
+        """Return `bos_token_id`, `eos_token_id` and `pad_token_id` as in generation_config.json."""
+        end_ids = [self._eos(), self._token_id("eot"), self._token_id("eom")]
+        end_ids += [token for token in map(self._ids.get, _END_TOKENS) if token is not None and self._is_special(token)]
+        unique = list(dict.fromkeys(token for token in end_ids if token is not None))
         ids = {
             "bos_token_id": self._bos(),
-            "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+            "eos_token_id": unique if len(unique) > 1 else next(iter(unique), None),
             "pad_token_id": self._token_id("padding"),
         }
         return {name: value for name, value in ids.items() if value is not None}
 
-    def _byte_level(self, splitting: PreTokenizer) -> dict[str, Any]:
+    def _byte_level(self, pre_tokenizer: PreTokenizer) -> dict[str, Any]:
         merges = self._metadata.texts("tokenizer.ggml.merges")
         if merges is None:
             raise self._metadata.missing("tokenizer.ggml.merges")
         pairs = []
         for merge in merges:
-            cut = merge.find(" ", 1)  # not at the start, where a space would be a token of its own
+            cut = merge.find(" ", 1)  # a space at the start would be a token of its own
             if cut < 1:
-                raise self._metadata.wrong(f"tokenizer.ggml.merges holds {shown(merge)}", "each must name two tokens")
+                raise self._metadata.wrong(
+                    f"tokenizer.ggml.merges holds {shown(merge)}", "each merge must name two tokens"
+                )
             pairs.append([merge[:cut], merge[cut + 1 :]])
         return {
-            "normalizer": splitting.normalizer(),
-            "pre_tokenizer": splitting.pre_tokenizer(),
+            "normalizer": pre_tokenizer.normalizer(),
+            "pre_tokenizer": pre_tokenizer.pre_tokenizer(),
             "post_processor": self._post_processor(BYTE_LEVEL),
             "decoder": BYTE_LEVEL,
-            "model": {"type": "BPE", "ignore_merges": splitting.whole_words, "vocab": self._ids, "merges": pairs},
+            "model": {"type": "BPE", "ignore_merges": pre_tokenizer.ignore_merges, "vocab": self._ids, "merges": pairs},
         }
 
     def _sentence_piece(self) -> dict[str, Any]:
@@ -151,35 +153,35 @@ class GgufTokenizer:
         }
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Every way to put a piece together from two, better pieces first."""
+        """Return every way to merge two tokens into one, the tokens with higher scores first."""
         scores = self._metadata.numbers("tokenizer.ggml.scores")
         if scores is None:
             raise self._metadata.missing("tokenizer.ggml.scores")
         self._require_as_long("tokenizer.ggml.scores", scores)
-        pieces = {text: token for text, token in self._ids.items() if self._kinds[token] == TokenKind.NORMAL}
+        candidates = {text: token for text, token in self._ids.items() if self._types[token] == TokenType.NORMAL}
         merges = []
-        for text, token in pieces.items():
+        for text, token in candidates.items():
             halves = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-            known = [(left, right) for left, right in halves if left in pieces and right in pieces]
-            known.sort(key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
+            known = [(left, right) for left, right in halves if left in candidates and right in candidates]
+            known.sort(key=lambda pair: (candidates[pair[0]], candidates[pair[1]]))
             merges += [(scores[token], left, right) for left, right in known]
         merges.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
         return [(left, right) for _, left, right in merges]
 
-    def _post_processor(self, plain: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """What puts beginning and end of text around a text; `plain` where nothing does."""
+    def _post_processor(self, default: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return the post-processor that adds beginning- and end-of-text tokens; `default` where none is added."""
         bos = self._bos() if self._adds_bos() else None
         eos = self._eos() if self._adds_eos() else None
         if bos is None and eos is None:
-            return plain
+            return default
         special = {self._tokens[token]: token for token in (bos, eos) if token is not None}
 
         def around(sequences: Sequence[str]) -> list[Mapping[str, Any]]:
             parts: list[Mapping[str, Any]] = []
-            for place, sequence in enumerate(sequences):
-                parts += [_special_part(self._tokens[bos], place)] if bos is not None else []
-                parts.append({"Sequence": {"id": sequence, "type_id": place}})
-                parts += [_special_part(self._tokens[eos], place)] if eos is not None else []
+            for type_id, sequence in enumerate(sequences):
+                parts += [_special_part(self._tokens[bos], type_id)] if bos is not None else []
+                parts.append({"Sequence": {"id": sequence, "type_id": type_id}})
+                parts += [_special_part(self._tokens[eos], type_id)] if eos is not None else []
             return parts
 
         return {
@@ -190,24 +192,24 @@ class GgufTokenizer:
         }
 
     def _added_tokens(self) -> list[Mapping[str, Any]]:
-        """Tokens that are found in a text before it is split."""
-        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        """Return the tokens that are matched in a text before it is split."""
+        options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return [
-            {"id": token, "content": text, **plain, "special": self._is_special(token)}
+            {"id": token, "content": text, **options, "special": self._is_special(token)}
             for text, token in self._ids.items()
-            if self._is_special(token) or self._kinds[token] == TokenKind.USER_DEFINED
+            if self._is_special(token) or self._types[token] == TokenType.USER_DEFINED
         ]
 
     def _is_special(self, token: int) -> bool:
-        return self._kinds[token] == TokenKind.CONTROL or (
-            self._kinds[token] == TokenKind.UNKNOWN and self._model == "llama"
+        return self._types[token] == TokenType.CONTROL or (
+            self._types[token] == TokenType.UNKNOWN and self._model == "llama"
         )
 
     def _adds_bos(self) -> bool:
-        asked = self._metadata.flag("tokenizer.ggml.add_bos_token")
-        if asked is None:
-            return self._splitting is None or self._splitting.adds_bos
-        return asked
+        flag = self._metadata.flag("tokenizer.ggml.add_bos_token")
+        if flag is None:
+            return self._pre_tokenizer is None or self._pre_tokenizer.adds_bos
+        return flag
 
     def _adds_eos(self) -> bool:
         return self._metadata.flag("tokenizer.ggml.add_eos_token") is True
@@ -219,7 +221,7 @@ class GgufTokenizer:
         return self._token_id("eos", 2)
 
     def _token_id(self, name: str, default: int | None = None) -> int | None:
-        """Id of a token that the file names; SentencePiece models have defaults."""
+        """Return the id of a special token; `default` applies to SentencePiece tokenizers."""
         key = f"tokenizer.ggml.{name}_token_id"
         token = self._metadata.count(key)
         if token is None and self._model == "llama" and default is not None and default < len(self._tokens):
@@ -229,10 +231,10 @@ class GgufTokenizer:
         return token
 
     def _unique_ids(self) -> dict[str, int]:
-        """Id by token, tokens that fill up the vocabulary left out."""
+        """Return the id of each token, without those that only pad the vocabulary."""
         ids: dict[str, int] = {}
         for token, text in enumerate(self._tokens):
-            if self._kinds[token] == TokenKind.UNUSED or not text:
+            if self._types[token] == TokenType.UNUSED or not text:
                 continue
             if text in ids:
                 raise self._metadata.wrong(
@@ -242,8 +244,8 @@ class GgufTokenizer:
             ids[text] = token
         return ids
 
-    def _find_splitting(self) -> PreTokenizer:
-        name = self._need_text("tokenizer.ggml.pre")
+    def _find_pre_tokenizer(self) -> PreTokenizer:
+        name = self._required_text("tokenizer.ggml.pre")
         if name not in PRE_TOKENIZERS:
             raise self._metadata.wrong(
                 f"tokenizer.ggml.pre {name[:40]!r} is not supported",
@@ -251,7 +253,7 @@ class GgufTokenizer:
             )
         return PRE_TOKENIZERS[name]
 
-    def _need_text(self, key: str) -> str:
+    def _required_text(self, key: str) -> str:
         text = self._metadata.text(key)
         if text is None:
             raise self._metadata.missing(key)
@@ -264,5 +266,5 @@ class GgufTokenizer:
             )
 
 
-def _special_part(text: str, place: int) -> Mapping[str, Any]:
-    return {"SpecialToken": {"id": text, "type_id": place}}
+def _special_part(text: str, type_id: int) -> Mapping[str, Any]:
+    return {"SpecialToken": {"id": text, "type_id": type_id}}

@@ -1,7 +1,7 @@
-"""Rotary scalings as GGUF states them, turned into config.json's `rope_scaling`.
+"""The rope scaling of a GGUF file, as config.json states it.
 
-Llama 3.1 and later come with a tensor of divisors, one per channel pair, computed from four numbers that the file
-leaves out. They are recovered and must give the tensor back.
+Files of Llama 3.1 and later hold a tensor of frequency divisors, one per channel pair, but not the four numbers from
+which they were computed. Those are recovered here, and must reproduce the tensor.
 """
 
 from __future__ import annotations
@@ -13,33 +13,46 @@ import numpy as np
 import numpy.typing as npt
 
 from .gguf_metadata import GgufMetadata
-from .names import ROPE_FACTORS
 
 RopeFactors = npt.NDArray[np.float32]
 
+ROPE_FACTORS: Final = "rope_freqs.weight"
+"""Name of the tensor of rotary frequency divisors."""
+
 _LLAMA3: Final = (1.0, 4.0, 8192)
-"""low_freq_factor, high_freq_factor and original context of every Llama 3 so far."""
-_EXACT: Final = 1e-5
-"""Relative; the divisors are float32."""
+"""low_freq_factor, high_freq_factor and original context of all published Llama 3 models."""
+_TOLERANCE: Final = 1e-5
+"""Relative tolerance in comparing divisors, which are float32."""
 
 
 def rope_scaling(
     metadata: GgufMetadata, name: str, base: float, head_dim: int, factors: RopeFactors | None
 ) -> dict[str, Any] | None:
-    """The `rope_scaling` of a file of architecture `name`, None where nothing is scaled.
+    """Return the `rope_scaling` of config.json, None for unscaled frequencies.
+
+    Args:
+        metadata: keys of the file.
+        name: architecture of the file.
+        base: rotary base (theta).
+        head_dim: channels per head.
+        factors: the tensor `ROPE_FACTORS`, float32 [head_dim / 2]; None where the file has none.
 
     Raises:
-        CheckpointError: the scaling is of another kind than none, linear, yarn and llama3's divisors.
+        CheckpointError: the scaling is not one of none, linear, yarn and Llama 3's divisors.
     """
     prefix = f"{name}.rope.scaling"
     kind = metadata.text(f"{prefix}.type") or "none"
     factor = metadata.positive(f"{prefix}.factor") or metadata.positive(f"{name}.rope.scale_linear")
     if factors is not None and not np.all(factors == 1):
         if factors.shape != (head_dim // 2,) or factors.min() <= 0:
-            raise metadata.wrong(f"{ROPE_FACTORS} are not {head_dim // 2} divisors", "download the file again")
+            raise metadata.wrong(
+                f"{ROPE_FACTORS} does not hold {head_dim // 2} positive divisors", "download the file again"
+            )
         if kind != "none":
-            raise metadata.wrong(f"it has {ROPE_FACTORS} and {prefix}.type {kind!r:.40}", "supported is one of the two")
-        with np.errstate(all="ignore"):  # what cannot be a number fails the comparison
+            raise metadata.wrong(
+                f"the file has both {ROPE_FACTORS} and {prefix}.type {kind!r:.40}", "only one of them is supported"
+            )
+        with np.errstate(all="ignore"):  # NaN fails the comparison
             return _llama3(metadata, name, base, head_dim, factors)
     if kind == "none" and factor in (None, 1.0):
         return None
@@ -47,7 +60,7 @@ def rope_scaling(
         return {"rope_type": "linear", "factor": factor or 1.0}
     if kind != "yarn" or factor is None:
         raise metadata.wrong(
-            f"the rotary scaling {kind!r:.40} with factor {factor} is not supported",
+            f"rope scaling {kind!r:.40} with factor {factor} is not supported",
             "supported are none, linear, yarn and the divisors of Llama 3",
         )
     for setting, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0)):
@@ -56,21 +69,21 @@ def rope_scaling(
             raise metadata.wrong(f"{prefix}.{setting} is {value:g}", f"supported is {neutral:g}")
     if metadata.number(f"{prefix}.yarn_log_multiplier") not in (None, 0.0):
         raise metadata.wrong(f"{prefix}.yarn_log_multiplier is not supported", "export the model's checkpoint instead")
-    asked = {
+    yarn = {
         "factor": factor,
         "original_max_position_embeddings": metadata.count(f"{prefix}.original_context_length", 1),
         "beta_fast": metadata.positive(f"{prefix}.yarn_beta_fast"),
         "beta_slow": metadata.positive(f"{prefix}.yarn_beta_slow"),
     }
-    return {"rope_type": "yarn", **{setting: value for setting, value in asked.items() if value is not None}}
+    return {"rope_type": "yarn", **{setting: value for setting, value in yarn.items() if value is not None}}
 
 
 def _llama3(metadata: GgufMetadata, name: str, base: float, dim: int, factors: RopeFactors) -> dict[str, Any]:
-    """The four numbers of Llama 3's scaling behind a tensor of divisors.
+    """Recover the four numbers of Llama 3's scaling from the tensor of divisors.
 
-    A divisor d of a pair of frequency f is 1 / ((1 - s) / factor + s), where s rises linearly in f from 0 to 1. Two
-    pairs on the ramp give the line; the original context is known or assumed, since only its ratio to the two
-    frequency factors matters.
+    The divisor of a pair with frequency f is 1 / ((1 - s) / factor + s), where s rises linearly in f from 0 to 1. Two
+    pairs on this ramp determine the line. The original context is taken from the file or assumed, since only its ratio
+    to the two frequency factors matters.
     """
     factor = float(factors.max())
     original = metadata.count(f"{name}.rope.scaling.original_context_length", 1) or _LLAMA3[2]
@@ -84,7 +97,7 @@ def _llama3(metadata: GgufMetadata, name: str, base: float, dim: int, factors: R
         low = turns[first] - kept[first] / slope
         candidates.append((float(low), float(low + 1 / slope), original))
     for low, high, positions in candidates:
-        if 0 < low < high and np.allclose(_divisors(base, dim, factor, low, high, positions), factors, _EXACT, 0):
+        if 0 < low < high and np.allclose(_divisors(base, dim, factor, low, high, positions), factors, _TOLERANCE, 0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
@@ -93,7 +106,7 @@ def _llama3(metadata: GgufMetadata, name: str, base: float, dim: int, factors: R
                 "original_max_position_embeddings": positions,
             }
     raise metadata.wrong(
-        f"{ROPE_FACTORS} are not the divisors of Llama 3's rotary scaling", "export the model's checkpoint instead"
+        f"{ROPE_FACTORS} does not hold the divisors of Llama 3's rope scaling", "export the model's checkpoint instead"
     )
 
 

@@ -1,7 +1,6 @@
-"""GGUF files made from checkpoint folders, as llama.cpp's converter makes them.
+"""GGUF files made from checkpoint folders like llama.cpp's converter does.
 
-Written against the format and the converter's rules with the writer of the `gguf` package, and sharing no code with the
-reader under test.
+Uses the writer of the `gguf` package and shares no code with the reader under test.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ def write_gguf(
     """Convert a checkpoint folder to a GGUF file.
 
     Args:
-        path: the file; of a split model the name without -00001-of-0000N.
+        path: the file to write; for a split model, its name without -00001-of-0000N.
         checkpoint: folder in Hugging Face layout with one safetensors file.
-        kind: type of the matrices, or type by GGUF name (others F32).
-        raw: stored bytes by GGUF name, in llama.cpp's row order, of the type in `kind`.
+        kind: tensor type of the matrices, or tensor types by GGUF name (others F32).
+        raw: stored bytes by GGUF name, in llama.cpp's row order and the type given by `kind`.
         also: metadata to add or replace.
         without: keys and tensors to leave out.
         tensors: float32 tensors to add by GGUF name.
-        parts: files to split it into.
+        parts: number of files.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     weights = {name: value.astype(np.float32) for name, value in load_file(checkpoint / "model.safetensors").items()}
@@ -103,7 +102,7 @@ def gguf_name(name: str) -> str:
 
 
 def permuted(name: str, value: Array, config: Mapping[str, Any]) -> Array:
-    """Rows of a llama's queries and keys as llama.cpp orders them; the rule of its converter."""
+    """Reorder the rows of Llama's query and key projections like llama.cpp's converter."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     for projection, given in heads.items():
         if config["model_type"] == "llama" and f".{projection}." in name:
@@ -133,7 +132,7 @@ def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_metadata(checkpoint: Path, pre: str = "gpt-2") -> dict[str, Any]:
-    """The keys of a tokenizer: byte-level, or SentencePiece where it falls back to bytes."""
+    """Metadata of a tokenizer: SentencePiece if it falls back to bytes, else byte-level."""
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     settings_file = checkpoint / "tokenizer_config.json"
     settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.is_file() else {}
@@ -161,7 +160,7 @@ def tokenizer_metadata(checkpoint: Path, pre: str = "gpt-2") -> dict[str, Any]:
 
 
 def piece_scores(tokens: list[str], vocabulary: Mapping[str, int], merges: list[list[str]]) -> list[float]:
-    """Scores that rank the pieces as the merges do; SentencePiece numbers them the same way."""
+    """Scores that rank the tokens in the order of the merges, as in SentencePiece."""
     scores = [0.0] * len(tokens)
     for rank, (left, right) in enumerate(merges):
         scores[vocabulary[left + right]] = scores[vocabulary[left + right]] or -1.0 - rank
@@ -191,17 +190,17 @@ def sub_type(value: Any) -> gguf.GGUFValueType:
 
 
 def random_blocks(kind: str, rows: int, columns: int, size: float, seed: int = 0) -> Array:
-    """Raw rows of a K-quant with random codes and scales, weights of about the standard deviation `size`."""
+    """Raw rows of a K-quant with random codes and scales; `size` is the weights' approximate standard deviation."""
     random = np.random.default_rng(seed)
     weights, length = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (rows * columns // weights, length), dtype=np.uint8)
-    # Codes c in 0..top times a scale of about 32, less a minimum of about 32; Q6_K's are signed and 16 to a scale.
-    step, places = {
+    # A code from 0 up is multiplied by a scale of about 32, and a minimum of about 32 is subtracted; Q6_K's are signed.
+    step, positions = {
         "Q4_K": (size / (32 * 5), (slice(0, 2), slice(2, 4))),
         "Q5_K": (size / (32 * 10), (slice(0, 2), slice(2, 4))),
         "Q6_K": (size / (74 * 18), (slice(208, 210),)),
     }[kind]
-    for factor, place in zip((1, 7.5 if kind == "Q4_K" else 15.5), places, strict=False):
+    for factor, position in zip((1, 7.5 if kind == "Q4_K" else 15.5), positions, strict=False):
         scales = (step * factor * random.uniform(0.5, 1.5, len(blocks))).astype("<f2")
-        blocks[:, place] = scales.view(np.uint8).reshape(-1, 2)
+        blocks[:, position] = scales.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(rows, -1)

@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF metadata encode as the originals do."""
+"""Tokenizers rebuilt from GGUF metadata encode like the originals."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from support.gguf_files import tokenizer_metadata
 from support.shared_data import data_path
 from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer, write_json
 
-WHERE = Path("model.gguf")
-KINDS = [("qwen2.5", "qwen2"), ("smollm", "smollm"), ("phi-3-mini", "")]
+PATH = Path("model.gguf")
+TOKENIZERS = [("qwen2.5", "qwen2"), ("smollm", "smollm"), ("phi-3-mini", "")]
 TEXTS = [
     "",
     " ",
@@ -33,21 +33,24 @@ TEXTS = [
 ]
 
 
-def plain(metadata):
-    """Without NumPy types, as a reader has it."""
+def python_values(metadata):
+    """Replace NumPy scalars with Python values, as in a parsed header."""
 
-    def as_read(value):
+    def python_value(value):
         return value.item() if isinstance(value, np.generic) else value
 
     return {
-        key: [as_read(item) for item in value] if isinstance(value, list) else value for key, value in metadata.items()
+        key: [python_value(item) for item in value] if isinstance(value, list) else value
+        for key, value in metadata.items()
     }
 
 
 def rebuilt(folder: Path, pre: str, **also) -> Tokenizer:
-    metadata = plain(tokenizer_metadata(folder, pre)) | {f"tokenizer.ggml.{key}": value for key, value in also.items()}
+    metadata = python_values(tokenizer_metadata(folder, pre)) | {
+        f"tokenizer.ggml.{key}": value for key, value in also.items()
+    }
     tokens = metadata["tokenizer.ggml.tokens"]
-    return Tokenizer.from_str(GgufTokenizer(GgufMetadata(WHERE, metadata), len(tokens)).tokenizer_json())
+    return Tokenizer.from_str(GgufTokenizer(GgufMetadata(PATH, metadata), len(tokens)).tokenizer_json())
 
 
 def golden(name: str) -> list[tuple[str, list[int]]]:
@@ -58,13 +61,13 @@ def golden(name: str) -> list[tuple[str, list[int]]]:
 
 
 @functools.cache
-def real(name: str, pre: str) -> Tokenizer:
+def real_tokenizer(name: str, pre: str) -> Tokenizer:
     return rebuilt(data_path(f"tokenizers/{name}"), pre)
 
 
-@pytest.mark.parametrize(("name", "pre"), KINDS)
-def test_real_tokenizers_come_back_whole(name: str, pre: str) -> None:
-    ours, original = real(name, pre), Tokenizer.from_file(str(data_path(f"tokenizers/{name}/tokenizer.json")))
+@pytest.mark.parametrize(("name", "pre"), TOKENIZERS)
+def test_real_tokenizers_encode_and_decode_like_the_originals(name: str, pre: str) -> None:
+    ours, original = real_tokenizer(name, pre), Tokenizer.from_file(str(data_path(f"tokenizers/{name}/tokenizer.json")))
     texts = [*TEXTS, *(text for text, _ in golden("qwen2") + golden("phi-3"))]
     for text in texts:
         ids = original.encode(text).ids
@@ -74,8 +77,8 @@ def test_real_tokenizers_come_back_whole(name: str, pre: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "pre", "pairs"), [("qwen2.5", "qwen2", "qwen2"), ("phi-3-mini", "", "phi-3")])
-def test_golden_pairs(name: str, pre: str, pairs: str) -> None:
-    ours = real(name, pre)
+def test_token_ids_equal_the_golden_ones(name: str, pre: str, pairs: str) -> None:
+    ours = real_tokenizer(name, pre)
     for text, ids in golden(pairs):
         assert ours.encode(text, add_special_tokens=False).ids == ids, text
 
@@ -89,20 +92,20 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 
 @given(text=st.text(max_size=40))
-def test_any_text_encodes_as_before(tiny_folder: Path, text: str) -> None:
+def test_any_text_encodes_like_the_original(tiny_folder: Path, text: str) -> None:
     original = Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
     assert rebuilt(tiny_folder, "gpt-2").encode(text).ids == original.encode(text).ids
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
-def test_every_splitting_loads_and_loses_nothing(tiny_folder: Path, pre: str) -> None:
+def test_every_pre_tokenizer_loads_and_is_lossless(tiny_folder: Path, pre: str) -> None:
     tokenizer = rebuilt(tiny_folder, pre)
     for text in ("It'S 12345 o'clock,  at\r\n the Café ... $5+<=>!\n ", "ab1c", "  "):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
 
 
 @pytest.mark.parametrize(
-    ("pre", "pieces"),
+    ("pre", "parts"),
     [
         ("llama-bpe", ["A", "ĠB", "123", "45", "'LL"]),
         ("qwen2", ["A", "ĠB", "1", "2", "3", "4", "5", "'LL"]),
@@ -112,43 +115,43 @@ def test_every_splitting_loads_and_loses_nothing(tiny_folder: Path, pre: str) ->
         ("tekken", ["A", "ĠB", "1", "2", "3", "4", "5", "'LL"]),
     ],
 )
-def test_texts_split_as_the_models_do(tiny_folder: Path, pre: str, pieces: list[str]) -> None:
+def test_texts_are_split_like_the_models_do(tiny_folder: Path, pre: str, parts: list[str]) -> None:
     split = rebuilt(tiny_folder, pre).pre_tokenizer.pre_tokenize_str("A B12345'LL")
-    assert [piece for piece, _ in split] == pieces
+    assert [part for part, _ in split] == parts
 
 
-def test_beginning_and_end_of_text_are_added_when_the_file_says_so(tiny_folder: Path) -> None:
-    named = {"bos_token_id": 2, "eos_token_id": 0}
-    assert rebuilt(tiny_folder, "gpt-2", **named, add_bos_token=True).encode("a").ids[0] == 2
-    assert rebuilt(tiny_folder, "gpt-2", **named, add_bos_token=False).encode("a").ids[0] != 2
-    both = rebuilt(tiny_folder, "llama-bpe", **named, add_bos_token=True, add_eos_token=True).encode("a", "a").ids
+def test_special_tokens_are_added_when_the_file_says_so(tiny_folder: Path) -> None:
+    special = {"bos_token_id": 2, "eos_token_id": 0}
+    assert rebuilt(tiny_folder, "gpt-2", **special, add_bos_token=True).encode("a").ids[0] == 2
+    assert rebuilt(tiny_folder, "gpt-2", **special, add_bos_token=False).encode("a").ids[0] != 2
+    both = rebuilt(tiny_folder, "llama-bpe", **special, add_bos_token=True, add_eos_token=True).encode("a", "a").ids
     assert both[0] == 2
     assert both[-1] == 0
     assert len(both) == 6
 
 
-def vocabulary(folder: Path, size: int = 300, **also) -> GgufTokenizer:
-    metadata = plain(tokenizer_metadata(folder)) | {f"tokenizer.ggml.{key}": value for key, value in also.items()}
-    return GgufTokenizer(
-        GgufMetadata(WHERE, {key: value for key, value in metadata.items() if value is not None}), size
-    )
+def gguf_tokenizer(folder: Path, size: int = 300, **also) -> GgufTokenizer:
+    metadata = python_values(tokenizer_metadata(folder)) | {
+        f"tokenizer.ggml.{key}": value for key, value in also.items()
+    }
+    return GgufTokenizer(GgufMetadata(PATH, {key: value for key, value in metadata.items() if value is not None}), size)
 
 
-def test_a_silent_file_adds_what_its_kind_of_tokenizer_adds(tiny_folder: Path) -> None:
-    assert vocabulary(tiny_folder, pre="llama-bpe", add_bos_token=None).tokenizer_config()["add_bos_token"] is True
-    assert vocabulary(tiny_folder, pre="qwen2", add_bos_token=None).tokenizer_config()["add_bos_token"] is False
+def test_default_of_the_beginning_of_text_token(tiny_folder: Path) -> None:
+    assert gguf_tokenizer(tiny_folder, pre="llama-bpe", add_bos_token=None).tokenizer_config()["add_bos_token"] is True
+    assert gguf_tokenizer(tiny_folder, pre="qwen2", add_bos_token=None).tokenizer_config()["add_bos_token"] is False
 
 
-def test_every_ending_a_model_may_use_is_listed(tiny_folder: Path) -> None:
-    ids = vocabulary(tiny_folder, eos_token_id=7, eot_token_id=8, bos_token_id=9).token_ids()
+def test_all_end_tokens_are_listed(tiny_folder: Path) -> None:
+    ids = gguf_tokenizer(tiny_folder, eos_token_id=7, eot_token_id=8, bos_token_id=9).token_ids()
     assert ids == {"bos_token_id": 9, "eos_token_id": [7, 8, 0]}  # 0 is <|end|>
 
 
-def test_tokens_that_fill_the_vocabulary_up_are_left_out(tiny_folder: Path) -> None:
-    metadata = plain(tokenizer_metadata(tiny_folder))
+def test_padding_tokens_are_left_out(tiny_folder: Path) -> None:
+    metadata = python_values(tokenizer_metadata(tiny_folder))
     tokens = [*metadata["tokenizer.ggml.tokens"], "[PAD]", "[PAD]", ""]
-    kinds = [*metadata["tokenizer.ggml.token_type"], 5, 5, 1]
-    text = vocabulary(tiny_folder, 400, tokens=tokens, token_type=kinds).tokenizer_json()
+    types = [*metadata["tokenizer.ggml.token_type"], 5, 5, 1]
+    text = gguf_tokenizer(tiny_folder, 400, tokens=tokens, token_type=types).tokenizer_json()
     assert len(json.loads(text)["model"]["vocab"]) == 300
 
 
@@ -156,13 +159,13 @@ def test_tokens_that_fill_the_vocabulary_up_are_left_out(tiny_folder: Path) -> N
     ("also", "message"),
     [
         ({"model": "bert"}, "the tokenizer 'bert' is not supported; supported are gpt2"),
-        ({"model": None}, "has no tokenizer.ggml.model"),
-        ({"pre": "unheard-of"}, "tokenizer.ggml.pre 'unheard-of' is not supported; supported are codeshell, "),
-        ({"pre": None}, "has no tokenizer.ggml.pre"),
-        ({"merges": None}, "has no tokenizer.ggml.merges"),
-        ({"merges": ["ab"]}, "tokenizer.ggml.merges holds 'ab'; each must name two tokens"),
-        ({"merges": ["a nosuchtoken"]}, "its tokenizer is damaged: .*nosuchtoken"),
-        ({"tokens": None}, "has no tokenizer.ggml.tokens"),
+        ({"model": None}, "tokenizer.ggml.model is missing"),
+        ({"pre": "unknown"}, "tokenizer.ggml.pre 'unknown' is not supported; supported are codeshell, "),
+        ({"pre": None}, "tokenizer.ggml.pre is missing"),
+        ({"merges": None}, "tokenizer.ggml.merges is missing"),
+        ({"merges": ["ab"]}, "tokenizer.ggml.merges holds 'ab'; each merge must name two tokens"),
+        ({"merges": ["a nosuchtoken"]}, "the tokenizer is damaged: .*nosuchtoken"),
+        ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokens": ["a"] * 300}, "tokenizer.ggml.tokens holds 'a' twice, as 0 and 1"),
         ({"tokens": [str(i) for i in range(301)]}, "has 301 tokens, token_embd.weight 300 rows"),
         ({"tokens": 5}, "tokenizer.ggml.tokens is 5; it must be a list"),
@@ -171,15 +174,15 @@ def test_tokens_that_fill_the_vocabulary_up_are_left_out(tiny_folder: Path) -> N
         ({"eos_token_id": 300}, "tokenizer.ggml.eos_token_id is 300; the vocabulary has 300 tokens"),
         ({"eos_token_id": -1}, "tokenizer.ggml.eos_token_id is -1"),
         ({"add_bos_token": "yes"}, "tokenizer.ggml.add_bos_token is 'yes'; it must be true or false"),
-        ({"model": "llama"}, "has no tokenizer.ggml.scores"),
+        ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
         ({"model": "llama", "scores": [float("nan")] * 300}, "tokenizer.ggml.scores holds NaN"),
         ({"model": "llama", "scores": [0.5]}, "tokenizer.ggml.scores has 1 entries for 300 tokens"),
     ],
     ids=str,
 )
-def test_a_tokenizer_that_cannot_be_is_refused(tiny_folder: Path, also, message: str) -> None:
+def test_inconsistent_tokenizers_are_refused(tiny_folder: Path, also, message: str) -> None:
     def read() -> None:
-        built = vocabulary(tiny_folder, **also)
+        built = gguf_tokenizer(tiny_folder, **also)
         built.tokenizer_json(), built.tokenizer_config(), built.token_ids()
 
     with pytest.raises(CheckpointError, match=message):

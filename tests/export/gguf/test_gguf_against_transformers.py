@@ -1,4 +1,4 @@
-"""GGUF files mean to `transformers`, which has a reader of its own, what they mean here."""
+"""GGUF files give the logits and token ids that `transformers` gives, which has its own reader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = np.random.default_rng(3).integers(0, 300, 24)
 
 
 def logits_of_transformers(file: Path) -> np.ndarray:
-    """Configuration and weights as `transformers` reads them, without the package that places them on devices."""
+    """Logits of the model as `transformers` reads it, without the accelerate package."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config = transformers.AutoConfig.for_model(**load_gguf_checkpoint(str(file))["config"])
@@ -39,8 +39,8 @@ def logits_of_transformers(file: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_logits_are_those_of_transformers(tmp_path, family: str, kind: str) -> None:
-    # transformers does not read how wide a head is, and takes qwen3's for 128.
+def test_logits_equal_those_of_transformers(tmp_path, family: str, kind: str) -> None:
+    # transformers ignores the head size and assumes 128 for qwen3.
     overrides = {"head_dim": 128} if family == "qwen3" else {}
     source = write_checkpoint(tmp_path / "checkpoint", family, tie_word_embeddings=False, **overrides)
     file = write_gguf(tmp_path / "model.gguf", source, kind)
@@ -50,10 +50,10 @@ def test_logits_are_those_of_transformers(tmp_path, family: str, kind: str) -> N
 
 
 @pytest.mark.parametrize("name", ["weights/stories260K-hf", "weights/shell-helper/target"])
-def test_tokenizers_encode_as_those_of_transformers(tmp_path, name: str) -> None:
+def test_tokenizers_encode_like_those_of_transformers(tmp_path, name: str) -> None:
     file = write_gguf(tmp_path / "model.gguf", data_path(name), "F16")
-    theirs = transformers.AutoTokenizer.from_pretrained(data_path(name))
+    expected = transformers.AutoTokenizer.from_pretrained(data_path(name))
     with open_gguf(file) as model:
-        ours = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model.folder / "tokenizer.json"))
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model.folder / "tokenizer.json"))
     for text in ("Once upon a time", "  two  spaces\n", "naïve 🙂", "tar -xzf file.tar.gz"):
-        assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+        assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]

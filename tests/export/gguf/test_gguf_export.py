@@ -1,4 +1,4 @@
-"""GGUF files export as the checkpoint they were made from does, every tensor type as what it means."""
+"""A GGUF file exports to the same bundle as the checkpoint it was converted from, for every tensor type."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_
 from support.shared_data import data_path
 from support.tiny_models import write_checkpoint, write_json, write_weights
 
-OWN = ExportRecipe(body=None)
+STORED = ExportRecipe(body=None)
+"""Keeps the formats of the file."""
 FAMILIES = ["llama", "qwen2", "qwen3"]
 EXACT = {"Q4_0": INT4, "Q5_0": INT8, "Q8_0": INT8}
 OFFSETS = WeightFormat(4, 32, offsets=True)
 OTHER = {"Q4_1": OFFSETS, "Q5_1": INT8}
 K_QUANTS = {"Q4_K": OFFSETS, "Q5_K": INT8, "Q6_K": INT8}
 WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
-"""Rows of K-quants are cut into blocks of 256."""
+"""K-quants have blocks of 256, which must divide the rows."""
 
 
 def digests(bundle: Path) -> dict[str, str]:
@@ -43,7 +44,7 @@ def digests(bundle: Path) -> dict[str, str]:
 
 
 def restored(name: str, stored: np.ndarray, config) -> np.ndarray:
-    """Rows in Hugging Face's order, of rows in llama.cpp's."""
+    """Undo llama.cpp's row order."""
     order = permuted(name, np.arange(len(stored)), config)
     back = np.empty_like(stored)
     back[order] = stored
@@ -52,7 +53,7 @@ def restored(name: str, stored: np.ndarray, config) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float_weights_export_byte_for_byte_as_the_checkpoint_does(tmp_path, family: str, kind: str) -> None:
+def test_float_weights_export_byte_for_byte_like_the_checkpoint(tmp_path, family: str, kind: str) -> None:
     dtype = np.float16 if kind == "F16" else np.float32
     source = write_checkpoint(tmp_path / "checkpoint", family, dtype=dtype, tie_word_embeddings=kind == "F32")
     if kind == "BF16":  # exactly representable: the upper halves
@@ -60,7 +61,7 @@ def test_float_weights_export_byte_for_byte_as_the_checkpoint_does(tmp_path, fam
         write_weights(source, {n: (v.view(np.uint32) & 0xFFFF0000).view(np.float32) for n, v in tensors.items()})
     file = write_gguf(tmp_path / "model.gguf", source, kind)
     expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(FP32))).bundle
-    bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", OWN)).bundle
+    bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", STORED)).bundle
     assert digests(bundle) == digests(expected)
     assert open_bundle(bundle).manifest.architecture == open_bundle(expected).manifest.architecture
     assert {path.name for path in bundle.iterdir()} >= {"tokenizer.json", "config.json", "chat_template.jinja"}
@@ -75,7 +76,7 @@ def test_float_weights_export_byte_for_byte_as_the_checkpoint_does(tmp_path, fam
     ],
     ids=str,
 )
-def test_variants_of_llama_export_as_the_checkpoint_does(tmp_path, overrides) -> None:
+def test_llama_variants_export_like_the_checkpoint(tmp_path, overrides) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", **overrides)
     file = write_gguf(tmp_path / "model.gguf", source)
     expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(INT8)))
@@ -84,7 +85,7 @@ def test_variants_of_llama_export_as_the_checkpoint_does(tmp_path, overrides) ->
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_codes_are_carried_over_and_nothing_is_rounded(tmp_path, kind: str) -> None:
+def test_codes_are_taken_over_exactly(tmp_path, kind: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=False)
     config = json.loads((source / "config.json").read_text())
     form = EXACT[kind]
@@ -107,8 +108,8 @@ def test_codes_are_carried_over_and_nothing_is_rounded(tmp_path, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", [*EXACT, *OTHER, *K_QUANTS])
-def test_every_type_computes_what_its_weights_mean(tmp_path, kind: str) -> None:
-    """In float32, byte for byte as a checkpoint with the decoded weights; in the nearest form, as near as that gets."""
+def test_every_tensor_type_exports_its_decoded_weights(tmp_path, kind: str) -> None:
+    """Float32 exports equal those of a checkpoint with the decoded weights; the nearest format stays close to them."""
     source = write_checkpoint(tmp_path / "checkpoint", **WHOLE_BLOCKS)
     config, number = json.loads((source / "config.json").read_text()), GGMLQuantizationType[kind]
     tensors = {name: Checkpoint(source).read(name) for name in Checkpoint(source)._tensors}
@@ -127,12 +128,12 @@ def test_every_type_computes_what_its_weights_mean(tmp_path, kind: str) -> None:
     assert digests(export_checkpoint(ExportRequest(file, tmp_path / "plain", ExportRecipe(FP32))).bundle) == digests(
         expected
     )
-    report = export_checkpoint(ExportRequest(file, tmp_path / "bundle", OWN))
+    report = export_checkpoint(ExportRequest(file, tmp_path / "bundle", STORED))
     form = {**EXACT, **OTHER, **K_QUANTS}[kind]
     weights = open_bundle(report.bundle).manifest.weights
     assert {form for linear, form in weights.items() if linear.startswith("layers")} == {form}
     assert weights["embedding"] == weights["head"] == (INT8 if form == OFFSETS else form)
-    # What is left is 8-bit activations, and a second rounding to 8 bits of offsets or of weights.
+    # The remaining error comes from 8-bit activations and from 8-bit offsets or weights.
     assert report.parity.mean_kl < 0.05
 
 
@@ -152,22 +153,22 @@ def test_minima_become_offsets(tmp_path, kind: str) -> None:
     assert np.square(stored - exact).sum() < 1e-4 * np.square(exact).sum()
 
 
-def test_types_with_and_without_minima_share_a_unit(tmp_path) -> None:
+def test_types_with_and_without_minima_share_a_fused_linear(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", num_hidden_layers=1)
     kinds = {"blk.0.attn_q.weight": "Q4_0", "blk.0.attn_k.weight": "Q4_1", "blk.0.attn_v.weight": "Q4_0"}
     report = export_checkpoint(
-        ExportRequest(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", OWN)
+        ExportRequest(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", STORED)
     )
     assert open_bundle(report.bundle).manifest.weights["layers.0.qkv"] == OFFSETS
     assert report.parity.mean_kl < 0.02
 
 
-def test_offsets_cannot_be_asked_for() -> None:
+def test_offsets_cannot_be_requested() -> None:
     with pytest.raises(InputError, match="weights with offsets cannot be requested"):
         ExportRecipe(OFFSETS)
 
 
-def test_a_second_rounding_to_four_bits_is_better_than_rounding_to_the_extreme(tmp_path) -> None:
+def test_requantizing_to_four_bits_beats_round_to_nearest(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", **WHOLE_BLOCKS)
     raw = {"blk.0.ffn_up.weight": random_blocks("Q4_K", 256, 256, 0.1)}
     file = write_gguf(tmp_path / "model.gguf", source, {"blk.0.ffn_up.weight": "Q4_K"}, raw=raw)
@@ -181,12 +182,12 @@ def test_a_second_rounding_to_four_bits_is_better_than_rounding_to_the_extreme(t
             assert np.square(ours).sum() < 0.02 * np.square(exact).sum()
 
 
-def test_units_take_the_widest_of_their_matrices(tmp_path) -> None:
+def test_fused_linears_take_the_widest_format_of_their_matrices(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=2, tie_word_embeddings=False)
     kinds = {f"blk.{layer}.{name}.weight": "Q4_0" for layer in range(2) for name in NAMES.values()}
     kinds |= {"blk.1.attn_v.weight": "Q8_0", "blk.1.ffn_up.weight": "F16", "token_embd.weight": "Q5_0"}
     bundle = export_checkpoint(
-        ExportRequest(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", OWN)
+        ExportRequest(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", STORED)
     ).bundle
     assert open_bundle(bundle).manifest.weights == {
         "embedding": INT8,
@@ -202,7 +203,7 @@ def test_units_take_the_widest_of_their_matrices(tmp_path) -> None:
     }
 
 
-def test_asked_formats_override_the_files_own(tmp_path) -> None:
+def test_requested_formats_override_those_of_the_file(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     file = write_gguf(tmp_path / "model.gguf", source, "Q8_0")
     recipe = ExportRecipe(WeightFormat(4, 64), head=INT8)
@@ -215,21 +216,23 @@ def test_asked_formats_override_the_files_own(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_a_split_model_exports_as_a_whole_one(tmp_path, kind: str) -> None:
+def test_a_split_model_exports_like_a_single_file(tmp_path, kind: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    whole = export_checkpoint(ExportRequest(write_gguf(tmp_path / "one.gguf", source, kind), tmp_path / "whole", OWN))
+    whole = export_checkpoint(
+        ExportRequest(write_gguf(tmp_path / "one.gguf", source, kind), tmp_path / "whole", STORED)
+    )
     first = write_gguf(tmp_path / "many.gguf", source, kind, parts=3)
-    assert digests(export_checkpoint(ExportRequest(first, tmp_path / "bundle", OWN)).bundle) == digests(whole.bundle)
+    assert digests(export_checkpoint(ExportRequest(first, tmp_path / "bundle", STORED)).bundle) == digests(whole.bundle)
     second = first.with_name("many-00002-of-00003.gguf")
     with pytest.raises(CheckpointError, match="is one of 3 parts; give the first one, named NAME-00001-of-0000N.gguf"):
-        export_checkpoint(ExportRequest(second, tmp_path / "bundle", OWN))
+        export_checkpoint(ExportRequest(second, tmp_path / "bundle", STORED))
     third = first.with_name("many-00003-of-00003.gguf")
     third.write_bytes(second.read_bytes())
     with pytest.raises(CheckpointError, match="many-00003-of-00003.gguf is not part 3 of many-00001-of-00003.gguf"):
-        export_checkpoint(ExportRequest(first, tmp_path / "bundle", OWN))
+        export_checkpoint(ExportRequest(first, tmp_path / "bundle", STORED))
     third.unlink()
     with pytest.raises(CheckpointError, match="many-00003-of-00003.gguf is missing"):
-        export_checkpoint(ExportRequest(first, tmp_path / "bundle", OWN))
+        export_checkpoint(ExportRequest(first, tmp_path / "bundle", STORED))
 
 
 NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -247,16 +250,16 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ],
     ids=["linear", "yarn"],
 )
-def test_rotary_scalings_export_as_the_checkpoint_does(tmp_path, scaling, also) -> None:
+def test_rope_scalings_export_like_the_checkpoint(tmp_path, scaling, also) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", rope_scaling=scaling)
     metadata = {f"llama.rope.scaling.{key}": value for key, value in also.items()}
     file = write_gguf(tmp_path / "model.gguf", source, also=metadata)
     expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(FP32))).bundle
-    assert digests(export_checkpoint(ExportRequest(file, tmp_path / "bundle", OWN)).bundle) == digests(expected)
+    assert digests(export_checkpoint(ExportRequest(file, tmp_path / "bundle", STORED)).bundle) == digests(expected)
 
 
 def llama3_divisors(base: float, dim: int, scaling) -> np.ndarray:
-    """As llama.cpp's converter computes them."""
+    """Frequency divisors as llama.cpp's converter computes them."""
     divisors, original = [], scaling["original_max_position_embeddings"]
     for frequency in 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float32) / dim):
         wavelength, low, high = 2 * np.pi / frequency, scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -277,9 +280,9 @@ def llama3_divisors(base: float, dim: int, scaling) -> np.ndarray:
         {"factor": 32.0, "original_max_position_embeddings": 8192},
         {"original_max_position_embeddings": 64, "low_freq_factor": 0.5, "high_freq_factor": 3.0},
     ],
-    ids=["llama-3.1", "llama-3.2", "unheard-of"],
+    ids=["llama-3.1", "llama-3.2", "other numbers"],
 )
-def test_llama3_divisors_become_the_setting_they_were_made_from(tmp_path, numbers) -> None:
+def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, numbers) -> None:
     scaling = {**LLAMA3, **numbers}
     overrides = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 500000.0}
     source = write_checkpoint(tmp_path / "checkpoint", rope_scaling=scaling, **overrides)
@@ -298,16 +301,20 @@ def test_llama3_divisors_become_the_setting_they_were_made_from(tmp_path, number
 @pytest.mark.parametrize(
     ("divisors", "also", "message"),
     [
-        (np.linspace(1, 8, 8), {}, "rope_freqs.weight are not the divisors of Llama 3's rotary scaling"),
-        (np.full(8, 0.5), {}, "rope_freqs.weight are not the divisors of Llama 3's rotary scaling"),
-        (np.full(7, 2.0), {}, "rope_freqs.weight are not 8 divisors"),
-        (np.full(8, 0.0), {}, "rope_freqs.weight are not 8 divisors"),
-        (np.full(8, 2.0), {"llama.rope.scaling.type": "yarn"}, "it has rope_freqs.weight and llama.rope.scaling.type"),
-        (np.ones(8), {"llama.rope.scaling.type": "longrope"}, "the rotary scaling 'longrope' with factor None"),
-        (np.ones(8), {"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8 and a head has 16 channels"),
+        (np.linspace(1, 8, 8), {}, "rope_freqs.weight does not hold the divisors of Llama 3's rope scaling"),
+        (np.full(8, 0.5), {}, "rope_freqs.weight does not hold the divisors of Llama 3's rope scaling"),
+        (np.full(7, 2.0), {}, "rope_freqs.weight does not hold 8 positive divisors"),
+        (np.full(8, 0.0), {}, "rope_freqs.weight does not hold 8 positive divisors"),
+        (
+            np.full(8, 2.0),
+            {"llama.rope.scaling.type": "yarn"},
+            "has both rope_freqs.weight and llama.rope.scaling.type",
+        ),
+        (np.ones(8), {"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope' with factor None"),
+        (np.ones(8), {"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8, but a head has 16 channels"),
     ],
 )
-def test_rotations_that_cannot_be_exported_are_refused(tmp_path, divisors, also, message: str) -> None:
+def test_unsupported_rope_scalings_are_refused(tmp_path, divisors, also, message: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     tensors = {"rope_freqs.weight": divisors.astype(np.float32)}
     file = write_gguf(tmp_path / "model.gguf", source, also=also, tensors=tensors)
@@ -315,7 +322,7 @@ def test_rotations_that_cannot_be_exported_are_refused(tmp_path, divisors, also,
         pass
 
 
-def test_settings_are_those_of_the_checkpoint(tmp_path) -> None:
+def test_settings_equal_those_of_the_checkpoint(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", rms_norm_eps=1e-5)
     with open_gguf(write_gguf(tmp_path / "model.gguf", source, "Q8_0")) as model:
         settings = json.loads((model.folder / "config.json").read_text())
@@ -334,10 +341,10 @@ def test_settings_are_those_of_the_checkpoint(tmp_path) -> None:
     assert tokenizer["add_bos_token"] is False
 
 
-def test_stories_greedy_text_of_record_from_half_floats(tmp_path) -> None:
+def test_greedy_text_of_the_stories_model_from_half_floats(tmp_path) -> None:
     source = data_path("weights/stories260K-hf")
     file = write_gguf(tmp_path / "stories.gguf", source, "F16")
-    bundle = export_checkpoint(ExportRequest(file, tmp_path / "stories", OWN)).bundle
+    bundle = export_checkpoint(ExportRequest(file, tmp_path / "stories", STORED)).bundle
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
     prompt = np.array(tokenizer.encode("Once upon a time").ids)
     assert prompt.tolist() == Tokenizer.from_file(str(source / "tokenizer.json")).encode("Once upon a time").ids
@@ -352,7 +359,7 @@ def test_stories_greedy_text_of_record_from_half_floats(tmp_path) -> None:
     assert text in (source / "ORIGIN.md").read_text(encoding="utf-8")
 
 
-def test_the_command_exports_a_file_in_its_own_types(tmp_path, capsys) -> None:
+def test_the_command_keeps_the_formats_of_a_file(tmp_path, capsys) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     file = write_gguf(tmp_path / "model.gguf", source, "Q4_0")
     assert main(["export", str(file), str(tmp_path / "bundle")]) == 0
@@ -367,7 +374,7 @@ def test_the_command_exports_a_file_in_its_own_types(tmp_path, capsys) -> None:
     assert not (tmp_path / "no").exists()
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys) -> None:
+def test_the_error_names_a_missing_package(tmp_path, monkeypatch, capsys) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     file = write_gguf(tmp_path / "model.gguf", source)
     monkeypatch.setitem(__import__("sys").modules, "gguf.quants", None)
@@ -375,14 +382,14 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys) -> None:
     assert 'pip install "edge-run[gguf]"' in capsys.readouterr().err
 
 
-def test_a_checkpoint_may_keep_its_own_floats(tmp_path) -> None:
+def test_a_checkpoint_can_keep_float_weights(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", dtype=np.float16)
     write_json(source / "generation_config.json", {})
-    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", OWN)).bundle
+    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", STORED)).bundle
     assert set(open_bundle(bundle).manifest.weights.values()) == {FP32}
 
 
-def test_running_a_file_says_to_export_it(tmp_path, capsys) -> None:
+def test_running_a_gguf_file_suggests_exporting_it(tmp_path, capsys) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert main([str(tmp_path / "model.gguf"), "-p", "hello"]) == 2
     assert "is not an .onnx file; edge-run export model.gguf OUT makes a model folder of it" in capsys.readouterr().err
