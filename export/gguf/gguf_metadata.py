@@ -19,7 +19,7 @@ _Item = TypeVar("_Item", str, float, int)
 
 
 class GgufMetadata:
-    """The metadata of a file; methods return None for an absent key, and raise CheckpointError for an unusable value."""
+    """The metadata of a file. An absent key gives None, an unusable value raises CheckpointError."""
 
     def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
         self.path = path
