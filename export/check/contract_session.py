@@ -7,8 +7,12 @@ that expand low-bit weights.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -30,13 +34,14 @@ from ...runtime.graph.ort import (
     session_options,
 )
 from ..graph import inputs_outputs
-from .stderr_capture import captured_stderr
 
 _BLOCKED: Final = np.float32(-1e9)
 _LOG_MARK: Final = "onnxruntime:"
 """Text in every line that ONNX Runtime logs."""
 _EXPANSION_MESSAGE: Final = "unpacked compute mode"
 """Text in the line that ONNX Runtime logs when a product expands its matrix to float32."""
+_STDERR: Final = 2
+_STDERR_LOCK: Final = threading.Lock()
 _HINT: Final = "copy the model again if it may be damaged; else update onnxruntime"
 
 
@@ -107,7 +112,7 @@ class ContractSession:
         """
         self._options.log_severity_level = VERBOSE
         try:
-            with captured_stderr() as captured:
+            with _captured_stderr() as captured:
                 logits = self.forward(tokens, logits_for)
         finally:
             self._options.log_severity_level = SILENT
@@ -223,3 +228,40 @@ def _serialized(model: ModelProto) -> bytes:
             "the model holds 2 GB or more in its graph file",
             "save it with its weights in a separate file",
         ) from error
+
+
+class _CapturedText:
+    """Captured output; `text` is set when the capture ends."""
+
+    text: str = ""
+
+
+@contextmanager
+def _captured_stderr() -> Iterator[_CapturedText]:
+    """Capture what any part of the process writes to standard error, instead of showing it.
+
+    Captures nothing if the process has no standard error.
+    """
+    captured = _CapturedText()
+    with _STDERR_LOCK:
+        try:
+            original = os.dup(_STDERR)
+        except OSError:
+            yield captured
+            return
+        with tempfile.TemporaryFile() as file:
+            _flush_stderr()
+            os.dup2(file.fileno(), _STDERR)
+            try:
+                yield captured
+            finally:
+                _flush_stderr()
+                os.dup2(original, _STDERR)
+                os.close(original)
+                file.seek(0)
+                captured.text = file.read().decode("utf-8", errors="replace")
+
+
+def _flush_stderr() -> None:
+    if sys.stderr is not None and not sys.stderr.closed:
+        sys.stderr.flush()

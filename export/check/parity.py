@@ -1,25 +1,23 @@
-"""Whether an exported graph computes what the checkpoint means.
+"""Checks that an exported graph computes the same as the reference decoder.
 
-Two questions, two answers:
+The check answers two questions:
 
-1. Is the graph the model? The reference evaluates the weights *as rounded*, the graph runs with float activations
-   (accuracy level 1 instead of 4). Nothing separates the two but float32 arithmetic, whatever the weight formats, so
-   the largest difference of a logit must stay within `TOLERANCE`; with a wrong norm, bias, rotation, fusion order or
-   packing it does not. A breach fails the export.
-2. What did the formats cost? The graph as shipped against the reference on the checkpoint's own weights: mean
-   KL(reference || graph) and top-1 agreement over seeded random tokens. These are reported; they fail the export only
-   when the logits no longer correlate with the reference of question 1, which no rounding explains.
+1. Is the graph correct? The reference evaluates the weights *as quantized*, and the graph runs with float activations
+   (accuracy level 1 instead of 4). The two then differ by float32 rounding only, whatever the weight formats, so the
+   largest difference of a logit must stay within `TOLERANCE`. A wrong norm, bias, rotation, fusion order or packing
+   exceeds it and fails the export. The graph runs a prefill whose logits are requested in reverse order, then single
+   tokens, so that the cache and the selection of logits are checked too.
+2. What did quantization cost? The graph as shipped is compared with the reference on the checkpoint's own weights: mean
+   KL(reference || graph) and top-1 agreement over seeded random tokens. These numbers are reported. They fail the
+   export only if the logits no longer correlate with the reference of question 1, which quantization cannot explain.
 
-The graph as shipped must also be computed by the kernels that its formats were chosen for: where ONNX Runtime says that
-it expands a matrix to float32 instead, which takes many times as long, the export fails.
-
-The first question is put to a prefill that asks for its rows in reverse, followed by single steps, so that the cache
-and the row selection answer too.
+The graph as shipped must also run on the kernels that its formats were chosen for: the export fails if ONNX Runtime
+logs that it expands a matrix to float32 instead, which is many times slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -31,59 +29,93 @@ from threadpoolctl import threadpool_limits
 
 from ...errors import ExportError
 from ...models.bundle import GRAPH_NAME
+from ...models.manifest import WeightFormat
 from ..bundle_content import BundleContent
+from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
+from ..checkpoint.layout import fused_linears
+from ..checkpoint.prefetch import in_order
+from ..checkpoint.source import Float32Array, ModelSource, RowRange
+from ..quantization.codes import dequantized
 from .contract_session import ContractSession
 from .float_activations import with_float_activations
 from .reference import TokenArray, reference_logits
 from .reference_positions import Float64Array
-from .rounded_weights import RoundedWeights
 
 TOLERANCE: Final = 1e-3
-"""Largest difference of a logit between graph and reference, in units of the logits' spread where that exceeds 1."""
+"""Largest allowed logit difference, relative to the standard deviation of the logits if that exceeds 1."""
 MIN_CORRELATION: Final = 0.9
-TOKENS: Final = 32
-STEPS: Final = 2
-"""How many of the tokens are decoded one by one; 8-bit weights are slow at level 1, so not many."""
+NUM_TOKENS: Final = 32
+NUM_SINGLE_TOKENS: Final = 2
+"""Number of tokens that run one by one after the prefill; few, as 8-bit weights are slow at accuracy level 1."""
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How near a graph comes to the reference."""
+    """Differences between a graph and the reference."""
 
     max_abs_diff: float
-    """Largest logit difference between the graph with float activations and the reference on the rounded weights."""
+    """Largest logit difference between the graph with float activations and the reference on the quantized weights."""
     mean_kl: float
-    """Mean over positions of KL(reference || graph as shipped) in nats, the reference on the checkpoint's weights."""
+    """Mean over positions of KL(reference on the checkpoint's weights || graph as shipped), in nats."""
     top1_agreement: float
-    """Share of positions where both prefer the same token."""
+    """Share of positions where the two have the same most likely token."""
 
     def as_mapping(self) -> dict[str, float]:
-        """The numbers by name, as `Manifest.parity` keeps them."""
+        """The numbers by name, as stored in `Manifest.parity`."""
         return asdict(self)
 
 
+class QuantizedWeights:
+    """Reads a checkpoint with every linear's weights quantized to its format and dequantized."""
+
+    def __init__(self, checkpoint: ModelSource, config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> None:
+        self._checkpoint = checkpoint
+        self._formats = {name: plan[linear.name] for linear in fused_linears(config) for name in linear.weights}
+
+    def read(self, name: str) -> Float32Array:
+        """Read a whole tensor that belongs to no linear: a norm or a bias."""
+        return self._checkpoint.read(name)
+
+    def read_rows(self, rows: RowRange) -> Float32Array:
+        """Read rows of a linear's matrix."""
+        weight_format = self._formats[rows.name]
+        if weight_format.bits == 32:
+            return self._checkpoint.read_rows(rows)
+        columns = self._checkpoint.shape(rows.name)[1]
+        return dequantized(self._checkpoint.quantized(rows, weight_format), columns, weight_format)
+
+    def chunks(self, name: str) -> Iterator[Float32Array]:
+        """Read a linear's matrix from top to bottom, some rows at a time."""
+        return in_order(self.read_rows, self._checkpoint.row_ranges(name))
+
+
 def check_parity(folder: Path, content: BundleContent, progress: Callable[[float], None]) -> Parity:
-    """Compare the graph in `folder` with the reference on random tokens; `progress` hears the fraction done.
+    """Compare the graph in `folder` with the reference on random tokens.
+
+    Args:
+        folder: the exported graph and its weights.
+        content: the model that was exported.
+        progress: called with the fraction done, 0 to 1.
 
     Raises:
-        ExportError: the graph does not compute what the checkpoint means, or only by slow kernels.
+        ExportError: the graph differs from the reference, or needs slow kernels.
     """
     config, context = content.config, content.context
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, min(TOKENS, context))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, min(NUM_TOKENS, context))
     progress(0.0)
     settings = read_json(content.source.folder / "config.json")
-    quantized = any(form.bits != 32 for form in content.plan.values())
-    # Products this small lose far more to a BLAS's own threads waking up than they gain.
+    quantized = any(weight_format.bits != 32 for weight_format in content.plan.values())
+    # Products this small lose far more to the wake-up of BLAS threads than they gain from them.
     with threadpool_limits(1, user_api="blas"):
-        rounded = reference_logits(RoundedWeights(content.source, config, content.plan), settings, tokens, context)
+        expected = reference_logits(QuantizedWeights(content.source, config, content.plan), settings, tokens, context)
         progress(0.4)
-        original = reference_logits(content.original, settings, tokens, context) if quantized else rounded
+        original = reference_logits(content.original, settings, tokens, context) if quantized else expected
     progress(0.8)
     graph = with_float_activations(onnx.load(folder / GRAPH_NAME, load_external_data=False))
-    logits = _logits_through_the_cache(ContractSession(folder, config, len(tokens), graph), tokens)
-    difference = float(np.abs(logits - rounded).max())
-    allowed = TOLERANCE * max(1.0, float(rounded.std()))
+    logits = _logits_with_cache(ContractSession(folder, config, len(tokens), graph), tokens)
+    difference = float(np.abs(logits - expected).max())
+    allowed = TOLERANCE * max(1.0, float(expected.std()))
     if not difference <= allowed:
         raise ExportError(
             f"the exported graph differs from the reference by {difference:.2g} in a logit, {allowed:.2g} is allowed",
@@ -93,9 +125,9 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
     if quantized:
         session = ContractSession(folder, config, len(tokens))
         logits, expanded = session.forward_counting_expansions(tokens, np.arange(len(tokens)))
-        _require_fast(expanded, content)
+        _require_fast_kernels(expanded, content)
     shipped = logits.astype(np.float64)
-    correlation = float(np.corrcoef(shipped.ravel(), rounded.ravel())[0, 1])
+    correlation = float(np.corrcoef(shipped.ravel(), expected.ravel())[0, 1])
     if not correlation >= MIN_CORRELATION:
         raise ExportError(
             f"the exported graph's logits correlate by only {correlation:.2f} with the reference's on this machine",
@@ -104,27 +136,27 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
     return Parity(difference, mean_kl(original, shipped), float(np.mean(shipped.argmax(-1) == original.argmax(-1))))
 
 
-def _require_fast(expanded: int, content: BundleContent) -> None:
+def _require_fast_kernels(expanded: int, content: BundleContent) -> None:
     if expanded:
-        forms = sorted({str(form) for form in content.plan.values() if form.bits != 32})
+        formats = sorted({str(each) for each in content.plan.values() if each.bits != 32})
         raise ExportError(
-            f"ONNX Runtime has no fast kernel on this machine for some of {', '.join(forms)}: {expanded} products of a "
-            "pass would expand their matrices to float32, every time",
+            f"ONNX Runtime has no fast kernel on this machine for some of {', '.join(formats)}: {expanded} products of "
+            "a pass would expand their matrices to float32 every time",
             "choose another --weights or --block, or upgrade onnxruntime",
         )
 
 
-def _logits_through_the_cache(session: ContractSession, tokens: TokenArray) -> npt.NDArray[np.float32]:
-    """Logits of every token: a prefill that asks for its rows in reverse, then single steps."""
-    start = max(1, len(tokens) - STEPS)
-    backwards = np.arange(start)[::-1].copy()
-    prefill = session.forward(tokens[:start], backwards)[::-1]
-    steps = [session.forward(tokens[row : row + 1], np.array([0])) for row in range(start, len(tokens))]
-    return np.concatenate([prefill, *steps])
+def _logits_with_cache(session: ContractSession, tokens: TokenArray) -> npt.NDArray[np.float32]:
+    """Logits of every token, from a prefill with logits in reverse order and passes over single tokens."""
+    start = max(1, len(tokens) - NUM_SINGLE_TOKENS)
+    reverse = np.arange(start)[::-1].copy()
+    prefill = session.forward(tokens[:start], reverse)[::-1]
+    single = [session.forward(tokens[i : i + 1], np.array([0])) for i in range(start, len(tokens))]
+    return np.concatenate([prefill, *single])
 
 
 def mean_kl(reference: Float64Array, graph: Float64Array) -> float:
-    """Mean over rows of KL(reference || graph) in nats, of logits [rows, vocabulary]."""
+    """Mean over positions of KL(reference || graph) in nats, from logits [positions, vocabulary]."""
     log_p, log_q = _log_softmax(reference), _log_softmax(graph)
     return float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)))
 

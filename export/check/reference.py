@@ -1,8 +1,8 @@
-"""A decoder written for reading: float64 NumPy, the full attention matrix, no cache.
+"""Reference decoder in float64 NumPy, with the full attention matrix and no cache.
 
-This is what an exported graph is compared with, so it shares no code with the graph's construction: it reads the
-settings of config.json and computes rotary angles itself (`reference_positions`), straight from the models'
-definitions. A piece of one matrix is in memory at a time.
+Exported graphs are compared with it, so it shares no code with their construction: it reads config.json and computes
+rotary angles itself (`reference_positions`), as the models define them. Only a chunk of one matrix is in memory at a
+time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
-from .reference_positions import Float64Array, Settings, head_dim, hidden_from, rotates, rotation
+from .reference_positions import Float64Array, Settings, has_rotary, head_dim, masked_positions, rotation
 
 TokenArray = npt.NDArray[np.int64]
 
@@ -23,31 +23,31 @@ _GEMMA = ("gemma2", "gemma3_text")
 
 
 class WeightSource(Protocol):
-    """Named tensors in float32, read when asked for."""
+    """Named tensors in float32, read one at a time."""
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """A whole tensor."""
+        """Read a whole tensor."""
         ...
 
     def read_rows(self, rows: RowRange) -> npt.NDArray[np.float32]:
-        """Some rows of a matrix."""
+        """Read some rows of a matrix."""
         ...
 
     def chunks(self, name: str) -> Iterator[npt.NDArray[np.float32]]:
-        """A matrix from top to bottom, some rows at a time."""
+        """Read a matrix from top to bottom, some rows at a time."""
         ...
 
 
 def reference_logits(
     weights: WeightSource, config: Mapping[str, Any], tokens: TokenArray, context: int
 ) -> Float64Array:
-    """Logits of every position.
+    """Compute the logits of every position.
 
     Args:
         weights: the checkpoint's tensors by their Hugging Face names.
         config: the parsed config.json.
-        tokens: int64 [n].
-        context: positions the exported graph serves; some rope scalings depend on it.
+        tokens: token ids, int64 [n].
+        context: number of positions that the exported graph supports; some RoPE scalings depend on it.
 
     Returns:
         float64 [n, vocabulary].
@@ -72,8 +72,8 @@ def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64A
     name, kind = f"model.layers.{layer}", config["model_type"]
     residual_multiplier = _granite(config, "residual_multiplier")
 
-    def norm(which: str, value: Float64Array) -> Float64Array:
-        return _norm(weights, config, f"{name}.{which}", value)
+    def norm(suffix: str, value: Float64Array) -> Float64Array:
+        return _norm(weights, config, f"{name}.{suffix}", value)
 
     def attention(value: Float64Array) -> Float64Array:
         return _attention(weights, config, layer, value, context)
@@ -89,21 +89,21 @@ def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64A
     if kind in _GEMMA:
         attended = attention(norm("input_layernorm", hidden))
         hidden = hidden + norm("post_attention_layernorm", attended)
-        fed = feed_forward(norm("pre_feedforward_layernorm", hidden))
-        return hidden + norm("post_feedforward_layernorm", fed)
+        expanded = feed_forward(norm("pre_feedforward_layernorm", hidden))
+        return hidden + norm("post_feedforward_layernorm", expanded)
     hidden = hidden + attention(norm("input_layernorm", hidden)) * residual_multiplier
     return hidden + feed_forward(norm("post_attention_layernorm", hidden)) * residual_multiplier
 
 
 def _attention(weights: WeightSource, config: Settings, layer: int, normed: Float64Array, context: int) -> Float64Array:
-    kind, name, rows = config["model_type"], f"model.layers.{layer}.self_attn", len(normed)
+    kind, name, length = config["model_type"], f"model.layers.{layer}.self_attn", len(normed)
     heads, dim = config["num_attention_heads"], head_dim(config)
     kv_heads = config.get("num_key_value_heads") or heads
-    always = kind == "qwen2"  # biases there are part of the architecture, on q, k and v alone
-    biased = always or bool(config.get("attention_bias", kind == "gpt_oss"))
+    qkv_only = kind == "qwen2"  # its biases are part of the architecture, on q, k and v alone
+    biased = qkv_only or bool(config.get("attention_bias", kind == "gpt_oss"))
     if kind == "phi3":
-        together = _linear(weights, f"{name}.qkv_proj", normed, biased=False)
-        query, key, value = np.split(together, [heads * dim, (heads + kv_heads) * dim], axis=-1)
+        fused = _linear(weights, f"{name}.qkv_proj", normed, biased=False)
+        query, key, value = np.split(fused, [heads * dim, (heads + kv_heads) * dim], axis=-1)
     else:
         query, key, value = (_linear(weights, f"{name}.{each}_proj", normed, biased) for each in "qkv")
 
@@ -112,25 +112,24 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
 
     if kind == "olmo2":
         query, key = normed_heads(query, key)
-    query, key, value = (each.reshape(rows, -1, dim) for each in (query, key, value))
+    query, key, value = (each.reshape(length, -1, dim) for each in (query, key, value))
     if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
         query, key = normed_heads(query, key)
-    if rotates(config, layer):
-        turn = rotation(config, layer, np.arange(rows), context)
-        query, key = _rotate(query, *turn), _rotate(key, *turn)
+    if has_rotary(config, layer):
+        angles = rotation(config, layer, np.arange(length), context)
+        query, key = _rotate(query, *angles), _rotate(key, *angles)
     attended = np.empty_like(query)
-    hidden = hidden_from(config, layer, rows)
+    masked = masked_positions(config, layer, length)
     sinks = weights.read(f"{name}.sinks") if kind == "gpt_oss" else None
     for head in range(heads):
         group = head // (heads // kv_heads)
         scores = query[:, head] @ key[:, group].T * _attention_scale(config)
         scores = _soft_capped(scores, _cap(config, "attn_logit_softcapping", {"gemma2": 50.0}))
-        scores[hidden] = -np.inf
+        scores[masked] = -np.inf
         if sinks is not None:
-            scores = np.concatenate([scores, np.full((rows, 1), sinks[head])], axis=-1)
-        odds = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        attended[:, head] = (odds / odds.sum(axis=-1, keepdims=True))[:, :rows] @ value[:, group]
-    return _linear(weights, f"{name}.o_proj", attended.reshape(rows, -1), biased and not always)
+            scores = np.concatenate([scores, np.full((length, 1), sinks[head])], axis=-1)
+        attended[:, head] = _softmax(scores)[:, :length] @ value[:, group]
+    return _linear(weights, f"{name}.o_proj", attended.reshape(length, -1), biased and not qkv_only)
 
 
 def _attention_scale(config: Settings) -> float:
@@ -160,36 +159,35 @@ def _has_experts(config: Settings, layer: int) -> bool:
 
 
 def _experts(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
-    """Each token through the experts it likes best, in shares of its liking."""
+    """Send each token through its experts of highest router probability, and add their outputs by these weights."""
     oss = config["model_type"] == "gpt_oss"
     scores = _linear(weights, f"{name}.{'router' if oss else 'gate'}", normed, biased=oss)
-    odds = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    shares = odds / odds.sum(axis=-1, keepdims=True)
-    chosen = np.argsort(-shares, axis=-1)[:, : config["num_experts_per_tok"]]
+    probs = _softmax(scores)
+    selected = np.argsort(-probs, axis=-1)[:, : config["num_experts_per_tok"]]
     result = np.zeros_like(normed)
-    for expert in np.unique(chosen):
-        tokens = np.flatnonzero((chosen == expert).any(axis=-1))
-        share = shares[tokens, expert]
+    for expert in np.unique(selected):
+        tokens = np.flatnonzero((selected == expert).any(axis=-1))
+        weight = probs[tokens, expert]
         if oss or config.get("norm_topk_prob"):
-            share = share / np.take_along_axis(shares[tokens], chosen[tokens], axis=-1).sum(axis=-1)
+            weight = weight / np.take_along_axis(probs[tokens], selected[tokens], axis=-1).sum(axis=-1)
         if oss:
-            made = _oss_expert(weights, config, f"{name}.experts", int(expert), normed[tokens])
+            output = _oss_expert(weights, config, f"{name}.experts", int(expert), normed[tokens])
         else:
-            made = _feed_forward(weights, config, f"{name}.experts.{expert}", normed[tokens])
-        result[tokens] += share[:, None] * made
+            output = _feed_forward(weights, config, f"{name}.experts.{expert}", normed[tokens])
+        result[tokens] += weight[:, None] * output
     return result
 
 
 def _oss_expert(weights: WeightSource, config: Settings, name: str, expert: int, normed: Float64Array) -> Float64Array:
-    """One of gpt-oss's experts, whose gate and up outputs alternate."""
+    """One expert of gpt-oss, whose gate and up outputs are interleaved."""
 
-    def linear(which: str, rows: int, value: Float64Array) -> Float64Array:
-        weight = weights.read_rows(RowRange(f"{name}.{which}", expert * rows, (expert + 1) * rows))
-        return np.asarray(value @ weight.astype(np.float64).T + weights.read(f"{name}.{which}_bias")[expert])
+    def linear(part: str, rows: int, value: Float64Array) -> Float64Array:
+        weight = weights.read_rows(RowRange(f"{name}.{part}", expert * rows, (expert + 1) * rows))
+        return np.asarray(value @ weight.astype(np.float64).T + weights.read(f"{name}.{part}_bias")[expert])
 
     limit, alpha = config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)
-    both = linear("gate_up_proj", 2 * config["intermediate_size"], normed)
-    gate, up = np.minimum(both[:, ::2], limit), np.clip(both[:, 1::2], -limit, limit)
+    gate_up = linear("gate_up_proj", 2 * config["intermediate_size"], normed)
+    gate, up = np.minimum(gate_up[:, ::2], limit), np.clip(gate_up[:, 1::2], -limit, limit)
     return linear("down_proj", config["hidden_size"], gate / (1 + np.exp(-alpha * gate)) * (up + 1))
 
 
@@ -198,45 +196,50 @@ def _activated(config: Settings, gate: Float64Array) -> Float64Array:
     name = config.get("hidden_activation" if gemma else "hidden_act") or ("gelu_pytorch_tanh" if gemma else "silu")
     if name == "gelu_pytorch_tanh":
         return np.asarray(gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))))
-    with np.errstate(over="ignore"):  # far below zero the quotient is zero, as it should be
+    with np.errstate(over="ignore"):  # exp overflows far below zero, where the quotient is zero
         return np.asarray(gate / (1 + np.exp(-gate)))
 
 
 def _linear(weights: WeightSource, name: str, value: Float64Array, biased: bool) -> Float64Array:
-    """value @ weight.T + bias, a piece of the weight at a time."""
+    """value @ weight.T + bias, a chunk of the weight at a time."""
     products = [value @ piece.astype(np.float64).T for piece in weights.chunks(f"{name}.weight")]
     result = np.concatenate(products, axis=-1)
     return result + weights.read(f"{name}.bias") if biased else result
 
 
 def _norm(weights: WeightSource, config: Settings, name: str, value: Float64Array) -> Float64Array:
-    usual = 1e-5 if config["model_type"] in ("phi3", "olmo2", "gpt_oss") else 1e-6
-    epsilon = float(config.get("rms_norm_eps") or usual)
+    default = 1e-5 if config["model_type"] in ("phi3", "olmo2", "gpt_oss") else 1e-6
+    epsilon = float(config.get("rms_norm_eps") or default)
     scaled: Float64Array = value / np.sqrt(np.mean(value**2, axis=-1, keepdims=True) + epsilon)
     weight = weights.read(f"{name}.weight").astype(np.float64)
     return scaled * (1 + weight if config["model_type"] in _GEMMA else weight)
+
+
+def _softmax(scores: Float64Array) -> Float64Array:
+    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(exponentials / exponentials.sum(axis=-1, keepdims=True))
 
 
 def _soft_capped(value: Float64Array, cap: float | None) -> Float64Array:
     return value if cap is None else np.asarray(cap * np.tanh(value / cap))
 
 
-def _cap(config: Settings, name: str, usual: Mapping[str, float]) -> float | None:
-    """A soft cap of the families that have it; `usual` by model type, when config.json does not name it."""
+def _cap(config: Settings, name: str, defaults: Mapping[str, float]) -> float | None:
+    """The soft cap of a Gemma model; `defaults` by model type apply if config.json does not name it."""
     if config["model_type"] not in _GEMMA or (config["model_type"] == "gemma3_text" and name.startswith("attn")):
         return None
-    cap = config.get(name, usual.get(config["model_type"]))
+    cap = config.get(name, defaults.get(config["model_type"]))
     return None if cap is None else float(cap)
 
 
 def _granite(config: Settings, name: str) -> float:
-    """One of Granite's multipliers."""
+    """One of Granite's multipliers; 1 for other models."""
     return float(config.get(name) or 1.0) if config["model_type"] == "granite" else 1.0
 
 
 def _gemma3_text(config: Settings) -> Settings:
-    """The language model's settings in a multimodal config.json, which names only what differs from the usual."""
-    usual = {
+    """The language model's settings in a multimodal config.json, which lists only non-default ones."""
+    defaults = {
         "model_type": "gemma3_text",
         "vocab_size": 262208,
         "hidden_size": 2304,
@@ -247,11 +250,11 @@ def _gemma3_text(config: Settings) -> Settings:
         "max_position_embeddings": 131072,
     }
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-    return {**usual, **tied, **config["text_config"]}
+    return {**defaults, **tied, **config["text_config"]}
 
 
 def _rotate(heads: Float64Array, cosine: Float64Array, sine: Float64Array) -> Float64Array:
-    """Turn channel pairs (i, i + dim/2) of the first dim channels of heads [n, heads, _] by angles [n, dim/2]."""
+    """Rotate channel pairs (i, i + dim/2) of the first dim channels of heads [n, heads, _] by angles [n, dim/2]."""
     half = cosine.shape[-1]
     first, second, rest = np.split(heads, [half, 2 * half], axis=-1)
     cosine, sine = cosine[:, None], sine[:, None]

@@ -1,4 +1,4 @@
-"""Positions for the reference decoder: rotary angles, and what a token may see, as the models define them."""
+"""Rotary angles and attention masks of the reference decoder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Settings = Mapping[str, Any]
 WITHOUT_WINDOWS = ("llama", "granite", "olmo2")
 
 
-def slides(config: Settings, layer: int) -> bool:
-    """Whether a layer attends to the window only."""
+def has_window(config: Settings, layer: int) -> bool:
+    """Whether a layer has sliding-window attention."""
     kind = config["model_type"]
     if kind in WITHOUT_WINDOWS:
         return False
@@ -29,29 +29,29 @@ def slides(config: Settings, layer: int) -> bool:
     if kind in ("gemma2", "gemma3_text", "gpt_oss"):
         period = config.get("sliding_window_pattern", 6) if kind == "gemma3_text" else 2
         return bool((layer + 1) % period)
-    return _slides_from(config, layer)
+    return _has_optional_window(config, layer)
 
 
-def _slides_from(config: Settings, layer: int) -> bool:
-    """The rule of the models that have `use_sliding_window`."""
+def _has_optional_window(config: Settings, layer: int) -> bool:
+    """`has_window` for models with the setting `use_sliding_window`."""
     if not config.get("use_sliding_window") or config.get("sliding_window") is None:
         return False
     if config["model_type"] == "smollm3":
-        return not rotates(config, layer)
+        return not has_rotary(config, layer)
     return bool(layer >= (config.get("max_window_layers") or 0))
 
 
-def hidden_from(config: Settings, layer: int, rows: int) -> npt.NDArray[np.bool_]:
-    """Which keys [query, key] a query must not see: later ones, and those before its window."""
-    age = np.arange(rows)[:, None] - np.arange(rows)
-    if not slides(config, layer):
-        return np.asarray(age < 0)
-    usual = 128 if config["model_type"] == "gpt_oss" else 4096
-    return np.asarray((age < 0) | (age >= config.get("sliding_window", usual)))
+def masked_positions(config: Settings, layer: int, length: int) -> npt.NDArray[np.bool_]:
+    """Keys that a query does not attend to, bool [query, key]: later ones, and those before its window."""
+    distance = np.arange(length)[:, None] - np.arange(length)
+    if not has_window(config, layer):
+        return np.asarray(distance < 0)
+    default = 128 if config["model_type"] == "gpt_oss" else 4096
+    return np.asarray((distance < 0) | (distance >= config.get("sliding_window", default)))
 
 
-def rotates(config: Settings, layer: int) -> bool:
-    """Whether a layer has rotary positions at all."""
+def has_rotary(config: Settings, layer: int) -> bool:
+    """Whether a layer has rotary positions."""
     if config["model_type"] != "smollm3":
         return True
     listed = config.get("no_rope_layers")
@@ -59,43 +59,43 @@ def rotates(config: Settings, layer: int) -> bool:
 
 
 def head_dim(config: Settings) -> int:
-    """Channels per head."""
-    usual = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}.get(config["model_type"])
-    return int(config.get("head_dim") or usual or config["hidden_size"] // config["num_attention_heads"])
+    """Number of channels per head."""
+    default = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}.get(config["model_type"])
+    return int(config.get("head_dim") or default or config["hidden_size"] // config["num_attention_heads"])
 
 
 def rotation(
     config: Settings, layer: int, positions: npt.NDArray[np.int64], context: int
 ) -> tuple[Float64Array, Float64Array]:
-    """Cosine and sine [n, dim/2] of every position and channel pair that turns, magnitudes included."""
+    """Cosine and sine, each [n, dim/2], of every position and rotated channel pair, times the attention factor."""
     settings, theta = _rotary_settings(config, layer)
-    share = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    dim = int(head_dim(config) * share)
+    fraction = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    dim = int(head_dim(config) * fraction)
     kind = settings.get("rope_type", settings.get("type", "default"))
-    trained = config["max_position_embeddings"]
-    if kind == "dynamic" and context > trained:
-        # NTK-aware: the slowest pair is stretched by the ratio, the fastest kept.
-        stretch = settings["factor"] * context / trained - (settings["factor"] - 1)
+    trained_length = config["max_position_embeddings"]
+    if kind == "dynamic" and context > trained_length:
+        # NTK-aware: the slowest pair is stretched by the ratio, the fastest is unchanged.
+        stretch = settings["factor"] * context / trained_length - (settings["factor"] - 1)
         theta = theta * stretch ** (dim / (dim - 2))
-    magnitude = 1.0
-    angular = []
+    attention_factor = 1.0
+    frequencies = []
     for pair in range(dim // 2):
-        speed = theta ** (-2 * pair / dim)
+        frequency = theta ** (-2 * pair / dim)
         if "short_factor" in settings:
-            speed, magnitude = _long_speed(pair, speed, settings, config, context)
+            frequency, attention_factor = _longrope_frequency(pair, frequency, settings, config, context)
         elif kind == "linear":
-            speed /= settings["factor"]
+            frequency /= settings["factor"]
         elif kind == "llama3":
-            speed = _llama3_speed(speed, settings)
+            frequency = _llama3_frequency(frequency, settings)
         elif kind == "yarn":
-            speed, magnitude = _yarn_speed(pair, speed, theta, dim, settings, trained)
-        angular.append(speed)
-    angles = positions[:, None] * np.array(angular)
-    return np.cos(angles) * magnitude, np.sin(angles) * magnitude
+            frequency, attention_factor = _yarn_frequency(pair, frequency, theta, dim, settings, trained_length)
+        frequencies.append(frequency)
+    angles = positions[:, None] * np.array(frequencies)
+    return np.cos(angles) * attention_factor, np.sin(angles) * attention_factor
 
 
 def _rotary_settings(config: Settings, layer: int) -> tuple[Settings, float]:
-    """A layer's scaling and theta."""
+    """RoPE scaling settings and theta of a layer."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config["model_type"] == "gpt_oss" and not settings:
         settings = {
@@ -104,49 +104,52 @@ def _rotary_settings(config: Settings, layer: int) -> tuple[Settings, float]:
             "original_max_position_embeddings": 4096,
             "truncate": False,
         }
-    usual = {"smollm3": 2e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5}.get(config["model_type"], 1e4)
-    theta = config.get("rope_theta") or usual
+    default = {"smollm3": 2e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5}.get(config["model_type"], 1e4)
+    theta = config.get("rope_theta") or default
     if config["model_type"] == "gemma3_text":
-        local = slides(config, layer)
-        theta = (config.get("rope_local_base_freq") or 1e4) if local else theta
+        is_local = has_window(config, layer)
+        theta = (config.get("rope_local_base_freq") or 1e4) if is_local else theta
         if "full_attention" in settings:
-            settings = settings["sliding_attention" if local else "full_attention"]
-        elif local:
+            settings = settings["sliding_attention" if is_local else "full_attention"]
+        elif is_local:
             settings = {}
     return settings, float(settings.get("rope_theta") or theta)
 
 
-def _long_speed(pair: int, speed: float, settings: Settings, config: Settings, context: int) -> tuple[float, float]:
-    """LongRoPE (Ding et al. 2024): angle per position of one channel pair, and the magnitude of the whole table."""
-    trained = config["max_position_embeddings"]
+def _longrope_frequency(
+    pair: int, frequency: float, settings: Settings, config: Settings, context: int
+) -> tuple[float, float]:
+    """LongRoPE (Ding et al. 2024): angle per position of one channel pair, and the attention factor."""
+    trained_length = config["max_position_embeddings"]
     name = "original_max_position_embeddings"
-    original = config.get(name) or settings.get(name) or trained
+    original = config.get(name) or settings.get(name) or trained_length
     factors = settings["long_factor" if context > original else "short_factor"]
-    magnitude = settings.get("attention_factor")
-    if magnitude is None:
-        magnitude = math.sqrt(1 + math.log(trained / original) / math.log(original)) if trained > original else 1.0
-    return speed / factors[pair], float(magnitude)
+    attention_factor = settings.get("attention_factor")
+    if attention_factor is None:
+        stretch = math.log(trained_length / original) / math.log(original) if trained_length > original else 0.0
+        attention_factor = math.sqrt(1 + stretch)
+    return frequency / factors[pair], float(attention_factor)
 
 
-def _llama3_speed(speed: float, settings: Settings) -> float:
-    wavelength = 2 * math.pi / speed
+def _llama3_frequency(frequency: float, settings: Settings) -> float:
+    wavelength = 2 * math.pi / frequency
     original = settings["original_max_position_embeddings"]
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     if wavelength < original / high:
-        return speed
+        return frequency
     if wavelength > original / low:
-        return speed / float(settings["factor"])
+        return frequency / float(settings["factor"])
     smooth = (original / wavelength - low) / (high - low)
-    return float((1 - smooth) * speed / settings["factor"] + smooth * speed)
+    return float((1 - smooth) * frequency / settings["factor"] + smooth * frequency)
 
 
-def _yarn_speed(
-    pair: int, speed: float, theta: float, dim: int, settings: Settings, trained: int
+def _yarn_frequency(
+    pair: int, frequency: float, theta: float, dim: int, settings: Settings, trained_length: int
 ) -> tuple[float, float]:
-    """YaRN (Peng et al. 2023): angle per position of one channel pair, and the magnitude of the whole table."""
-    original = settings.get("original_max_position_embeddings") or trained
-    factor = settings.get("factor") or trained / original
-    # The pairs that turn beta_fast and beta_slow times over the original context bound the ramp.
+    """YaRN (Peng et al. 2023): angle per position of one channel pair, and the attention factor."""
+    original = settings.get("original_max_position_embeddings") or trained_length
+    factor = settings.get("factor") or trained_length / original
+    # The ramp lies between the pairs that rotate beta_fast and beta_slow times over the original context.
     bounds = [
         dim * math.log(original / (2 * math.pi * (settings.get(name) or default))) / (2 * math.log(theta))
         for name, default in (("beta_fast", 32), ("beta_slow", 1))
@@ -156,9 +159,9 @@ def _yarn_speed(
     low, high = max(bounds[0], 0), min(bounds[1], dim - 1)
     ramp = (pair - low) / (high - low) if high != low else (pair - low) / 0.001
     interpolate = min(max(ramp, 0.0), 1.0)
-    magnitude = settings.get("attention_factor")
-    if magnitude is None:
+    attention_factor = settings.get("attention_factor")
+    if attention_factor is None:
         above, below = settings.get("mscale"), settings.get("mscale_all_dim")
         growth = max(math.log(factor), 0.0) / 10
-        magnitude = (1 + growth * above) / (1 + growth * below) if above and below else 1 + growth
-    return (1 - interpolate) * speed + interpolate * speed / factor, float(magnitude)
+        attention_factor = (1 + growth * above) / (1 + growth * below) if above and below else 1 + growth
+    return (1 - interpolate) * frequency + interpolate * frequency / factor, float(attention_factor)

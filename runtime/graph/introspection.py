@@ -14,7 +14,7 @@ from ...errors import BundleError
 from ...models.json_file import is_whole
 from .cache_io import CachePart, cache_part, find_cache, fixed_slots
 from .graph_io import CacheMode, CacheTensor, GraphIO, GraphValue, InputRole, LogitsMode, element_type
-from .metadata import ModelMetadata
+from .model_metadata import ModelMetadata
 from .unsupported import reject_inputs
 
 MIN_CAPACITY: Final = 8

@@ -9,10 +9,10 @@ from typing import Final
 from ...models.bundle import Bundle
 from ...models.device_kind import DeviceKind
 from ..measure.measurement_store import MeasurementStore, model_key
-from .metadata import metadata_of
+from .model_metadata import metadata_of
 from .prepacked import prepacked_graph
 from .probe import ProbeResult
-from .session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
+from .session import GraphSession, SessionConfig
 
 _PROBES: Final = MeasurementStore("probes", 2, ProbeResult.from_json)
 
@@ -41,4 +41,4 @@ def open_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> GraphSe
 def graph_to_load(bundle: Bundle, config: SessionConfig, *, cache: bool) -> Path:
     """The file to load for a model's graph: its prepacked copy on the CPU if caching is on, else the original."""
     prepack = cache and config.device.kind is DeviceKind.CPU
-    return prepacked_graph(bundle, RUNTIME_VERSION, write_prepacked) if prepack else bundle.graph
+    return prepacked_graph(bundle) if prepack else bundle.graph

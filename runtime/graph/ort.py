@@ -9,6 +9,8 @@ from typing import Final
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+RUNTIME_VERSION: Final[str] = ort.__version__
+"""Version of ONNX Runtime."""
 SILENT: Final = 4
 """Log severity at which ONNX Runtime prints nothing: every failure is raised as an exception anyway."""
 VERBOSE: Final = 1

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +23,7 @@ from ...models.cache import cache_folder
 from ...models.manifest import FileDigest
 from ...models.onnx_file.splice import with_tensors_of
 from ..devices.processor import processor
+from .ort import ORT_ERRORS, RUNTIME_VERSION, error_reason, load_session, session_options
 
 _FORMAT: Final = 1
 _DIGESTS_NAME: Final = "digests.json"
@@ -35,21 +35,36 @@ _MAX_CACHE_BYTES: Final = 16 << 30
 """Largest size of all prepacked models together; the least recently used are removed first."""
 
 
-def prepacked_graph(bundle: Bundle, runtime_version: str, pack: Callable[[Path, Path], None]) -> Path:
-    """The graph to load for `bundle`: its prepacked copy, made now if necessary, else the original.
+def write_prepacked(graph: Path, destination: Path) -> None:
+    """Write a copy of `graph` that also stores its weights as packed for this machine's kernels.
 
-    Args:
-        bundle: a checked bundle.
-        runtime_version: version of ONNX Runtime.
-        pack: writes the prepacked copy of a graph (first argument) to a path (second).
+    Raises:
+        BundleError: the file is not a model.
     """
+    options = session_options()
+    options.optimized_model_filepath = str(destination)
+    for key, value in {
+        "session.optimized_model_external_initializers_file_name": f"{destination.name}.data",
+        # Shapes have to stay in the graph itself, or it cannot be checked when it is loaded.
+        "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+        "session.save_external_prepacked_constant_initializers": "1",
+    }.items():
+        options.add_session_config_entry(key, value)
+    try:
+        load_session(str(graph), options)
+    except ORT_ERRORS as error:
+        raise BundleError(f"{graph} cannot be prepacked: {error_reason(error)}") from error
+
+
+def prepacked_graph(bundle: Bundle) -> Path:
+    """The graph to load for a checked bundle: its prepacked copy, written now if necessary, or the original."""
     if not should_prepack(bundle):
         return bundle.graph
-    key = f"{_FORMAT}\0{bundle.fingerprint}\0{runtime_version}\0{processor()}"
+    key = f"{_FORMAT}\0{bundle.fingerprint}\0{RUNTIME_VERSION}\0{processor()}"
     folder = cache_folder() / "prepacked" / hashlib.sha256(key.encode()).hexdigest()[:32]
     try:
         if not folder.is_dir():
-            _write(folder, bundle, pack)
+            _write(folder, bundle)
         _verify(folder)
         os.utime(folder)
     except (OSError, BundleError, ValueError, KeyError, TypeError):
@@ -85,14 +100,14 @@ def prepacked_draft_graph(draft: Path, target: Path) -> Path:
     return copy
 
 
-def _write(folder: Path, bundle: Bundle, pack: Callable[[Path, Path], None]) -> None:
+def _write(folder: Path, bundle: Bundle) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     needed = int(bundle.weight_bytes * _SIZE_RATIO)
     if shutil.disk_usage(folder.parent).free < 2 * needed:
         raise OSError("too little free space on the disk")
     _make_room(folder.parent, needed)
     with folder_written_atomically(folder, lambda _: True) as staging:
-        pack(bundle.graph, staging / GRAPH_NAME)
+        write_prepacked(bundle.graph, staging / GRAPH_NAME)
         digests = {path.name: vars(digest_file(path)) for path in sorted(staging.iterdir())}
         (staging / _DIGESTS_NAME).write_text(json.dumps(digests), encoding="utf-8")
 

@@ -18,13 +18,11 @@ from .bound_session import BoundSession
 from .graph_io import CacheMode, GraphIO, GraphValue, InputRole
 from .introspection import introspect
 from .memory import drop_file_pages
-from .metadata import ModelMetadata
+from .model_metadata import ModelMetadata
 from .ort import ORT_ERRORS, error_reason, load_session, session_options
 from .probe import ProbeResult, graph_io_key, probe
 from .unsupported import reject_operators
 
-RUNTIME_VERSION: Final[str] = ort.__version__
-"""Version of ONNX Runtime."""
 _SHARED_SCALE_OPERATORS: Final = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
 """Operators that quantize the activations of all tokens of a pass with one scale."""
 
@@ -40,27 +38,6 @@ class SessionConfig:
     which takes the cores from the other session: a target of 17 ms a pass beside a draft model then takes 31 ms."""
     profile: Path | None = None
     """Prefix of the path of a file to which ONNX Runtime writes the time of every node; see `node_profile`."""
-
-
-def write_prepacked(graph: Path, destination: Path) -> None:
-    """Write a copy of `graph` that also stores its weights as packed for this machine's kernels.
-
-    Raises:
-        BundleError: the file is not a model.
-    """
-    options = session_options()
-    options.optimized_model_filepath = str(destination)
-    for key, value in {
-        "session.optimized_model_external_initializers_file_name": f"{destination.name}.data",
-        # Shapes have to stay in the graph itself, or it cannot be checked when it is loaded.
-        "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
-        "session.save_external_prepacked_constant_initializers": "1",
-    }.items():
-        options.add_session_config_entry(key, value)
-    try:
-        load_session(str(graph), options)
-    except ORT_ERRORS as error:
-        raise BundleError(f"{graph} cannot be prepacked: {error_reason(error)}") from error
 
 
 class GraphSession:

@@ -27,9 +27,10 @@ from ...models.cache import cache_folder
 from ..devices.processor import machine
 from ..devices.providers import choose_device
 from ..graph.bound_session import BoundSession
-from ..graph.metadata import metadata_of
-from ..graph.prepacked import should_prepack
-from ..graph.session import RUNTIME_VERSION, GraphSession, SessionConfig, write_prepacked
+from ..graph.model_metadata import metadata_of
+from ..graph.ort import RUNTIME_VERSION
+from ..graph.prepacked import should_prepack, write_prepacked
+from ..graph.session import GraphSession, SessionConfig
 from .pass_timing import TYPICAL_CONTEXT, pad_cache, time_pass
 
 PASSES_PER_TURN: Final = 5

@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 
 from ...version import __version__
-from ..graph.session import RUNTIME_VERSION
+from ..graph.ort import RUNTIME_VERSION
 
 
 def machine() -> dict[str, str]:

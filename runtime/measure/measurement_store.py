@@ -14,7 +14,8 @@ from ...models.bundle import Bundle
 from ...models.cache import cache_folder
 from ...models.json_file import parse_json_object
 from ..devices.processor import machine
-from ..graph.session import RUNTIME_VERSION, SessionConfig
+from ..graph.ort import RUNTIME_VERSION
+from ..graph.session import SessionConfig
 
 _MAX_FILES: Final = 200
 """Files of one kind; beyond it the oldest are deleted. Each takes a kilobyte or two."""

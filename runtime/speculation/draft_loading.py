@@ -25,7 +25,7 @@ from ...models.bundle import Bundle
 from ...models.pairing import DraftPair
 from ..graph.bound_session import BoundSession
 from ..graph.graph_io import CacheMode, GraphIO
-from ..graph.metadata import ModelMetadata
+from ..graph.model_metadata import ModelMetadata
 from ..graph.open_graph import graph_to_load, open_graph
 from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig

@@ -15,8 +15,8 @@ from edgerun.export.calibration import divergence as divergence_module
 from edgerun.export.calibration import logit_comparison as judging
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.logit_comparison import LogitsJudge
+from edgerun.export.check.parity import QuantizedWeights
 from edgerun.export.check.reference import reference_logits
-from edgerun.export.check.rounded_weights import RoundedWeights
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -32,7 +32,7 @@ def evaluator_of(folder, texts=TEXTS, family: str = "llama", **overrides) -> Pla
 
     def weights_of(linear, form):
         plan = {each.name: form for each in fused_linears(config)}
-        rounded = RoundedWeights(source, config, plan)
+        rounded = QuantizedWeights(source, config, plan)
         return np.concatenate([piece for name in linear.weights for piece in rounded.chunks(name)])
 
     return PlanEvaluator(source, config, texts, weights_of, folder / "work", 256)
@@ -50,7 +50,7 @@ def expected(folder, plan, texts=TEXTS):
     for text in texts:
         logits = [
             reference_logits(weights, settings, text, 256)
-            for weights in (source, RoundedWeights(source, config, whole))
+            for weights in (source, QuantizedWeights(source, config, whole))
         ]
         p, q = (each - each.max(-1, keepdims=True) for each in logits)
         p, q = (each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in (p, q))

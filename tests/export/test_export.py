@@ -27,8 +27,8 @@ from edgerun.export import (
     supported_families,
 )
 from edgerun.export.check.contract_session import ContractSession
+from edgerun.export.check.parity import QuantizedWeights
 from edgerun.export.check.reference import reference_logits
-from edgerun.export.check.rounded_weights import RoundedWeights
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -63,7 +63,7 @@ def expected_logits(bundle: Path, recipe: ExportRecipe, tokens=TOKENS, context: 
     """The reference on the rounded weights of `bundle`'s checkpoint."""
     source = bundle.parent / "checkpoint"
     config, checkpoint = read_config(source), Checkpoint(source)
-    weights = RoundedWeights(checkpoint, config, with_methods(recipe.quant_plan(config), recipe.methods))
+    weights = QuantizedWeights(checkpoint, config, with_methods(recipe.quant_plan(config), recipe.methods))
     return reference_logits(weights, read_json(source / "config.json"), tokens, context)
 
 

@@ -14,7 +14,7 @@ import edgerun
 from edgerun import BundleError, ContextError
 from edgerun.runtime.graph.graph_io import CacheMode, GraphValue, InputRole, LogitsMode
 from edgerun.runtime.graph.introspection import introspect
-from edgerun.runtime.graph.metadata import ModelMetadata
+from edgerun.runtime.graph.model_metadata import ModelMetadata
 from support.broken_layouts import UNFIT, write_unfit
 from support.layouts import LIMITED, write_layout
 

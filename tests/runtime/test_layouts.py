@@ -17,7 +17,7 @@ from edgerun.runtime.decode import DecodeLimits, Step, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.graph_io import CacheMode, LogitsMode
-from edgerun.runtime.graph.metadata import metadata_of
+from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.result import Reply
 from edgerun.runtime.sampling import Sampler, SamplingParams

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph.metadata import ModelMetadata
+from edgerun.runtime.graph.model_metadata import ModelMetadata
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel, Likely
 from edgerun.runtime.speculation.pass_cost import PassCost

@@ -14,7 +14,7 @@ from edgerun.models.cache import cache_folder
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import prepacked
 from edgerun.runtime.graph.bound_session import BoundSession
-from edgerun.runtime.graph.metadata import metadata_of
+from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure import bundle_timing
 from edgerun.runtime.measure.bundle_timing import (

@@ -1,3 +1,5 @@
+"""Pages of mapped files are dropped only if they can be read from the file again."""
+
 from __future__ import annotations
 
 import mmap
@@ -18,8 +20,8 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux")
-def test_pages_are_dropped_and_come_back(file: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_dropped_pages_are_read_from_the_file_again(file: Path) -> None:
     with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ) as mapping:
         before = mapping[:]
         assert drop_file_pages(file) >= SIZE
@@ -28,13 +30,13 @@ def test_pages_are_dropped_and_come_back(file: Path) -> None:
     assert drop_file_pages(file.with_name("other")) == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux")
-def test_pages_written_to_are_kept(file: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_pages_that_were_written_to_are_kept(file: Path) -> None:
     with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
         mapping[5:8] = b"new"
         assert drop_file_pages(file) == 0
         assert mapping[5:8] == b"new"
 
 
-def test_trimming_the_heap_does_no_harm() -> None:
+def test_trimming_the_heap_does_not_fail() -> None:
     trim_heap()
