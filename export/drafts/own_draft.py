@@ -19,7 +19,7 @@ from ...models.progress import Progress
 from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
 from ..upgrade.edit.editable import EditableGraph
-from ..upgrade.edit.write import InPlace
+from ..upgrade.edit.tensor_writers import InPlace
 from .companion import CHOSEN
 from .frequencies import Ranking, rank_tokens
 from .head_size import TARGET_ROWS, Agreement, StepTimes, agreeing_sizes, best_size, speed

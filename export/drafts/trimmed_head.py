@@ -24,9 +24,9 @@ from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
 from ..check.contract_session import ContractSession
 from ..graph import inputs_outputs
 from ..graph.weight_file import WeightFile
-from ..upgrade.describe import bits_per_weight, fused_linears
+from ..upgrade.describe import bits_per_weight, weight_matrices
 from ..upgrade.edit.editable import EditableGraph, Node
-from ..upgrade.edit.write import InPlace, ToFile
+from ..upgrade.edit.tensor_writers import InPlace, ToFile
 from ..upgrade.selected_logits import find_lm_head
 
 TokenIds = npt.NDArray[np.int64]
@@ -113,7 +113,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     graph = EditableGraph.open(whole.graph)
     _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
-    linears = fused_linears(graph, inputs_outputs.LOGITS)
+    linears = weight_matrices(graph, inputs_outputs.LOGITS)
     folder.mkdir(parents=True, exist_ok=True)
     with WeightFile(folder / WEIGHTS_NAME) as data:
         model = graph.model(ToFile(data, lambda _: None))

@@ -1,9 +1,9 @@
-"""GroupQueryAttention on the contract's inputs: lengths, positions, bias, and caches bound in place.
+"""Makes GroupQueryAttention read the inputs of the graph contract.
 
-What the operator reads is docs/graph-contract.md's, so whatever made masks, lengths and positions before is swept away.
-A layer that sees only the last W rows keeps doing so by *position*: the operator's own window counts slots, and in a
-token tree a row's slot is further on than its position. So the window is part of the bias, made once for all layers of
-that window, and the operator's own is taken away.
+The operator reads the lengths, positions, bias and caches of docs/graph-contract.md; the nodes that computed masks,
+lengths and positions before are removed. In a layer with a sliding window, a token sees the last W *positions*. The
+operator's own window counts slots, and in a token tree the slot of a token may be ahead of its position. So the window
+becomes part of the bias, which is computed once for all layers with that window, and the operator's own is removed.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from typing import Final
 import numpy as np
 from onnx import TensorProto, ValueInfoProto, helper
 
-from ...errors import BundleError
+from ...errors import BundleError, ExportError
 from ..graph import inputs_outputs
-from .decoder_io import MASK, POSITIONS, TOKENS, CachePort, Ports
+from .decoder_io import MASK, POSITIONS, TOKENS, CacheTensor, DecoderIO
 from .edit.editable import EditableGraph, Node
-from .patterns.masks import window_of_bias
+from .subgraph_runner import PassShape, SubgraphRunner
 
 BIAS: Final = "attention_bias"
 LAST_SLOT: Final = "seqlens_k"
 TOTAL: Final = "total_sequence_length"
 
-_HIDDEN: Final = np.array(-1e9, np.float32)
+_MASKED: Final = np.array(-1e9, np.float32)
+_MASKED_BELOW: Final = -1e4
+"""A bias below this hides a position."""
+_TRIAL_TOKENS: Final = 3
+"""Number of new tokens of the pass that computes a bias."""
 
 
 @dataclass(frozen=True)
-class AttentionForm:
-    """What the attention layers have in common."""
+class AttentionShape:
+    """Numbers that are the same for all attention layers."""
 
     layers: int
     heads: int
@@ -37,68 +41,109 @@ class AttentionForm:
     head_dim: int
 
 
-def wire_attention(graph: EditableGraph, ports: Ports, context: int, head_dim: int | None) -> AttentionForm:
-    """Let every GroupQueryAttention read the contract's inputs and name the caches as the contract does.
+def wire_attention(graph: EditableGraph, io: DecoderIO, context: int, head_dim: int | None) -> AttentionShape:
+    """Make every GroupQueryAttention read the contract's inputs, and rename the caches as the contract does.
 
     Args:
         graph: the decoder; all its attention is fused.
-        ports: of `settle_ports`.
-        context: positions that will be served: a window that is no shorter is none.
-        head_dim: channels of a head where the settings say so; the graph itself is asked first.
+        io: its inputs and outputs.
+        context: number of positions that will be served; a window of at least this size has no effect.
+        head_dim: channels of a head according to the settings, used if the graph does not say it.
 
     Raises:
-        BundleError: the attention is of a kind that the contract has no place for.
+        BundleError: the attention has a feature that the contract does not have.
     """
     layers = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
-    form = _form_of(graph, layers, ports, head_dim)
-    kind = graph.element_type(ports.caches[0].past)
-    for port in ports.caches:  # for the experiments that tell masks
-        state_cache_shape(graph, port, form.kv_heads, form.head_dim)
+    attention = _attention_shape(graph, layers, io, head_dim)
+    element_type = graph.element_type(io.caches[0].past)
+    for cache in io.caches:  # so that masks can be computed on made-up caches
+        declare_cache_shape(graph, cache, attention.kv_heads, attention.head_dim)
     windows = [_window(graph, node, context) for node in layers]
     _declare_inputs(graph)
-    biases = {0: _bias_of(graph, kind)}
+    biases = {0: _typed_bias(graph, element_type)}
     for node, window in zip(layers, windows, strict=True):
         if window not in biases:
-            biases[window] = _windowed(graph, window, kind)
+            biases[window] = _windowed_bias(graph, window, element_type)
         _wire(graph, node, biases[window])
     for node in graph.nodes_of("RotaryEmbedding"):
-        place = 1 if node.domain else 3
-        if node.input(place):  # else its cosines are those of the rows already
-            graph.set_input(node, place, POSITIONS)
-    _name_caches(graph, ports.caches, form, kind)
+        index = 1 if node.domain else 3
+        if node.input(index):  # without positions, its cosines have been gathered for the tokens already
+            graph.set_input(node, index, POSITIONS)
+    _rename_caches(graph, io.caches, attention, element_type)
     graph.sweep()
-    _state_lengths(graph, form)
+    _replace_shapes(graph, attention)
     graph.sweep()
-    return form
+    return attention
 
 
-def state_cache_shape(graph: EditableGraph, port: CachePort, kv_heads: int, head_dim: int) -> None:
-    """Declare what a cache input has, where the graph leaves heads or channels open."""
+def declare_cache_shape(graph: EditableGraph, cache: CacheTensor, kv_heads: int, head_dim: int) -> None:
+    """Declare heads and channels of a cache input, which some graphs do not declare."""
     shape: list[str | int] = [1, kv_heads, "past_sequence_length", head_dim]
-    kind = graph.element_type(port.past)
-    graph.inputs[port.past].CopyFrom(helper.make_tensor_value_info(port.past, kind, shape))
+    element_type = graph.element_type(cache.past)
+    graph.inputs[cache.past].CopyFrom(helper.make_tensor_value_info(cache.past, element_type, shape))
 
 
-def _form_of(graph: EditableGraph, layers: list[Node], ports: Ports, head_dim: int | None) -> AttentionForm:
-    forms = {
+def window_of_bias(graph: EditableGraph, bias: str, context: int) -> int:
+    """Sliding window that an attention bias implements.
+
+    Args:
+        graph: the decoder.
+        bias: the value, [1, heads or 1, new, total].
+        context: number of cached tokens of the trial; a larger window is not recognized.
+
+    Returns:
+        Number of positions that a token sees, itself included; 0 for all.
+
+    Raises:
+        BundleError: the bias does something else, such as ALiBi.
+    """
+    lengths = PassShape(_TRIAL_TOKENS, context)
+    try:
+        value = np.asarray(SubgraphRunner(graph).run([bias], lengths)[bias], np.float64)
+    except ExportError as error:
+        raise _unknown_bias() from error
+    cells = value.reshape(-1, value.shape[-2], value.shape[-1])
+    if cells.shape[1:] != (_TRIAL_TOKENS, lengths.total) or np.any(cells != cells[:1]):
+        raise _unknown_bias()
+    seen = cells[0] > _MASKED_BELOW
+    if np.any(cells[0][seen] != 0):
+        raise _unknown_bias()
+    slots, queries = np.arange(lengths.total), np.arange(context, lengths.total)[:, None]
+    seen_before = seen & (slots <= queries)  # the bias may leave later positions visible: the operator masks them
+    window = int(seen_before[0].sum())
+    if np.array_equal(seen_before, slots <= queries):
+        return 0
+    if not np.array_equal(seen_before, (slots <= queries) & (slots > queries - window)):
+        raise _unknown_bias()
+    return window
+
+
+def _unknown_bias() -> BundleError:
+    return BundleError(
+        "the model adds something to its attention scores that is neither a mask nor a window", "run it as it is"
+    )
+
+
+def _attention_shape(graph: EditableGraph, layers: list[Node], io: DecoderIO, head_dim: int | None) -> AttentionShape:
+    shapes = {
         (
             node.attribute("num_heads", 0),
             node.attribute("kv_num_heads", 0),
-            _head_dim(graph, node, port) or head_dim or 0,
+            _head_dim(graph, node, cache) or head_dim or 0,
         )
-        for node, port in zip(layers, ports.caches[::2], strict=True)
+        for node, cache in zip(layers, io.caches[::2], strict=True)
     }
-    if len(forms) != 1:
-        raise BundleError("the model's layers have heads of different sizes or numbers", "run it as it is")
-    ((heads, kv_heads, size),) = forms
+    if len(shapes) != 1:
+        raise BundleError("the model's layers differ in the number or size of their heads", "run it as it is")
+    ((heads, kv_heads, size),) = shapes
     if not size:
-        raise BundleError("nothing says how many channels a head has", "put the model's config.json beside it")
-    return AttentionForm(len(layers), heads, kv_heads, size)
+        raise BundleError("the model does not say how many channels a head has", "put its config.json beside it")
+    return AttentionShape(len(layers), heads, kv_heads, size)
 
 
-def _head_dim(graph: EditableGraph, node: Node, port: CachePort) -> int | None:
-    """Channels of a head: as the cache declares it, or by the width of what attention feeds."""
-    shape = graph.shape(port.past)
+def _head_dim(graph: EditableGraph, node: Node, cache: CacheTensor) -> int | None:
+    """Channels of a head, from the declared cache or else from the width of what reads the attention."""
+    shape = graph.shape(cache.past)
     if shape is not None and len(shape) == 4 and isinstance(shape[3], int) and shape[3] > 0:
         return shape[3]
     for reader in graph.consumers(node.output(0)):
@@ -112,34 +157,33 @@ def _head_dim(graph: EditableGraph, node: Node, port: CachePort) -> int | None:
 
 
 def _window(graph: EditableGraph, node: Node, context: int) -> int:
-    """Rows that a row of the layer sees, itself included; 0 for all that come before."""
+    """Number of positions that a token sees in a layer, itself included; 0 for all."""
     if not node.attribute("causal", 1):
-        raise BundleError("the model's attention looks ahead", "give a decoder")
+        raise BundleError("the model's attention is not causal", "give a decoder")
     if node.input(12) or node.input(13):
-        raise BundleError("the model keeps its cache in whole numbers (quantized)", "run it as it is")
+        raise BundleError("the model's key-value cache is quantized to integers", "run it as it is")
     windows = [node.attribute("local_window_size", -1)]
     if node.input(10):
         windows.append(window_of_bias(graph, node.input(10), context))
-    limits = [window for window in windows if 0 < window < context]
-    return min(limits, default=0)
+    return min((window for window in windows if 0 < window < context), default=0)
 
 
 def _declare_inputs(graph: EditableGraph) -> None:
     for info in inputs_outputs.pass_inputs():
         if info.name in graph.inputs and info.name in (TOKENS, POSITIONS):
-            _settle_whole(graph, info)
+            _declare_ids(graph, info)
         elif info.name in graph.inputs:
             graph.inputs[info.name].CopyFrom(info)
         else:
             graph.add_input(info)
 
 
-def _settle_whole(graph: EditableGraph, info: ValueInfoProto) -> None:
-    """Give token or position ids the contract's type and shape, and what read them before what it was used to."""
+def _declare_ids(graph: EditableGraph, info: ValueInfoProto) -> None:
+    """Give token ids or positions the contract's type and shape, and convert them for the nodes that read them."""
     value, readers = info.name, graph.consumers(info.name)
-    kind, shape = graph.element_type(value), graph.shape(value) or ()
-    if kind != info.type.tensor_type.elem_type:
-        value = graph.add("Cast", [value], name=f"{info.name}.typed", to=kind).output(0)
+    element_type, shape = graph.element_type(value), graph.shape(value) or ()
+    if element_type != info.type.tensor_type.elem_type:
+        value = graph.add("Cast", [value], name=f"{info.name}.typed", to=element_type).output(0)
     if len(shape) == 3:  # positions of time, height and width
         axes = graph.add_tensor("positions.axes", np.array([0], np.int64))
         lifted = graph.add("Unsqueeze", [value, axes], name="positions.lifted").output(0)
@@ -150,15 +194,15 @@ def _settle_whole(graph: EditableGraph, info: ValueInfoProto) -> None:
     graph.inputs[info.name].CopyFrom(info)
 
 
-def _bias_of(graph: EditableGraph, kind: int) -> str:
+def _typed_bias(graph: EditableGraph, element_type: int) -> str:
     """The contract's bias in the type that the graph computes in."""
-    if kind == TensorProto.FLOAT:
+    if element_type == TensorProto.FLOAT:
         return BIAS
-    return graph.add("Cast", [BIAS], name="attention_bias.typed", to=kind).output(0)
+    return graph.add("Cast", [BIAS], name="attention_bias.typed", to=element_type).output(0)
 
 
-def _windowed(graph: EditableGraph, window: int, kind: int) -> str:
-    """The bias with everything `window` positions back and more hidden, [1, 1, M, T]."""
+def _windowed_bias(graph: EditableGraph, window: int, element_type: int) -> str:
+    """The bias with all positions masked that are at least `window` back, [1, 1, M, T]."""
     stem = f"window.{window}"
     keys = _key_positions(graph)
     axes = graph.add_tensor(f"{stem}.axes", np.array([1, 3], np.int64))
@@ -166,21 +210,23 @@ def _windowed(graph: EditableGraph, window: int, kind: int) -> str:
     distance = graph.add("Sub", [queries, keys], name=f"{stem}.distance").output(0)
     limit = graph.add_tensor(f"{stem}.limit", np.array(window, np.int64))
     near = graph.add("Less", [distance, limit], name=f"{stem}.near").output(0)
-    hidden = graph.add_tensor(f"{stem}.hidden", _HIDDEN)
-    value = graph.add("Where", [near, BIAS, hidden], name=f"{stem}.bias").output(0)
-    return value if kind == TensorProto.FLOAT else graph.add("Cast", [value], name=f"{stem}.typed", to=kind).output(0)
+    masked = graph.add_tensor(f"{stem}.hidden", _MASKED)
+    value = graph.add("Where", [near, BIAS, masked], name=f"{stem}.bias").output(0)
+    if element_type == TensorProto.FLOAT:
+        return value
+    return graph.add("Cast", [value], name=f"{stem}.typed", to=element_type).output(0)
 
 
 def _key_positions(graph: EditableGraph) -> str:
-    """Positions of all T rows: cached ones stand at their slots, new ones where position_ids says. int64 [T]."""
+    """Positions of all T keys, int64 [T]: the slot number for cached tokens, `position_ids` for new ones."""
     if graph.producer("keys.positions") is not None:
         return "keys.positions"
     first = graph.add_tensor("rows.first", np.array([0], np.int64))
     shape = graph.add("Shape", [POSITIONS], name="rows.shape").output(0)
     last = graph.add_tensor("rows.axis", np.array(1, np.int64))
-    rows = graph.add("Gather", [shape, last], name="rows.count", axis=0).output(0)
+    new_count = graph.add("Gather", [shape, last], name="rows.count", axis=0).output(0)
     total = graph.add("Cast", [TOTAL], name="total.wide", to=TensorProto.INT64).output(0)
-    past = graph.add("Sub", [total, rows], name="past.count").output(0)
+    past = graph.add("Sub", [total, new_count], name="past.count").output(0)
     zero, one = (
         graph.add_tensor(f"rows.{name}", np.array(value, np.int64)) for name, value in (("zero", 0), ("one", 1))
     )
@@ -198,13 +244,18 @@ def _wire(graph: EditableGraph, node: Node, bias: str) -> None:
         graph.set_attribute(node, name, None)
 
 
-def _name_caches(graph: EditableGraph, caches: tuple[CachePort, ...], form: AttentionForm, kind: int) -> None:
-    shape: list[str | int] = [1, form.kv_heads, "capacity", form.head_dim]
-    held = [(graph.fresh(f"cache.{index}.past"), graph.fresh(f"cache.{index}.present")) for index in range(len(caches))]
-    for port, (past, present) in zip(caches, held, strict=True):  # first out of each other's way
-        graph.rename(port.past, past)
-        graph.rename(port.present, present)
-    for index, (past, present) in enumerate(held):
+def _rename_caches(
+    graph: EditableGraph, caches: tuple[CacheTensor, ...], attention: AttentionShape, element_type: int
+) -> None:
+    shape: list[str | int] = [1, attention.kv_heads, "capacity", attention.head_dim]
+    # The old names may be the new names of other caches, so all are first renamed to names that are free.
+    interim = [
+        (graph.fresh(f"cache.{index}.past"), graph.fresh(f"cache.{index}.present")) for index in range(len(caches))
+    ]
+    for cache, (past, present) in zip(caches, interim, strict=True):
+        graph.rename(cache.past, past)
+        graph.rename(cache.present, present)
+    for index, (past, present) in enumerate(interim):
         layer, half = divmod(index, 2)
         names = (
             (inputs_outputs.past_value, inputs_outputs.present_value)
@@ -213,14 +264,14 @@ def _name_caches(graph: EditableGraph, caches: tuple[CachePort, ...], form: Atte
         )
         for old, new, declared in ((past, names[0](layer), graph.inputs), (present, names[1](layer), graph.outputs)):
             graph.rename(old, new)
-            declared[new] = helper.make_tensor_value_info(new, kind, shape)
+            declared[new] = helper.make_tensor_value_info(new, element_type, shape)
 
 
-def _state_lengths(graph: EditableGraph, form: AttentionForm) -> None:
-    """Answer what still asks the old mask or a cache for its shape: a cache now has room behind its rows.
+def _replace_shapes(graph: EditableGraph, attention: AttentionShape) -> None:
+    """Compute shapes of the old mask and the caches from the contract's inputs: a cache now has unused capacity.
 
     Raises:
-        BundleError: something reads more of them than the shape.
+        BundleError: a node reads more of them than the shape.
     """
     caches = [name for name in graph.inputs if name.startswith("past_key_values.")]
     for name in [MASK, *caches]:
@@ -230,43 +281,40 @@ def _state_lengths(graph: EditableGraph, form: AttentionForm) -> None:
             if node.op != "Shape":
                 what = "mask" if name == MASK else "cache"
                 raise BundleError(
-                    f"the model's {node.op} node {node.name} reads its {what} in a way that is not known",
-                    "run it as it is",
+                    f"the model's {node.op} node {node.name} reads its {what} in an unknown way", "run it as it is"
                 )
-            whole = _mask_shape(graph) if name == MASK else _cache_shape(graph, form)
+            shape = _mask_shape(graph) if name == MASK else _cache_shape(graph, attention)
             start, end = node.attribute("start", 0), node.attribute("end")
             if start or end is not None:
                 bounds = [
                     graph.add_tensor(f"{node.output(0)}.{key}", np.array([value], np.int64))
                     for key, value in (("start", start), ("end", np.iinfo(np.int64).max if end is None else end))
                 ]
-                whole = graph.add("Slice", [whole, *bounds], name=f"{node.output(0)}.part").output(0)
-            graph.replace_uses(node.output(0), whole)
+                shape = graph.add("Slice", [shape, *bounds], name=f"{node.output(0)}.part").output(0)
+            graph.replace_uses(node.output(0), shape)
     graph.inputs.pop(MASK, None)
 
 
 def _mask_shape(graph: EditableGraph) -> str:
-    """[1, T]"""
-    return _extents(graph, "mask.shape", [1, _total(graph)])
+    """[1, T], int64 [2]"""
+    flat = graph.add_tensor("total.flat", np.array([1], np.int64))
+    wide = graph.add("Cast", [TOTAL], name="total.extent", to=TensorProto.INT64).output(0)
+    total = graph.add("Reshape", [wide, flat], name="total.extents").output(0)
+    return _joined_shape(graph, "mask.shape", [1, total])
 
 
-def _cache_shape(graph: EditableGraph, form: AttentionForm) -> str:
-    """[1, heads, T - M, channels]"""
+def _cache_shape(graph: EditableGraph, attention: AttentionShape) -> str:
+    """[1, heads, T - M, channels], int64 [4]"""
     _key_positions(graph)
     first = graph.add_tensor("past.axis", np.array([0], np.int64))
     past = graph.add("Unsqueeze", ["past.count", first], name="past.extent").output(0)
-    return _extents(graph, "past.shape", [1, form.kv_heads, past, form.head_dim])
+    return _joined_shape(graph, "past.shape", [1, attention.kv_heads, past, attention.head_dim])
 
 
-def _total(graph: EditableGraph) -> str:
-    flat = graph.add_tensor("total.flat", np.array([1], np.int64))
-    wide = graph.add("Cast", [TOTAL], name="total.extent", to=TensorProto.INT64).output(0)
-    return graph.add("Reshape", [wide, flat], name="total.extents").output(0)
-
-
-def _extents(graph: EditableGraph, name: str, parts: list[int | str]) -> str:
+def _joined_shape(graph: EditableGraph, name: str, dimensions: list[int | str]) -> str:
+    """A shape of numbers and of values int64 [1]."""
     values = [
-        graph.add_tensor(f"{name}.{index}", np.array([part], np.int64)) if isinstance(part, int) else part
-        for index, part in enumerate(parts)
+        graph.add_tensor(f"{name}.{index}", np.array([size], np.int64)) if isinstance(size, int) else size
+        for index, size in enumerate(dimensions)
     ]
     return graph.add("Concat", values, name=name, axis=0).output(0)

@@ -1,4 +1,7 @@
-"""Which input of a foreign decoder is what, told by how the graph uses it and not only by its name."""
+"""Inputs and outputs of a foreign decoder, identified by their use in the graph.
+
+Names alone are not enough: exporters call the same input different things.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from onnx import TensorProto
+from onnx import GraphProto, TensorProto
 
 from ...errors import BundleError
 from ..graph import inputs_outputs
@@ -19,43 +22,61 @@ MASK: Final = "attention_mask"
 POSITIONS: Final = "position_ids"
 LOGITS: Final = "logits"
 
-_WHOLE: Final = (TensorProto.INT64, TensorProto.INT32)
-_FLOATING: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_INTEGERS: Final = (TensorProto.INT64, TensorProto.INT32)
+_FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _RUN_AS_IT_IS: Final = "run it as it is"
-_LOOK_UPS: Final = ("Gather", "GatherBlockQuantized")
-_PASSING_ON: Final = ("Cast", "Clip", "Reshape", "Where")
-"""Operators that may stand between ids and the look-up."""
+_GATHERS: Final = ("Gather", "GatherBlockQuantized")
+_BEFORE_GATHER: Final = ("Cast", "Clip", "Reshape", "Where")
+"""Operators that may stand between token ids and the embedding lookup."""
 _KNOWN_DOMAINS: Final = ("", "com.microsoft", "ai.onnx.ml", "com.microsoft.nchwc")
+_CACHED_BRANCH: Final = "then_branch"
 
 
 @dataclass(frozen=True)
-class CachePort:
-    """One cache tensor: the graph input with past rows and the output with the new ones behind."""
+class CacheTensor:
+    """One cache tensor: the graph input with past slots and the output with the new slots appended."""
 
     past: str
     present: str
 
 
 @dataclass(frozen=True)
-class Ports:
-    """Inputs and outputs of a decoder, after `settle_ports`."""
+class DecoderIO:
+    """Inputs and outputs of a decoder, as `identify_io` found them."""
 
-    caches: tuple[CachePort, ...]
-    """Of a fused graph, key and value of each layer, in layer order; else as the inputs stand."""
+    caches: tuple[CacheTensor, ...]
+    """For a fused graph, key and value of each layer in layer order; otherwise in the order of the graph inputs."""
     logits: str
 
 
-def settle_ports(graph: EditableGraph, names: Mapping[str, str] = MappingProxyType({})) -> Ports:
-    """Find out what the inputs and outputs are, and give tokens, mask and positions their usual names, logits too.
+def take_cached_branch(graph: EditableGraph) -> None:
+    """Replace the `If` of a merged decoder by its branch for a filled cache; other graphs do not change.
 
-    No other value has the name of an input of the contract afterwards.
+    Optimum before 1.14 wrote merged decoders (`decoder_model_merged.onnx`), and transformers.js adopted them: an `If`
+    on the input `use_cache_branch` selects a branch for an empty or a filled cache. The latter also works with an empty
+    cache.
+
+    Raises:
+        BundleError: the branch does not work without the other one.
+    """
+    for node in graph.nodes_of("If"):
+        condition = _boolean_input(graph, node)
+        if condition is not None:
+            _inline_branch(graph, node)
+            graph.inputs.pop(condition)
+
+
+def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyType({})) -> DecoderIO:
+    """Find out what inputs and outputs are for, and give token ids, mask, positions and logits their usual names.
+
+    Afterwards no other value has the name of an input of the graph contract.
 
     Args:
         graph: a foreign decoder.
-        names: what its settings say that inputs are called, by their usual names.
+        names: names of inputs according to the model's settings, by their usual names.
 
     Raises:
-        BundleError: this is no decoder with a cache, or one that cannot be upgraded; the message says which.
+        BundleError: the graph is not a decoder with a cache, or one that cannot be upgraded; the message says which.
     """
     _require_known_operators(graph)
     _free_names(graph)
@@ -64,42 +85,87 @@ def settle_ports(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTy
             graph.rename(name, graph.fresh(usual))
     caches = _caches(graph)
     if not caches:
-        raise _without_cache(graph)
-    inside = {port.past for port in caches}
-    _name(graph, TOKENS, [name for name in graph.inputs if name not in inside and _is_tokens(graph, name)])
+        raise _no_cache(graph)
+    past = {cache.past for cache in caches}
+    _rename_only(graph, TOKENS, [name for name in graph.inputs if name not in past and _is_tokens(graph, name)])
     if TOKENS not in graph.inputs:
         raise BundleError(
             "the model has no input of token ids", "give the decoder of a text model, not an encoder or an image part"
         )
-    others = [name for name in graph.inputs if name not in inside and name != TOKENS]
-    _name(graph, POSITIONS, [name for name in others if re.search("position", name)])
-    _name(graph, MASK, [name for name in others if re.search("mask", name) and name in graph.inputs])
-    logits = _logits(graph, [name for name in graph.outputs if name not in {port.present for port in caches}])
+    others = [name for name in graph.inputs if name not in past and name != TOKENS]
+    _rename_only(graph, POSITIONS, [name for name in others if re.search("position", name)])
+    _rename_only(graph, MASK, [name for name in others if re.search("mask", name) and name in graph.inputs])
+    logits = _logits(graph, [name for name in graph.outputs if name not in {cache.present for cache in caches}])
     if logits != LOGITS:
         graph.rename(logits, graph.fresh(LOGITS))
-    return Ports(caches, LOGITS if LOGITS in graph.outputs else logits)
+    return DecoderIO(caches, LOGITS if LOGITS in graph.outputs else logits)
+
+
+def embedding_lookup(graph: EditableGraph, ids: str) -> Node | None:
+    """The operator that gathers rows of a table by the ids of an input; None if there is none."""
+    waiting = [ids]
+    while waiting:
+        value = waiting.pop()
+        for node in graph.consumers(value):
+            by_row = node.attribute("gather_axis" if node.op == "GatherBlockQuantized" else "axis", 0) == 0
+            if node.op in _GATHERS and node.input(1) == value and by_row:
+                return node
+            if node.op in _BEFORE_GATHER:
+                waiting.append(node.output(0))
+    return None
+
+
+def _boolean_input(graph: EditableGraph, node: Node) -> str | None:
+    """The boolean graph input that is the condition of an If."""
+    name = node.input(0)
+    while (producer := graph.producer_of(name, "Cast", "Squeeze", "Reshape")) is not None:
+        name = producer.input(0)
+    return name if name in graph.inputs and graph.element_type(name) == TensorProto.BOOL else None
+
+
+def _inline_branch(graph: EditableGraph, node: Node) -> None:
+    branch = node.attribute(_CACHED_BRANCH)
+    if not isinstance(branch, GraphProto) or branch.sparse_initializer:
+        raise BundleError("the model's branch for a filled cache cannot be read", _RUN_AS_IT_IS)
+    outputs = [value.name for value in branch.output]
+    computed = {name for proto in branch.node for name in proto.output}
+    if not set(outputs) <= computed:
+        raise BundleError(
+            "the model's branch for a filled cache returns values that it does not compute", _RUN_AS_IT_IS
+        )
+    graph.remove(node)
+    try:
+        for tensor in branch.initializer:
+            graph.add_stored(tensor)
+        for proto in branch.node:
+            graph.add_proto(proto)
+        for name, output in zip(outputs, node.outputs, strict=True):
+            graph.rename(name, output)
+        graph.drop_identities()
+    except ValueError as error:
+        raise BundleError(f"names in the model's branches clash: {error}", _RUN_AS_IT_IS) from error
 
 
 def _require_known_operators(graph: EditableGraph) -> None:
-    strange = sorted({node.domain for node in graph.nodes if node.domain not in _KNOWN_DOMAINS} - graph.own_domains)
-    if strange:
+    unknown = sorted({node.domain for node in graph.nodes if node.domain not in _KNOWN_DOMAINS} - graph.own_domains)
+    if unknown:
         raise BundleError(
-            f"the model uses operators of {strange[0]}, which ONNX Runtime has only with a library of its maker's",
+            f"the model uses operators of {unknown[0]}, which ONNX Runtime has only with a vendor's library",
             "export the model for CPU",
         )
 
 
 def _free_names(graph: EditableGraph) -> None:
-    """Call results and constants something else that have the name of an input that is still to come."""
+    """Rename results and constants that have the name of an input that will be added."""
     for name in (MASK, *(info.name for info in inputs_outputs.pass_inputs())):
         if graph.producer(name) is not None or name in graph.tensors:
             graph.rename(name, graph.fresh(f"{name}.before"))
 
 
-def _without_cache(graph: EditableGraph) -> BundleError:
-    if any(len(graph.shape(name) or ()) >= 3 and graph.element_type(name) in _FLOATING for name in graph.inputs):
+def _no_cache(graph: EditableGraph) -> BundleError:
+    if any(len(graph.shape(name) or ()) >= 3 and graph.element_type(name) in _FLOATS for name in graph.inputs):
         return BundleError(
-            "the model's cache is not keys and values with the new rows behind, each an output of its own",
+            "the model's cache does not consist of key and value tensors to which new slots are appended",
             _RUN_AS_IT_IS,
         )
     return BundleError(
@@ -107,62 +173,49 @@ def _without_cache(graph: EditableGraph) -> BundleError:
     )
 
 
-def _caches(graph: EditableGraph) -> tuple[CachePort, ...]:
-    """Cache inputs with their outputs (see `Ports`)."""
-    fused = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
-    if fused:
-        return tuple(port for node in fused for port in _of_fused(graph, node))
-    found: list[CachePort] = []
+def _caches(graph: EditableGraph) -> tuple[CacheTensor, ...]:
+    """Cache inputs with their outputs (see `DecoderIO.caches`)."""
+    attentions = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
+    if attentions:
+        return tuple(cache for node in attentions for cache in _caches_of(graph, node))
+    found: list[CacheTensor] = []
     for name in graph.inputs:
-        ends = [
+        joined = [
             node.output(0)
             for node in graph.consumers(name)
             if node.op == "Concat" and node.output(0) in graph.outputs and node.input(0) == name
         ]
-        if ends and graph.element_type(name) in _FLOATING:
-            found.append(CachePort(name, ends[0]))
+        if joined and graph.element_type(name) in _FLOATS:
+            found.append(CacheTensor(name, joined[0]))
     return tuple(found)
 
 
-def _of_fused(graph: EditableGraph, node: Node) -> tuple[CachePort, CachePort]:
-    ports = tuple(CachePort(node.input(3 + half), node.output(1 + half)) for half in (0, 1))
-    for port in ports:
-        if port.past not in graph.inputs or port.present not in graph.outputs:
+def _caches_of(graph: EditableGraph, node: Node) -> tuple[CacheTensor, CacheTensor]:
+    """Key and value cache of a GroupQueryAttention."""
+    caches = tuple(CacheTensor(node.input(3 + half), node.output(1 + half)) for half in (0, 1))
+    for cache in caches:
+        if cache.past not in graph.inputs or cache.present not in graph.outputs:
             raise BundleError(
                 f"the attention {node.name or node.output(0)} keeps its cache inside the graph", _RUN_AS_IT_IS
             )
-        if graph.element_type(port.past) not in _FLOATING:
-            raise BundleError("the model keeps its cache in whole numbers (quantized)", _RUN_AS_IT_IS)
-        if len(graph.consumers(port.past)) != 1 and any(
-            each.op == "GroupQueryAttention" and each is not node for each in graph.consumers(port.past)
+        if graph.element_type(cache.past) not in _FLOATS:
+            raise BundleError("the model's key-value cache is quantized to integers", _RUN_AS_IT_IS)
+        if len(graph.consumers(cache.past)) != 1 and any(
+            each.op == "GroupQueryAttention" and each is not node for each in graph.consumers(cache.past)
         ):
             raise BundleError("two layers of the model share a cache", _RUN_AS_IT_IS)
-    return ports[0], ports[1]
+    return caches[0], caches[1]
 
 
 def _is_tokens(graph: EditableGraph, name: str) -> bool:
-    """Whether an input is whole numbers by which rows of a matrix are looked up."""
-    if graph.element_type(name) not in _WHOLE or re.search("position|mask|type", name):
+    """Whether an input is integers by which rows of a table are gathered."""
+    if graph.element_type(name) not in _INTEGERS or re.search("position|mask|type", name):
         return False
-    return look_up_by(graph, name) is not None
+    return embedding_lookup(graph, name) is not None
 
 
-def look_up_by(graph: EditableGraph, ids: str) -> Node | None:
-    """The operator that looks up rows of a table by an input's numbers; None if there is none."""
-    waiting = [ids]
-    while waiting:
-        value = waiting.pop()
-        for node in graph.consumers(value):
-            by_row = node.attribute("gather_axis" if node.op == "GatherBlockQuantized" else "axis", 0) == 0
-            if node.op in _LOOK_UPS and node.input(1) == value and by_row:
-                return node
-            if node.op in _PASSING_ON:
-                waiting.append(node.output(0))
-    return None
-
-
-def _name(graph: EditableGraph, wanted: str, candidates: list[str]) -> None:
-    """Call the one candidate `wanted`; where there is none, or already one of that name, do nothing."""
+def _rename_only(graph: EditableGraph, wanted: str, candidates: list[str]) -> None:
+    """Rename the only candidate to `wanted`; do nothing if there is none or an input already has that name."""
     if wanted in graph.inputs or not candidates:
         return
     if len(candidates) > 1:
@@ -173,7 +226,7 @@ def _name(graph: EditableGraph, wanted: str, candidates: list[str]) -> None:
 
 
 def _logits(graph: EditableGraph, outputs: list[str]) -> str:
-    floats = [name for name in outputs if graph.element_type(name) in _FLOATING]
+    floats = [name for name in outputs if graph.element_type(name) in _FLOATS]
     named = [name for name in floats if "logits" in name] or floats
     if len(named) != 1:
         raise BundleError(

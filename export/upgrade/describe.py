@@ -1,15 +1,15 @@
-"""The numbers of an upgraded graph for its manifest, read off the graph itself."""
+"""The numbers of an upgraded graph for its manifest, read from the graph."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ...models.manifest import Architecture, WeightFormat
-from .contract_inputs import AttentionForm
-from .decoder_io import TOKENS, look_up_by
+from .contract_inputs import AttentionShape
+from .decoder_io import TOKENS, embedding_lookup
 from .edit.editable import EditableGraph, Node
 from .edit.tensors import Source, Tensor
 from .selected_logits import find_lm_head
@@ -28,14 +28,16 @@ _WEIGHT_INPUTS: Final[Mapping[str, int]] = {
     "Gather": 0,
     "GatherBlockQuantized": 0,
 }
-"""Operators that read a weight matrix, and where."""
+"""Operators that read a weight matrix, and the index of that input."""
 _ZERO_POINTS: Final = 3
-"""Which input of MatMulNBits they are."""
+"""Index of the zero points among the inputs of MatMulNBits."""
+_BIAS: Final = 5
+"""Index of the bias among the inputs of MatMulNBits."""
 
 
 @dataclass(frozen=True)
-class FusedLinear:
-    """One matrix of the model."""
+class WeightMatrix:
+    """One weight matrix of the model."""
 
     name: str
     """As in `Manifest.weights`."""
@@ -43,108 +45,113 @@ class FusedLinear:
     rows: int
     columns: int
     stored: Mapping[Source, int]
-    """Bytes by where they lie: of codes, scales and zero points."""
+    """Number of bytes of codes, scales and zero points, by where they are stored."""
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return self.rows * self.columns
 
 
-def fused_linears(graph: EditableGraph, logits: str) -> list[FusedLinear]:
-    """Every matrix by which states are multiplied, and the embedding.
+def weight_matrices(graph: EditableGraph, logits: str) -> list[WeightMatrix]:
+    """Find every matrix that multiplies hidden states, and the embedding.
 
-    Those of a layer are told apart by their place: what leads to an attention is its `qkv`; of those behind it the
-    first is `o`, the last `down` and the rest `gate_up`.
+    Matrices of a layer are named by their position: what leads to an attention is its `qkv`; after an attention the
+    first is `o`, the last `down` and those between `gate_up`.
     """
-    head, embedding = find_lm_head(graph, logits), look_up_by(graph, TOKENS)
-    after: dict[str, int] = {}
-    """How many attentions a value comes after."""
-    layers: defaultdict[int, list[Node]] = defaultdict(list)
-    linears = []
+    head, embedding = find_lm_head(graph, logits), embedding_lookup(graph, TOKENS)
+    depths: dict[str, int] = {}
+    """Number of attentions before a value."""
+    after_attention: defaultdict[int, list[tuple[Node, Tensor]]] = defaultdict(list)
+    matrices = []
     for node in graph.in_order():
-        depth = max((after.get(name, 0) for name in node.inputs), default=0)
-        after.update(dict.fromkeys(node.outputs, depth + (node.op == _ATTENTION)))
-        matrix = _matrix(graph, node)
-        if matrix is None:
+        depth = max((depths.get(name, 0) for name in node.inputs), default=0)
+        depths.update(dict.fromkeys(node.outputs, depth + (node.op == _ATTENTION)))
+        weights = _weights(graph, node)
+        if weights is None:
             continue
         if node is head:
-            linears.append(_linear_of(graph, node, "head", matrix))
+            matrices.append(_matrix(graph, node, "head", weights))
         elif node is embedding:
-            linears.append(_linear_of(graph, node, "embedding", matrix))
+            matrices.append(_matrix(graph, node, "embedding", weights))
         elif node.op.startswith("Gather"):
-            continue  # positions, or cosines and sines
+            continue  # a table of positions, cosines or sines
         elif _leads_to_attention(graph, node):
-            linears.append(_linear_of(graph, node, f"layers.{depth}.qkv", matrix))
+            matrices.append(_matrix(graph, node, f"layers.{depth}.qkv", weights))
         elif depth:
-            layers[depth - 1].append(node)
-    for layer, nodes in layers.items():
-        for index, node in enumerate(nodes):
-            matrix = _matrix(graph, node)
-            part = "o" if index == 0 else "down" if index == len(nodes) - 1 else "gate_up"
-            if matrix is not None:
-                linears.append(_linear_of(graph, node, f"layers.{layer}.{part}", matrix))
-    return linears
+            after_attention[depth - 1].append((node, weights))
+    for layer, linears in after_attention.items():
+        for index, (node, weights) in enumerate(linears):
+            part = "o" if index == 0 else "down" if index == len(linears) - 1 else "gate_up"
+            matrices.append(_matrix(graph, node, f"layers.{layer}.{part}", weights))
+    return matrices
 
 
-def formats_of(linears: list[FusedLinear]) -> dict[str, WeightFormat]:
-    """Format by unit; of one that consists of several matrices, that of the largest."""
-    largest: dict[str, FusedLinear] = {}
-    for linear in linears:
-        if (
-            linear.name not in largest
-            or linear.rows * linear.columns > largest[linear.name].rows * largest[linear.name].columns
-        ):
-            largest[linear.name] = linear
-    formats = {name: linear.format for name, linear in largest.items()}
+def formats_of(matrices: Sequence[WeightMatrix]) -> dict[str, WeightFormat]:
+    """Weight format by name; where several matrices share a name, the format of the largest."""
+    largest: dict[str, WeightMatrix] = {}
+    for matrix in matrices:
+        if matrix.name not in largest or matrix.size > largest[matrix.name].size:
+            largest[matrix.name] = matrix
+    formats = {name: matrix.format for name, matrix in largest.items()}
     return {**formats, "embedding": formats.get("embedding", formats["head"])}
 
 
-def bits_per_weight(linears: list[FusedLinear]) -> float:
-    """Stored bits over weights; what several units share counts once."""
+def bits_per_weight(matrices: Sequence[WeightMatrix]) -> float:
+    """Stored bits per weight; a matrix that is used several times counts once."""
     stored: dict[Source, int] = {}
     weights: dict[Source, int] = {}
-    for linear in linears:
-        stored |= linear.stored
-        weights[next(iter(linear.stored))] = linear.rows * linear.columns
+    for matrix in matrices:
+        stored |= matrix.stored
+        weights[next(iter(matrix.stored))] = matrix.size
     return 8 * sum(stored.values()) / sum(weights.values())
 
 
 def architecture_of(
-    linears: list[FusedLinear], form: AttentionForm, family: str, context: int, intermediate_size: int | None
+    matrices: Sequence[WeightMatrix],
+    attention: AttentionShape,
+    family: str,
+    context: int,
+    intermediate_size: int | None,
 ) -> Architecture:
-    """The model's numbers."""
-    head = next(linear for linear in linears if linear.name == "head")
-    embedding = next((linear for linear in linears if linear.name == "embedding"), head)
-    widths = [linear.columns for linear in linears if linear.name.endswith(".down")]
+    """The architecture for the manifest."""
+    head = next(matrix for matrix in matrices if matrix.name == "head")
+    embedding = next((matrix for matrix in matrices if matrix.name == "embedding"), head)
+    widths = [matrix.columns for matrix in matrices if matrix.name.endswith(".down")]
     return Architecture(
         family=family,
         vocab_size=min(head.rows, embedding.rows),
         hidden_size=head.columns,
         intermediate_size=intermediate_size or max(widths, default=head.columns),
-        layers=form.layers,
-        heads=form.heads,
-        kv_heads=form.kv_heads,
-        head_dim=form.head_dim,
+        layers=attention.layers,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
         context=context,
         tied_head=bool(set(head.stored) & set(embedding.stored)),
     )
 
 
-def _matrix(graph: EditableGraph, node: Node) -> Tensor | None:
+def _weights(graph: EditableGraph, node: Node) -> Tensor | None:
+    """The constant matrix that a node multiplies with or gathers from."""
     index = _WEIGHT_INPUTS.get(node.op)
     if index is None:
         return None
     name = node.input(index)
-    while (maker := graph.producer_of(name, "Transpose", "Reshape", "DequantizeLinear", "Cast")) is not None:
-        name = maker.input(0)
+    while (producer := graph.producer_of(name, "Transpose", "Reshape", "DequantizeLinear", "Cast")) is not None:
+        name = producer.input(0)
     tensor = graph.tensors.get(name)
     return tensor if tensor is not None and len(tensor.shape) >= 2 and min(tensor.shape) > 0 else None
 
 
 def _leads_to_attention(graph: EditableGraph, node: Node) -> bool:
-    """Whether an attention reads what the node makes, through operators that are no matrices and add no residual."""
+    """Whether an attention reads the output of a node, with no other matrix and no residual in between."""
     waiting, seen = [name for name in node.outputs if name], set(node.outputs)
     while waiting:
         for reader in graph.consumers(waiting.pop()):
             if reader.op == _ATTENTION:
                 return True
-            if _matrix(graph, reader) is None and not _adds_residual(graph, reader):
+            if _weights(graph, reader) is None and not _adds_residual(graph, reader):
                 fresh = [name for name in reader.outputs if name and name not in seen]
                 seen.update(fresh)
                 waiting += fresh
@@ -155,27 +162,27 @@ def _adds_residual(graph: EditableGraph, node: Node) -> bool:
     return node.op.startswith("Skip") or (node.op == "Add" and not any(name in graph.tensors for name in node.inputs))
 
 
-def _linear_of(graph: EditableGraph, node: Node, name: str, matrix: Tensor) -> FusedLinear:
-    """A node's matrix; scales and zero points count as stored where it is quantized."""
+def _matrix(graph: EditableGraph, node: Node, name: str, weights: Tensor) -> WeightMatrix:
+    """Describe the matrix of a node; for a quantized one, scales and zero points count as stored."""
     bits = node.attribute("bits", node.attribute("expert_weight_bits", 4 if node.op == "MatMulBnb4" else None))
-    stored = {matrix.source: matrix.nbytes}
+    stored = {weights.source: weights.nbytes}
     if bits is None:
-        rows, columns = _extents(graph, node, matrix)
-        return FusedLinear(name, WeightFormat(8 * matrix.nbytes // matrix.size), rows, columns, stored)
+        rows, columns = _float_shape(graph, node, weights)
+        return WeightMatrix(name, WeightFormat(8 * weights.nbytes // weights.size), rows, columns, stored)
     for index in range(1, len(node.inputs)):
         tensor = graph.tensors.get(node.input(index))
-        if tensor is not None and index != 5:  # a bias
+        if tensor is not None and index != _BIAS:
             stored[tensor.source] = tensor.nbytes
-    columns = node.attribute("K", matrix.size * 8 * matrix.nbytes // matrix.size // int(bits) // matrix.shape[0])
-    rows = node.attribute("N", matrix.shape[0])
-    points = node.op == "MatMulNBits" and bool(node.input(_ZERO_POINTS))
-    form = WeightFormat(int(bits), node.attribute("block_size", 0), zero_points=points)
-    return FusedLinear(name, form, rows, columns, stored)
+    columns = node.attribute("K", weights.size * 8 * weights.nbytes // weights.size // int(bits) // weights.shape[0])
+    rows = node.attribute("N", weights.shape[0])
+    zero_points = node.op == "MatMulNBits" and bool(node.input(_ZERO_POINTS))
+    weight_format = WeightFormat(int(bits), node.attribute("block_size", 0), zero_points=zero_points)
+    return WeightMatrix(name, weight_format, rows, columns, stored)
 
 
-def _extents(graph: EditableGraph, node: Node, matrix: Tensor) -> tuple[int, int]:
-    """Outputs and inputs of a plain matrix, or rows and channels of a table."""
-    first, last = matrix.shape[0], matrix.size // matrix.shape[0]
-    turned = graph.producer_of(node.input(_WEIGHT_INPUTS[node.op]), "Transpose") is not None
+def _float_shape(graph: EditableGraph, node: Node, weights: Tensor) -> tuple[int, int]:
+    """Outputs and inputs of a float matrix, or rows and channels of a table."""
+    first, last = weights.shape[0], weights.size // weights.shape[0]
+    transposed = graph.producer_of(node.input(_WEIGHT_INPUTS[node.op]), "Transpose") is not None
     by_row = node.op.startswith("Gather") or bool(node.attribute("transB", 0))
-    return (first, last) if by_row != turned else (last, first)
+    return (first, last) if by_row != transposed else (last, first)

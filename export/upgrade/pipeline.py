@@ -1,4 +1,4 @@
-"""ONNX language model in, bundle folder out."""
+"""The steps of an upgrade: ONNX language model in, bundle folder out."""
 
 from __future__ import annotations
 
@@ -21,50 +21,49 @@ from ..destination import ExportResult, bundle_written_whole, require_apart
 from ..graph import inputs_outputs
 from ..graph.weight_file import WeightFile
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe, ExportRequest
-from .contract_inputs import AttentionForm, state_cache_shape, wire_attention
-from .decoder_io import Ports, settle_ports
-from .describe import FusedLinear, architecture_of, bits_per_weight, formats_of, fused_linears
-from .edit.branches import take_cached_branch
-from .edit.editable import EditableGraph
-from .edit.write import InPlace, ToFile
-from .foreign import ForeignModel, find_foreign
-from .limits import longest_text
+from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
+from .decoder_io import POSITIONS, DecoderIO, identify_io, take_cached_branch
+from .describe import WeightMatrix, architecture_of, bits_per_weight, formats_of, weight_matrices
+from .edit.editable import EditableGraph, Node
+from .edit.tensor_writers import InPlace, ToFile
+from .foreign_model import ForeignModel, find_foreign_model
 from .linears.float_linears import quantize_linears
-from .linears.integer_linears import carry_over_integers
-from .linears.shared_weights import share_reshaped
-from .linears.sibling_linears import join_siblings, round_activations, take_in_biases
-from .linears.widen import is_half, widen
-from .parity import POSITIONS_READ, Reference, measure, reference_of, require_same
+from .linears.half_precision import is_half, widen
+from .linears.integer_linears import convert_integer_linears
+from .linears.quantized_linears import absorb_biases, join_linears, round_activations, share_reshaped_constants
+from .parity import POSITIONS_READ, Reference, measure, require_same, run_reference
 from .patterns.plain_operators import fuse_operators
-from .selected_logits import select_rows
-from .stacked_caches import part_caches
+from .selected_logits import select_positions
+from .stacked_caches import split_caches
 
-_FUSED: Final = "GroupQueryAttention"
+_ATTENTION: Final = "GroupQueryAttention"
 _OLDEST_OPSET: Final = 13
-"""First one in which Squeeze and its like take axes as an input."""
-_SURPRISES: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading a graph can run into that is not as onnx.proto and the operators have it: wrong types of attributes,
-names that are no text, counts that do not match. All of it means the same to a user."""
-_SHOWN: Final = 200
-_OF_FEW_BITS: Final = frozenset({"MatMulNBits", "MatMulBnb4", "QMoE", "DynamicQuantizeMatMul", "MatMulInteger"})
+"""First opset in which Squeeze and similar operators take axes as an input."""
+_GRAPH_ERRORS: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors that occur when a graph does not follow onnx.proto or the operators' schemas: attributes of wrong types, names
+that are not valid text, counts that do not match. A user sees one message for all of them."""
+_SHOWN_CHARACTERS: Final = 200
+_FEW_BIT_OPERATORS: Final = frozenset({"MatMulNBits", "MatMulBnb4", "QMoE", "DynamicQuantizeMatMul", "MatMulInteger"})
+_COSINES: Final = 7
+"""Index of the cosines among the inputs of GroupQueryAttention."""
 
 
 def upgrade_model(request: ExportRequest, progress: Progress = silent) -> ExportResult:
-    """Rewire an ONNX decoder that another tool exported to the graph contract, and check it against its source.
+    """Rewire an ONNX decoder of another exporter to the graph contract, and check it against its source.
 
     Args:
-        request: its source is the .onnx file, or a folder that holds one; tokenizer and settings lie beside it or one
-            folder up. Its recipe has formats for matrices that are stored in floating point, and the context. With a
-            body of None these are rounded to 4 bits if the whole model is in floating point, and left alone if it is
-            not; matrices that have few bits already stay as they are.
-        progress: hears stages "reading", "writing weights" and "checking".
+        request: its source is the .onnx file, or a folder that holds one; tokenizer and settings are beside it or one
+            folder up. Its recipe has the formats for floating-point matrices, and the context. With a body of None,
+            matrices are rounded to 4 bits if the whole model is in floating point, and not rounded if it is not.
+            Matrices of few bits are never rounded again.
+        progress: is called with the stages "reading", "writing weights" and "checking".
 
     Raises:
         BundleError: the source is damaged, incomplete, or of a kind that cannot be upgraded.
-        InputError: the destination holds something that is not a bundle's or overlaps the source.
+        InputError: the destination exists and is not a bundle, or overlaps the source.
         DestinationError: the disk refused a write.
-        ExportError: the upgraded graph does not compute what the source does. As with every error, the destination is
-            as it was before.
+        ExportError: the upgraded graph does not compute what the source does. After every error the destination is as
+            it was before.
     """
     started = time.perf_counter()
     source, destination, recipe = request.source, request.destination, request.recipe
@@ -73,40 +72,41 @@ def upgrade_model(request: ExportRequest, progress: Progress = silent) -> Export
     if recipe.method not in (None, Method.RTN):
         raise InputError("the weights of an ONNX model are rounded to nearest", "leave --method out")
     recipe.require_default_scales("model in ONNX")
-    foreign = find_foreign(source)
+    foreign = find_foreign_model(source)
     require_apart(source if source.is_dir() else foreign.graph, destination)
     progress("reading", 0.0)
-    work = _Upgrade(foreign, recipe, progress)
+    upgrade = _Upgrade(foreign, recipe, progress)
     with bundle_written_whole(destination) as staging:
         try:
-            parity = work.write(staging, request.command)
-        except _SURPRISES as error:
+            parity = upgrade.write(staging, request.command)
+        except _GRAPH_ERRORS as error:
             raise BundleError(
-                f"the graph in {foreign.graph} is damaged or of a kind that is not known "
-                f"({type(error).__name__}: {str(error)[:_SHOWN]})",
+                f"the graph in {foreign.graph} is damaged or of an unknown kind "
+                f"({type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]})",
                 "run it as it is",
             ) from error
         sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
-    return ExportResult(destination, sizes, work.bits, time.perf_counter() - started, parity, tuple(work.notes))
+    seconds = time.perf_counter() - started
+    return ExportResult(destination, sizes, upgrade.bits_per_weight, seconds, parity, tuple(upgrade.notes))
 
 
 @dataclass(frozen=True)
 class _Rewired:
-    """A graph on the contract's inputs, with its source's weights."""
+    """A graph with the contract's inputs and its source's weights."""
 
     graph: EditableGraph
-    form: AttentionForm
-    vocabulary: int
-    """Tokens that both embedding and head have."""
+    attention: AttentionShape
+    vocab_size: int
+    """Number of tokens that both embedding and LM head have."""
     reference: Reference
 
 
 class _Upgrade:
-    """One upgrade, step by step."""
+    """The steps of one upgrade."""
 
     def __init__(self, foreign: ForeignModel, recipe: ExportRecipe, progress: Progress) -> None:
         self.notes: list[str] = []
-        self.bits = 0.0
+        self.bits_per_weight = 0.0
         self._foreign = foreign
         self._recipe = recipe
         self._progress = progress
@@ -115,93 +115,92 @@ class _Upgrade:
     def write(self, folder: Path, command: str) -> Parity:
         """Write every file of the bundle."""
         rewired = self._rewire()
-        graph, form, reference = rewired.graph, rewired.form, rewired.reference
-        require_tokenizer(self._foreign.folder, rewired.vocabulary)
+        graph, attention, reference = rewired.graph, rewired.attention, rewired.reference
+        require_tokenizer(self._foreign.folder, rewired.vocab_size)
         body, head = self._formats(graph)
         rounds = body != FP32 or head != FP32
         difference = None
         if rounds:
-            difference = self._require_same(self._foreign.graph.parent, form, graph.model(InPlace()), reference)
+            source_folder = self._foreign.graph.parent
+            difference = self._require_same(source_folder, attention, graph.model(InPlace()), reference)
         if is_half(graph):
             self._widen(graph)
         if rounds:
             quantize_linears(graph, inputs_outputs.LOGITS, body, head)
         self._tune(graph)
-        linears = fused_linears(graph, inputs_outputs.LOGITS)
+        matrices = weight_matrices(graph, inputs_outputs.LOGITS)
         self._write_files(folder, graph)
         if difference is None:
-            written = _read_model(folder)
-            difference = self._require_same(folder, form, written, reference)
-        parity = measure(folder, form, reference, difference)
-        require_config_files(folder, rewired.vocabulary)
-        self._write_manifest(folder, linears, form, parity, command)
+            difference = self._require_same(folder, attention, _read_model(folder), reference)
+        parity = measure(folder, attention, reference, difference)
+        require_config_files(folder, rewired.vocab_size)
+        self._write_manifest(folder, matrices, attention, parity, command)
         self._progress("checking", 1.0)
         return parity
 
     def _rewire(self) -> _Rewired:
-        """The source on the contract's inputs."""
+        """Rewire the source to the contract's inputs."""
+        graph, io = self._normalized_source()
+        self._context = _context_for(self._foreign, graph, self._recipe)
+        if not graph.nodes_of(_ATTENTION):
+            if is_half(graph):
+                self._widen(graph)
+            self._declare_caches(graph, io)
+            fuse_operators(graph, max(self._context, POSITIONS_READ))
+            io = identify_io(graph)
+        attention = wire_attention(graph, io, self._context, self._foreign.head_dim)
+        select_positions(graph, io.logits)
+        graph.forget_types()
+        graph.sweep()
+        _remove_unread_inputs(graph)
+        matrices = weight_matrices(graph, inputs_outputs.LOGITS)
+        vocab_size = architecture_of(matrices, attention, "", self._context, None).vocab_size
+        self._progress("reading", 0.5)
+        reference = run_reference(*self._normalized_source(), attention, vocab_size)
+        self._progress("reading", 1.0)
+        return _Rewired(graph, attention, vocab_size, reference)
+
+    def _normalized_source(self) -> tuple[EditableGraph, DecoderIO]:
+        """Open the source, and give it separate caches, usual input names and no integer products."""
         graph = EditableGraph.open(self._foreign.graph)
         _require_foreign(graph)
         take_cached_branch(graph)
-        part_caches(graph)
-        carry_over_integers(graph)
-        ports = settle_ports(graph, self._foreign.input_names)
-        self._context = _context_for(self._foreign, graph, self._recipe)
-        if not graph.nodes_of(_FUSED):
-            if is_half(graph):
-                self._widen(graph)
-            self._state_caches(graph, ports)
-            fuse_operators(graph, max(self._context, POSITIONS_READ))
-            ports = settle_ports(graph)
-        form = wire_attention(graph, ports, self._context, self._foreign.head_dim)
-        select_rows(graph, ports.logits)
-        graph.forget_types()
-        graph.sweep()
-        _drop_unread_inputs(graph)
-        vocabulary = architecture_of(
-            fused_linears(graph, inputs_outputs.LOGITS), form, "", self._context, None
-        ).vocab_size
-        self._progress("reading", 0.5)
-        untouched = EditableGraph.open(self._foreign.graph)
-        take_cached_branch(untouched)
-        part_caches(untouched)
-        carry_over_integers(untouched)
-        reference = reference_of(untouched, settle_ports(untouched, self._foreign.input_names), form, vocabulary)
-        self._progress("reading", 1.0)
-        return _Rewired(graph, form, vocabulary, reference)
+        split_caches(graph)
+        convert_integer_linears(graph)
+        return graph, identify_io(graph, self._foreign.input_names)
 
-    def _state_caches(self, graph: EditableGraph, ports: Ports) -> None:
-        """Let caches say how many heads and channels they have where they leave it open."""
+    def _declare_caches(self, graph: EditableGraph, io: DecoderIO) -> None:
+        """Declare heads and channels of caches that do not declare them."""
         heads, head_dim = self._foreign.kv_heads, self._foreign.head_dim
-        for port in ports.caches:
-            opened = any(isinstance(extent, str) for extent in (graph.shape(port.past) or ())[1::2])
-            if opened and heads and head_dim:
-                state_cache_shape(graph, port, heads, head_dim)
+        for cache in io.caches:
+            symbolic = any(isinstance(size, str) for size in (graph.shape(cache.past) or ())[1::2])
+            if symbolic and heads and head_dim:
+                declare_cache_shape(graph, cache, heads, head_dim)
 
     def _widen(self, graph: EditableGraph) -> None:
         widen(graph)
         self.notes.append("half precision became float32, in which a CPU computes")
 
     def _formats(self, graph: EditableGraph) -> tuple[WeightFormat, WeightFormat]:
-        """Formats for the float matrices of the layers, and for a float head and embedding."""
-        few_bits = any(node.op in _OF_FEW_BITS for node in graph.nodes)
-        asked = self._recipe.body
-        if few_bits and asked is not None:
-            self.notes.append("weights that have few bits already stay as they are")
-        unasked = FP32 if few_bits else INT4
-        return asked or unasked, self._recipe.head_format or unasked
+        """Formats for the float matrices of the layers, and for a float LM head and embedding."""
+        few_bits = any(node.op in _FEW_BIT_OPERATORS for node in graph.nodes)
+        if few_bits and self._recipe.body is not None:
+            self.notes.append("weights that have few bits already were not rounded again")
+        default = FP32 if few_bits else INT4
+        return self._recipe.body or default, self._recipe.head_format or default
 
     def _tune(self, graph: EditableGraph) -> None:
-        opened = round_activations(graph)
-        if opened:
-            self.notes.append(f"{opened} linears that left it open now round activations to 8 bits")
-        share_reshaped(graph)
-        take_in_biases(graph)
-        join_siblings(graph)
+        """Rewrite quantized linears for the CPU's kernels."""
+        rounded = round_activations(graph)
+        if rounded:
+            self.notes.append(f"{rounded} linears without a stated precision now round activations to 8 bits")
+        share_reshaped_constants(graph)
+        absorb_biases(graph)
+        join_linears(graph)
 
-    def _require_same(self, folder: Path, form: AttentionForm, model: ModelProto, reference: Reference) -> float:
+    def _require_same(self, folder: Path, attention: AttentionShape, model: ModelProto, reference: Reference) -> float:
         self._progress("checking", 0.0)
-        difference = require_same(folder, form, model, reference)
+        difference = require_same(folder, attention, model, reference)
         self._progress("checking", 0.5)
         return difference
 
@@ -211,21 +210,21 @@ class _Upgrade:
             model = graph.model(ToFile(data, _fraction_of(total, self._progress)))
             self._digest = data.digest()
         (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
-        self._foreign.copy_companions(folder)
+        self._foreign.copy_config_files(folder)
 
     def _write_manifest(
-        self, folder: Path, linears: list[FusedLinear], form: AttentionForm, parity: Parity, command: str
+        self, folder: Path, matrices: list[WeightMatrix], attention: AttentionShape, parity: Parity, command: str
     ) -> None:
         width = self._foreign.config.get("intermediate_size")
-        self.bits = bits_per_weight(linears)
+        self.bits_per_weight = bits_per_weight(matrices)
         files: dict[str, FileDigest] = {WEIGHTS_NAME: self._digest}
         files |= {name: digest_file(folder / name) for name in (GRAPH_NAME, *COMPANIONS) if (folder / name).is_file()}
         manifest = Manifest(
             architecture=architecture_of(
-                linears, form, self._foreign.family, self._context, width if isinstance(width, int) else None
+                matrices, attention, self._foreign.family, self._context, width if isinstance(width, int) else None
             ),
-            weights=formats_of(linears),
-            bits_per_weight=self.bits,
+            weights=formats_of(matrices),
+            bits_per_weight=self.bits_per_weight,
             files=files,
             parity=parity.as_mapping(),
             producer=PRODUCER,
@@ -235,8 +234,8 @@ class _Upgrade:
 
 
 def _context_for(foreign: ForeignModel, graph: EditableGraph, recipe: ExportRecipe) -> int:
-    """Positions to serve: no more than the model's settings say, and its tables have."""
-    limits = [limit for limit in (foreign.longest_context, longest_text(graph)) if limit is not None]
+    """Number of positions to serve, limited by the model's settings and its position tables."""
+    limits = [limit for limit in (foreign.longest_context, _shortest_table(graph)) if limit is not None]
     if recipe.context is None:
         return min([DEFAULT_CONTEXT_LIMIT, *limits])
     limit = min(limits, default=LONGEST_CONTEXT)
@@ -247,18 +246,41 @@ def _context_for(foreign: ForeignModel, graph: EditableGraph, recipe: ExportReci
     return recipe.context
 
 
+def _shortest_table(graph: EditableGraph) -> int | None:
+    """Length of the shortest table that positions are looked up in; None if there is none."""
+    lengths = [length for node in graph.nodes if (length := _table_length(graph, node)) is not None]
+    return min(lengths, default=None)
+
+
+def _table_length(graph: EditableGraph, node: Node) -> int | None:
+    if node.op == "RotaryEmbedding":
+        name = node.input(2 if node.domain else 1)
+    elif node.op == "Gather" and node.attribute("axis", 0) == 0 and _is_positions(graph, node.input(1)):
+        name = node.input(0)
+    else:
+        name = node.input(_COSINES) if node.op == _ATTENTION else ""
+    tensor = graph.tensors.get(name)
+    return tensor.shape[0] if tensor is not None and len(tensor.shape) == 2 else None
+
+
+def _is_positions(graph: EditableGraph, name: str) -> bool:
+    while (node := graph.producer_of(name, "Cast", "Reshape", "Squeeze", "Unsqueeze")) is not None:
+        name = node.input(0)
+    return name == POSITIONS
+
+
 def _require_foreign(graph: EditableGraph) -> None:
-    """Refuse a graph that follows the contract already, or is of operators too old to go with it."""
+    """Refuse a graph that already follows the contract, or has operators too old to be combined with its own."""
     if graph.opsets.get("", _OLDEST_OPSET) < _OLDEST_OPSET:
         raise BundleError(
-            f"the model is of opset {graph.opsets['']}, before {_OLDEST_OPSET}", "export it again with a later opset"
+            f"the model has opset {graph.opsets['']}, older than {_OLDEST_OPSET}", "export it again with a later opset"
         )
     if all(info.name in graph.inputs for info in inputs_outputs.pass_inputs()):
         raise BundleError("the model follows edge-run's graph contract already", "run it as it is")
 
 
-def _drop_unread_inputs(graph: EditableGraph) -> None:
-    """Forget inputs of the source that nothing reads any more."""
+def _remove_unread_inputs(graph: EditableGraph) -> None:
+    """Remove inputs of the source that no node reads any more."""
     kept = {info.name for info in inputs_outputs.pass_inputs()}
     for name in [name for name in graph.inputs if name not in kept and not graph.consumers(name)]:
         del graph.inputs[name]
@@ -271,12 +293,12 @@ def _read_model(folder: Path) -> ModelProto:
 
 
 def _fraction_of(total: int, progress: Progress) -> Callable[[int], None]:
-    """Turns counts of bytes just written into calls of `progress`."""
+    """Return a function that adds up written bytes and reports their share of `total`."""
     written = 0
 
-    def stored(count: int) -> None:
+    def on_written(count: int) -> None:
         nonlocal written
         written += count
         progress("writing weights", min(1.0, written / max(total, 1)))
 
-    return stored
+    return on_written

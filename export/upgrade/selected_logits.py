@@ -1,8 +1,9 @@
-"""Only rows that were asked for go through the head, and where nothing after it mixes rows, through the last MLP.
+"""Computes logits only for the selected positions.
 
-The graph is cut behind the last layer's attention: from there on every row is worked on by itself, by operators that
-act on the last axis. Each value that crosses the cut (what attention gives, and the residual) passes a Gather by
-`logit_rows`. Where an operator is met that is not known to keep rows apart, the cut is made in front of the head alone.
+The graph is cut after the attention of the last layer: from there on all positions are processed separately, by
+operators that act on the last axis. Each value that crosses the cut (the attention output and the residual) passes
+through a Gather by `logit_rows`. If one of the operators is not known to process positions separately, only the input
+of the LM head is gathered.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ..graph import inputs_outputs
 from .edit.editable import EditableGraph, Node
 from .linears.matrices import matrix_of
 
-ROWS: Final = "logit_rows"
+SELECTED: Final = "logit_rows"
 
-_ON_EACH_ELEMENT: Final = frozenset(
+_ELEMENTWISE: Final = frozenset(
     (
         "Abs",
         "Add",
@@ -54,7 +55,7 @@ _ON_EACH_ELEMENT: Final = frozenset(
         "BiasGelu",
     )
 )
-_ON_LAST_AXIS: Final = frozenset(
+_ALONG_LAST_AXIS: Final = frozenset(
     (
         "LayerNormalization",
         "RMSNormalization",
@@ -67,17 +68,17 @@ _ON_LAST_AXIS: Final = frozenset(
         "Split",
     )
 )
-_BY_A_MATRIX: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "MoE", "QMoE"))
-_OF_STORED: Final = ("Cast", "DequantizeLinear", "Reshape", "Transpose")
+_BY_MATRIX: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "MoE", "QMoE"))
+_LAYOUT: Final = ("Cast", "DequantizeLinear", "Reshape", "Transpose")
 _HEADS: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "Gemm"))
 _AFTER_THE_HEAD: Final = frozenset(("Add", "Cast", "Clip", "Div", "Mul", "Sub", "Tanh"))
 
 
 def find_lm_head(graph: EditableGraph, logits: str) -> Node:
-    """The multiplication that makes logits, looked for through what is done to them afterwards (scales, soft caps).
+    """Find the LM head: the product that computes the logits, before scales and soft caps.
 
     Raises:
-        BundleError: there is none.
+        BundleError: the model has no head.
     """
     name = logits
     while True:
@@ -85,44 +86,49 @@ def find_lm_head(graph: EditableGraph, logits: str) -> Node:
         if node is not None and node.op in _HEADS and _constant_inputs(graph, node):
             return node
         if node is None or node.op not in _AFTER_THE_HEAD:
-            raise BundleError("the model has no head: its logits are not a matrix times a state", "run it as it is")
+            raise BundleError(
+                "the model has no LM head: its logits are not a product of a matrix and hidden states",
+                "run it as it is",
+            )
         name = next((each for each in node.inputs if each and each not in graph.tensors), "")
 
 
-def select_rows(graph: EditableGraph, logits: str) -> None:
-    """Make the logits [R, V] of the rows asked for.
+def select_positions(graph: EditableGraph, logits: str) -> None:
+    """Make the logits [R, V] those of the positions in `logit_rows`.
 
     Raises:
-        BundleError: there is no head.
+        BundleError: the model has no head.
     """
     head = find_lm_head(graph, logits)
-    _drop_last_row_only(graph, head)
-    region = _apart(graph, logits) or [head]
+    _remove_last_position_only(graph, head)
+    region = _positionwise_region(graph, logits) or [head]
     inside = {name for node in region for name in node.outputs}
     crossing: dict[str, None] = {}
     for node in region:
         for name in node.inputs:
             if name and name not in inside and not _is_constant(graph, name):
                 crossing[name] = None
-    asked = {name: graph.add("Gather", [name, ROWS], name=f"asked.{name}", axis=1).output(0) for name in crossing}
+    gathered = {
+        name: graph.add("Gather", [name, SELECTED], name=f"asked.{name}", axis=1).output(0) for name in crossing
+    }
     for node in region:
-        graph.set_inputs(node, [asked.get(name, name) for name in node.inputs])
-    _flatten(graph, head)
+        graph.set_inputs(node, [gathered.get(name, name) for name in node.inputs])
+    _remove_batch_axis(graph, head)
     width = _width(graph, head)
     if graph.element_type(logits) != TensorProto.FLOAT:
         logits = graph.add("Cast", [logits], name="logits.float", to=TensorProto.FLOAT).output(0)
     graph.set_output(helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, ["R", width]), logits)
 
 
-def _flatten(graph: EditableGraph, head: Node) -> None:
-    """Drop the batch axis in front of the head: [1, R, hidden] to [R, hidden]."""
+def _remove_batch_axis(graph: EditableGraph, head: Node) -> None:
+    """Squeeze the input of the head from [1, R, hidden] to [R, hidden]."""
     axes = graph.add_tensor("head.axes", np.array([0], np.int64))
-    rows = graph.add("Squeeze", [head.input(0), axes], name="head.rows").output(0)
-    graph.set_input(head, 0, rows)
+    states = graph.add("Squeeze", [head.input(0), axes], name="head.rows").output(0)
+    graph.set_input(head, 0, states)
 
 
-def _apart(graph: EditableGraph, logits: str) -> list[Node]:
-    """The nodes between the last attention and the logits if they keep rows apart, else none."""
+def _positionwise_region(graph: EditableGraph, logits: str) -> list[Node]:
+    """The nodes between the last attention and the logits if all process positions separately, else none."""
     last = [node for node in graph.in_order() if node.op == "GroupQueryAttention"][-1]
     after: dict[Node, None] = {}
     waiting = [last.output(0)]
@@ -131,23 +137,24 @@ def _apart(graph: EditableGraph, logits: str) -> list[Node]:
             if node not in after:
                 after[node] = None
                 waiting += [name for name in node.outputs if name]
-    known = all(_keeps_rows_apart(graph, node) for node in after)
+    positionwise = all(_is_positionwise(graph, node) for node in after)
     leaving = {name for node in after for name in node.outputs if name in graph.outputs}
-    return list(after) if known and leaving == {logits} else []
+    return list(after) if positionwise and leaving == {logits} else []
 
 
-def _keeps_rows_apart(graph: EditableGraph, node: Node) -> bool:
-    if node.op in _ON_EACH_ELEMENT:
+def _is_positionwise(graph: EditableGraph, node: Node) -> bool:
+    if node.op in _ELEMENTWISE:
         constants = [graph.tensors[name] for name in node.inputs if name in graph.tensors]
-        return all(extent == 1 for tensor in constants for extent in tensor.shape[:-1])
+        return all(size == 1 for tensor in constants for size in tensor.shape[:-1])
     if node.op == "Slice":
         return graph.integers(node.input(3)) in ([-1], [2])
-    if node.op in _ON_LAST_AXIS:
+    if node.op in _ALONG_LAST_AXIS:
         return _axis(graph, node) == -1
-    return node.op in _BY_A_MATRIX and bool(_constant_inputs(graph, node))
+    return node.op in _BY_MATRIX and bool(_constant_inputs(graph, node))
 
 
 def _axis(graph: EditableGraph, node: Node) -> int | None:
+    """The only axis that a node works along, -1 for the last; None if there are several."""
     if node.op in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"):
         return -1
     if node.op.startswith("Reduce"):
@@ -158,19 +165,19 @@ def _axis(graph: EditableGraph, node: Node) -> int | None:
 
 
 def _constant_inputs(graph: EditableGraph, node: Node) -> list[str]:
-    """The constants a node reads."""
+    """Inputs of a node that are constants."""
     return [name for name in node.inputs if name and _is_constant(graph, name)]
 
 
 def _is_constant(graph: EditableGraph, name: str) -> bool:
-    """Whether a value is a constant, perhaps stored in another layout or type."""
-    while (node := graph.producer_of(name, *_OF_STORED)) is not None:
+    """Whether a value is a constant, possibly stored in another layout or type."""
+    while (node := graph.producer_of(name, *_LAYOUT)) is not None:
         name = node.input(0)
     return name in graph.tensors
 
 
-def _drop_last_row_only(graph: EditableGraph, head: Node) -> None:
-    """Undo what leaves only the last rows for the head: a Gather of row -1, or a Slice along the rows."""
+def _remove_last_position_only(graph: EditableGraph, head: Node) -> None:
+    """Remove nodes that pass only the last positions to the head: a Gather of index -1, or a Slice."""
     chain: list[Node] = []
     node = graph.producer(head.input(0))
     while node is not None and node.op in ("Gather", "Unsqueeze", "Squeeze", "Slice", "Reshape", "Cast", "GatherND"):
@@ -188,5 +195,5 @@ def _width(graph: EditableGraph, head: Node) -> int:
         return int(head.attribute("N"))
     matrix = matrix_of(graph, head)
     if matrix is None:
-        raise BundleError("the model's head is not a matrix", "run it as it is")
+        raise BundleError("the weights of the model's LM head are not a constant matrix", "run it as it is")
     return matrix.shape[0]

@@ -1,8 +1,9 @@
-"""Caches that keep keys and values in one tensor, or turned, become inputs and outputs of [1, heads, rows, channels].
+"""Splits stacked or transposed caches into key and value tensors [1, heads, slots, channels].
 
-Old exports of GPT-2 stack both in [2, batch, heads, past, channels], StarCoder's join them in [batch, past,
-2 * channels], BLOOM's turn the keys. Whatever a graph does to a cache before it joins the new rows to it is run once to
-see what comes out: that value becomes the new input, and what the rows are joined to becomes the new output.
+Old exports of GPT-2 stack keys and values in [2, batch, heads, past, channels], StarCoder's concatenate them in
+[batch, past, 2 * channels], and BLOOM's transpose the keys. The nodes between a cache input and the Concat that appends
+new slots are run once to learn the shape of the part: that value becomes the new graph input, and the result of the
+Concat becomes the new output.
 """
 
 from __future__ import annotations
@@ -19,37 +20,38 @@ from ..check.contract_session import evaluate
 from .edit.editable import EditableGraph, Node
 
 _PAST: Final = 5
-"""Rows of the experiment; no other extent of a cache is likely to be as small and odd."""
-_TAKING_APART: Final = frozenset({"Cast", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"})
-_PUTTING_TOGETHER: Final = frozenset({"Cast", "Concat", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Cached slots of the trial run; other dimensions of a cache are unlikely to have this size."""
+_SPLITTING: Final = frozenset({"Cast", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"})
+_JOINING: Final = frozenset({"Cast", "Concat", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Keys or values within a cache."""
+    """Keys or values within a cache tensor."""
 
     cache: str
+    """The graph input."""
     value: str
-    """The rows so far, taken out of the cache."""
+    """The past slots of the part, computed from the cache."""
     joined: Node
-    """The Concat that puts the new rows behind."""
+    """The Concat that appends the new slots."""
 
 
-def part_caches(graph: EditableGraph) -> None:
-    """Give the graph a cache input and output of its own for each part of a cache; usual caches stay as they are.
+def split_caches(graph: EditableGraph) -> None:
+    """Give each part of a cache a graph input and output of its own; caches of one part do not change.
 
     Raises:
-        BundleError: a cache is put together in a way that is not known.
+        BundleError: the structure of a cache is unknown.
     """
     parts = [part for name in list(graph.inputs) if _may_be_cache(graph, name) for part in _parts(graph, name)]
     for index, part in enumerate(parts):
-        _settle_extents(graph, part, index)
-        _replace(graph, part, index)
+        _replace_shapes(graph, part, index)
+        _replace_cache(graph, part, index)
     graph.sweep()
     for name in {part.cache for part in parts}:
         if graph.consumers(name):
-            raise _unknown(name)
+            raise _unknown_structure(name)
         del graph.inputs[name]
 
 
@@ -59,7 +61,7 @@ def _may_be_cache(graph: EditableGraph, name: str) -> bool:
 
 
 def _parts(graph: EditableGraph, cache: str) -> Iterator[_Part]:
-    """The Concat nodes that are reached from a cache through what takes it apart."""
+    """Find the Concat nodes that are reached from a cache through operators that take it apart."""
     waiting = [cache]
     while waiting:
         value = waiting.pop(0)
@@ -67,47 +69,50 @@ def _parts(graph: EditableGraph, cache: str) -> Iterator[_Part]:
             if node.op == "Concat" and len(node.inputs) == 2 and node.input(0) == value:
                 if value != cache or node.output(0) not in graph.outputs:
                     yield _Part(cache, value, node)
-            elif node.op in _TAKING_APART and node.input(0) == value:
+            elif node.op in _SPLITTING and node.input(0) == value:
                 waiting += [name for name in node.outputs if name]
 
 
-def _settle_extents(graph: EditableGraph, part: _Part, index: int) -> None:
-    """Let what asks the old cache for its extents ask the new one."""
+def _replace_shapes(graph: EditableGraph, part: _Part, index: int) -> None:
+    """Compute shapes of the old cache from the shape of the part."""
     shape = graph.shape(part.cache) or ()
-    opened = [axis for axis, extent in enumerate(shape) if not isinstance(extent, int)]
+    symbolic = _symbolic_axes(shape)
     for node in graph.consumers(part.cache):
         if node.op != "Shape":
             continue
-        if node.attribute("start", 0) or node.attribute("end") is not None or not opened:
-            raise _unknown(part.cache)
+        if node.attribute("start", 0) or node.attribute("end") is not None or not symbolic:
+            raise _unknown_structure(part.cache)
         whole = graph.add("Shape", [part.value], name=f"parted.{index}.shape").output(0)
-        rows = graph.add_tensor("parted.rows", np.array([2], np.int64))
-        past = graph.add("Gather", [whole, rows], name=f"parted.{index}.past", axis=0).output(0)
-        extents = [
+        slots_axis = graph.add_tensor("parted.rows", np.array([2], np.int64))
+        past = graph.add("Gather", [whole, slots_axis], name=f"parted.{index}.past", axis=0).output(0)
+        sizes = [
             past
-            if axis == opened[-1]
-            else graph.add_tensor("parted.extent", np.array([extent if isinstance(extent, int) else 1], np.int64))
-            for axis, extent in enumerate(shape)
+            if axis == symbolic[-1]
+            else graph.add_tensor("parted.extent", np.array([size if isinstance(size, int) else 1], np.int64))
+            for axis, size in enumerate(shape)
         ]
-        graph.replace_uses(
-            node.output(0), graph.add("Concat", extents, name=f"parted.{index}.extents", axis=0).output(0)
-        )
+        graph.replace_uses(node.output(0), graph.add("Concat", sizes, name=f"parted.{index}.extents", axis=0).output(0))
 
 
-def _replace(graph: EditableGraph, part: _Part, index: int) -> None:
-    extents = _extents(graph, part)
-    kind = graph.element_type(part.cache)
-    for output in _outputs(graph, part.joined.output(0)):
+def _symbolic_axes(shape: tuple[int | str, ...]) -> list[int]:
+    """Axes without a number. The last of them is the number of slots, any other one the batch."""
+    return [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
+
+
+def _replace_cache(graph: EditableGraph, part: _Part, index: int) -> None:
+    _, heads, _, channels = _part_shape(graph, part)
+    element_type = graph.element_type(part.cache)
+    for output in _outputs_with(graph, part.joined.output(0)):
         del graph.outputs[output]
     past, present = (f"{part.cache}.{side}.{index}" for side in ("past", "present"))
-    graph.add_input(helper.make_tensor_value_info(past, kind, [extents[0], extents[1], "past", extents[3]]))
+    graph.add_input(helper.make_tensor_value_info(past, element_type, [1, heads, "past", channels]))
     graph.replace_uses(part.value, past)
-    info = helper.make_tensor_value_info(present, kind, [extents[0], extents[1], "total", extents[3]])
+    info = helper.make_tensor_value_info(present, element_type, [1, heads, "total", channels])
     graph.set_output(info, part.joined.output(0))
 
 
-def _extents(graph: EditableGraph, part: _Part) -> tuple[int, ...]:
-    """Extents of the rows so far for a cache of `_PAST` rows."""
+def _part_shape(graph: EditableGraph, part: _Part) -> tuple[int, int, int, int]:
+    """Shape of the past slots of a part, for a cache of `_PAST` slots."""
     nodes: dict[Node, None] = {}
     waiting = [part.value]
     while waiting:
@@ -116,14 +121,13 @@ def _extents(graph: EditableGraph, part: _Part) -> tuple[int, ...]:
         if node is not None and name != part.cache:
             nodes[node] = None
             waiting += [each for each in node.inputs if each]
-    shape = graph.shape(part.cache) or ()
-    opened = [axis for axis, extent in enumerate(shape) if not isinstance(extent, int)]
-    fed = [extent if isinstance(extent, int) else 1 for extent in shape]
-    if opened:
-        fed[opened[-1]] = _PAST
+    declared = graph.shape(part.cache) or ()
+    fed = [size if isinstance(size, int) else 1 for size in declared]
+    for axis in _symbolic_axes(declared)[-1:]:
+        fed[axis] = _PAST
     constants = {name for node in nodes for name in node.inputs if name in graph.tensors}
     order = [node for node in graph.in_order() if node in nodes]
-    piece = GraphProto(
+    subgraph = GraphProto(
         name="cache",
         node=[*(node.proto() for node in order), helper.make_node("Identity", [part.value], ["part"])],
         initializer=[numpy_helper.from_array(np.asarray(graph.array(name)), name) for name in constants],
@@ -133,16 +137,16 @@ def _extents(graph: EditableGraph, part: _Part) -> tuple[int, ...]:
     opsets = [helper.make_opsetid(domain, version) for domain, version in graph.opsets.items()]
     feeds = {part.cache: np.zeros(fed, helper.tensor_dtype_to_np_dtype(graph.element_type(part.cache)))}
     try:
-        extents = evaluate(helper.make_model(piece, opset_imports=opsets, ir_version=10), feeds)[0].shape
+        shape = evaluate(helper.make_model(subgraph, opset_imports=opsets, ir_version=10), feeds)[0].shape
     except ExportError as error:
-        raise _unknown(part.cache) from error
-    if len(extents) != 4 or extents[0] != 1 or extents[2] != _PAST:
-        raise _unknown(part.cache)
-    return extents
+        raise _unknown_structure(part.cache) from error
+    if len(shape) != 4 or shape[0] != 1 or shape[2] != _PAST:
+        raise _unknown_structure(part.cache)
+    return shape
 
 
-def _outputs(graph: EditableGraph, joined: str) -> list[str]:
-    """The graph outputs into which joined rows are put."""
+def _outputs_with(graph: EditableGraph, joined: str) -> list[str]:
+    """Graph outputs that contain the slots of a part."""
     found, waiting, seen = [], [joined], {joined}
     while waiting:
         value = waiting.pop()
@@ -150,11 +154,11 @@ def _outputs(graph: EditableGraph, joined: str) -> list[str]:
             found.append(value)
         for node in graph.consumers(value):
             fresh = [name for name in node.outputs if name and name not in seen]
-            if node.op in _PUTTING_TOGETHER and value in node.inputs:
+            if node.op in _JOINING and value in node.inputs:
                 seen.update(fresh)
                 waiting += fresh
     return found
 
 
-def _unknown(cache: str) -> BundleError:
-    return BundleError(f"the model's cache {cache} is put together in a way that is not known", "run it as it is")
+def _unknown_structure(cache: str) -> BundleError:
+    return BundleError(f"the structure of the model's cache {cache} is unknown", "run it as it is")

@@ -1,29 +1,29 @@
-"""An ONNX graph under edit, with its weights left where they are.
+"""An ONNX graph that can be edited without loading its weights.
 
-How a pass uses it. A pass is a function `(graph: EditableGraph, ...) -> something` in a module of its own. It finds
-nodes (`graph.nodes`, `graph.producer(name)`, `graph.consumers(name)`), reads constants (`graph.array(name)`), and
-changes the graph only through its methods, which keep the look-ups right:
+A graph pass is a function `(graph: EditableGraph, ...) -> ...`. It finds nodes (`graph.nodes`, `graph.producer(name)`,
+`graph.consumers(name)`), reads constants (`graph.array(name)`), and changes the graph only through its methods, which
+keep the look-up tables consistent:
 
-    for node in graph.nodes_of("MatMul"):                  # a list made now: editing while walking is safe
-        weight = graph.array(node.input(1))                # NumPy, mapped from the file; None: not a constant
+    for node in graph.nodes_of("MatMul"):                  # a new list, so editing in the loop is safe
+        weight = graph.array(node.input(1))                # NumPy, mapped from the file; None if not a constant
         if weight is None:
             continue
         codes = graph.add_tensor("layers.0.o.codes", Tensor.computed(np.uint8, shape, make_pieces))
         new = graph.add("MatMulNBits", [node.input(0), codes, scales], domain=MICROSOFT, N=.., K=.., bits=4, ..)
         graph.replace_uses(node.output(0), new.output(0))  # every reader now reads the new value
-    graph.sweep()                                          # drops what nothing reads any more
+    graph.sweep()                                          # removes nodes and constants that nothing reads
 
 Rules:
 
-- Values are known by name, as in ONNX; "" is an absent optional input. Nodes are compared by identity.
-- Names given to `add`, `add_tensor` are wishes: a name that is taken gets a number, and the name used is returned (in
-  `Node.outputs`, or by `add_tensor`).
-- What stands as a `Constant` node in the file is a tensor here, and `Identity` nodes are gone; so a constant is always
-  in `graph.tensors`. Constants inside the branches of If and Loop stay there; `Node.captured` lists what such a branch
-  reads from the graph around it, and counts as read.
-- Tensors are never loaded to be passed on: those of the source are ranges of its files (`tensors.FileRange`), new big
+- Values are identified by name, as in ONNX; "" is an absent optional input. Nodes are compared by identity.
+- `add` and `add_tensor` append a number to a name that is taken, and return the name used (in `Node.outputs`, or
+  directly).
+- `Constant` nodes of the file are tensors here and `Identity` nodes are removed, so a constant is always in
+  `graph.tensors`. Constants inside the branches of If and Loop stay there. `Node.captured` lists what such a branch
+  reads from the enclosing graph; these values count as read.
+- Tensors are not loaded to be copied: those of the source are ranges of its files (`tensors.FileRange`), large new
   ones are computed while the new file is written, in the order in which they were added (`tensors.Computed`).
-- `replace_uses` does not touch graph outputs; `rename` does, and `set_output` declares which value an output is.
+- `replace_uses` does not change graph outputs; `rename` and `replace_value` do, and `set_output` declares one.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from ....errors import BundleError
 from ....models.onnx_file.external_data import check_external_data
 from ...graph.nodes import MICROSOFT
 from .node import Node, constant_of, ordered
+from .tensor_writers import TensorWriter
 from .tensors import Array, Tensor, read_tensor
-from .write import TensorWriter
 
 __all__ = ["MICROSOFT", "EditableGraph", "Node"]
 
 
 class EditableGraph:
-    """See the module."""
+    """An ONNX graph that can be edited; see the module docstring."""
 
     def __init__(self, model: ModelProto, folder: Path) -> None:
-        """Take a model whose external data lies in `folder` (`onnx.load(..., load_external_data=False)`).
+        """Take a model whose external data is in `folder` (`onnx.load(..., load_external_data=False)`).
 
         Raises:
-            BundleError: a constant is damaged, or the graph is not one that can be edited.
+            BundleError: a constant is damaged, or the graph has features that cannot be edited.
         """
         self.folder = folder
         self.opsets = {"" if each.domain == "ai.onnx" else each.domain: each.version for each in model.opset_import}
         graph = model.graph
         if graph.sparse_initializer:
-            raise BundleError("the model keeps sparse constants", "such a model cannot be upgraded")
+            raise BundleError("the model has sparse constants", "such a model cannot be upgraded")
         self._ir_version = model.ir_version
         self._functions = list(model.functions)
         self.own_domains = {each.domain for each in self._functions}
@@ -76,7 +76,7 @@ class EditableGraph:
         self._consumers: defaultdict[str, dict[Node, None]] = defaultdict(dict)
         self._numbers: dict[str, int] = {}
         for proto in graph.node:
-            self._take_in(proto)
+            self._add_node_or_constant(proto)
         self.drop_identities()
 
     @classmethod
@@ -84,7 +84,7 @@ class EditableGraph:
         """Read an .onnx file without its external weights.
 
         Raises:
-            BundleError: it is not an ONNX model, its weights are missing, or it cannot be edited.
+            BundleError: the file is not an ONNX model, its weights are missing, or it cannot be edited.
         """
         try:
             check_external_data(path)
@@ -94,58 +94,58 @@ class EditableGraph:
         except OSError as error:
             raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
 
-    # Reading
+    # Queries
 
     @property
     def nodes(self) -> list[Node]:
-        """All nodes, in no order that means anything."""
+        """All nodes, in arbitrary order."""
         return list(self._nodes)
 
     def nodes_of(self, *ops: str) -> list[Node]:
-        """The nodes of some operators, whatever their domain."""
+        """All nodes of the given operators, of any domain."""
         return [node for node in self._nodes if node.op in ops]
 
     def producer(self, name: str) -> Node | None:
-        """The node that makes a value; None for a graph input, a constant, or a name that does not exist."""
+        """The node that computes a value; None for a graph input, a constant, or an unknown name."""
         return self._producers.get(name)
 
     def producer_of(self, name: str, *ops: str) -> Node | None:
-        """The node that makes a value if it is of one of these operators."""
+        """The node that computes a value if it is one of these operators, else None."""
         node = self._producers.get(name)
         return node if node is not None and node.op in ops else None
 
     def consumers(self, name: str) -> list[Node]:
-        """The nodes that read a value, each once; graph outputs are no nodes."""
+        """The nodes that read a value, each once."""
         return list(self._consumers.get(name, ()))
 
     def is_read(self, name: str) -> bool:
-        """Whether a node reads the value or a graph output is it."""
+        """Whether a node reads the value, or it is a graph output."""
         return bool(self._consumers.get(name)) or name in self.outputs
 
     def array(self, name: str) -> Array | None:
-        """The constant of that name as NumPy (see `Tensor.array`), or None if the value is no constant."""
+        """The constant of that name as a NumPy array (see `Tensor.array`); None if the value is not a constant."""
         tensor = self.tensors.get(name)
         return None if tensor is None else tensor.array()
 
     def integers(self, name: str) -> list[int] | None:
-        """A small constant of whole numbers as a flat list; None if it is no constant."""
+        """A small integer constant as a flat list; None if the value is not a constant."""
         value = self.array(name)
         return None if value is None else [int(each) for each in value.reshape(-1)]
 
     def scalar(self, name: str) -> float | None:
-        """A constant of one element; None if it is something else."""
+        """A constant of one element; None if the value is anything else."""
         tensor = self.tensors.get(name)
         return float(tensor.array().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None
 
     def element_type(self, name: str) -> int:
-        """`TensorProto.DataType` of an input, an output, a constant or a value the file describes; 0 if unknown."""
+        """The `TensorProto.DataType` of a value, as far as the file declares it; 0 if unknown."""
         if name in self.tensors:
             return self.tensors[name].element_type
         info = self._described(name)
         return 0 if info is None else info.type.tensor_type.elem_type
 
     def shape(self, name: str) -> tuple[int | str, ...] | None:
-        """Extents of a value as the file states them, numbers or names ("" for one left open); None if it does not."""
+        """Declared shape of a value: numbers or names ("" for an unnamed dimension); None if it is not declared."""
         if name in self.tensors:
             return self.tensors[name].shape
         info = self._described(name)
@@ -156,14 +156,14 @@ class EditableGraph:
         )
 
     def in_order(self) -> list[Node]:
-        """All nodes, each after those whose outputs it reads.
+        """All nodes in topological order.
 
         Raises:
             BundleError: the graph has a cycle.
         """
         return ordered(self._nodes, self._producers, self._consumers)
 
-    # Changing
+    # Edits
 
     def add(
         self,
@@ -179,11 +179,14 @@ class EditableGraph:
 
         Args:
             op: the operator.
-            inputs: names; "" for an absent one.
-            outputs: how many, or wished names ("" for an absent one).
+            inputs: names of the inputs; "" for an absent one.
+            outputs: number of outputs, or preferred names ("" for an absent one).
             domain: `MICROSOFT` or "".
-            name: the node's own name, and its outputs' if those are only counted.
-            attributes: the operator's attributes; those that are None are left out.
+            name: the node's own name, and the stem of output names if `outputs` is a number.
+            attributes: the operator's attributes; None means absent.
+
+        Returns:
+            The node; its outputs have the names that were free.
         """
         stem = name or op
         if isinstance(outputs, int):
@@ -196,36 +199,36 @@ class EditableGraph:
         return node
 
     def add_proto(self, proto: NodeProto) -> None:
-        """Add a node as ONNX has it, under its own names.
+        """Add a node of an ONNX message, with its own names.
 
         Raises:
-            ValueError: a value of one of its names exists.
+            ValueError: one of its output names is taken.
         """
-        if taken := [name for name in proto.output if name and self._is_made(name)]:
+        if taken := [name for name in proto.output if name and self._exists(name)]:
             raise ValueError(f"{taken[0]} is taken")
-        self._take_in(proto)
+        self._add_node_or_constant(proto)
 
     def add_stored(self, proto: TensorProto) -> None:
-        """Add a constant of the source model, whose bytes stay where they are, under its own name.
+        """Add a constant of the source model by reference, with its own name.
 
         Raises:
-            ValueError: a value of that name exists.
+            ValueError: its name is taken.
         """
-        if self._is_made(proto.name):
+        if self._exists(proto.name):
             raise ValueError(f"{proto.name} is taken")
         self.tensors[proto.name] = read_tensor(proto, self.folder)
 
     def add_tensor(self, name: str, value: Tensor | Array) -> str:
-        """Add a constant; returns the name it got."""
+        """Add a constant; returns its name."""
         name = self.fresh(name)
         self.tensors[name] = value if isinstance(value, Tensor) else Tensor.of(value)
         return name
 
     def add_input(self, info: ValueInfoProto) -> str:
-        """Declare a graph input, replacing the declaration of an input of that name; returns its name.
+        """Declare a graph input, or replace its declaration; returns its name.
 
         Raises:
-            ValueError: a node or constant has that name; `rename` it first.
+            ValueError: a node's output or a constant has that name; `rename` it first.
         """
         if info.name in self._producers or info.name in self.tensors:
             raise ValueError(f"{info.name} is taken")
@@ -233,7 +236,7 @@ class EditableGraph:
         return info.name
 
     def set_output(self, info: ValueInfoProto, value: str) -> None:
-        """Declare a graph output that is `value`; an output of that name is replaced, the value takes its name."""
+        """Declare a graph output. `value` takes its name, and an existing output of that name is replaced."""
         self.outputs.pop(info.name, None)
         if value != info.name:
             if info.name in self._producers or info.name in self.inputs or info.name in self.tensors:
@@ -248,7 +251,7 @@ class EditableGraph:
             node.attributes[name] = helper.make_attribute(name, value)
 
     def set_inputs(self, node: Node, inputs: Sequence[str]) -> None:
-        """Give a node other inputs; absent ones at the end are cut off."""
+        """Replace the inputs of a node; absent ones at the end are dropped."""
         names = list(inputs)
         while names and not names[-1]:
             names.pop()
@@ -259,30 +262,30 @@ class EditableGraph:
             self._consumers[name][node] = None
 
     def set_input(self, node: Node, index: int, name: str) -> None:
-        """Give a node another input, making room for it with absent ones."""
+        """Replace one input of a node, adding absent ones before it if needed."""
         names = [*node.inputs, *[""] * (index + 1 - len(node.inputs))]
         names[index] = name
         self.set_inputs(node, names)
 
-    def replace_uses(self, old: str, new: str, but: Iterable[Node] = ()) -> None:
-        """Let every node that reads `old` read `new`, but those in `but`; graph outputs stay as they are."""
-        spared = set(but)
+    def replace_uses(self, old: str, new: str, exclude: Iterable[Node] = ()) -> None:
+        """Make every node that reads `old` read `new`, except those in `exclude`; graph outputs do not change."""
+        excluded = set(exclude)
         for node in self.consumers(old):
-            if node not in spared:
+            if node not in excluded:
                 self._require_uncaptured(node, old)
                 self.set_inputs(node, [new if name == old else name for name in node.inputs])
 
-    def hand_over(self, old: str, new: str) -> None:
-        """Let whatever reads `old` read `new`, a graph output included; what makes `old` may then be removed."""
+    def replace_value(self, old: str, new: str) -> None:
+        """Replace `old` by `new` everywhere, as a graph output too; the producer of `old` may then be removed."""
         self.replace_uses(old, new)
         if old in self.outputs:
             self.set_output(self.outputs[old], new)
 
     def rename(self, old: str, new: str) -> None:
-        """Call a value (input, constant or a node's output) something else, everywhere.
+        """Rename a value (graph input, constant or output of a node) everywhere.
 
         Raises:
-            ValueError: another value has that name.
+            ValueError: the new name is taken.
         """
         if old == new:
             return
@@ -303,7 +306,7 @@ class EditableGraph:
         self.replace_uses(old, new)
 
     def remove(self, node: Node) -> None:
-        """Remove a node; what reads its outputs must be given something else."""
+        """Remove a node. Readers of its outputs must be changed separately."""
         for name in node.reads():
             self._consumers[name].pop(node, None)
         for name in node.outputs:
@@ -312,7 +315,7 @@ class EditableGraph:
         self._nodes.pop(node, None)
 
     def sweep(self) -> None:
-        """Remove nodes whose outputs nothing reads, and then constants that nothing reads; inputs stay."""
+        """Remove nodes whose outputs nothing reads, then constants that nothing reads. Graph inputs stay."""
         checked = list(self._nodes)
         while checked:
             node = checked.pop()
@@ -323,7 +326,7 @@ class EditableGraph:
             del self.tensors[name]
 
     def fresh(self, stem: str) -> str:
-        """A name that no value has: `stem`, or `stem` with a number."""
+        """Return a name that is not taken: `stem`, or `stem` with a number."""
         name = stem
         while name in self._producers or name in self.tensors or name in self.inputs or name in self.outputs:
             self._numbers[stem] = self._numbers.get(stem, 1) + 1
@@ -331,7 +334,7 @@ class EditableGraph:
         return name
 
     def drop_identities(self) -> None:
-        """Let what reads a copy read the original; where the copy is a graph output, the original is called that."""
+        """Remove Identity nodes. If one computes a graph output, its input takes the name of the output."""
         for node in self.nodes_of("Identity"):
             old, new = node.input(0), node.output(0)
             if node.domain or self._is_captured(new):
@@ -344,13 +347,13 @@ class EditableGraph:
                 self.rename(old, new)
 
     def forget_types(self) -> None:
-        """Drop what the file says of inner values' types and shapes, which edits make wrong."""
+        """Drop declared types and shapes of intermediate values, which edits make wrong."""
         self._types.clear()
 
-    # Writing
+    # Output
 
     def model(self, weights: TensorWriter) -> ModelProto:
-        """The graph as a model, its nodes in order; `weights` takes the tensors (see `write`)."""
+        """Build an ONNX model of the graph; `weights` stores the tensors."""
         stored = [weights.store(name, tensor) for name, tensor in self.tensors.items()]
         graph = GraphProto(
             name="decoder",
@@ -368,13 +371,13 @@ class EditableGraph:
             producer_name="edge-run",
         )
 
-    def _take_in(self, proto: NodeProto) -> None:
+    def _add_node_or_constant(self, proto: NodeProto) -> None:
         if proto.op_type == "Constant" and proto.domain in ("", "ai.onnx"):
             self.tensors[proto.output[0]] = constant_of(proto, self.folder)
         else:
             self._attach(Node(proto))
 
-    def _is_made(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         return name in self._producers or name in self.tensors or name in self.inputs
 
     def _attach(self, node: Node) -> None:
@@ -391,7 +394,7 @@ class EditableGraph:
     def _require_uncaptured(self, node: Node, name: str) -> None:
         if name in node.captured:
             raise BundleError(
-                f"the model's {node.op} node {node.name} reads {name} from inside", "such a model cannot be upgraded"
+                f"a branch of the model's {node.op} node {node.name} reads {name}", "such a model cannot be upgraded"
             )
 
     def _is_captured(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The nodes of a graph under edit, and the constants that stand among them."""
+"""Nodes of an edited graph, and the constants among them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONSTANT_TYPES: Final = {
 
 
 class Node:
-    """One operator call. Read its fields; change its inputs through the graph."""
+    """One operator call. Its fields may be read; its inputs are changed through the graph."""
 
     __slots__ = ("attributes", "captured", "domain", "inputs", "name", "op", "outputs")
 
@@ -38,11 +38,11 @@ class Node:
         return f"{self.op}({', '.join(self.inputs)}) -> {', '.join(self.outputs)}"
 
     def input(self, index: int) -> str:
-        """Name of an input; "" where it is absent."""
+        """Name of an input; "" if it is absent."""
         return self.inputs[index] if index < len(self.inputs) else ""
 
     def output(self, index: int) -> str:
-        """Name of an output; "" where it is absent."""
+        """Name of an output; "" if it is absent."""
         return self.outputs[index] if index < len(self.outputs) else ""
 
     def attribute(self, name: str, default: Any = None) -> Any:
@@ -54,7 +54,7 @@ class Node:
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
     def proto(self) -> NodeProto:
-        """The node as ONNX has it."""
+        """Return the node as an ONNX message."""
         return NodeProto(
             op_type=self.op,
             domain=self.domain,
@@ -65,7 +65,7 @@ class Node:
         )
 
     def reads(self) -> Iterator[str]:
-        """Names of the values the node reads, those of its branches included."""
+        """Names of the values that the node and its branches read."""
         yield from (name for name in self.inputs if name)
         yield from self.captured
 
@@ -73,14 +73,14 @@ class Node:
 def ordered(
     nodes: Iterable[Node], producers: Mapping[str, Node], consumers: Mapping[str, Iterable[Node]]
 ) -> list[Node]:
-    """The nodes, each after those whose outputs it reads.
+    """Sort the nodes so that each follows those whose outputs it reads.
 
     Raises:
-        BundleError: they have a cycle.
+        BundleError: the graph has a cycle.
     """
     waiting = {node: {producers[name] for name in node.reads() if name in producers} for node in nodes}
     done = [node for node, needed in waiting.items() if not needed]
-    for node in done:  # grows
+    for node in done:  # the list grows while it is walked
         for reader in {each: None for output in node.outputs for each in consumers.get(output, ())}:
             needed = waiting[reader]
             needed.discard(node)
@@ -92,27 +92,27 @@ def ordered(
 
 
 def constant_of(proto: NodeProto, folder: Path) -> Tensor:
-    """The tensor that a Constant node is."""
+    """Return the value of a Constant node."""
     for attribute in proto.attribute:
         if attribute.name == "value":
             return read_tensor(attribute.t, folder)
         if attribute.name in _CONSTANT_TYPES:
             return Tensor.of(np.array(helper.get_attribute_value(attribute), _CONSTANT_TYPES[attribute.name]))
     raise BundleError(
-        f"the model's constant {proto.output[0]} is of a kind that cannot be edited", "such a model cannot be upgraded"
+        f"the model's constant {proto.output[0]} has an unsupported type", "such a model cannot be upgraded"
     )
 
 
 def _captured(proto: NodeProto) -> set[str]:
-    """Names that the branches of a node read from the graph around them."""
-    return set().union(*(_free(graph) for attribute in proto.attribute for graph in _graphs(attribute)))
+    """Names that the branches of a node read from the enclosing graph."""
+    return set().union(*(_outer_names(graph) for attribute in proto.attribute for graph in _graphs(attribute)))
 
 
 def _graphs(attribute: AttributeProto) -> list[GraphProto]:
     return [attribute.g] if attribute.type == AttributeProto.GRAPH else list(attribute.graphs)
 
 
-def _free(graph: GraphProto) -> set[str]:
+def _outer_names(graph: GraphProto) -> set[str]:
     made = {each.name for each in (*graph.input, *graph.initializer)}
     made.update(name for node in graph.node for name in node.output)
     read = {name for node in graph.node for name in (*node.input, *_captured(node)) if name}

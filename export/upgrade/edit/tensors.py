@@ -1,12 +1,12 @@
-"""Constant tensors of a graph under edit: type, shape, and where their bytes lie or come from.
+"""Constant tensors of an edited graph: type, shape and source of bytes.
 
 A tensor's bytes are one of:
 
 - `FileRange`: a range of a file of the source model. Read through a memory map, copied to the new file in pieces.
-- `InMemory`: a NumPy array (what stood inside the source .onnx file, or what a pass computed and is small).
-- `Computed`: pieces that a pass makes when the new file is written (a matrix being quantized).
+- `InMemory`: a NumPy array (stored inside the source .onnx file, or small and computed by a pass).
+- `Computed`: pieces that are computed when the new file is written (a matrix being quantized).
 
-Bytes are little-endian and packed as ONNX stores them: two 4-bit values a byte, the first in the low bits.
+Bytes are little-endian and packed as ONNX stores them: two 4-bit values per byte, the first in the low bits.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ Array = npt.NDArray[Any]
 
 _PIECE: Final = 4 << 20
 _FOUR_BITS: Final[Mapping[int, bool]] = {TensorProto.UINT4: False, TensorProto.INT4: True}
-"""Types of which two share a byte, and whether they are signed."""
+"""Element types with two elements per byte, and whether they are signed."""
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes of a file; two that lie at the same place are the same."""
+    """A range of bytes of a file. Equal ranges are the same bytes."""
 
     folder: Path
     location: str
-    """The file's path within the folder, as the source model names it."""
+    """Path of the file within the folder, as the source model names it."""
     offset: int
     length: int
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self.folder / self.location
 
     def pieces(self) -> Iterator[Array]:
-        """The bytes, uint8, a few MiB at a time.
+        """Yield the bytes, uint8, a few MiB at a time.
 
         Raises:
-            BundleError: the file cannot be read, or became shorter.
+            BundleError: the file cannot be read, or shrank meanwhile.
         """
         try:
             with self.path.open("rb") as file:
@@ -58,14 +58,14 @@ class FileRange:
                 while left:
                     piece = file.read(min(left, _PIECE))
                     if not piece:
-                        raise BundleError(f"{self.path} became shorter while it was read", "leave it alone meanwhile")
+                        raise BundleError(f"{self.path} shrank while it was read", "do not change the model meanwhile")
                     left -= len(piece)
                     yield np.frombuffer(piece, np.uint8)
         except OSError as error:
             raise BundleError(f"{self.path} cannot be read: {error.strerror or error}", "check the disk") from error
 
     def read(self) -> Array:
-        """The bytes, uint8 [length], mapped and not copied; read-only."""
+        """Map the bytes without copying them, uint8 [length], read-only."""
         if not self.length:
             return np.empty(0, np.uint8)
         start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
@@ -76,42 +76,42 @@ class FileRange:
 
 @dataclass(frozen=True, eq=False)
 class InMemory:
-    """Bytes that are in memory already."""
+    """Bytes that are in memory."""
 
     data: Array
     """uint8 [length]"""
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return self.data.size
 
     def pieces(self) -> Iterator[Array]:
-        """The bytes in one piece."""
+        """Yield the bytes in one piece."""
         yield self.data
 
     def read(self) -> Array:
-        """The bytes, uint8 [length]."""
+        """Return the bytes, uint8 [length]."""
         return self.data
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """Bytes that are made when they are asked for."""
+    """Bytes that are computed on demand."""
 
     length: int
     make: Callable[[], Iterable[Array]]
-    """Yields contiguous arrays of any type, whose bytes joined are the tensor; called once a write-out, in the order in
-    which the tensors were added to the graph."""
+    """Yields contiguous arrays of any type whose concatenated bytes are the tensor. Called once per written model, in
+    the order in which tensors were added to the graph."""
     widens: Tensor | None = None
-    """The tensor of another type whose values these are in float32, where they are that."""
+    """The half-precision tensor that this is the float32 copy of, if it is one."""
 
     def pieces(self) -> Iterator[Array]:
-        """What `make` yields."""
+        """Yield what `make` yields."""
         yield from self.make()
 
     def read(self) -> Array:
-        """All of it at once, uint8 [length]."""
+        """Compute all bytes at once, uint8 [length]."""
         pieces = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in self.make()]
         return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 
@@ -121,25 +121,25 @@ Source = FileRange | InMemory | Computed
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A constant of the graph. Two tensors with the same `source` share their bytes in the written file."""
+    """A constant of the graph. Tensors with the same `source` share their bytes in the written file."""
 
     element_type: int
-    """As in `TensorProto.DataType`."""
+    """A `TensorProto.DataType`."""
     shape: tuple[int, ...]
     source: Source
 
     @classmethod
     def of(cls, value: Array) -> Tensor:
-        """A tensor of an array that is in memory."""
+        """Wrap an array."""
         value = np.ascontiguousarray(value)
         data = value.reshape(-1).view(np.uint8) if value.size else np.empty(0, np.uint8)
         return cls(helper.np_dtype_to_tensor_dtype(value.dtype), value.shape, InMemory(data))
 
     @classmethod
     def computed(cls, dtype: npt.DTypeLike, shape: tuple[int, ...], make: Callable[[], Iterable[Array]]) -> Tensor:
-        """A tensor whose pieces are made at write-out (see `Computed`)."""
-        kind = np.dtype(dtype)
-        return cls(helper.np_dtype_to_tensor_dtype(kind), shape, Computed(int(np.prod(shape)) * kind.itemsize, make))
+        """Declare a tensor whose bytes are computed when it is written (see `Computed`)."""
+        dtype = np.dtype(dtype)
+        return cls(helper.np_dtype_to_tensor_dtype(dtype), shape, Computed(int(np.prod(shape)) * dtype.itemsize, make))
 
     @property
     def size(self) -> int:
@@ -148,17 +148,17 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes as stored."""
+        """Number of stored bytes."""
         return self.source.length
 
     def reshaped(self, *shape: int) -> Tensor:
-        """The same bytes under another shape."""
+        """Return a tensor of the same bytes with another shape."""
         return replace(self, shape=shape)
 
     def array(self) -> Array:
-        """The elements as NumPy, in `shape`; mapped and read-only where they lie in a file.
+        """Return the elements as a NumPy array of `shape`, mapped read-only if they are in a file.
 
-        Types of 4 bits come unpacked as int8 or uint8; bfloat16 and the 8-bit floats as `ml_dtypes` types.
+        4-bit types are unpacked to int8 or uint8; bfloat16 and 8-bit floats are `ml_dtypes` types.
         """
         data = self.source.read()
         if self.element_type in _FOUR_BITS:
@@ -170,11 +170,10 @@ class Tensor:
 
 
 def read_tensor(proto: TensorProto, folder: Path) -> Tensor:
-    """A tensor of a model; its bytes stay where they are.
+    """Describe a tensor of a model without reading its bytes.
 
     Raises:
-        BundleError: it lies beyond the end of its file, has not as many bytes as its shape asks for, or has a type
-            that edge-run does not edit (text).
+        BundleError: its bytes are beyond the end of their file, do not match its shape, or are strings.
     """
     shape = tuple(proto.dims)
     if proto.data_location == TensorProto.EXTERNAL:
@@ -185,7 +184,7 @@ def read_tensor(proto: TensorProto, folder: Path) -> Tensor:
             offset = int(entries.get("offset") or 0)
             length = int(entries["length"]) if entries.get("length") else _bytes_of(proto.data_type, shape, proto.name)
         except ValueError as error:
-            raise _damaged(proto.name, "an offset that is no number") from error
+            raise _damaged(proto.name, "an offset or length that is not a number") from error
         if offset < 0 or length < 0 or offset + length > size:
             raise _damaged(proto.name, f"bytes beyond the end of {location}")
         source: Source = FileRange(folder, location, offset, length)
@@ -196,7 +195,7 @@ def read_tensor(proto: TensorProto, folder: Path) -> Tensor:
             raise _damaged(proto.name, str(error)) from error
         source = InMemory(np.frombuffer(data, np.uint8))
     if any(extent < 0 for extent in shape) or source.length != _bytes_of(proto.data_type, shape, proto.name):
-        raise _damaged(proto.name, f"{source.length} bytes, which is not what its shape {list(shape)} takes")
+        raise _damaged(proto.name, f"{source.length} bytes, which does not match its shape {list(shape)}")
     return Tensor(proto.data_type, shape, source)
 
 
@@ -207,12 +206,12 @@ def _bytes_of(element_type: int, shape: tuple[int, ...], name: str) -> int:
     if element_type in _FOUR_BITS:
         return (count + 1) // 2
     try:
-        kind = helper.tensor_dtype_to_np_dtype(element_type)
+        dtype = helper.tensor_dtype_to_np_dtype(element_type)
     except (KeyError, ValueError) as error:
         raise _damaged(name, f"the unknown type {element_type}") from error
-    if kind.hasobject:
-        raise BundleError(f"the model keeps text in the constant {name}", "such a model cannot be upgraded")
-    return count * kind.itemsize
+    if dtype.hasobject:
+        raise BundleError(f"the constant {name} of the model holds strings", "such a model cannot be upgraded")
+    return count * dtype.itemsize
 
 
 def _damaged(name: str, what: str) -> BundleError:

@@ -1,12 +1,12 @@
-"""Linears of ONNX Runtime's dynamic quantization become MatMulNBits, code by code.
+"""Converts linears of ONNX Runtime's dynamic quantization to MatMulNBits without rounding again.
 
-What `quantize_dynamic` (and so Optimum's and transformers.js's int8 files) makes of a linear is
+`quantize_dynamic` (and so Optimum's and transformers.js's int8 files) writes a linear as
 
     DynamicQuantizeLinear(x) -> codes, scale, zero point;  MatMulInteger(codes, W);  Cast;  Mul(scale * W's scale)
 
-with one scale, and perhaps one zero point, for W or for each of its columns. MatMulNBits holds the same weights with
-the scale repeated for every block; it rounds activations block by block and not over all rows together, so that a
-token's logits do not depend on which others are read with it.
+with one scale, and possibly one zero point, for W or for each of its columns. MatMulNBits holds the same weights with
+the scale repeated for every block. It rounds activations block by block and not over all tokens together, so that the
+logits of a token do not depend on the other tokens of the pass.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from ...graph.nodes import INT8_ACTIVATIONS
 from ..edit.editable import MICROSOFT, EditableGraph, Node
 from ..edit.tensors import Array, Tensor
 
-_USUAL_ZERO: Final = 128
-_BLOCKS: Final = (128, 32)
-_AT_ONCE: Final = 1 << 24
-"""Codes turned round in one piece."""
+_SIGN_SHIFT: Final = 128
+"""Added to signed codes to make them unsigned; also the default zero point of MatMulNBits."""
+_BLOCK_SIZES: Final = (128, 32)
+_CHUNK: Final = 1 << 24
+"""Number of codes that are transposed at once."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,24 @@ class _Linear:
     """A dynamically quantized linear."""
 
     value: str
+    """The input."""
     result: str
+    """The output."""
     codes: Tensor
     """int8 or uint8 [K, N]"""
     scales: Array
     """float32 [N]"""
     zeros: Array
-    """What codes are counted from once they are unsigned, uint8 [N]"""
+    """Zero points of the unsigned codes, uint8 [N]"""
 
     @property
     def shift(self) -> int:
-        """What is added to the codes to make them unsigned."""
-        return _USUAL_ZERO if self.codes.element_type == TensorProto.INT8 else 0
+        """Number that is added to the codes to make them unsigned."""
+        return _SIGN_SHIFT if self.codes.element_type == TensorProto.INT8 else 0
 
 
-def carry_over_integers(graph: EditableGraph) -> None:
-    """Replace every dynamically quantized linear that is recognised."""
+def convert_integer_linears(graph: EditableGraph) -> None:
+    """Replace every dynamically quantized linear that is recognized."""
     for node in graph.nodes_of("MatMulInteger"):
         linear = _linear(graph, node)
         if linear is not None:
@@ -57,30 +60,30 @@ def carry_over_integers(graph: EditableGraph) -> None:
 
 
 def _linear(graph: EditableGraph, node: Node) -> _Linear | None:
-    rounding = graph.producer_of(node.input(0), "DynamicQuantizeLinear")
+    quantize = graph.producer_of(node.input(0), "DynamicQuantizeLinear")
     codes = graph.tensors.get(node.input(1))
     cast = _reader(graph, node.output(0), "Cast")
     product = None if cast is None else _reader(graph, cast.output(0), "Mul")
-    if rounding is None or codes is None or len(codes.shape) != 2 or cast is None or product is None:
+    if quantize is None or codes is None or len(codes.shape) != 2 or cast is None or product is None:
         return None
-    if codes.element_type not in (TensorProto.INT8, TensorProto.UINT8) or node.input(2) != rounding.output(2):
+    if codes.element_type not in (TensorProto.INT8, TensorProto.UINT8) or node.input(2) != quantize.output(2):
         return None
     others = [name for name in product.inputs if name != cast.output(0)]
     combined = graph.producer_of(others[0], "Mul") if len(others) == 1 else None
-    if combined is None or rounding.output(1) not in combined.inputs:
+    if combined is None or quantize.output(1) not in combined.inputs:
         return None
-    stored = [graph.array(name) for name in combined.inputs if name != rounding.output(1)]
+    stored = [graph.array(name) for name in combined.inputs if name != quantize.output(1)]
     scales = _by_column(stored[0] if len(stored) == 1 else None, codes.shape[1])
     zeros = _by_column(graph.array(node.input(3)) if node.input(3) else np.zeros(1), codes.shape[1])
     if scales is None or zeros is None:
         return None
-    shift = _USUAL_ZERO if codes.element_type == TensorProto.INT8 else 0
-    counted = (zeros.astype(np.int64) + shift).astype(np.uint8)
-    return _Linear(rounding.input(0), product.output(0), codes, scales.astype(np.float32), counted)
+    shift = _SIGN_SHIFT if codes.element_type == TensorProto.INT8 else 0
+    unsigned = (zeros.astype(np.int64) + shift).astype(np.uint8)
+    return _Linear(quantize.input(0), product.output(0), codes, scales.astype(np.float32), unsigned)
 
 
 def _by_column(value: Array | None, columns: int) -> Array | None:
-    """One number, or one for each column, as [columns]; None if it is neither."""
+    """Broadcast one number, or one per column, to [columns]; None if the value is neither."""
     if value is None or value.size not in (1, columns):
         return None
     return np.broadcast_to(value.reshape(-1), columns)
@@ -88,7 +91,7 @@ def _by_column(value: Array | None, columns: int) -> Array | None:
 
 def _replace(graph: EditableGraph, stem: str, linear: _Linear) -> None:
     columns, rows = linear.codes.shape
-    block = next((each for each in _BLOCKS if columns % each == 0), _BLOCKS[-1])
+    block = next((each for each in _BLOCK_SIZES if columns % each == 0), _BLOCK_SIZES[-1])
     blocks = -(-columns // block)
     packed = Tensor.computed(np.uint8, (rows, blocks, block), lambda: _packed(linear, blocks * block))
     inputs = [
@@ -96,7 +99,7 @@ def _replace(graph: EditableGraph, stem: str, linear: _Linear) -> None:
         graph.add_tensor(f"{stem}.codes", packed),
         graph.add_tensor(f"{stem}.scales", np.repeat(linear.scales[:, None], blocks, axis=1)),
     ]
-    if (linear.zeros != _USUAL_ZERO).any():
+    if (linear.zeros != _SIGN_SHIFT).any():
         inputs.append(graph.add_tensor(f"{stem}.zeros", np.repeat(linear.zeros[:, None], blocks, axis=1)))
     node = graph.add(
         "MatMulNBits",
@@ -109,22 +112,22 @@ def _replace(graph: EditableGraph, stem: str, linear: _Linear) -> None:
         block_size=block,
         accuracy_level=INT8_ACTIVATIONS,
     )
-    graph.hand_over(linear.result, node.output(0))
+    graph.replace_value(linear.result, node.output(0))
 
 
 def _packed(linear: _Linear, width: int) -> Iterator[Array]:
-    """Unsigned codes row by row, uint8 [rows, width]; a last block is filled up with the zero point."""
+    """Yield unsigned codes, uint8 [rows, width]; an incomplete last block is padded with the zero point."""
     columns, rows = linear.codes.shape
     stored = linear.codes.array()
-    step = max(1, _AT_ONCE // width)
+    step = max(1, _CHUNK // width)
     for start in range(0, rows, step):
         part = np.ascontiguousarray(stored[:, start : start + step].T).view(np.uint8)
-        turned = part + np.uint8(linear.shift)  # modulo 256: -128 becomes 0
-        filler = np.repeat(linear.zeros[start : start + step, None], width - columns, axis=1)
-        yield np.concatenate([turned, filler], axis=1)
+        unsigned = part + np.uint8(linear.shift)  # modulo 256: -128 becomes 0
+        padding = np.repeat(linear.zeros[start : start + step, None], width - columns, axis=1)
+        yield np.concatenate([unsigned, padding], axis=1)
 
 
 def _reader(graph: EditableGraph, name: str, op: str) -> Node | None:
-    """The one node that reads a value, if it is of that operator."""
+    """The only reader of a value, if it is that operator."""
     readers = graph.consumers(name)
     return readers[0] if len(readers) == 1 and readers[0].op == op else None

@@ -1,7 +1,7 @@
-"""Activation functions in plain operators become single ones.
+"""Fuses activation functions in plain operators.
 
-From a `Sigmoid`, `Tanh` or `Erf` the graph is followed forwards, element by element, as far as everything comes from
-one value. What comes out for a range of numbers tells the function, in whatever way it was written (`probe`).
+The search follows element-wise operators after a `Sigmoid`, `Tanh` or `Erf` as long as everything is computed from one
+value. The results for a range of numbers identify the function, however it was written (`subgraph_runner`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from ....errors import ExportError
 from ..edit.editable import MICROSOFT, EditableGraph, Node
-from .subgraph_probe import Moment, Probe
+from ..subgraph_runner import PassShape, SubgraphRunner
 
 Float64Array = npt.NDArray[np.float64]
 
 _RANGE: Final = np.linspace(-8, 8, 321)
 _TOLERANCE: Final = 1e-5
-_LONGEST: Final = 12
-"""Nodes of an activation at most."""
+_MAX_NODES: Final = 12
+"""Largest number of nodes of an activation."""
 _ELEMENTWISE: Final = frozenset({"Add", "Cast", "Div", "Erf", "Mul", "Neg", "Pow", "Sigmoid", "Sub", "Tanh"})
 
 
@@ -54,29 +54,29 @@ _OPERATORS: Final = (
 
 
 def fuse_activations(graph: EditableGraph) -> None:
-    """Replace SiLU and both kinds of GELU."""
-    probe = Probe(graph)
+    """Replace SiLU and both forms of GELU by single operators."""
+    runner = SubgraphRunner(graph)
     for node in graph.nodes_of("Sigmoid", "Tanh", "Erf"):
-        if node.output(0) in probe.tokens_of:
-            _replace(graph, probe, node)
+        if node.output(0) in runner.token_dependent:
+            _replace(graph, runner, node)
     graph.sweep()
 
 
-def _replace(graph: EditableGraph, probe: Probe, core: Node) -> None:
-    for end in _onwards(graph, core):
-        for source in _sources(graph, probe, end):
-            operator = _meaning(probe, source, end)
+def _replace(graph: EditableGraph, runner: SubgraphRunner, core: Node) -> None:
+    for end in _following(graph, core):
+        for source in _sources(graph, runner, end):
+            operator = _recognized(runner, source, end)
             if operator is not None:
                 name = f"{end}.{operator.op}"
                 fused = graph.add(operator.op, [source], name=name, domain=MICROSOFT, **operator.attributes)
-                graph.hand_over(end, fused.output(0))
+                graph.replace_value(end, fused.output(0))
                 return
 
 
-def _onwards(graph: EditableGraph, core: Node) -> list[str]:
-    """Values that follow from the core, the farthest first."""
+def _following(graph: EditableGraph, core: Node) -> list[str]:
+    """Values that are computed from the core element by element, the farthest first."""
     ends = [core.output(0)]
-    for _ in range(_LONGEST):
+    for _ in range(_MAX_NODES):
         readers = graph.consumers(ends[-1])
         if len(readers) != 1 or readers[0].op not in _ELEMENTWISE or ends[-1] in graph.outputs:
             break
@@ -84,25 +84,25 @@ def _onwards(graph: EditableGraph, core: Node) -> list[str]:
     return ends[:0:-1]
 
 
-def _sources(graph: EditableGraph, probe: Probe, end: str) -> Iterator[str]:
-    """Values that all of `end` comes from, element by element, the nearest first."""
+def _sources(graph: EditableGraph, runner: SubgraphRunner, end: str) -> Iterator[str]:
+    """Values from which all of `end` is computed element by element, the nearest first."""
     frontier = {end}
-    for _ in range(_LONGEST):
-        made = {name: node for name in frontier if (node := graph.producer(name)) is not None}
-        if not made:
+    for _ in range(_MAX_NODES):
+        computed = {name: node for name in frontier if (node := graph.producer(name)) is not None}
+        if not computed:
             return
-        latest = max(made, key=lambda name: probe.order.get(made[name], 0))
-        node = made[latest]
-        if len(frontier) == 1 and latest != end and _is_whole(graph, probe, end, latest):
+        latest = max(computed, key=lambda name: runner.order.get(computed[name], 0))
+        node = computed[latest]
+        if len(frontier) == 1 and latest != end and _has_core(graph, runner, end, latest):
             yield latest
         if node.op not in _ELEMENTWISE:
             return
         frontier.remove(latest)
-        frontier.update(name for name in node.inputs if name in probe.tokens_of)
+        frontier.update(name for name in node.inputs if name in runner.token_dependent)
 
 
-def _is_whole(graph: EditableGraph, probe: Probe, end: str, source: str) -> bool:
-    """Whether the piece has a core inside, and is not only what follows from one."""
+def _has_core(graph: EditableGraph, runner: SubgraphRunner, end: str, source: str) -> bool:
+    """Whether the subgraph from `source` to `end` contains a core, and keeps the shape."""
     waiting, seen = [end], {source}
     while waiting:
         name = waiting.pop()
@@ -111,21 +111,21 @@ def _is_whole(graph: EditableGraph, probe: Probe, end: str, source: str) -> bool
             continue
         seen.add(name)
         if node.op in ("Sigmoid", "Tanh", "Erf"):
-            return probe.extents(source) == probe.extents(end)
-        waiting += [each for each in node.inputs if each in probe.tokens_of]
+            return runner.shape(source) == runner.shape(end)
+        waiting += [each for each in node.inputs if each in runner.token_dependent]
     return False
 
 
-def _meaning(probe: Probe, source: str, end: str) -> _Operator | None:
-    extents = probe.extents(source)
-    if extents is None or "rows" not in extents:
+def _recognized(runner: SubgraphRunner, source: str, end: str) -> _Operator | None:
+    """The operator that computes `end` from `source`; None if it is not a known one."""
+    shape = runner.shape(source)
+    if shape is None or "new" not in shape:
         return None
-    moment = Moment(len(_RANGE), 0)
-    given = np.zeros([moment.extent(each) for each in extents], np.float32)
-    rows = np.moveaxis(given, extents.index("rows"), -1)
-    rows[...] = _RANGE
+    lengths = PassShape(len(_RANGE), 0)
+    given = np.zeros([lengths.size(each) for each in shape], np.float32)
+    np.moveaxis(given, shape.index("new"), -1)[...] = _RANGE
     try:
-        out = probe.run([end], moment, {source: given})[end].astype(np.float64)
+        out = runner.run([end], lengths, {source: given})[end].astype(np.float64)
     except ExportError:
         return None
     for operator in _OPERATORS:

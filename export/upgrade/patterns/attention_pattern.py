@@ -1,15 +1,15 @@
-"""Attention that an exporter wrote out in plain operators: where it stands, and what exactly it computes.
+"""Finds attention in plain operators, and determines what exactly it computes.
 
-The way in is the cache. An output that joins a cache input with new rows is the keys or the values of a layer; the
-product that reaches a `Softmax` is scores, the product after it the heads' outputs. What happens in between (scaling
-on either side, a cap, masks built in whatever way, groups of heads, casts) is not read off the nodes but found by
-experiment (`probe`):
+The search starts at the caches. An output that joins a cache input with new slots is the keys or the values of a layer;
+the product before a `Softmax` computes scores, and the product after it the output of the heads. What is in between
+(scaling on either side, a soft cap, masks of any construction, groups of heads, casts) is not read from the nodes but
+found by running them on made-up values (`subgraph_runner`):
 
-- Scores that are all zero come out of the softmax as 1/n on the n keys that a row sees: that is the mask. It must be
-  causal, perhaps within a window; a graph that was traced with one new row may let new rows see each other.
-- Scores 0 and a between two keys come out with the log odds g(a): a line is a scale, a curve that levels off
-  `cap * tanh(scale * a / cap)`.
-- Random queries, keys and values must then give what attention with these numbers gives.
+- Scores that are all zero become 1/n in the softmax for the n keys that a token sees: that is the mask. It must be
+  causal, possibly with a sliding window. A graph that was traced with one new token may let new tokens see each other.
+- The log odds g(a) of two keys with scores 0 and a give the scale if they are a line, and a soft cap
+  `cap * tanh(scale * a / cap)` if they are a curve that levels off.
+- Random queries, keys and values must then give what attention with these numbers computes.
 """
 
 from __future__ import annotations
@@ -23,91 +23,102 @@ import numpy as np
 from ....errors import BundleError, ExportError
 from ..edit.editable import EditableGraph, Node
 from ..edit.tensors import Array
-from .subgraph_probe import Moment, Probe
+from ..subgraph_runner import PassShape, SubgraphRunner
 
 _HINT: Final = "such a graph cannot be upgraded; edge-run may run it as it is"
 _AMPLITUDES: Final = 2.0 ** np.arange(-4, 22)
-_READABLE: Final = 60.0
-"""Log odds beyond which the lesser probability is near float32's smallest number."""
-_RANDOM_MOMENT: Final = Moment(5, 6)
-_LIKENESS: Final = 1e-3
-"""How far a piece of a graph may be from what it is taken for, relative to what comes out."""
+"""Scores of one of two keys, from which scale and soft cap are fitted."""
+_MAX_LOG_ODDS: Final = 60.0
+"""Log odds beyond which the smaller probability is near float32's smallest number."""
+_RANDOM_PASS: Final = PassShape(5, 6)
+_TOLERANCE: Final = 1e-3
+"""Largest relative difference between what a subgraph computes and what it is recognized as."""
 _LAYOUT: Final = frozenset({"Cast", "Expand", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"})
 _SCALING: Final = frozenset({"Cast", "Div", "Mul"})
-_SCORING: Final = frozenset({"Add", "Cast", "Clip", "Div", "Max", "Min", "Mul", "Sub", "Tanh", "Where"})
-_WEIGHING: Final = frozenset({"Cast", "Dropout", "Where"})
+_BEFORE_SOFTMAX: Final = frozenset({"Add", "Cast", "Clip", "Div", "Max", "Min", "Mul", "Sub", "Tanh", "Where"})
+_AFTER_SOFTMAX: Final = frozenset({"Cast", "Dropout", "Where"})
 
 
 @dataclass(frozen=True)
-class CachedRows:
+class CachedTensor:
     """The keys or the values of a layer."""
 
     past: str
     """Graph input [1, kv_heads, past, head_dim]."""
     new: str
-    """The rows of this pass [1, kv_heads, rows, head_dim]."""
+    """Keys or values of the new tokens, [1, kv_heads, new, head_dim]."""
     present: str
-    """Graph output: the two, one after the other."""
+    """Graph output: `past` and `new` concatenated."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One layer's attention as found."""
+    """The attention of one layer, as it was found."""
 
     layer: int
-    key: CachedRows
-    value: CachedRows
+    key: CachedTensor
+    value: CachedTensor
     query: str
-    """Queries as they meet the keys, but for their scale, [1, heads, rows, head_dim]."""
+    """Queries that are multiplied with the keys, before scaling, [1, heads, new, head_dim]."""
     merged: str
-    """What comes out, [1, rows, heads * head_dim]."""
+    """Output of all heads, [1, new, heads * head_dim]."""
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     softcap: float
-    """0 where there is none."""
+    """Soft cap of the scores; 0 if there is none."""
     window: int
-    """Newest positions that a row sees, its own included; -1: all."""
+    """Number of newest positions that a token sees, itself included; -1 for all."""
 
 
-def find_attention(probe: Probe, context: int) -> list[Attention]:
-    """Every layer's attention, by layer.
+def find_attention(runner: SubgraphRunner, context: int) -> list[Attention]:
+    """Find the attention of every layer.
 
     Args:
-        probe: over the graph, which must not have been changed since.
-        context: positions that the upgraded model will serve; windows as long as that are none.
-
-    Raises:
-        BundleError: something in the place of attention is not recognised; the message says what.
-    """
-    graph = probe.graph
-    cached = {each.present: each for each in _cached_rows(probe)}
-    places = [place for node in graph.nodes_of("Softmax") if (place := _place(probe, node, cached)) is not None]
-    places.sort(key=lambda place: probe.order[place.softmax])
-    used = {each.present for place in places for each in (place.key, place.value)}
-    unused = sorted(set(graph.outputs) - used - {"logits"})
-    if unused or not places:
-        what = f"the output {unused[0]} is no cache of an attention" if unused else "it has no attention with a cache"
-        raise BundleError(f"the model's attention is not recognised: {what}", _HINT)
-    return [_identify(probe, place, layer, context) for layer, place in enumerate(places)]
-
-
-def single_source(
-    probe: Probe, name: str, through: Collection[str], stops: Collection[str] = (), stop_op: str = ""
-) -> str | None:
-    """Walk from a value towards the tokens through operators with one input that depends on them.
+        runner: runs the graph, which must not have been changed since.
+        context: number of positions that the upgraded model will serve; a window of at least this size has no effect.
 
     Returns:
-        The first value that is one of `stops` or made by `stop_op`; None if the walk ends before.
+        The attentions in layer order.
+
+    Raises:
+        BundleError: something in the place of attention is not recognized; the message says what.
+    """
+    graph = runner.graph
+    cached = {each.present: each for each in _cached_tensors(runner)}
+    sites = [site for node in graph.nodes_of("Softmax") if (site := _site(runner, node, cached)) is not None]
+    sites.sort(key=lambda site: runner.order[site.softmax])
+    used = {each.present for site in sites for each in (site.key, site.value)}
+    unused = sorted(set(graph.outputs) - used - {"logits"})
+    if unused or not sites:
+        what = f"the output {unused[0]} is not a cache of an attention" if unused else "no attention has a cache"
+        raise BundleError(f"the model's attention is not recognized: {what}", _HINT)
+    return [_identify(runner, site, layer, context) for layer, site in enumerate(sites)]
+
+
+def _single_source(
+    runner: SubgraphRunner, name: str, through: Collection[str], stops: Collection[str] = (), stop_op: str = ""
+) -> str | None:
+    """Follow a value back towards the tokens, through operators with one input that depends on them.
+
+    Args:
+        runner: runs the graph.
+        name: the value to start from.
+        through: operators that may be passed.
+        stops: values at which the search ends.
+        stop_op: operator at whose output the search ends.
+
+    Returns:
+        The first value that is one of `stops` or computed by `stop_op`; None if there is none.
     """
     while name not in stops:
-        node = probe.graph.producer(name)
+        node = runner.graph.producer(name)
         if node is None:
             return None
         if stop_op and node.op == stop_op:
             return name
-        followed = [each for each in node.inputs if each in probe.tokens_of]
+        followed = [each for each in node.inputs if each in runner.token_dependent]
         if node.op not in through or len(followed) != 1:
             return None
         name = followed[0]
@@ -115,9 +126,11 @@ def single_source(
 
 
 @dataclass(frozen=True)
-class _Place:
-    key: CachedRows
-    value: CachedRows
+class _Site:
+    """The nodes around a softmax that form an attention."""
+
+    key: CachedTensor
+    value: CachedTensor
     query: str
     scores: str
     softmax: Node
@@ -125,186 +138,187 @@ class _Place:
     heads: int
 
 
-def _cached_rows(probe: Probe) -> list[CachedRows]:
-    """Outputs that join a cache input with new rows along the positions."""
+def _cached_tensors(runner: SubgraphRunner) -> list[CachedTensor]:
+    """Outputs that join a cache input with new slots."""
     found = []
-    for node in probe.graph.nodes_of("Concat"):
-        if len(node.inputs) == 2 and node.input(0) in probe.graph.inputs and node.output(0) in probe.graph.outputs:
-            extents = probe.extents(node.output(0))
-            if extents is not None and len(extents) == 4 and extents[0] == 1 and extents[2] == "total":
-                found.append(CachedRows(node.input(0), node.input(1), node.output(0)))
+    for node in runner.graph.nodes_of("Concat"):
+        if len(node.inputs) == 2 and node.input(0) in runner.graph.inputs and node.output(0) in runner.graph.outputs:
+            shape = runner.shape(node.output(0))
+            if shape is not None and len(shape) == 4 and shape[0] == 1 and shape[2] == "total":
+                found.append(CachedTensor(node.input(0), node.input(1), node.output(0)))
     return found
 
 
-def _place(probe: Probe, softmax: Node, cached: dict[str, CachedRows]) -> _Place | None:
-    """The attention around a softmax; None where it is something else."""
-    graph = probe.graph
-    scores = single_source(probe, softmax.input(0), _SCORING, stop_op="MatMul")
+def _site(runner: SubgraphRunner, softmax: Node, cached: dict[str, CachedTensor]) -> _Site | None:
+    """The attention around a softmax; None if the softmax is not that of an attention."""
+    graph = runner.graph
+    scores = _single_source(runner, softmax.input(0), _BEFORE_SOFTMAX, stop_op="MatMul")
     product = None if scores is None else graph.producer(scores)
-    context = _next_product(graph, softmax.output(0))
-    if scores is None or product is None or context is None:
+    weighted = _product_with_values(graph, softmax.output(0))
+    if scores is None or product is None or weighted is None:
         return None
-    key = single_source(probe, product.input(1), _LAYOUT | _SCALING, stops=cached)
-    value = single_source(probe, context.input(1), _LAYOUT | _SCALING, stops=cached)
-    shape = probe.extents(scores)
-    if key is None or value is None or shape is None or shape[-2:] != ("rows", "total"):
+    key = _single_source(runner, product.input(1), _LAYOUT | _SCALING, stops=cached)
+    value = _single_source(runner, weighted.input(1), _LAYOUT | _SCALING, stops=cached)
+    shape = runner.shape(scores)
+    if key is None or value is None or shape is None or shape[-2:] != ("new", "total"):
         return None
     heads = int(np.prod([each for each in shape[:-2] if isinstance(each, int)]))
-    width = cached_width(probe, value) * heads
-    merged = context.output(0)
-    while probe.extents(merged) != (1, "rows", width):
+    width = _cached_width(runner, value) * heads
+    merged = weighted.output(0)
+    while runner.shape(merged) != (1, "new", width):
         readers = [node for node in graph.consumers(merged) if node.op not in ("Shape", "Size")]
         if len(readers) != 1 or readers[0].op not in _LAYOUT:
             return None
         merged = readers[0].output(0)
-    query = _unscaled(probe, product.input(0))
-    return _Place(cached[key], cached[value], query, scores, softmax, merged, heads)
+    query = _unscaled(runner, product.input(0))
+    return _Site(cached[key], cached[value], query, scores, softmax, merged, heads)
 
 
-def cached_width(probe: Probe, present: str) -> int:
-    """Channels of a head in the cache."""
-    extents = probe.extents(present)
-    return extents[3] if extents is not None and isinstance(extents[3], int) else 0
+def _cached_width(runner: SubgraphRunner, present: str) -> int:
+    """Channels of a head in the cache; 0 if they are not a number."""
+    shape = runner.shape(present)
+    return shape[3] if shape is not None and isinstance(shape[3], int) else 0
 
 
-def _next_product(graph: EditableGraph, weights: str) -> Node | None:
-    """The product of the softmax's weights with the values."""
+def _product_with_values(graph: EditableGraph, probs: str) -> Node | None:
+    """The product of the attention probabilities with the values."""
     while True:
-        readers = [node for node in graph.consumers(weights) if node.op not in ("IsNaN", "Shape")]
+        readers = [node for node in graph.consumers(probs) if node.op not in ("IsNaN", "Shape")]
         if len(readers) != 1:
             return None
         if readers[0].op == "MatMul":
             return readers[0]
-        if readers[0].op not in _WEIGHING:
+        if readers[0].op not in _AFTER_SOFTMAX:
             return None
-        weights = readers[0].output(0)
+        probs = readers[0].output(0)
 
 
-def _unscaled(probe: Probe, name: str) -> str:
-    """The value behind multiplications by a single number."""
+def _unscaled(runner: SubgraphRunner, name: str) -> str:
+    """The value before multiplications by single numbers."""
     while True:
-        node = probe.graph.producer_of(name, *_SCALING)
-        followed = [] if node is None else [each for each in node.inputs if each in probe.tokens_of]
-        others = [] if node is None else [each for each in node.inputs if each not in probe.tokens_of]
-        if len(followed) != 1 or not all(_is_number(probe, each) for each in others):
+        node = runner.graph.producer_of(name, *_SCALING)
+        followed = [] if node is None else [each for each in node.inputs if each in runner.token_dependent]
+        others = [] if node is None else [each for each in node.inputs if each not in runner.token_dependent]
+        if len(followed) != 1 or not all(_is_number(runner, each) for each in others):
             return name
         name = followed[0]
 
 
-def _is_number(probe: Probe, name: str) -> bool:
-    extents = probe.extents(name)
-    return extents is not None and set(extents) <= {1}
+def _is_number(runner: SubgraphRunner, name: str) -> bool:
+    shape = runner.shape(name)
+    return shape is not None and set(shape) <= {1}
 
 
-def _identify(probe: Probe, place: _Place, layer: int, context: int) -> Attention:
-    keys = probe.extents(place.key.present)
-    values = probe.extents(place.value.present)
-    queries = probe.extents(place.query)
-    if keys != values or keys is None or queries is None or queries[1:3] != (place.heads, "rows"):
+def _identify(runner: SubgraphRunner, site: _Site, layer: int, context: int) -> Attention:
+    keys = runner.shape(site.key.present)
+    values = runner.shape(site.value.present)
+    queries = runner.shape(site.query)
+    if keys != values or keys is None or queries is None or queries[1:3] != (site.heads, "new"):
         raise _unknown(layer, "its keys, values or queries are not heads of one size")
     kv_heads, head_dim = keys[1], keys[3]
-    if not isinstance(kv_heads, int) or not isinstance(head_dim, int) or queries != (1, place.heads, "rows", head_dim):
+    if not isinstance(kv_heads, int) or not isinstance(head_dim, int) or queries != (1, site.heads, "new", head_dim):
         raise _unknown(layer, "its keys, values or queries are not heads of one size")
     try:
-        window = _window(probe, place, layer, context)
-        scale, softcap = _scale(probe, place, layer, kv_heads, head_dim)
+        window = _window(runner, site, layer, context)
+        scale, softcap = _scale(runner, site, layer, kv_heads, head_dim)
         attention = Attention(
             layer=layer,
-            key=place.key,
-            value=place.value,
-            query=place.query,
-            merged=place.merged,
-            heads=place.heads,
+            key=site.key,
+            value=site.value,
+            query=site.query,
+            merged=site.merged,
+            heads=site.heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             scale=scale,
             softcap=softcap,
             window=window,
         )
-        _require_likeness(probe, attention, _seen(probe, place, layer, _RANDOM_MOMENT))
+        _require_attention(runner, attention, _visible_keys(runner, site, layer, _RANDOM_PASS))
     except ExportError as error:
         raise _unknown(layer, error.what) from error
     return attention
 
 
-def _window(probe: Probe, place: _Place, layer: int, context: int) -> int:
-    """Length of the window that the mask leaves, or -1; what the last row of a full context sees tells it, shorter runs
-    must agree."""
-    seen = _seen(probe, place, layer, Moment(1, context - 1))[0]
-    window = int(seen.sum())
-    moments = [Moment(24, 0), Moment(9, 16)]
+def _window(runner: SubgraphRunner, site: _Site, layer: int, context: int) -> int:
+    """Sliding window of the mask; -1 if there is none.
+
+    The number of keys that the last token of a full context sees is the window. Shorter passes must agree with it.
+    """
+    window = int(_visible_keys(runner, site, layer, PassShape(1, context - 1))[0].sum())
+    passes = [PassShape(1, context - 1), PassShape(24, 0), PassShape(9, 16)]
     if window < context:
-        moments += [Moment(3, window), Moment(window + 2, 1)]
-    for moment in (Moment(1, context - 1), *moments):
-        slots = np.arange(moment.total)
-        rows = slots[moment.past :, None]
-        near = slots > rows - (window if window < context else moment.total)
-        seen = _seen(probe, place, layer, moment)
-        # A graph traced with one new row lets new rows see each other; what it was traced from does not.
-        if not any(np.array_equal(seen, expected) for expected in (near & (slots <= rows), near)):
+        passes += [PassShape(3, window), PassShape(window + 2, 1)]
+    for lengths in passes:
+        slots = np.arange(lengths.total)
+        queries = slots[lengths.past :, None]
+        near = slots > queries - (window if window < context else lengths.total)
+        seen = _visible_keys(runner, site, layer, lengths)
+        # A graph traced with one new token lets new tokens see later ones; its source model does not.
+        if not any(np.array_equal(seen, expected) for expected in (near & (slots <= queries), near)):
             raise _unknown(layer, "its mask is neither causal nor a sliding window")
     return window if window < context else -1
 
 
-def _seen(probe: Probe, place: _Place, layer: int, moment: Moment) -> Array:
-    """Which keys the rows see, bool [rows, total]."""
-    extents = probe.extents(place.scores) or ()
-    scores = np.zeros([moment.extent(each) for each in extents], np.float32)
-    weights = probe.run([place.softmax.output(0)], moment, {place.scores: scores})[place.softmax.output(0)]
-    weights = weights.reshape(-1, moment.rows, moment.total)
-    seen: Array = weights[0] > 0
-    even = seen / np.maximum(seen.sum(axis=-1, keepdims=True), 1)
-    if not np.allclose(weights, even, rtol=_LIKENESS, atol=0):
-        raise _unknown(layer, "it adds to the scores something other than a mask")
+def _visible_keys(runner: SubgraphRunner, site: _Site, layer: int, lengths: PassShape) -> Array:
+    """Which keys each new token sees, bool [new, total]."""
+    shape = runner.shape(site.scores) or ()
+    scores = np.zeros([lengths.size(each) for each in shape], np.float32)
+    probs = runner.run([site.softmax.output(0)], lengths, {site.scores: scores})[site.softmax.output(0)]
+    probs = probs.reshape(-1, lengths.new, lengths.total)
+    seen: Array = probs[0] > 0
+    uniform = seen / np.maximum(seen.sum(axis=-1, keepdims=True), 1)
+    if not np.allclose(probs, uniform, rtol=_TOLERANCE, atol=0):
+        raise _unknown(layer, "something other than a mask is added to its scores")
     return seen
 
 
-def _scale(probe: Probe, place: _Place, layer: int, kv_heads: int, head_dim: int) -> tuple[float, float]:
-    """Scale and cap of the scores; see the module."""
-    moment = Moment(len(_AMPLITUDES), 2)
-    query = np.zeros((1, place.heads, moment.rows, head_dim), np.float32)
+def _scale(runner: SubgraphRunner, site: _Site, layer: int, kv_heads: int, head_dim: int) -> tuple[float, float]:
+    """Scale and soft cap of the scores; see the module docstring."""
+    lengths = PassShape(len(_AMPLITUDES), 2)
+    query = np.zeros((1, site.heads, lengths.new, head_dim), np.float32)
     query[..., 0] = _AMPLITUDES
-    key = np.zeros((1, kv_heads, moment.total, head_dim), np.float32)
-    key[:, :, 1::2, 0] = 1  # of the two newest keys that a row sees, one has score a and one 0
-    given = {place.query: query, place.key.present: key}
-    weights = probe.run([place.softmax.output(0)], moment, given)[place.softmax.output(0)]
-    weights = weights.reshape(-1, moment.rows, moment.total)[0].astype(np.float64)
-    slots = np.arange(moment.past, moment.total)
+    key = np.zeros((1, kv_heads, lengths.total, head_dim), np.float32)
+    key[:, :, 1::2, 0] = 1  # of the two newest keys that a token sees, one has score a and one 0
+    given = {site.query: query, site.key.present: key}
+    probs = runner.run([site.softmax.output(0)], lengths, given)[site.softmax.output(0)]
+    probs = probs.reshape(-1, lengths.new, lengths.total)[0].astype(np.float64)
+    slots = np.arange(lengths.past, lengths.total)
     with np.errstate(divide="ignore"):
-        odds = np.log(weights[slots - 2, slots - (slots + 1) % 2]) - np.log(weights[slots - 2, slots - slots % 2])
-    readable = odds < _READABLE
-    scale = float(odds[readable][-1] / _AMPLITUDES[readable][-1])
+        odds = np.log(probs[slots - 2, slots - (slots + 1) % 2]) - np.log(probs[slots - 2, slots - slots % 2])
+    usable = odds < _MAX_LOG_ODDS
+    scale = float(odds[usable][-1] / _AMPLITUDES[usable][-1])
     cap = 0.0
-    if readable[-1] and odds[-1] > 0:
+    if usable[-1] and odds[-1] > 0:
         cap = float(odds[-1])
         middle = int(np.argmin(np.abs(odds - cap / 2)))
         scale = float(cap * np.arctanh(odds[middle] / cap) / _AMPLITUDES[middle])
     fitted = cap * np.tanh(scale * _AMPLITUDES / cap) if cap else scale * _AMPLITUDES
-    if not scale > 0 or not np.allclose(odds[readable], fitted[readable], rtol=_LIKENESS, atol=_LIKENESS):
+    if not scale > 0 or not np.allclose(odds[usable], fitted[usable], rtol=_TOLERANCE, atol=_TOLERANCE):
         raise _unknown(layer, "its scores are neither scaled nor capped in a known way")
     usual = head_dim**-0.5
     return (usual if abs(scale - usual) < 1e-5 * usual else scale), round(cap, 4)
 
 
-def _require_likeness(probe: Probe, attention: Attention, seen: Array) -> None:
-    """Compare random heads' outputs with what `attention` says of them; `seen` is what the rows see [rows, total]."""
-    moment = _RANDOM_MOMENT
+def _require_attention(runner: SubgraphRunner, attention: Attention, seen: Array) -> None:
+    """Compare the output for random heads with that of `attention`; `seen` is the mask, bool [new, total]."""
+    lengths = _RANDOM_PASS
     random = np.random.default_rng(attention.layer)
-    shape = (moment.total, attention.head_dim)
-    query = random.standard_normal((attention.heads, moment.rows, attention.head_dim)).astype(np.float32)
+    shape = (lengths.total, attention.head_dim)
+    query = random.standard_normal((attention.heads, lengths.new, attention.head_dim)).astype(np.float32)
     key, value = random.standard_normal((2, attention.kv_heads, *shape)).astype(np.float32)
     given = {attention.query: query[None], attention.key.present: key[None], attention.value.present: value[None]}
-    merged = probe.run([attention.merged], moment, given)[attention.merged]
+    merged = runner.run([attention.merged], lengths, given)[attention.merged]
     group = attention.heads // attention.kv_heads
     scores = attention.scale * query @ np.repeat(key, group, axis=0).swapaxes(1, 2)
     if attention.softcap:
         scores = attention.softcap * np.tanh(scores / attention.softcap)
     weights = np.where(seen, np.exp(scores), 0)
     heads = weights / weights.sum(axis=-1, keepdims=True) @ np.repeat(value, group, axis=0)
-    expected = heads.swapaxes(0, 1).reshape(1, moment.rows, -1)
-    if not np.allclose(merged, expected, rtol=_LIKENESS, atol=_LIKENESS):
+    expected = heads.swapaxes(0, 1).reshape(1, lengths.new, -1)
+    if not np.allclose(merged, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
         raise _unknown(attention.layer, "it does not compute attention over its heads")
 
 
 def _unknown(layer: int, what: str) -> BundleError:
-    return BundleError(f"the model's attention in layer {layer} is not recognised: {what}", _HINT)
+    return BundleError(f"the model's attention in layer {layer} is not recognized: {what}", _HINT)

@@ -1,9 +1,8 @@
-"""RMS norms in plain operators become SimplifiedLayerNormalization, together with the addition in front of them where
-there is one.
+"""Fuses RMS norms in plain operators, with the residual addition before them.
 
     y = x / sqrt(mean(x ** 2) + epsilon) * weight
 
-The mean square marks the place; from it the graph is followed to the root, to its reciprocal, and to the products.
+The search starts at the mean square and follows the graph to the root, its reciprocal, and the products.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from ..edit.editable import MICROSOFT, EditableGraph, Node
 
 _FUSED: Final = "SimplifiedLayerNormalization"
-_LARGEST_EPSILON: Final = 1e-2
+_MAX_EPSILON: Final = 1e-2
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,17 @@ class _Norm:
     normed: str
     """y"""
     weight: str
-    """A constant vector, or "" for ones."""
+    """Name of a constant vector, or "" for ones."""
     epsilon: float
 
 
-def fuse_norms(graph: EditableGraph) -> int:
-    """Replace RMS norms, the standard's own operator (opset 23) too; returns how many were in plain operators."""
+def fuse_norms(graph: EditableGraph) -> None:
+    """Replace RMS norms by SimplifiedLayerNormalization, including the standard's own operator (opset 23)."""
     for node in graph.nodes_of("RMSNormalization"):
         if node.attribute("axis", -1) == -1:
             epsilon = node.attribute("epsilon", 1e-5)
             fused = graph.add(_FUSED, node.inputs, name=node.name, axis=-1, epsilon=epsilon, stash_type=1)
-            graph.hand_over(node.output(0), fused.output(0))
+            graph.replace_value(node.output(0), fused.output(0))
     norms = [norm for node in graph.nodes_of("ReduceMean") if (norm := _norm(graph, node)) is not None]
     for norm in norms:
         width = _width(graph, norm)
@@ -50,13 +49,12 @@ def fuse_norms(graph: EditableGraph) -> int:
                 epsilon=norm.epsilon,
                 stash_type=1,
             )
-            graph.hand_over(norm.normed, node.output(0))
+            graph.replace_value(norm.normed, node.output(0))
     graph.sweep()
-    return len(norms)
 
 
 def fuse_residuals(graph: EditableGraph) -> None:
-    """Let norms of a sum of two values of the same extents do the addition."""
+    """Replace norms of a sum of two values by SkipSimplifiedLayerNormalization, which adds them itself."""
     for norm in graph.nodes_of(_FUSED):
         add = graph.producer_of(norm.input(0), "Add")
         if add is None or any(name in graph.tensors for name in add.inputs) or add.output(0) in graph.outputs:
@@ -68,13 +66,13 @@ def fuse_residuals(graph: EditableGraph) -> None:
             domain=MICROSOFT,
             epsilon=norm.attribute("epsilon"),
         )
-        graph.hand_over(norm.output(0), fused.output(0))
-        graph.replace_uses(add.output(0), fused.output(3), but=[fused])
+        graph.replace_value(norm.output(0), fused.output(0))
+        graph.replace_uses(add.output(0), fused.output(3), exclude=[fused])
     graph.sweep()
 
 
 def _norm(graph: EditableGraph, mean: Node) -> _Norm | None:
-    """The norm around a mean, if it is one of squares along the last axis."""
+    """The norm around a mean, if that is a mean of squares along the last axis."""
     axes = graph.integers(mean.input(1)) if mean.input(1) else mean.attribute("axes")
     square = graph.producer_of(mean.input(0), "Pow", "Mul")
     if axes != [-1] or not mean.attribute("keepdims", 1) or square is None:
@@ -85,14 +83,14 @@ def _norm(graph: EditableGraph, mean: Node) -> _Norm | None:
     shifted = _reader(graph, mean.output(0), "Add")
     epsilon = None if shifted is None else _other_number(graph, shifted, mean.output(0))
     root = None if shifted is None else _reader(graph, shifted.output(0), "Sqrt")
-    if epsilon is None or not 0 <= epsilon < _LARGEST_EPSILON or root is None:
+    if epsilon is None or not 0 <= epsilon < _MAX_EPSILON or root is None:
         return None
     scaled = _scaled(graph, value, root.output(0))
     return None if scaled is None else _weighted(graph, value, scaled, epsilon)
 
 
 def _scaled(graph: EditableGraph, value: str, root: str) -> str | None:
-    """x over the root, written as a quotient or as a product with the reciprocal."""
+    """x divided by the root, as a quotient or as a product with the reciprocal."""
     reader = _reader(graph, root, "Div", "Reciprocal")
     if reader is None:
         return None
@@ -116,13 +114,13 @@ def _weighted(graph: EditableGraph, value: str, scaled: str, epsilon: float) -> 
 
 
 def _width(graph: EditableGraph, norm: _Norm) -> int:
-    """Extent of the last axis, where the file states it."""
-    extents = graph.shape(norm.value) or ("",)
-    return extents[-1] if isinstance(extents[-1], int) else 0
+    """Size of the last axis; 0 if it is not declared."""
+    width = (graph.shape(norm.value) or ("",))[-1]
+    return width if isinstance(width, int) else 0
 
 
 def _reader(graph: EditableGraph, name: str, *ops: str) -> Node | None:
-    """The one node that reads a value, if it is of one of these operators."""
+    """The only reader of a value, if it is one of these operators."""
     readers = graph.consumers(name)
     return readers[0] if len(readers) == 1 and readers[0].op in ops and name not in graph.outputs else None
 

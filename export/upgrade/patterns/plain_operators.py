@@ -1,33 +1,72 @@
-"""A decoder in plain operators, as PyTorch's exporter writes it, gets ONNX Runtime's fused ones."""
+"""Replaces plain operators, as PyTorch's exporter writes them, by fused ones."""
 
 from __future__ import annotations
 
-from ..edit.casts import drop_idle_casts
-from ..edit.constant_shapes import settle
-from ..edit.editable import EditableGraph
-from ..linears.packed_heads import pack_heads
+from typing import Final
+
+from onnx import TensorProto
+
+from ..edit.editable import EditableGraph, Node
 from .activations import fuse_activations
-from .attention_fusion import fuse_attention
+from .attention_fusion import fuse_attention, pack_heads
+from .constant_shapes import fold_shapes
 from .norms import fuse_norms, fuse_residuals
-from .standard_attention import spell_out_attention
+from .standard_attention import expand_attention
+
+_KEEPING_TYPE: Final = frozenset(
+    (
+        *("Add", "Div", "Erf", "Expand", "Gather", "Gelu", "Gemm", "GroupQueryAttention", "LayerNormalization"),
+        *("MatMul", "MatMulNBits", "Mul", "Neg", "Pow", "QuickGelu", "Reciprocal", "ReduceMean", "Reshape"),
+        *("RotaryEmbedding", "Sigmoid", "SimplifiedLayerNormalization", "Slice", "Softmax", "Split", "Sqrt"),
+        *("Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze"),
+    )
+)
+"""Operators whose first output has the type of the first input."""
 
 
 def fuse_operators(graph: EditableGraph, context: int) -> None:
-    """Fuse attention with its rotation, norms, activations; make shapes constants.
+    """Fuse attention with its rotary embedding, norms and activations, and make shapes constants.
 
     Args:
         graph: a decoder that computes in float32 and whose attention is not fused.
-        context: positions that the upgraded model will serve.
+        context: number of positions that the upgraded model will serve.
 
     Raises:
-        BundleError: something in the place of attention is not recognised.
+        BundleError: something in the place of attention is not recognized.
         ExportError: a part of the graph cannot be run.
     """
-    drop_idle_casts(graph)
-    spell_out_attention(graph)
-    settle(graph, context)
+    drop_redundant_casts(graph)
+    expand_attention(graph)
+    fold_shapes(graph, context)
     fuse_activations(graph)
     fuse_norms(graph)
     fuse_residuals(graph)
     fuse_attention(graph, context)
     pack_heads(graph)
+
+
+def drop_redundant_casts(graph: EditableGraph) -> None:
+    """Remove casts of a value to the type that it has, which exporters leave between nodes that belong together."""
+    types: dict[str, int] = {}
+    for node in graph.in_order():
+        output_type = _output_type(graph, node, types)
+        input_type = _type_of(graph, node.input(0), types)
+        if node.op == "Cast" and output_type == input_type and output_type and node.output(0) not in graph.outputs:
+            graph.replace_uses(node.output(0), node.input(0))
+            graph.remove(node)
+            continue
+        for name in node.outputs:
+            types[name] = output_type
+
+
+def _output_type(graph: EditableGraph, node: Node, types: dict[str, int]) -> int:
+    if node.op == "Cast":
+        return int(node.attribute("to"))
+    if node.op == "Shape":
+        return int(TensorProto.INT64)
+    return _type_of(graph, node.input(0), types) if node.op in _KEEPING_TYPE else 0
+
+
+def _type_of(graph: EditableGraph, name: str, types: dict[str, int]) -> int:
+    """A `TensorProto.DataType`; 0 if it is unknown."""
+    return types.get(name, 0) or graph.element_type(name)

@@ -1,15 +1,16 @@
-"""Rotary position embedding in plain operators: where the unrotated heads are, and the cosines and sines.
+"""Finds rotary position embedding in plain operators, and its cosines and sines.
 
-From queries (or keys) as they meet in the scores one walks towards the tokens, to the values through which everything
-must pass. What lies between such a value and the rotated heads is a piece with heads and positions going in and heads
-coming out, and its meaning is found by experiment (`probe`). A rotation turns pairs of channels (x, y) into
+The search follows queries (or keys) from the attention scores back to values that everything token-dependent passes
+through. What is between such a value and the rotated heads is a subgraph with heads and positions as inputs and heads
+as output, and its meaning is found by running it on made-up values (`subgraph_runner`). A rotation turns pairs of
+channels (x, y) into
 
     (x * cos - y * sin, y * cos + x * sin)
 
-where cos and sin depend on the position and the pair only. Heads of x = 1, y = 0 therefore come out as the table
-itself, with every frequency scaling and attention factor that is in it. Random heads must come out as that table says,
-at other lengths too: a table that depends on more than the position is none. Pairs are channels i and i + n/2 of the
-first n (GPT-NeoX, LLaMA) or 2i and 2i + 1 (GPT-J); channels from n on are not rotated.
+where cos and sin depend on the position and the pair only. Heads of x = 1, y = 0 therefore become the table itself,
+with all frequency scaling and attention factors. Random heads must be rotated as the table says, at other lengths too:
+otherwise the rotation depends on more than the position. Pairs are channels i and i + n/2 of the first n (GPT-NeoX,
+LLaMA) or 2i and 2i + 1 (GPT-J); channels from n on are not rotated.
 """
 
 from __future__ import annotations
@@ -22,49 +23,49 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import ExportError
+from ..subgraph_runner import Dimension, PassShape, SubgraphRunner
 from .attention_pattern import Attention
-from .subgraph_probe import Extent, Moment, Probe
 
 Float32Array = npt.NDArray[np.float32]
 
 _CHUNK: Final = 1024
-"""Positions whose cosines and sines are found in one run."""
-_TRIES: Final = 4
-"""How many values back from the rotated heads are tried."""
+"""Number of positions whose cosines and sines are computed in one run."""
+_MAX_CANDIDATES: Final = 4
+"""Number of values before the rotated heads that are tried as the unrotated heads."""
 _TOLERANCE: Final = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """A rotation by position."""
+    """Cosines and sines by position."""
 
     cosines: Float32Array
     """[context, pairs]"""
     sines: Float32Array
     """[context, pairs]"""
     interleaved: bool
-    """Whether a pair is channels 2i and 2i + 1."""
+    """Whether pairs are channels 2i and 2i + 1."""
 
     @property
     def pairs(self) -> int:
-        """Pairs of channels that are rotated."""
+        """Number of pairs of channels that are rotated."""
         return int(self.cosines.shape[1])
 
     def rotate(self, heads: Float32Array, positions: Sequence[int]) -> Float32Array:
-        """Rotate heads [heads, rows, head_dim], whose rows have these positions."""
+        """Rotate heads [heads, new, head_dim] of tokens at these positions."""
         rotated: Float32Array = heads.copy()
         first, second = self._split(heads)
         cosines, sines = self.cosines[list(positions)], self.sines[list(positions)]
-        to_first, to_second = self._split(rotated)
-        to_first[:] = first * cosines - second * sines
-        to_second[:] = second * cosines + first * sines
+        rotated_first, rotated_second = self._split(rotated)
+        rotated_first[:] = first * cosines - second * sines
+        rotated_second[:] = second * cosines + first * sines
         return rotated
 
     def _split(self, heads: Float32Array) -> tuple[Float32Array, Float32Array]:
-        return pairs_of(heads, self.pairs, self.interleaved)
+        return _split_pairs(heads, self.pairs, self.interleaved)
 
 
-def pairs_of(heads: Float32Array, pairs: int, interleaved: bool) -> tuple[Float32Array, Float32Array]:
+def _split_pairs(heads: Float32Array, pairs: int, interleaved: bool) -> tuple[Float32Array, Float32Array]:
     """Views of the first and second channels of the rotated pairs, [..., pairs] each."""
     if interleaved:
         return heads[..., 0 : 2 * pairs : 2], heads[..., 1 : 2 * pairs : 2]
@@ -73,144 +74,151 @@ def pairs_of(heads: Float32Array, pairs: int, interleaved: bool) -> tuple[Float3
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of one layer."""
+    """The rotary embedding of one layer."""
 
     query: str
-    """Queries before it, [1, heads, rows, head_dim] or [1, rows, heads, head_dim]."""
+    """Unrotated queries, [1, heads, new, head_dim] or [1, new, heads, head_dim]."""
     key: str
-    """Keys before it, likewise."""
+    """Unrotated keys, likewise."""
     table: RotaryTable
 
 
-def find_rotation(probe: Probe, attention: Attention, context: int, known: Sequence[RotaryTable]) -> Rotation | None:
-    """How a layer rotates its queries and keys; None if it does not, or not in a way that is recognised.
+def find_rotation(
+    runner: SubgraphRunner, attention: Attention, context: int, known: Sequence[RotaryTable]
+) -> Rotation | None:
+    """Find how a layer rotates its queries and keys.
 
     Args:
-        probe: over the graph.
-        attention: the layer's.
-        context: positions that the table is made for.
-        known: tables of earlier layers; one that fits is used again.
+        runner: runs the graph.
+        attention: the layer's attention.
+        context: number of positions of the table.
+        known: tables of earlier layers; one that fits is reused.
+
+    Returns:
+        The rotation; None if there is none, or it is not recognized.
     """
-    found = _find(probe, attention.key.new, attention.kv_heads, attention.head_dim, context, known)
+    found = _find(runner, attention.key.new, attention.kv_heads, attention.head_dim, context, known)
     if found is None:
         return None
     key, table = found
-    for query in _passed_through(probe, attention.query):
-        heads = _Heads.of(probe, query, attention.heads, attention.head_dim)
-        if heads is not None and _fits(probe, query, attention.query, heads, table):
+    for query in _candidates(runner, attention.query):
+        layout = _HeadLayout.of(runner, query, attention.heads, attention.head_dim)
+        if layout is not None and _fits(runner, query, attention.query, layout, table):
             return Rotation(query, key, table)
     return None
 
 
 def _find(
-    probe: Probe, rotated: str, count: int, width: int, context: int, known: Sequence[RotaryTable]
+    runner: SubgraphRunner, rotated: str, count: int, width: int, context: int, known: Sequence[RotaryTable]
 ) -> tuple[str, RotaryTable] | None:
     """The value before the rotation, and its table."""
-    for name in _passed_through(probe, rotated):
-        heads = _Heads.of(probe, name, count, width)
-        if heads is None:
+    for name in _candidates(runner, rotated):
+        layout = _HeadLayout.of(runner, name, count, width)
+        if layout is None:
             continue
         for table in known:
-            if _fits(probe, name, rotated, heads, table):
+            if _fits(runner, name, rotated, layout, table):
                 return name, table
         for interleaved in (False, True):
-            table_found = _table(probe, name, rotated, heads, context, interleaved)
-            if table_found is not None and _fits(probe, name, rotated, heads, table_found):
+            table_found = _table(runner, name, rotated, layout, context, interleaved)
+            if table_found is not None and _fits(runner, name, rotated, layout, table_found):
                 return name, table_found
     return None
 
 
-def _passed_through(probe: Probe, name: str) -> Iterator[str]:
-    """Values that everything token-dependent in `name` comes from, nearest first."""
-    order = probe.order
+def _candidates(runner: SubgraphRunner, name: str) -> Iterator[str]:
+    """Values from which everything token-dependent in `name` is computed, nearest first."""
+    order = runner.order
     frontier = {name}
-    for _ in range(_TRIES):
+    for _ in range(_MAX_CANDIDATES):
         while True:
-            made = [(order[node], each) for each in frontier if (node := probe.graph.producer(each)) is not None]
-            if not made:
+            computed = [(order[node], each) for each in frontier if (node := runner.graph.producer(each)) is not None]
+            if not computed:
                 return
-            latest = max(made)[1]
-            node = probe.graph.producer(latest)
+            latest = max(computed)[1]
+            node = runner.graph.producer(latest)
             inputs = () if node is None else node.inputs
             frontier.remove(latest)
-            frontier.update(each for each in inputs if each in probe.tokens_of)
+            frontier.update(each for each in inputs if each in runner.token_dependent)
             if len(frontier) == 1:
                 break
         yield next(iter(frontier))
 
 
 @dataclass(frozen=True)
-class _Heads:
-    """How the heads of one value are laid out."""
+class _HeadLayout:
+    """The order of axes of a value that holds heads."""
 
     count: int
     width: int
-    rows_first: bool
+    tokens_first: bool
 
     @classmethod
-    def of(cls, probe: Probe, name: str, count: int, width: int) -> _Heads | None:
-        layouts: dict[tuple[Extent, ...], bool] = {
-            (1, "rows", count, width): True,
-            (1, count, "rows", width): False,
+    def of(cls, runner: SubgraphRunner, name: str, count: int, width: int) -> _HeadLayout | None:
+        layouts: dict[tuple[Dimension, ...], bool] = {
+            (1, "new", count, width): True,
+            (1, count, "new", width): False,
         }
-        rows_first = layouts.get(probe.extents(name) or ())
-        return None if rows_first is None else cls(count, width, rows_first)
+        tokens_first = layouts.get(runner.shape(name) or ())
+        return None if tokens_first is None else cls(count, width, tokens_first)
 
-    def laid_out(self, heads: Float32Array) -> Float32Array:
-        """Heads [heads, rows, head_dim] as the value has them."""
-        return (heads.swapaxes(0, 1) if self.rows_first else heads)[None]
+    def arrange(self, heads: Float32Array) -> Float32Array:
+        """Heads [heads, new, head_dim] in the order of axes of the value."""
+        return (heads.swapaxes(0, 1) if self.tokens_first else heads)[None]
 
 
-def _table(probe: Probe, name: str, rotated: str, heads: _Heads, context: int, interleaved: bool) -> RotaryTable | None:
-    """What comes out for first channels of 1 and second channels of 0; `rotated` is [1, heads, rows, head_dim]."""
+def _table(
+    runner: SubgraphRunner, name: str, rotated: str, layout: _HeadLayout, context: int, interleaved: bool
+) -> RotaryTable | None:
+    """The result for first channels of 1 and second channels of 0; `rotated` is [1, heads, new, head_dim]."""
     cosines: list[Float32Array] = []
     sines: list[Float32Array] = []
-    pairs = _pairs(probe, name, rotated, heads, context)
+    pairs = _pairs(runner, name, rotated, layout, context)
     if not pairs:
         return None
     for start in range(0, context, _CHUNK):
-        rows = min(_CHUNK, context - start)
-        linear = np.zeros((heads.count, rows, heads.width), np.float32)
-        pairs_of(linear, pairs, interleaved)[0][:] = 1
+        tokens = min(_CHUNK, context - start)
+        heads = np.zeros((layout.count, tokens, layout.width), np.float32)
+        _split_pairs(heads, pairs, interleaved)[0][:] = 1
         try:
-            out = probe.run([rotated], Moment(rows, start), {name: heads.laid_out(linear)})[rotated][0, 0]
+            out = runner.run([rotated], PassShape(tokens, start), {name: layout.arrange(heads)})[rotated][0, 0]
         except ExportError:
             return None
-        first, second = pairs_of(out, pairs, interleaved)
+        first, second = _split_pairs(out, pairs, interleaved)
         cosines.append(first.copy())
         sines.append(second.copy())
-        if start == 0 and not _fits(probe, name, rotated, heads, RotaryTable(cosines[0], sines[0], interleaved)):
+        if start == 0 and not _fits(runner, name, rotated, layout, RotaryTable(cosines[0], sines[0], interleaved)):
             return None
     return RotaryTable(np.concatenate(cosines), np.concatenate(sines), interleaved)
 
 
-def _pairs(probe: Probe, name: str, rotated: str, heads: _Heads, context: int) -> int:
-    """How many pairs of channels are rotated: those past the last that changes are passed on."""
-    moment = Moment(2, context - 2)  # far on, where the slowest pair has turned by more than a rounding
-    given = np.random.default_rng(0).uniform(1, 2, (heads.count, moment.rows, heads.width)).astype(np.float32)
+def _pairs(runner: SubgraphRunner, name: str, rotated: str, layout: _HeadLayout, context: int) -> int:
+    """Number of pairs of channels that are rotated: channels after the last one that changes are not."""
+    lengths = PassShape(2, context - 2)  # so late that the slowest pair has turned by more than rounding
+    heads = np.random.default_rng(0).uniform(1, 2, (layout.count, lengths.new, layout.width)).astype(np.float32)
     try:
-        out = probe.run([rotated], moment, {name: heads.laid_out(given)})[rotated]
+        out = runner.run([rotated], lengths, {name: layout.arrange(heads)})[rotated]
     except ExportError:
         return 0
-    if out.shape != (1, *given.shape):
+    if out.shape != (1, *heads.shape):
         return 0
-    changed = np.flatnonzero((out[0] != given).any(axis=(0, 1)))
+    changed = np.flatnonzero((out[0] != heads).any(axis=(0, 1)))
     return 0 if not len(changed) else (int(changed[-1]) + 2) // 2
 
 
-def _fits(probe: Probe, name: str, rotated: str, heads: _Heads, table: RotaryTable) -> bool:
-    """Whether random heads are rotated as the table says, at its start, its end and in between, one row or many."""
+def _fits(runner: SubgraphRunner, name: str, rotated: str, layout: _HeadLayout, table: RotaryTable) -> bool:
+    """Whether random heads are rotated as the table says, at its start, its end and in between, one token or many."""
     context = len(table.cosines)
     random = np.random.default_rng(1)
     starts = {int(each) for each in np.geomspace(1, context, 12)}
-    moments = [Moment(min(17, context), 0), *(Moment(1, start - 1) for start in sorted(starts))]
-    for moment in moments:
-        given = random.standard_normal((heads.count, moment.rows, heads.width)).astype(np.float32)
+    passes = [PassShape(min(17, context), 0), *(PassShape(1, start - 1) for start in sorted(starts))]
+    for lengths in passes:
+        heads = random.standard_normal((layout.count, lengths.new, layout.width)).astype(np.float32)
         try:
-            out = probe.run([rotated], moment, {name: heads.laid_out(given)})[rotated]
+            out = runner.run([rotated], lengths, {name: layout.arrange(heads)})[rotated]
         except ExportError:
             return False
-        expected = table.rotate(given, range(moment.past, moment.total))
-        if out.shape != (1, *given.shape) or not np.allclose(out[0], expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+        expected = table.rotate(heads, range(lengths.past, lengths.total))
+        if out.shape != (1, *heads.shape) or not np.allclose(out[0], expected, rtol=_TOLERANCE, atol=_TOLERANCE):
             return False
     return True

@@ -1,12 +1,13 @@
-"""Quantized linears as the CPU likes them: joined where they read the same value, biases inside, 8-bit activations.
+"""Rewrites quantized linears for the CPU: joined, with biases inside and 8-bit activations.
 
-Rows of a MatMulNBits are independent of each other, and its codes, scales and zero points are stored row after row. So
-two that read the same value become one by writing the bytes of the second behind those of the first; every output stays
-what it was. One call instead of two or three saves rounding the value to 8 bits again, and the threads' waking up.
+Rows of a MatMulNBits are independent of each other, and its codes, scales and zero points are stored row by row. So two
+linears that share an input are joined by writing the bytes of the second after those of the first, and every output
+stays the same. One call instead of two or three saves rounding the input to 8 bits again and waking threads.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,26 +21,32 @@ from ..edit.editable import MICROSOFT, EditableGraph, Node
 from ..edit.tensors import Array, Computed, Tensor
 
 _CODES, _SCALES, _ZERO_POINTS, _GROUPS, _BIAS = 1, 2, 3, 4, 5
-_WIDE: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+"""Indices of the inputs of MatMulNBits."""
+_FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def round_activations(graph: EditableGraph) -> int:
-    """Ask for 8-bit activations where a linear leaves them open, the level with a fast kernel at every width; returns
-    how many linears that were. Those with zero points in floating point have no such kernel."""
-    opened = [
+    """Set 8-bit activations for linears without an accuracy level; that level has fast kernels at every pass width.
+
+    Linears with floating-point zero points have no such kernel and do not change.
+
+    Returns:
+        Number of linears that changed.
+    """
+    changed = [
         node
         for node in graph.nodes_of("MatMulNBits")
         if not node.attribute("accuracy_level", 0)
         and node.attribute("bits", 4) in (4, 8)
-        and not (node.input(_ZERO_POINTS) and graph.element_type(node.input(_ZERO_POINTS)) in _WIDE)
+        and not (node.input(_ZERO_POINTS) and graph.element_type(node.input(_ZERO_POINTS)) in _FLOATS)
     ]
-    for node in opened:
+    for node in changed:
         graph.set_attribute(node, "accuracy_level", INT8_ACTIVATIONS)
-    return len(opened)
+    return len(changed)
 
 
-def take_in_biases(graph: EditableGraph) -> None:
-    """Make an Add of a constant vector behind a quantized linear the linear's own bias."""
+def absorb_biases(graph: EditableGraph) -> None:
+    """Replace the Add of a constant vector after a quantized linear by a bias of the linear."""
     for node in graph.nodes_of("MatMulNBits"):
         readers = graph.consumers(node.output(0))
         if node.input(_BIAS) or len(readers) != 1 or readers[0].op != "Add" or node.output(0) in graph.outputs:
@@ -54,14 +61,18 @@ def take_in_biases(graph: EditableGraph) -> None:
             graph.remove(add)
 
 
-def join_siblings(graph: EditableGraph) -> int:
-    """Join quantized linears that read the same value; returns how many calls that saves."""
-    families: defaultdict[tuple[object, ...], list[Node]] = defaultdict(list)
+def join_linears(graph: EditableGraph) -> int:
+    """Join quantized linears that share an input.
+
+    Returns:
+        Number of calls that this saves.
+    """
+    groups: defaultdict[tuple[object, ...], list[Node]] = defaultdict(list)
     for node in graph.in_order():
-        if node.op == "MatMulNBits" and (likeness := _likeness(graph, node)) is not None:
-            families[likeness].append(node)
+        if node.op == "MatMulNBits" and (key := _group_key(graph, node)) is not None:
+            groups[key].append(node)
     saved = 0
-    for nodes in families.values():
+    for nodes in groups.values():
         if len(nodes) > 1:
             _join(graph, _in_heads_order(graph, nodes))
             saved += len(nodes) - 1
@@ -69,8 +80,26 @@ def join_siblings(graph: EditableGraph) -> int:
     return saved
 
 
-def _likeness(graph: EditableGraph, node: Node) -> tuple[object, ...] | None:
-    """What linears must have in common to be one; None for one that stays by itself."""
+def share_reshaped_constants(graph: EditableGraph) -> None:
+    """Replace reshaped constants by constants of another shape with the same bytes.
+
+    ONNX Runtime GenAI ties an embedding to the LM head by reshaping the head's codes when the model is loaded, which
+    copies the whole matrix in memory. With the same bytes under two names, both are mapped from one place in the file.
+    """
+    for node in graph.nodes_of("Reshape"):
+        tensor, wanted = graph.tensors.get(node.input(0)), graph.integers(node.input(1))
+        if tensor is None or wanted is None or node.output(0) in graph.outputs:
+            continue
+        shape = [tensor.shape[axis] if size == 0 else size for axis, size in enumerate(wanted)]
+        if -1 in shape:
+            shape[shape.index(-1)] = tensor.size // -math.prod(shape)
+        alias = graph.add_tensor(f"{node.input(0)}.{'x'.join(map(str, shape))}", tensor.reshaped(*shape))
+        graph.replace_uses(node.output(0), alias)
+    graph.sweep()
+
+
+def _group_key(graph: EditableGraph, node: Node) -> tuple[object, ...] | None:
+    """What linears must have in common to be joined; None for one that cannot be joined."""
     stored = [graph.tensors.get(node.input(index)) for index in (_CODES, _SCALES)]
     if None in stored or node.input(_GROUPS) or node.output(0) in graph.outputs:
         return None
@@ -81,24 +110,24 @@ def _likeness(graph: EditableGraph, node: Node) -> tuple[object, ...] | None:
             return None
         optional.append(None if tensor is None else tensor.element_type)
     settings = tuple(node.attribute(name, 0) for name in ("K", "bits", "block_size", "accuracy_level"))
-    # A bias that only some have is zeros for the rest; zero points change the arithmetic and must be common.
+    # Linears without a bias get zeros; zero points change the arithmetic, so all or none must have them.
     return (node.input(0), *settings, *(each.element_type for each in stored if each), optional[0])
 
 
 def _in_heads_order(graph: EditableGraph, nodes: Sequence[Node]) -> list[Node]:
-    """Query, key and value of one attention in that order, as its packed input wants them; others as they stand."""
+    """Sort query, key and value of one attention in that order, which its packed input needs; others do not change."""
     attention = _attention_of(graph, nodes)
     return list(nodes) if attention is None else sorted(nodes, key=lambda node: attention.inputs.index(node.output(0)))
 
 
 def _attention_of(graph: EditableGraph, nodes: Sequence[Node]) -> Node | None:
-    """The attention whose query, key and value the nodes are, and nothing else's."""
+    """The attention that reads the nodes as query, key and value, and is their only reader."""
     readers = {reader for node in nodes for reader in graph.consumers(node.output(0))}
     if len(nodes) != 3 or len(readers) != 1:
         return None
     (reader,) = readers
-    fed = reader.op == "GroupQueryAttention" and set(reader.inputs[:3]) == {node.output(0) for node in nodes}
-    return reader if fed else None
+    is_attention = reader.op == "GroupQueryAttention" and set(reader.inputs[:3]) == {node.output(0) for node in nodes}
+    return reader if is_attention else None
 
 
 def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
@@ -109,7 +138,7 @@ def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
     inputs = [first.input(0)]
     for index, role in ((_CODES, "codes"), (_SCALES, "scales"), (_ZERO_POINTS, "zero_points")):
         tensors = [graph.tensors[node.input(index)] for node in nodes if node.input(index)]
-        inputs.append(graph.add_tensor(f"{stem}.{role}", _stacked(tensors, sum(widths))) if tensors else "")
+        inputs.append(graph.add_tensor(f"{stem}.{role}", _concatenated(tensors, sum(widths))) if tensors else "")
     if any(node.input(_BIAS) for node in nodes):
         biases = [_bias(graph, node, width) for node, width in zip(nodes, widths, strict=True)]
         inputs += ["", graph.add_tensor(f"{stem}.bias", np.concatenate(biases))]
@@ -126,8 +155,8 @@ def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
         graph.replace_uses(node.output(0), part)
 
 
-def _stacked(tensors: Sequence[Tensor], rows: int) -> Tensor:
-    """Tensors [N, ...] one after the other; those stored flat come out with rows, as the operator documents them."""
+def _concatenated(tensors: Sequence[Tensor], rows: int) -> Tensor:
+    """Concatenate tensors [N, ...]; flat ones become [N, columns], as the operator documents them."""
     length = sum(tensor.nbytes for tensor in tensors)
 
     def pieces() -> Iterator[Array]:

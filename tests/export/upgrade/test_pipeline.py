@@ -1,4 +1,4 @@
-"""Foreign ONNX models upgraded to the graph contract: same text as before, trees, and refusals that leave nothing."""
+"""Upgrades of foreign ONNX models: same text as before, token trees, and errors that leave no files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from edgerun.edge.cli.main import main
 from edgerun.errors import BundleError, EdgeError, ExportError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, upgrade_model
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.upgrade.decoder_io import settle_ports
+from edgerun.export.upgrade.decoder_io import identify_io
 from edgerun.export.upgrade.edit.editable import EditableGraph
-from edgerun.export.upgrade.parity import reference_of, require_same
+from edgerun.export.upgrade.parity import require_same, run_reference
 from edgerun.models.manifest import GraphLayout, Manifest, WeightFormat
 from edgerun.runtime.result import Reply
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
@@ -30,10 +30,10 @@ from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layou
 from support.layout_reference import closest_call, greedy_tokens
 from support.layouts import COMMUNITY, GENAI, LAYOUTS, LIMITED, OPTIMUM, write_layout
 
-TOKENS = 48
-CLEAR = 0.02
-"""Distance between the two highest scores that half precision does not bridge."""
-SPOKEN = {
+MAX_TOKENS = 48
+MIN_MARGIN = 0.02
+"""Margin between the two best logits that half precision does not change."""
+DECODED = {
     "optimum": OPTIMUM,
     "float16": LAYOUTS["optimum-float16"],
     "merged": replace(OPTIMUM, decoders=Decoders.MERGED),
@@ -46,11 +46,11 @@ SPOKEN = {
     "community-float16": replace(COMMUNITY, cache_type=CacheType.FLOAT16, half_logits=True),
     "community-last-row": replace(COMMUNITY, rows=Rows.LAST),
 }
-"""Layouts whose upgrades are decoded with; the others are checked by the upgrade itself."""
-AS_IT_IS = {
-    "genai-int8-cache": "the model keeps its cache in whole numbers (quantized)",
+"""Layouts whose upgrades are compared by decoding; the others are checked by the upgrade itself."""
+REFUSED = {
+    "genai-int8-cache": "the model's key-value cache is quantized to integers",
 }
-"""Layouts that run but cannot be upgraded, and why."""
+"""Layouts that run but cannot be upgraded, with the message."""
 CHECKED = (
     *("optimum-opset-14", "optimum-open-heads", "optimum-no-positions", "optimum-no-mask", "optimum-int32"),
     *("optimum-three-positions", "optimum-last-row-flat", "optimum-chosen-rows", "optimum-two-decoders"),
@@ -60,39 +60,39 @@ CHECKED = (
     *("genai-float16", "genai-positions", "genai-window", "genai-lengths", "genai-fixed-capacity-numbered"),
     *("community-chosen-rows", "community-unfused", "window-cache-fixed"),
 )
-"""Layouts whose upgrades need only pass the check that every upgrade makes."""
+"""Layouts that are only upgraded, which includes the comparison with the source."""
 
 
 def upgrade(folder: Path) -> Path:
     return upgrade_model(ExportRequest(folder, folder.parent / "upgraded", ExportRecipe(FP32))).bundle
 
 
-def clear_prompt(layout: Layout) -> list[int]:
-    """Random tokens after which every choice is clear."""
+def unambiguous_prompt(layout: Layout) -> list[int]:
+    """A random prompt after which every greedy token has a clear margin."""
     for seed in range(200):
         prompt: list[int] = np.random.default_rng(seed).integers(5, VOCABULARY, 12).tolist()
-        if closest_call(layout, prompt, TOKENS) > CLEAR:
+        if closest_call(layout, prompt, MAX_TOKENS) > MIN_MARGIN:
             return prompt
-    raise AssertionError("no prompt is clear enough")
+    raise AssertionError("every prompt has a near tie")
 
 
-@pytest.mark.parametrize("name", SPOKEN)
-def test_upgraded_models_say_the_same_in_trees(name: str, tmp_path: Path) -> None:
-    layout = SPOKEN[name]
-    prompt = clear_prompt(layout)
+@pytest.mark.parametrize("name", DECODED)
+def test_upgraded_model_decodes_the_same_tokens_with_and_without_trees(name: str, tmp_path: Path) -> None:
+    layout = DECODED[name]
+    prompt = unambiguous_prompt(layout)
     with edgerun.load(upgrade(write_layout(tmp_path / "m", layout)), threads=1, cache=False) as llm:
         assert llm.graph_io.supports_trees
         llm.model.drafters._cost = FixedCost(NEARLY_FREE)
         for speculation in (Speculation.OFF, Speculation.AUTO):
-            text = llm.model.new_sequence()
-            options = GenerateOptions(max_tokens=TOKENS, temperature=0, speculation=speculation)
-            reply = Reply.of(llm.model.answer(text, prompt, options))
-            assert text.token_ids[len(prompt) :] == greedy_tokens(layout, prompt, TOKENS)
+            sequence = llm.model.new_sequence()
+            options = GenerateOptions(max_tokens=MAX_TOKENS, temperature=0, speculation=speculation)
+            reply = Reply.of(llm.model.answer(sequence, prompt, options))
+            assert sequence.token_ids[len(prompt) :] == greedy_tokens(layout, prompt, MAX_TOKENS)
             assert (reply.stats.drafted > 0) == (speculation is not Speculation.OFF)
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_other_layouts_pass_the_check(name: str, tmp_path: Path) -> None:
+def test_other_layouts_are_upgraded(name: str, tmp_path: Path) -> None:
     layout = {**LAYOUTS, **LIMITED}[name]
     folder = upgrade(write_layout(tmp_path / "m", layout))
     manifest = Manifest.from_json((folder / "edge.json").read_bytes())
@@ -107,21 +107,21 @@ def test_other_layouts_pass_the_check(name: str, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", AS_IT_IS)
-def test_what_only_runs_as_it_is_says_so(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_layout_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(BundleError) as caught:
         upgrade(write_layout(tmp_path / "m", LAYOUTS[name]))
-    assert caught.value.what.startswith(AS_IT_IS[name])
+    assert caught.value.what.startswith(REFUSED[name])
     assert "as it is" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_window_goes_by_position_in_a_tree(tmp_path: Path) -> None:
-    """A child behind twenty siblings sees as far back as it does in a text of its own."""
+def test_window_counts_positions_in_a_tree(tmp_path: Path) -> None:
+    """A child with twenty siblings before it sees as far back as it does in a chain."""
     folder = upgrade(write_layout(tmp_path / "m", LAYOUTS["genai-window"]))
     past, siblings = 60, 20
-    form = Manifest.from_json((folder / "edge.json").read_bytes()).architecture
-    session = ContractSession(folder, form, CONTEXT)
+    architecture = Manifest.from_json((folder / "edge.json").read_bytes()).architecture
+    session = ContractSession(folder, architecture, CONTEXT)
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, past + siblings + 1)
     session.forward(tokens[:past], np.array([0]))
     chain = session.forward(np.array([tokens[past], tokens[-1]]), np.array([1]))
@@ -134,8 +134,7 @@ def test_a_window_goes_by_position_in_a_tree(tmp_path: Path) -> None:
     np.testing.assert_allclose(tree, chain, atol=1e-4)
 
 
-def test_sinks_and_caps_stay(tmp_path: Path) -> None:
-    """What attention has beside the usual is the operator's and goes on being read; the check would see it missing."""
+def test_sinks_and_soft_caps_are_kept(tmp_path: Path) -> None:
     source = write_layout(tmp_path / "m", replace(GENAI, weights=Weights.INSIDE))
     model = onnx.load(source / "model.onnx")
     sinks = np.array([2.0, 0.5, 1.0, 3.0], np.float32)
@@ -154,28 +153,28 @@ def test_sinks_and_caps_stay(tmp_path: Path) -> None:
         assert {each.name: each.f for each in node.attribute}["softcap"] == 2.0
 
 
-def test_float_weights_are_rounded_unless_asked_otherwise(tmp_path: Path) -> None:
+def test_float_weights_are_rounded_to_the_requested_format(tmp_path: Path) -> None:
     source = write_layout(tmp_path / "m", OPTIMUM)
     formats = {}
     for name, recipe in {
-        "unasked": ExportRecipe(None),
+        "default": ExportRecipe(None),
         "int8": ExportRecipe(INT8, head=FP32),
         "fp32": ExportRecipe(FP32),
     }.items():
         report = upgrade_model(ExportRequest(source, tmp_path / name, recipe))
         formats[name] = Manifest.from_json((report.bundle / "edge.json").read_bytes()).weights
         assert report.parity.max_abs_diff < 1e-3
-    assert formats["unasked"]["layers.0.qkv"] == formats["unasked"]["head"] == INT4
+    assert formats["default"]["layers.0.qkv"] == formats["default"]["head"] == INT4
     assert formats["int8"]["layers.1.down"] == INT8
     assert formats["int8"]["head"] == formats["fp32"]["layers.0.o"] == WeightFormat(32)
 
 
-def test_few_bits_stay_and_an_upgrade_of_them_is_lossless(tmp_path: Path) -> None:
-    """An int4 bundle in GenAI's layout, as its own exporter writes it: the codes are not rounded again."""
+def test_quantized_weights_are_not_rounded_again(tmp_path: Path) -> None:
+    """The source is an int4 bundle in GenAI's layout, as its own exporter writes it."""
     source = genai_int4(tmp_path)
     before = (source / "model.onnx.data").stat().st_size
     report = upgrade_model(ExportRequest(source, tmp_path / "out", ExportRecipe(INT8)))
-    assert report.notes == ("weights that have few bits already stay as they are",)
+    assert report.notes == ("weights that have few bits already were not rounded again",)
     assert abs(report.file_bytes["model.onnx.data"] - before) < 20_000
     weights = Manifest.from_json((report.bundle / "edge.json").read_bytes()).weights
     assert set(weights.values()) == {INT4}
@@ -195,7 +194,7 @@ def genai_int4(folder: Path) -> Path:
     return exported
 
 
-def test_what_ends_a_text_is_taken_from_genai_config(tmp_path: Path) -> None:
+def test_stop_tokens_are_taken_from_genai_config(tmp_path: Path) -> None:
     source = write_layout(tmp_path / "m", GENAI)
     assert not (source / "generation_config.json").exists()
     settings = json.loads((upgrade(source) / "generation_config.json").read_text(encoding="utf-8"))
@@ -203,7 +202,7 @@ def test_what_ends_a_text_is_taken_from_genai_config(tmp_path: Path) -> None:
     assert settings["do_sample"] is False
 
 
-def test_the_command_line_upgrades(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_upgrades_an_onnx_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_layout(tmp_path / "m", LAYOUTS["community-float16"])
     assert main(["export", str(tmp_path / "m"), str(tmp_path / "out"), "--weights", "fp32", "--context", "128"]) == 0
     printed = capsys.readouterr().out
@@ -215,60 +214,60 @@ def test_the_command_line_upgrades(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "token trees            yes" in capsys.readouterr().out
 
 
-def cut_graph(folder: Path) -> None:
+def truncate_graph(folder: Path) -> None:
     data = (folder / "model.onnx").read_bytes()
     (folder / "model.onnx").write_bytes(data[: len(data) // 2])
 
 
-def name_own_operator(folder: Path) -> None:
+def use_vendor_operator(folder: Path) -> None:
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     model.graph.node[-1].domain = "com.amd"
     onnx.save(model, folder / "model.onnx")
 
 
-def leave_no_cache(folder: Path) -> None:
+def remove_cache(folder: Path) -> None:
     model = onnx.load(folder / "model.onnx", load_external_data=False)
-    inputs = [port for port in model.graph.input if not port.name.startswith("past_key_values")]
+    inputs = [info for info in model.graph.input if not info.name.startswith("past_key_values")]
     inputs += [helper.make_tensor_value_info("unused", TensorProto.INT64, [1])]
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     onnx.save(model, folder / "model.onnx")
 
 
-def forget_data(folder: Path) -> None:
+def delete_weights(folder: Path) -> None:
     for path in folder.glob("model.onnx?*"):
         path.unlink()
 
 
-def shorten_data(folder: Path) -> None:
+def truncate_weights(folder: Path) -> None:
     for path in folder.glob("model.onnx?*"):
         path.write_bytes(path.read_bytes()[:1000])
 
 
-def age(folder: Path) -> None:
+def use_old_opset(folder: Path) -> None:
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     model.opset_import[0].version = 11
     onnx.save(model, folder / "model.onnx")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "cut graph": (cut_graph, "m/model.onnx is not an ONNX model"),
-    "own operator": (name_own_operator, "the model uses operators of com.amd"),
-    "no cache": (leave_no_cache, "the model has no key-value cache among its inputs and outputs"),
-    "no data": (forget_data, "m/model.onnx keeps weights in"),
-    "short data": (shorten_data, "is damaged: 1000 bytes, "),
-    "old opset": (age, "the model is of opset 11, before 13; export it again with a later opset"),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json lies beside"),
-    "bad settings": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "truncated graph": (truncate_graph, "m/model.onnx is not an ONNX model"),
+    "vendor operator": (use_vendor_operator, "the model uses operators of com.amd"),
+    "no cache": (remove_cache, "the model has no key-value cache among its inputs and outputs"),
+    "no weights": (delete_weights, "m/model.onnx keeps weights in"),
+    "truncated weights": (truncate_weights, "is damaged: 1000 bytes, "),
+    "old opset": (use_old_opset, "the model has opset 11, older than 13; export it again with a later opset"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "there is no tokenizer.json beside"),
+    "invalid config": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
     "no graph": (lambda folder: (folder / "model.onnx").unlink(), "m holds no .onnx file"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_one_line_and_nothing_stays_behind(name: str, tmp_path: Path) -> None:
-    harm, message = DAMAGE[name]
+def test_damaged_model_gives_a_one_line_error_and_no_files(name: str, tmp_path: Path) -> None:
+    damage, message = DAMAGE[name]
     folder = write_layout(tmp_path / "m", LAYOUTS["optimum-external"])
-    harm(folder)
+    damage(folder)
     with pytest.raises(EdgeError) as caught:
         upgrade_model(ExportRequest(folder, tmp_path / "out", ExportRecipe(FP32)))
     assert message in str(caught.value)
@@ -277,7 +276,7 @@ def test_damage_is_one_line_and_nothing_stays_behind(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_graphs_that_are_no_decoders_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_graph_that_is_not_a_decoder_gives_a_one_line_error(name: str, tmp_path: Path) -> None:
     folder = write_unfit(tmp_path / "m", UNFIT[name])
     with pytest.raises(EdgeError) as caught:
         upgrade_model(ExportRequest(folder, tmp_path / "out", ExportRecipe(FP32)))
@@ -285,7 +284,7 @@ def test_graphs_that_are_no_decoders_are_refused_in_one_line(name: str, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_ours_and_other_layouts_are_not_upgraded(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_own_bundles_and_invalid_requests_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="follows edge-run's graph contract already; run it as it is"):
         upgrade_model(ExportRequest(tiny_bundle, tmp_path / "out", ExportRecipe(None)))
     source = write_layout(tmp_path / "m", OPTIMUM)
@@ -297,8 +296,8 @@ def test_ours_and_other_layouts_are_not_upgraded(tiny_bundle: Path, tmp_path: Pa
         upgrade_model(ExportRequest(source, tmp_path / "out", ExportRecipe(None, context=4096)))
 
 
-def test_a_variant_is_upgraded_beside_its_graph(tmp_path: Path) -> None:
-    """`folder:q4` of onnx-community's folders, and a graph's own file, into a folder next to it."""
+def test_variant_of_a_folder_is_upgraded(tmp_path: Path) -> None:
+    """The source is `folder:q4` in onnx-community's layout, or the graph itself; the destination is next to it."""
     folder = write_layout(tmp_path / "m", replace(COMMUNITY, weights=Weights.INSIDE))
     shutil.copy(folder / "onnx" / "model.onnx", folder / "onnx" / "model_q4.onnx")
     for source in (Path(f"{folder}:q4"), folder / "onnx" / "model.onnx"):
@@ -308,18 +307,18 @@ def test_a_variant_is_upgraded_beside_its_graph(tmp_path: Path) -> None:
         upgrade_model(ExportRequest(Path(f"{folder}:q8"), tmp_path / "out", ExportRecipe(FP32)))
 
 
-def test_a_bundle_stays_when_the_next_upgrade_fails(tmp_path: Path) -> None:
+def test_earlier_bundle_is_kept_when_an_upgrade_fails(tmp_path: Path) -> None:
     source = write_layout(tmp_path / "m", OPTIMUM)
     bundle = upgrade(source)
     shutil.copy(bundle / "edge.json", tmp_path / "before.json")
-    cut_graph(source)
+    truncate_graph(source)
     with pytest.raises(BundleError):
         upgrade(source)
     assert (bundle / "edge.json").read_bytes() == (tmp_path / "before.json").read_bytes()
 
 
 def remove_positions(model: onnx.ModelProto) -> None:
-    """Positions counted from the cache's length, as the operator does without the input."""
+    """Make the operator count positions from the length of the cache."""
     for node in model.graph.node:
         if node.op_type == "GroupQueryAttention":
             node.input[9] = ""
@@ -331,8 +330,8 @@ def remove_bias(model: onnx.ModelProto) -> None:
             node.input[10] = ""
 
 
-def turn_rows(model: onnx.ModelProto) -> None:
-    """The rows asked for come out as 0, 1, 2 and so on."""
+def ignore_selection(model: onnx.ModelProto) -> None:
+    """Return logits of the first positions instead of the selected ones."""
     for node in model.graph.node:
         if node.op_type == "Gather" and node.input[1] == "logit_rows":
             node.input[1] = "first_rows"
@@ -343,18 +342,19 @@ def turn_rows(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "where"),
-    [(remove_positions, "over a token tree"), (remove_bias, "over a token tree"), (turn_rows, "in one pass")],
+    ("damage", "where"),
+    [(remove_positions, "over a token tree"), (remove_bias, "over a token tree"), (ignore_selection, "in one pass")],
 )
-def test_the_check_notices(harm: Callable[[onnx.ModelProto], None], where: str, tmp_path: Path) -> None:
-    """Wrong wiring that a text read in one go, or step by step, may not show."""
+def test_parity_check_detects_wrong_wiring(
+    damage: Callable[[onnx.ModelProto], None], where: str, tmp_path: Path
+) -> None:
     source = write_layout(tmp_path / "m", GENAI)
     folder = upgrade(source)
-    form = Manifest.from_json((folder / "edge.json").read_bytes()).architecture
+    architecture = Manifest.from_json((folder / "edge.json").read_bytes()).architecture
     graph = EditableGraph.open(source / "model.onnx")
-    reference = reference_of(graph, settle_ports(graph), form, VOCABULARY)
+    reference = run_reference(graph, identify_io(graph), architecture, VOCABULARY)
     model = onnx.load(folder / "model.onnx", load_external_data=False)
-    assert require_same(folder, form, model, reference) < 1e-3
-    harm(model)
+    assert require_same(folder, architecture, model, reference) < 1e-3
+    damage(model)
     with pytest.raises(ExportError, match=f"the upgraded graph differs from the source {where}"):
-        require_same(folder, form, model, reference)
+        require_same(folder, architecture, model, reference)

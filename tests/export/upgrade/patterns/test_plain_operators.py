@@ -1,4 +1,4 @@
-"""Norms, activations, casts, shapes and packed heads: the fused graph has the operator, and computes what it did."""
+"""Fused norms, activations, casts, shapes and packed heads compute what the plain operators compute."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from edgerun.export.upgrade.edit.casts import drop_idle_casts
-from edgerun.export.upgrade.edit.constant_shapes import settle
 from edgerun.export.upgrade.edit.editable import MICROSOFT, EditableGraph
-from edgerun.export.upgrade.edit.write import InPlace
-from edgerun.export.upgrade.linears.packed_heads import pack_heads
+from edgerun.export.upgrade.edit.tensor_writers import InPlace
 from edgerun.export.upgrade.patterns.activations import fuse_activations
+from edgerun.export.upgrade.patterns.attention_fusion import pack_heads
+from edgerun.export.upgrade.patterns.constant_shapes import fold_shapes
 from edgerun.export.upgrade.patterns.norms import fuse_norms, fuse_residuals
+from edgerun.export.upgrade.patterns.plain_operators import drop_redundant_casts
 from support.layout_nodes import Nodes
 
 WIDTH = 16
 ROWS = 5
 Build = Callable[[Nodes, str], str]
-"""Adds nodes that make one value [1, M, ...] of another [1, M, 16]; returns its name."""
+"""Adds nodes that compute a value [1, M, ...] from another [1, M, 16]; returns its name."""
 
 
 def model_of(build: Build, opset: int) -> onnx.ModelProto:
-    """Rows of a table by token, and what is made of them."""
+    """A model that applies `build` to rows of a table, gathered by token ids."""
     nodes = Nodes(opset)
     table = nodes.constant(np.random.default_rng(0).standard_normal((30, WIDTH)), np.float32, "table")
     out = build(nodes, nodes.op("Gather", table, "input_ids"))
@@ -49,7 +49,7 @@ def run(model: onnx.ModelProto) -> npt.NDArray[np.float32]:
 
 
 def changed(build: Build, *passes: Callable[[EditableGraph], object], opset: int = 18) -> EditableGraph:
-    """The graph after passes, which computes what it did before."""
+    """Apply graph passes, and check that the graph computes the same."""
     model = model_of(build, opset)
     graph = EditableGraph(model, Path())
     for each in passes:
@@ -90,14 +90,14 @@ def with_casts(nodes: Nodes, value: str) -> str:
 
 
 @pytest.mark.parametrize("build", [by_reciprocal, by_quotient, with_casts])
-def test_an_rms_norm_becomes_one_node(build: Build) -> None:
-    graph = changed(build, drop_idle_casts, fuse_norms)
+def test_rms_norm_becomes_one_node(build: Build) -> None:
+    graph = changed(build, drop_redundant_casts, fuse_norms)
     (norm,) = graph.nodes_of("SimplifiedLayerNormalization")
     assert ops(graph) == [norm.op]
     assert norm.attribute("epsilon") == pytest.approx(1e-3)
 
 
-def test_the_norm_of_the_standard_is_one_too() -> None:
+def test_standard_rms_norm_is_fused_with_its_residual() -> None:
     def build(nodes: Nodes, value: str) -> str:
         weight = nodes.constant(WEIGHT, np.float32)
         return nodes.op("RMSNormalization", nodes.op("Add", value, nodes.op("Tanh", value)), weight, epsilon=1e-3)
@@ -105,7 +105,7 @@ def test_the_norm_of_the_standard_is_one_too() -> None:
     assert ops(changed(build, fuse_norms, fuse_residuals, opset=23)) == ["SkipSimplifiedLayerNormalization", "Tanh"]
 
 
-def test_a_norm_takes_over_the_residual_and_hands_the_sum_on() -> None:
+def test_fused_norm_returns_the_sum_if_it_is_read() -> None:
     def build(nodes: Nodes, value: str) -> str:
         total = nodes.op("Add", value, nodes.op("Tanh", value))
         return nodes.op("Sub", by_reciprocal(nodes, total), total)
@@ -129,7 +129,7 @@ def test_a_norm_takes_over_the_residual_and_hands_the_sum_on() -> None:
     ],
     ids=["mean of magnitudes", "another numerator", "twice the reciprocal"],
 )
-def test_what_resembles_a_norm_stays(build: Build) -> None:
+def test_similar_graphs_are_not_fused_to_a_norm(build: Build) -> None:
     assert not changed(build, fuse_norms).nodes_of("SimplifiedLayerNormalization")
 
 
@@ -162,7 +162,7 @@ def gelu_by_tanh(nodes: Nodes, x: str) -> str:
     ("build", "op"),
     [(silu, "QuickGelu"), (silu_by_tanh, "QuickGelu"), (gelu, "Gelu"), (gelu_by_tanh, "FastGelu")],
 )
-def test_an_activation_becomes_one_node_however_it_is_written(build: Build, op: str) -> None:
+def test_activation_becomes_one_node(build: Build, op: str) -> None:
     def gated(nodes: Nodes, value: str) -> str:
         up = nodes.op("MatMul", value, nodes.constant(np.eye(WIDTH)[::-1], np.float32, "up"))
         return nodes.op("Mul", build(nodes, value), up)
@@ -172,7 +172,7 @@ def test_an_activation_becomes_one_node_however_it_is_written(build: Build, op: 
 
 @settings(max_examples=25)
 @given(core=st.sampled_from(["Sigmoid", "Tanh", "Erf"]), inner=st.floats(0.2, 3), outer=st.floats(-2, 2))
-def test_other_functions_stay_what_they_are(core: str, inner: float, outer: float) -> None:
+def test_other_functions_are_not_changed(core: str, inner: float, outer: float) -> None:
     def build(nodes: Nodes, x: str) -> str:
         return nodes.op(
             "Mul", nodes.op("Add", x, number(nodes, outer)), nodes.op(core, nodes.op("Mul", x, number(nodes, inner)))
@@ -181,21 +181,21 @@ def test_other_functions_stay_what_they_are(core: str, inner: float, outer: floa
     changed(build, fuse_activations)
 
 
-def settled(graph: EditableGraph) -> None:
-    settle(graph, 64)
+def folded(graph: EditableGraph) -> None:
+    fold_shapes(graph, 64)
 
 
-def test_bounds_that_change_in_a_long_text_alone_stay() -> None:
+def test_bounds_that_change_only_in_long_passes_are_not_folded() -> None:
     def build(nodes: Nodes, value: str) -> str:
         first = nodes.op("Sub", nodes.extent(value, 1), nodes.constant([30]))
         return nodes.op("Slice", value, nodes.op("Max", first, nodes.constant([0])), nodes.constant([99]))
 
-    graph = changed(build, settled)
+    graph = changed(build, folded)
     (cut,) = graph.nodes_of("Slice")
     assert graph.producer_of(cut.input(1), "Max")
 
 
-def test_shapes_and_bounds_that_never_change_become_constants() -> None:
+def test_constant_shapes_and_bounds_are_folded() -> None:
     def build(nodes: Nodes, value: str) -> str:
         batch, new = nodes.extent(value, 0), nodes.extent(value, 1)
         shape = nodes.op("Concat", batch, new, nodes.constant([4]), nodes.constant([-1]), axis=0)
@@ -203,14 +203,14 @@ def test_shapes_and_bounds_that_never_change_become_constants() -> None:
         half = nodes.op("Div", nodes.extent(heads, 2), nodes.constant([2]))
         return nodes.op("Slice", heads, nodes.constant([0]), half, nodes.constant([2]))
 
-    graph = changed(build, settled)
+    graph = changed(build, folded)
     assert ops(graph) == ["Reshape", "Slice"]
     (reshape,) = graph.nodes_of("Reshape")
     assert graph.integers(reshape.input(1)) == [1, -1, 4, 4]
 
 
 @pytest.mark.parametrize("heads", [False, True])
-def test_a_gemm_on_flattened_rows_becomes_a_product_that_keeps_the_batch(heads: bool) -> None:
+def test_gemm_between_reshapes_becomes_a_product_with_a_batch_axis(heads: bool) -> None:
     def build(nodes: Nodes, value: str) -> str:
         if heads:
             apart = nodes.op("Reshape", value, nodes.constant([1, -1, 2, WIDTH // 2]))
@@ -222,7 +222,7 @@ def test_a_gemm_on_flattened_rows_becomes_a_product_that_keeps_the_batch(heads: 
         return nodes.op("Reshape", product, shape)
 
     before = ["Neg", "Reshape", "Reshape", "Transpose"] if heads else []
-    assert ops(changed(build, settled)) == sorted(["Add", "MatMul", *before])
+    assert ops(changed(build, folded)) == sorted(["Add", "MatMul", *before])
 
 
 def attention_over(cut: Callable[[Nodes, str], list[str]]) -> EditableGraph:
@@ -251,7 +251,7 @@ def slices(
 
 
 @pytest.mark.parametrize("cut", [split, slices])
-def test_heads_that_stand_side_by_side_are_read_packed(cut: Callable[[Nodes, str], list[str]]) -> None:
+def test_adjacent_heads_are_read_packed(cut: Callable[[Nodes, str], list[str]]) -> None:
     graph = attention_over(cut)
     pack_heads(graph)
     (attention,) = graph.nodes_of("GroupQueryAttention")
@@ -269,7 +269,7 @@ def test_heads_that_stand_side_by_side_are_read_packed(cut: Callable[[Nodes, str
     ],
     ids=["reversed", "exchanged", "overlapping", "from the middle"],
 )
-def test_heads_in_another_order_are_not(cut: Callable[[Nodes, str], list[str]]) -> None:
+def test_heads_in_another_order_are_not_packed(cut: Callable[[Nodes, str], list[str]]) -> None:
     graph = attention_over(cut)
     pack_heads(graph)
     (attention,) = graph.nodes_of("GroupQueryAttention")

@@ -1,4 +1,4 @@
-"""What lies around a foreign graph: settings, tokenizer, and what they say about the model."""
+"""A model of another exporter: its graph, settings and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ from ...models.variants import GENAI_CONFIG
 
 _TOKENIZER: Final = "tokenizer.json"
 _GENERATION: Final = "generation_config.json"
-_FROM_GENAI: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
-_SEARCH: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+_TOKEN_SETTINGS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SAMPLING_SETTINGS: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 _RESTORE: Final = "restore it, or copy the whole model again"
 
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A graph and the folder that describes it, which may be the one above."""
+    """A graph, and the folders of its settings and tokenizer, which may be the one above."""
 
     graph: Path
+    """The .onnx file."""
     configured: Path
     """Folder of config.json or genai_config.json."""
     folder: Path
     """Folder of the tokenizer."""
 
     def file(self, name: str) -> Path | None:
-        """A file that comes with the model, beside the graph or beside its settings; None if there is none."""
+        """Path of a file beside the graph or its settings; None if there is none."""
         places = (self.graph.parent, self.configured, self.folder)
         return next((folder / name for folder in places if (folder / name).is_file()), None)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """config.json; empty where there is none. A model of several parts keeps the decoder's under `text_config`."""
+        """Contents of config.json; empty if there is none. Multimodal models have the decoder's under `text_config`."""
         config = self._settings("config.json")
         text = config.get("text_config")
         return {**config, **text} if isinstance(text, dict) else config
 
     @cached_property
     def genai(self) -> Mapping[str, Any]:
-        """The model's part of genai_config.json; empty where there is none."""
+        """The `model` section of genai_config.json; empty if there is none."""
         model = self._settings(GENAI_CONFIG).get("model")
         return model if isinstance(model, dict) else {}
 
     @property
     def input_names(self) -> Mapping[str, str]:
-        """What genai_config.json calls the graph's inputs, by what they usually are called."""
+        """Names of the graph's inputs in genai_config.json, by their usual names."""
         decoder = self.genai.get("decoder")
         inputs = decoder.get("inputs") if isinstance(decoder, dict) else None
         listed = inputs if isinstance(inputs, dict) else {}
@@ -64,7 +65,7 @@ class ForeignModel:
 
     @property
     def family(self) -> str:
-        """Model type; "unknown" where nothing says it."""
+        """Model type; "unknown" if no settings file names it."""
         for value in (self.config.get("model_type"), self.genai.get("type")):
             if isinstance(value, str) and value:
                 return value
@@ -72,7 +73,7 @@ class ForeignModel:
 
     @property
     def longest_context(self) -> int | None:
-        """Positions the model was made for; None where nothing says it."""
+        """Largest number of positions according to the settings; None if they do not say it."""
         for value in (
             self.config.get("max_position_embeddings"),
             self.config.get("n_positions"),
@@ -84,7 +85,7 @@ class ForeignModel:
 
     @property
     def kv_heads(self) -> int | None:
-        """Heads of keys and values where their number is written down."""
+        """Number of key-value heads according to the settings; None if they do not say it."""
         decoder = self.genai.get("decoder")
         for value in (
             self.config.get("num_key_value_heads"),
@@ -97,7 +98,7 @@ class ForeignModel:
 
     @property
     def head_dim(self) -> int | None:
-        """Channels of a head where they are written down."""
+        """Channels of a head according to the settings; None if they do not say it."""
         decoder = self.genai.get("decoder")
         for value in (self.config.get("head_dim"), decoder.get("head_size") if isinstance(decoder, dict) else None):
             if is_whole(value, 1):
@@ -105,9 +106,10 @@ class ForeignModel:
         width, heads = self.config.get("hidden_size"), self.config.get("num_attention_heads")
         return width // heads if isinstance(width, int) and isinstance(heads, int) and heads > 0 else None
 
-    def copy_companions(self, folder: Path) -> None:
-        """Copy tokenizer and settings; what genai_config.json alone says about the end of a text is written down in
-        generation_config.json.
+    def copy_config_files(self, folder: Path) -> None:
+        """Copy tokenizer and config files.
+
+        Stop tokens that only genai_config.json names are added to generation_config.json.
 
         Raises:
             BundleError: a settings file cannot be read.
@@ -121,9 +123,9 @@ class ForeignModel:
         if generation.get("eos_token_id") is not None or not self.genai:
             return
         search = self._settings(GENAI_CONFIG).get("search")
-        found = {name: self.genai[name] for name in _FROM_GENAI if self.genai.get(name) is not None}
+        found = {name: self.genai[name] for name in _TOKEN_SETTINGS if self.genai.get(name) is not None}
         if not generation and isinstance(search, dict):
-            found |= {name: search[name] for name in _SEARCH if search.get(name) is not None}
+            found |= {name: search[name] for name in _SAMPLING_SETTINGS if search.get(name) is not None}
         text = json.dumps({**found, **generation}, indent=2) + "\n"
         (folder / _GENERATION).write_text(text, encoding="utf-8")
 
@@ -132,14 +134,14 @@ class ForeignModel:
         return {} if path is None else read_json_object(path, BundleError, _RESTORE)
 
 
-def find_foreign(source: Path) -> ForeignModel:
-    """The graph that `source` is or holds, and the folder that describes it.
+def find_foreign_model(source: Path) -> ForeignModel:
+    """Find the graph in `source`, and the folders of its settings and tokenizer.
 
     Args:
-        source: an .onnx file, a folder, or a folder with a variant behind it (`folder:q4`).
+        source: an .onnx file, a folder, or a folder with the name of a variant (`folder:q4`).
 
     Raises:
-        BundleError: there is no graph, several that suit equally well, or no tokenizer with it.
+        BundleError: there is no graph, no single best one, or no tokenizer with it.
     """
     try:
         graph, _, configured = find_graph(find_model(source), None, DeviceKind.CPU)
@@ -148,15 +150,17 @@ def find_foreign(source: Path) -> ForeignModel:
     folders = (configured, graph.parent, graph.parent.parent)
     folder = next((each for each in folders if (each / _TOKENIZER).is_file()), None)
     if folder is None:
-        raise BundleError(f"no {_TOKENIZER} lies beside {graph}", "put the model's tokenizer and config.json beside it")
+        raise BundleError(
+            f"there is no {_TOKENIZER} beside {graph}", "put the model's tokenizer and config.json beside it"
+        )
     return ForeignModel(graph, configured, folder)
 
 
 def holds_graph(source: Path) -> bool:
-    """Whether a path is an .onnx file, or a folder with one and without a checkpoint's weights.
+    """Whether a path is an .onnx file, or a folder that has one and no checkpoint weights.
 
     Raises:
-        BundleError: it is a folder with a variant behind it that the folder does not have.
+        BundleError: the path names a variant that its folder does not have.
     """
     source = find_model(source)
     if not source.is_dir():

@@ -1,4 +1,4 @@
-"""Float matrices of an upgraded graph in few bits: what is computed is what the codes say."""
+"""Quantized float linears compute with the weights that their codes represent."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from onnx import TensorProto, helper
 from edgerun.export import FP32
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows
 from edgerun.export.upgrade.edit.editable import EditableGraph
+from edgerun.export.upgrade.edit.tensor_writers import InPlace
 from edgerun.export.upgrade.edit.tensors import Array, Computed, Tensor
-from edgerun.export.upgrade.edit.write import InPlace
 from edgerun.export.upgrade.linears.float_linears import quantize_linears
+from edgerun.export.upgrade.linears.half_precision import widen
 from edgerun.export.upgrade.linears.matrices import Matrix, rounded
-from edgerun.export.upgrade.linears.sibling_linears import join_siblings, take_in_biases
-from edgerun.export.upgrade.linears.widen import widen
+from edgerun.export.upgrade.linears.quantized_linears import absorb_biases, join_linears
 from edgerun.models.manifest import WeightFormat
 from support.layout_nodes import Nodes
 
 Floats = npt.NDArray[np.float32]
 VOCABULARY, WIDTH, INNER = 70, 48, 40
-FORMS = [WeightFormat(4, 32), WeightFormat(8, 32), WeightFormat(4, 64)]
+FORMATS = [WeightFormat(4, 32), WeightFormat(8, 32), WeightFormat(4, 64)]
 
 
 def weights(name: str, rows: int, columns: int) -> Floats:
-    """A matrix [rows, columns] that goes with a name."""
+    """A random matrix [rows, columns] that depends on the name."""
     return np.random.default_rng(sum(name.encode())).standard_normal((rows, columns)).astype(np.float32)
 
 
@@ -51,10 +51,10 @@ def decoder(head: str) -> onnx.ModelProto:
     bias = nodes.constant(np.full(WIDTH, 0.25), np.float32)
     fed = nodes.op("Reshape", nodes.op("Gemm", flat, down, bias, transB=1), nodes.constant([1, -1, WIDTH]))
     last = nodes.op("Add", value, fed)
-    if head == "shared":
+    if head == "same tensor":
         nodes.op("MatMul", last, nodes.op("Transpose", table, perm=[1, 0]), outputs=["logits"])
     else:
-        matrix = weights("table" if head == "copied" else "head", VOCABULARY, WIDTH)
+        matrix = weights("table" if head == "same values" else "head", VOCABULARY, WIDTH)
         nodes.op("MatMul", last, nodes.constant(matrix.T, np.float32, "head"), outputs=["logits"])
     ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"])
     logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "new", VOCABULARY])
@@ -63,19 +63,23 @@ def decoder(head: str) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
-def expected(head: str, ids: npt.NDArray[np.int64], form: WeightFormat, head_form: WeightFormat) -> Floats:
+def expected(head: str, ids: npt.NDArray[np.int64], weight_format: WeightFormat, head_format: WeightFormat) -> Floats:
     """The same in NumPy with the weights that the codes stand for."""
 
-    def read(name: str, rows: int, columns: int, form: WeightFormat) -> Floats:
+    def read(name: str, rows: int, columns: int, weight_format: WeightFormat) -> Floats:
         matrix = weights(name, rows, columns)
-        return matrix if form.bits == 32 else dequantize_rows(*quantize_rows(matrix, form), columns, form)
+        return (
+            matrix
+            if weight_format.bits == 32
+            else dequantize_rows(*quantize_rows(matrix, weight_format), columns, weight_format)
+        )
 
-    table = read("table", VOCABULARY, WIDTH, head_form)
+    table = read("table", VOCABULARY, WIDTH, head_format)
     value = table[ids]
-    gate = value @ read("gate", INNER, WIDTH, form).T + BIAS
-    inner = np.tanh(gate) * (value @ read("up", INNER, WIDTH, form).T)
-    last = value + inner @ read("down", WIDTH, INNER, form).T + np.float32(0.25)
-    logits: Floats = last @ (read("head", VOCABULARY, WIDTH, head_form) if head == "its own" else table).T
+    gate = value @ read("gate", INNER, WIDTH, weight_format).T + BIAS
+    inner = np.tanh(gate) * (value @ read("up", INNER, WIDTH, weight_format).T)
+    last = value + inner @ read("down", WIDTH, INNER, weight_format).T + np.float32(0.25)
+    logits: Floats = last @ (read("head", VOCABULARY, WIDTH, head_format) if head == "untied" else table).T
     return logits
 
 
@@ -87,93 +91,94 @@ def logits_of(graph: EditableGraph, ids: npt.NDArray[np.int64]) -> Floats:
     return out
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("head", ["shared", "copied", "its own"])
-def test_linears_compute_with_the_weights_that_their_codes_stand_for(head: str, form: WeightFormat) -> None:
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
+@pytest.mark.parametrize("head", ["same tensor", "same values", "untied"])
+def test_linears_compute_with_dequantized_weights(head: str, weight_format: WeightFormat) -> None:
     graph = EditableGraph(decoder(head), Path())
-    quantize_linears(graph, "logits", form, WeightFormat(8, 32))
+    quantize_linears(graph, "logits", weight_format, WeightFormat(8, 32))
     assert not graph.nodes_of("MatMul", "Gemm", "Transpose")
-    take_in_biases(graph)
-    assert join_siblings(graph) == 1
+    absorb_biases(graph)
+    assert join_linears(graph) == 1
     ids = np.arange(VOCABULARY)
-    np.testing.assert_allclose(logits_of(graph, ids), expected(head, ids, form, WeightFormat(8, 32)), atol=2e-3)
+    np.testing.assert_allclose(
+        logits_of(graph, ids), expected(head, ids, weight_format, WeightFormat(8, 32)), atol=2e-3
+    )
 
 
-@pytest.mark.parametrize("head", ["shared", "copied", "its own"])
-def test_a_head_that_is_the_embedding_has_its_bytes(head: str) -> None:
+@pytest.mark.parametrize("head", ["same tensor", "same values", "untied"])
+def test_tied_lm_head_shares_the_bytes_of_the_embedding(head: str) -> None:
     graph = EditableGraph(decoder(head), Path())
-    quantize_linears(graph, "logits", FORMS[0], FORMS[0])
+    quantize_linears(graph, "logits", FORMATS[0], FORMATS[0])
     (gather,) = graph.nodes_of("GatherBlockQuantized")
     (last,) = (node for node in graph.nodes_of("MatMulNBits") if node.attribute("N") == VOCABULARY)
     pairs = zip((gather.input(0), gather.input(2)), last.inputs[1:3], strict=True)
     shared = [graph.tensors[first].source is graph.tensors[second].source for first, second in pairs]
-    assert shared == [head != "its own"] * 2
+    assert shared == [head != "untied"] * 2
 
 
-def test_what_is_to_stay_float_stays() -> None:
-    graph = EditableGraph(decoder("its own"), Path())
-    quantize_linears(graph, "logits", FP32, FORMS[1])
+def test_linears_of_format_fp32_are_not_quantized() -> None:
+    graph = EditableGraph(decoder("untied"), Path())
+    quantize_linears(graph, "logits", FP32, FORMATS[1])
     assert len(graph.nodes_of("MatMulNBits")) == len(graph.nodes_of("GatherBlockQuantized")) == 1
     ids = np.array([3, 9])
-    np.testing.assert_allclose(logits_of(graph, ids), expected("its own", ids, FP32, FORMS[1]), atol=2e-3)
-    graph = EditableGraph(decoder("its own"), Path())
-    quantize_linears(graph, "logits", FORMS[0], FP32)
+    np.testing.assert_allclose(logits_of(graph, ids), expected("untied", ids, FP32, FORMATS[1]), atol=2e-3)
+    graph = EditableGraph(decoder("untied"), Path())
+    quantize_linears(graph, "logits", FORMATS[0], FP32)
     assert [node.attribute("N") for node in graph.nodes_of("MatMulNBits")].count(VOCABULARY) == 0
-    np.testing.assert_allclose(logits_of(graph, ids), expected("its own", ids, FORMS[0], FP32), atol=2e-3)
+    np.testing.assert_allclose(logits_of(graph, ids), expected("untied", ids, FORMATS[0], FP32), atol=2e-3)
 
 
 @settings(max_examples=30)
 @given(
     rows=st.integers(1, 90),
     columns=st.integers(1, 90),
-    form=st.sampled_from(FORMS),
-    turned=st.booleans(),
+    weight_format=st.sampled_from(FORMATS),
+    transposed=st.booleans(),
     codes_first=st.booleans(),
     dtype=st.sampled_from([np.float32, np.float16]),
 )
-def test_a_matrix_is_rounded_row_by_row_whichever_way_it_lies(
-    rows: int, columns: int, form: WeightFormat, turned: bool, codes_first: bool, dtype: npt.DTypeLike
+def test_matrix_is_rounded_by_row_in_both_layouts(
+    rows: int, columns: int, weight_format: WeightFormat, transposed: bool, codes_first: bool, dtype: npt.DTypeLike
 ) -> None:
     matrix = weights("any", rows, columns).astype(dtype)
-    stored = rounded(Matrix(Tensor.of(matrix.T if turned else matrix), turned), form)
-    codes, scales = quantize_rows(matrix.astype(np.float32), form)
+    stored = rounded(Matrix(Tensor.of(matrix.T if transposed else matrix), transposed), weight_format)
+    codes, scales = quantize_rows(matrix.astype(np.float32), weight_format)
     for tensor, array in ((stored.codes, codes), (stored.scales, scales))[:: 1 if codes_first else -1]:
         np.testing.assert_array_equal(tensor.array(), array)
 
 
-def test_a_large_matrix_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing asks for more of a matrix at once than a few megabytes."""
-    asked: list[int] = []
+def test_large_matrix_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most a few megabytes of a matrix are read at once."""
+    sizes: list[int] = []
     read = Matrix.rows
 
     def rows(self: Matrix, start: int, stop: int) -> Floats:
         part = read(self, start, stop)
-        asked.append(part.size)
+        sizes.append(part.size)
         return part
 
     monkeypatch.setattr(Matrix, "rows", rows)
     size = 3000
-    matrix = Matrix(Tensor.of(np.zeros((size, size), np.float32)), turned=True)
-    parts: Iterator[Array] = rounded(matrix, FORMS[0]).codes.source.pieces()
+    matrix = Matrix(Tensor.of(np.zeros((size, size), np.float32)), transposed=True)
+    parts: Iterator[Array] = rounded(matrix, FORMATS[0]).codes.source.pieces()
     assert sum(part.nbytes for part in parts) == size * 94 * 16
-    assert sum(asked) == size * size
-    assert max(asked) <= 1 << 22
-    assert len(asked) == 3
+    assert sum(sizes) == size * size
+    assert max(sizes) <= 1 << 22
+    assert len(sizes) == 3
 
 
-def test_weights_that_layers_share_are_rounded_once() -> None:
-    model = decoder("its own")
+def test_weights_shared_by_layers_are_rounded_once() -> None:
+    model = decoder("untied")
     for node in model.graph.node:
         node.input[:] = [name.replace("up.", "gate.") for name in node.input]
     graph = EditableGraph(model, Path())
-    quantize_linears(graph, "logits", FORMS[0], FORMS[0])
+    quantize_linears(graph, "logits", FORMATS[0], FORMATS[0])
     linears = graph.nodes_of("MatMulNBits")
     assert len(linears) == 4
     assert len({graph.tensors[node.input(1)].source for node in linears}) == 3
 
 
-def test_half_precision_is_rounded_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A widened matrix is never made whole in float32, let alone once for every piece."""
+def test_half_precision_is_rounded_without_a_float32_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: list[int] = []
     read = Computed.read
 
@@ -184,14 +189,14 @@ def test_half_precision_is_rounded_from_where_it_lies(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Computed, "read", noted)
     logits = []
     for dtype in (np.float32, np.float16):
-        model = decoder("shared")
+        model = decoder("same tensor")
         for constant in model.graph.initializer:
             if constant.data_type == TensorProto.FLOAT:
                 values = onnx.numpy_helper.to_array(constant).astype(np.float16).astype(dtype)
                 constant.CopyFrom(onnx.numpy_helper.from_array(values, constant.name))
         graph = EditableGraph(model, Path())
         widen(graph)
-        quantize_linears(graph, "logits", FORMS[0], FORMS[0])
+        quantize_linears(graph, "logits", FORMATS[0], FORMATS[0])
         logits.append(logits_of(graph, np.arange(VOCABULARY)))
     np.testing.assert_array_equal(*logits)
     assert 0 < max(whole) <= 4 * WIDTH  # biases

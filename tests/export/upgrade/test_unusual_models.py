@@ -1,4 +1,4 @@
-"""Models that are unusual in one way: a head wider than the embedding, weights without lengths, few positions."""
+"""Upgrades of models that are unusual in one way."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from support.layouts import COMMUNITY, GENAI, OPTIMUM, write_layout
 
 Change = Callable[[ModelProto], None]
 PROMPT = [7, 30, 112, 9, 260, 41]
-TOKENS = 12
+MAX_TOKENS = 12
 
 
 def changed(folder: Path, layout: Layout, change: Change) -> Path:
-    """A layout whose graph is changed in one way."""
+    """Write a layout and change its graph."""
     write_layout(folder, layout)
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     change(model)
@@ -37,36 +37,36 @@ def changed(folder: Path, layout: Layout, change: Change) -> Path:
     return folder
 
 
-def upgraded(source: Path, form: WeightFormat) -> Manifest:
-    """Upgrade a model to `upgraded` beside it."""
-    folder = upgrade_model(ExportRequest(source, source.parent / "upgraded", ExportRecipe(form))).bundle
+def upgraded(source: Path, weight_format: WeightFormat) -> Manifest:
+    """Upgrade a model to the folder `upgraded` beside it."""
+    folder = upgrade_model(ExportRequest(source, source.parent / "upgraded", ExportRecipe(weight_format))).bundle
     return Manifest.from_json((folder / "edge.json").read_bytes())
 
 
 def require_same_text(folder: Path, layout: Layout) -> None:
-    """An upgraded model says what its source does."""
+    """An upgraded model decodes the same tokens as its source."""
     with edgerun.load(folder, threads=1, cache=False) as llm:
-        text = llm.model.new_sequence()
-        Reply.of(llm.model.answer(text, PROMPT, GenerateOptions(max_tokens=TOKENS, temperature=0)))
-        assert text.token_ids[len(PROMPT) :] == greedy_tokens(layout, PROMPT, TOKENS)
+        sequence = llm.model.new_sequence()
+        Reply.of(llm.model.answer(sequence, PROMPT, GenerateOptions(max_tokens=MAX_TOKENS, temperature=0)))
+        assert sequence.token_ids[len(PROMPT) :] == greedy_tokens(layout, PROMPT, MAX_TOKENS)
 
 
 def pad_head(model: ModelProto) -> None:
-    """Give the head rows for tokens that the embedding does not have."""
+    """Add rows to the LM head for tokens that the embedding does not have."""
     (head,) = (tensor for tensor in model.graph.initializer if tensor.name == "lm_head.transposed")
     wide = np.pad(numpy_helper.to_array(head), ((0, 0), (0, 5000)))
     head.CopyFrom(numpy_helper.from_array(wide, head.name))
     model.graph.output[0].type.tensor_type.shape.dim[2].dim_value = VOCABULARY + 5000
 
 
-@pytest.mark.parametrize("form", [FP32, INT4], ids=str)
-def test_a_head_may_be_wider_than_the_embedding(form: WeightFormat, tmp_path: Path) -> None:
-    manifest = upgraded(changed(tmp_path / "m", OPTIMUM, pad_head), form)
+@pytest.mark.parametrize("weight_format", [FP32, INT4], ids=str)
+def test_lm_head_may_be_larger_than_the_embedding(weight_format: WeightFormat, tmp_path: Path) -> None:
+    manifest = upgraded(changed(tmp_path / "m", OPTIMUM, pad_head), weight_format)
     assert manifest.architecture.vocab_size == VOCABULARY
 
 
 def clip_ids(model: ModelProto) -> None:
-    """Work on int32 ids before anything is looked up by them."""
+    """Clip int32 ids before the embedding lookup."""
     bounds = {"lowest": 0, "highest": VOCABULARY - 1}
     model.graph.initializer.extend(numpy_helper.from_array(np.array(at, np.int32), name) for name, at in bounds.items())
     for node in model.graph.node:
@@ -75,7 +75,7 @@ def clip_ids(model: ModelProto) -> None:
     model.graph.node.insert(0, helper.make_node("Clip", ["input_ids", *bounds], ["clipped"]))
 
 
-def test_narrow_ids_stay_narrow_for_what_works_on_them(tmp_path: Path) -> None:
+def test_int32_token_ids_are_converted_for_operators_that_need_them(tmp_path: Path) -> None:
     layout = replace(OPTIMUM, narrow_ids=True)
     source = changed(tmp_path / "m", layout, clip_ids)
     upgraded(source, FP32)
@@ -85,16 +85,16 @@ def test_narrow_ids_stay_narrow_for_what_works_on_them(tmp_path: Path) -> None:
     assert manifest.architecture.tied_head
 
 
-def call(value: Callable[[ModelProto], str], name: str) -> Change:
-    """Call a result something else."""
+def rename_value(value: Callable[[ModelProto], str], name: str) -> Change:
+    """Rename a result."""
 
     def change(model: ModelProto) -> None:
         old = value(model)
         for node in model.graph.node:
             node.input[:] = [name if each == old else each for each in node.input]
             node.output[:] = [name if each == old else each for each in node.output]
-        for port in model.graph.output:
-            port.name = name if port.name == old else port.name
+        for info in model.graph.output:
+            info.name = name if info.name == old else info.name
 
     return change
 
@@ -102,35 +102,33 @@ def call(value: Callable[[ModelProto], str], name: str) -> Change:
 @pytest.mark.parametrize("name", ["attention_bias", "seqlens_k", "total_sequence_length", "logit_rows"])
 @pytest.mark.parametrize("place", ["logits", "cache", "embedding"])
 @pytest.mark.parametrize("layout", [OPTIMUM, replace(COMMUNITY, subfolder="")], ids=["plain", "fused"])
-def test_a_result_may_be_called_what_one_of_our_inputs_is(
-    layout: Layout, place: str, name: str, tmp_path: Path
-) -> None:
+def test_result_may_have_the_name_of_a_contract_input(layout: Layout, place: str, name: str, tmp_path: Path) -> None:
     values: dict[str, Callable[[ModelProto], str]] = {
         "logits": lambda model: model.graph.output[0].name,
         "cache": lambda model: model.graph.output[1].name,
         "embedding": lambda model: next(node.output[0] for node in model.graph.node if "input_ids" in node.input),
     }
-    upgraded(changed(tmp_path / "m", layout, call(values[place], name)), FP32)
+    upgraded(changed(tmp_path / "m", layout, rename_value(values[place], name)), FP32)
     require_same_text(tmp_path / "upgraded", layout)
 
 
-def tie_by_turning(model: ModelProto) -> None:
-    """Make the head the embedding, turned over where it is read."""
+def tie_by_transpose(model: ModelProto) -> None:
+    """Make the LM head the transposed embedding."""
     head = next(node for node in model.graph.node if "lm_head.transposed" in node.input)
-    turned = helper.make_node("Transpose", ["model.embed_tokens.weight"], ["turned"], perm=[1, 0])
-    head.input[1] = "turned"
-    model.graph.node.insert(0, turned)
+    transposed = helper.make_node("Transpose", ["model.embed_tokens.weight"], ["transposed"], perm=[1, 0])
+    head.input[1] = "transposed"
+    model.graph.node.insert(0, transposed)
 
 
 @pytest.mark.parametrize("layout", [OPTIMUM, replace(COMMUNITY, subfolder="")], ids=["plain", "fused"])
-def test_a_head_that_is_the_embedding_turned_over_stays_whole(layout: Layout, tmp_path: Path) -> None:
-    source = changed(tmp_path / "m", layout, tie_by_turning)
+def test_lm_head_tied_by_a_transpose_stays_tied(layout: Layout, tmp_path: Path) -> None:
+    source = changed(tmp_path / "m", layout, tie_by_transpose)
     assert upgraded(source, FP32).architecture.tied_head
     require_same_text(tmp_path / "upgraded", layout)
 
 
-def attend_in_one(grouped: bool, truths: bool) -> Change:
-    """Attention as one operator of opset 23, as PyTorch's exporter writes it."""
+def use_standard_attention(grouped: bool, boolean_mask: bool) -> Change:
+    """Replace attention by the operator of opset 23, as PyTorch's exporter writes it."""
 
     def change(model: ModelProto) -> None:
         made = {name: node for node in model.graph.node for name in node.output}
@@ -144,9 +142,9 @@ def attend_in_one(grouped: bool, truths: bool) -> Change:
             if node.op_type == "MatMul" and made.get(node.input[0], node).op_type == "Softmax":
                 scores, bias = made[before(node.input[0], 0)].input
                 key, value = before(scores, 0, 1, 0), node.input[1]
-                if grouped:  # what stands before Reshape, Expand and Unsqueeze
+                if grouped:  # the values before Reshape, Expand and Unsqueeze
                     key, value = before(key, 0, 0, 0), before(value, 0, 0, 0)
-                if truths:
+                if boolean_mask:
                     seen = helper.make_node("Greater", [bias, "hardly"], [f"{bias}.{node.output[0]}"])
                     model.graph.node.insert(list(model.graph.node).index(made[node.input[0]]), seen)
                     bias = seen.output[0]
@@ -158,27 +156,27 @@ def attend_in_one(grouped: bool, truths: bool) -> Change:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("truths", [False, True])
-def test_attention_of_the_standard_becomes_ours(grouped: bool, truths: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("boolean_mask", [False, True])
+def test_standard_attention_operator_is_upgraded(grouped: bool, boolean_mask: bool, tmp_path: Path) -> None:
     layout = replace(OPTIMUM, opset=23)
-    source = changed(tmp_path / "m", layout, attend_in_one(grouped, truths))
+    source = changed(tmp_path / "m", layout, use_standard_attention(grouped, boolean_mask))
     assert upgraded(source, FP32).architecture.kv_heads == 2
     require_same_text(tmp_path / "upgraded", layout)
 
 
-def forget_head(model: ModelProto) -> None:
-    """A head of zeros."""
+def zero_head(model: ModelProto) -> None:
+    """Set the weights of the LM head to zero."""
     (head,) = (tensor for tensor in model.graph.initializer if tensor.name == "lm_head.transposed")
     head.CopyFrom(numpy_helper.from_array(np.zeros_like(numpy_helper.to_array(head)), head.name))
 
 
-def test_a_model_that_says_nothing_is_refused(tmp_path: Path) -> None:
+def test_model_with_constant_logits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="logits correlate by only nan with the source's"):
-        upgraded(changed(tmp_path / "m", OPTIMUM, forget_head), FP32)
+        upgraded(changed(tmp_path / "m", OPTIMUM, zero_head), FP32)
 
 
-def forget_lengths(model: ModelProto) -> None:
-    """Leave out how long each constant is, as ONNX allows: its shape tells it."""
+def remove_lengths(model: ModelProto) -> None:
+    """Remove the byte length of each constant, which ONNX allows: it follows from the shape."""
     for tensor in model.graph.initializer:
         kept = [entry for entry in tensor.external_data if entry.key != "length"]
         del tensor.external_data[:]
@@ -186,15 +184,15 @@ def forget_lengths(model: ModelProto) -> None:
 
 
 @pytest.mark.parametrize("weights", [Weights.ONE_FILE, Weights.MANY_FILES])
-def test_weights_need_not_say_how_long_they_are(weights: Weights, tmp_path: Path) -> None:
+def test_external_weights_may_have_no_byte_length(weights: Weights, tmp_path: Path) -> None:
     layout = replace(OPTIMUM, weights=weights)
-    upgraded(changed(tmp_path / "m", layout, forget_lengths), FP32)
+    upgraded(changed(tmp_path / "m", layout, remove_lengths), FP32)
     require_same_text(tmp_path / "upgraded", layout)
 
 
 @pytest.mark.parametrize("layout", [OPTIMUM, GENAI], ids=["optimum", "genai"])
 @pytest.mark.parametrize("context", [2, 16, 20, 30])
-def test_a_context_may_be_shorter_than_the_check(layout: Layout, context: int, tmp_path: Path) -> None:
+def test_context_may_be_shorter_than_the_parity_check(layout: Layout, context: int, tmp_path: Path) -> None:
     source = write_layout(tmp_path / "m", layout)
     report = upgrade_model(ExportRequest(source, tmp_path / "upgraded", ExportRecipe(FP32, context=context)))
     manifest = json.loads((report.bundle / "edge.json").read_text(encoding="utf-8"))
@@ -202,8 +200,8 @@ def test_a_context_may_be_shorter_than_the_check(layout: Layout, context: int, t
     assert report.parity.max_abs_diff < 1e-3
 
 
-def test_what_a_graph_cannot_run_is_one_line(tiny_bundle: Path) -> None:
-    form = Manifest.from_json((tiny_bundle / "edge.json").read_bytes()).architecture
-    session = ContractSession(tiny_bundle, form, 8)
+def test_failed_run_gives_a_one_line_error(tiny_bundle: Path) -> None:
+    architecture = Manifest.from_json((tiny_bundle / "edge.json").read_bytes()).architecture
+    session = ContractSession(tiny_bundle, architecture, 8)
     with pytest.raises(ExportError, match="the graph cannot be run: "):
-        session.forward(np.array([form.vocab_size + 9]), np.array([0]))
+        session.forward(np.array([architecture.vocab_size + 9]), np.array([0]))

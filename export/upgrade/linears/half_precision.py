@@ -1,4 +1,7 @@
-"""Half precision to float32, in which a CPU computes: it would convert every weight and every value at each step."""
+"""Converts half precision to float32, in which a CPU computes.
+
+A CPU would otherwise convert every weight and every value in each pass.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from ..edit.editable import EditableGraph, Node
 from ..edit.tensors import Array, Computed, Source, Tensor
 
 _HALVES: Final = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-_AT_ONCE: Final = 1 << 22
-"""Elements converted in one piece."""
-_LOOKED_UP_FROM: Final = 1 << 20
-"""Elements from which a table of rows stays as it is, and the rows looked up are widened."""
+_CHUNK: Final = 1 << 22
+"""Number of elements that are converted at once."""
+_LARGE_TABLE: Final = 1 << 20
+"""Number of elements from which a table stays in half precision, and the gathered rows are converted."""
 
 
 def is_half(graph: EditableGraph) -> bool:
@@ -28,22 +31,22 @@ def is_half(graph: EditableGraph) -> bool:
 
 
 def widen(graph: EditableGraph) -> None:
-    """Make every half-precision value of the graph float32, inputs and outputs included.
+    """Convert every half-precision value of the graph to float32, inputs and outputs included.
 
     Raises:
-        BundleError: a branch of the graph holds such values.
+        BundleError: a branch of the graph may compute in half precision.
     """
     for node in graph.nodes:
         _retype(graph, node)
-    made: dict[Source, Source] = {}  # a tied matrix stays one matrix
+    converted: dict[Source, Source] = {}  # a tied matrix remains one matrix
     for name, tensor in list(graph.tensors.items()):
         if tensor.element_type not in _HALVES:
             continue
-        if tensor.size >= _LOOKED_UP_FROM and all(node.op == "Gather" for node in graph.consumers(name)):
-            _widen_rows(graph, name)
+        if tensor.size >= _LARGE_TABLE and all(node.op == "Gather" for node in graph.consumers(name)):
+            _widen_gathered(graph, name)
         else:
-            wide = widened(tensor)
-            graph.tensors[name] = replace(wide, source=made.setdefault(tensor.source, wide.source))
+            wide = _widened(tensor)
+            graph.tensors[name] = replace(wide, source=converted.setdefault(tensor.source, wide.source))
     for info in (*graph.inputs.values(), *graph.outputs.values()):
         if info.type.tensor_type.elem_type in _HALVES:
             info.type.tensor_type.elem_type = TensorProto.FLOAT
@@ -51,9 +54,9 @@ def widen(graph: EditableGraph) -> None:
 
 
 def _retype(graph: EditableGraph, node: Node) -> None:
-    """Let a node that names a type name float32."""
+    """Replace a half-precision type in the attributes of a node by float32."""
     if any(name in node.attributes for name in ("then_branch", "body")):
-        raise BundleError("the model computes in half precision within branches", "run it as it is")
+        raise BundleError("the model has half precision and branches", "run it as it is")
     if node.op == "Cast" and node.attribute("to") in _HALVES:
         graph.set_attribute(node, "to", TensorProto.FLOAT)
     value = node.attribute("value") if node.op == "ConstantOfShape" else None
@@ -62,21 +65,21 @@ def _retype(graph: EditableGraph, node: Node) -> None:
         graph.set_attribute(node, "value", numpy_helper.from_array(wide))
 
 
-def _widen_rows(graph: EditableGraph, name: str) -> None:
-    """Leave a table as it is and widen the rows that are looked up in it."""
+def _widen_gathered(graph: EditableGraph, name: str) -> None:
+    """Convert the rows that are gathered from a table instead of the table."""
     for node in graph.consumers(name):
-        found, readers = node.output(0), graph.consumers(node.output(0))
-        wide = graph.add("Cast", [found], name=f"{found}.float", to=TensorProto.FLOAT).output(0)
+        rows, readers = node.output(0), graph.consumers(node.output(0))
+        wide = graph.add("Cast", [rows], name=f"{rows}.float", to=TensorProto.FLOAT).output(0)
         for reader in readers:
-            graph.set_inputs(reader, [wide if each == found else each for each in reader.inputs])
+            graph.set_inputs(reader, [wide if each == rows else each for each in reader.inputs])
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """The tensor in float32, converted while it is written."""
+def _widened(tensor: Tensor) -> Tensor:
+    """Declare the tensor in float32; it is converted when it is written."""
 
     def pieces() -> Iterator[Array]:
         flat = tensor.array().reshape(-1)
-        for start in range(0, flat.size, _AT_ONCE):
-            yield flat[start : start + _AT_ONCE].astype(np.float32)
+        for start in range(0, flat.size, _CHUNK):
+            yield flat[start : start + _CHUNK].astype(np.float32)
 
     return Tensor(TensorProto.FLOAT, tensor.shape, Computed(4 * tensor.size, pieces, widens=tensor))

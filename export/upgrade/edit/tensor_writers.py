@@ -1,4 +1,4 @@
-"""Where the tensors of an edited graph go: into a new weight file, or back to where they lie, for a model in memory."""
+"""Writers of tensors: into a new weight file, or as references to source files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...graph.weight_file import WeightFile
 from .tensors import Computed, FileRange, Source, Tensor
 
 _INLINE_BELOW: Final = 1024
-"""Tensors smaller than this stay in the .onnx file itself, where shape inference can see them."""
+"""Tensors of fewer bytes stay in the .onnx file itself, where shape inference can see them."""
 
 
 @dataclass(frozen=True)
@@ -22,48 +22,50 @@ class Stored:
 
     tensor: TensorProto
     cast: NodeProto | None = None
-    """What makes the tensor's value of it where it was stored in another type."""
+    """Converts the stored tensor to the type that the graph reads, if they differ."""
 
 
 class TensorWriter(Protocol):
-    """Puts tensors somewhere and says where."""
+    """Stores tensors and says where."""
 
     def store(self, name: str, tensor: Tensor) -> Stored:
-        """Put a tensor that is to be known by `name`."""
+        """Store a tensor that the graph knows by `name`."""
         ...
 
 
 class ToFile:
-    """Streams tensors into a weight file, one after the other; those with the same source are written once."""
+    """Streams tensors into a weight file one by one. Tensors with the same source are written once."""
 
-    def __init__(self, data: WeightFile, stored: Callable[[int], None]) -> None:
-        """`stored` hears the number of bytes just written."""
+    def __init__(self, data: WeightFile, on_written: Callable[[int], None]) -> None:
+        """Write to `data`; `on_written` is called with the number of bytes after each piece."""
         self._data = data
-        self._stored = stored
-        self._places: dict[Source, int] = {}
+        self._on_written = on_written
+        self._offsets: dict[Source, int] = {}
 
     def store(self, name: str, tensor: Tensor) -> Stored:
-        """Write the tensor, unless it is small.
+        """Write the tensor; a small one is stored in the model instead.
 
         Raises:
             OSError: the disk refused a write, or the source cannot be read.
         """
         if tensor.nbytes < _INLINE_BELOW:
             return Stored(_inline(name, tensor))
-        if tensor.source not in self._places:
-            self._places[tensor.source] = self._data.start(tensor.nbytes)
+        if tensor.source not in self._offsets:
+            self._offsets[tensor.source] = self._data.start(tensor.nbytes)
             for piece in tensor.source.pieces():
                 self._data.append(piece)
-                self._stored(piece.nbytes)
-        return Stored(_external(name, tensor, self._data.name, self._places[tensor.source]))
+                self._on_written(piece.nbytes)
+        return Stored(_external(name, tensor, self._data.name, self._offsets[tensor.source]))
 
 
 class InPlace:
-    """Leaves tensors in the files of the source model, which are then named by their paths within its folder; whatever
-    is not there goes into the model itself."""
+    """Refers to tensors in the files of the source model by their paths within its folder.
+
+    Tensors that are not in a file are stored in the model itself.
+    """
 
     def store(self, name: str, tensor: Tensor) -> Stored:
-        """Refer to the tensor's place, or take its bytes."""
+        """Refer to the tensor in its file, or store its bytes in the model."""
         source = tensor.source
         if isinstance(source, FileRange) and tensor.nbytes >= _INLINE_BELOW:
             return Stored(_external(name, tensor, source.location, source.offset))
