@@ -85,7 +85,8 @@ def bench(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Maximum conversations of each category.", show_default="all")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Maximum number of conversations of each category.", show_default="all"),
     ] = None,
     turns: Annotated[
         str, typer.Option(metavar="RANGE", help="Turns of a conversation to measure: all, 2, 1-2 or 2-.")
@@ -111,7 +112,7 @@ def bench(
 
     Prints tables by category and by drafter, then one JSON line. Speeds are decoding rates after the first token.
 
-    Example: edge-run bench my-model --prompts spec_bench.jsonl --limit 5 --spec auto --spec suffix --report bench.html
+    Example: edge-run bench my-model --prompts spec_bench.jsonl --limit 5 --report bench.html
     """
     from ..bench.runner import BenchSettings, TurnRange
     from ..bench.table import show

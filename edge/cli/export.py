@@ -96,7 +96,7 @@ def export(
         typer.Option(
             metavar="GB/S",
             min=0.1,
-            help="Mixed weights: memory bandwidth of another machine whose speed the report shall predict.",
+            help="Mixed weights: memory bandwidth of another machine whose speed the report predicts.",
         ),
     ] = None,
     calibration: Annotated[

@@ -36,13 +36,11 @@ Face Hub. Without MODEL, the bundled model translates English requests into shel
 
 Examples:
 
-    edge-run -p "find files larger than 100 MB"
-
-    edge-run my-model
-
-    edge-run onnx-community/Qwen2.5-0.5B-Instruct
-
-    edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4
+\b
+edge-run -p "find files larger than 100 MB"
+edge-run my-model
+edge-run onnx-community/Qwen2.5-0.5B-Instruct
+edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4
 
 All options of chats and answers: edge-run run --help
 """
@@ -61,15 +59,18 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command(name="run")(run)
-app.command(name="export")(export)
-app.command(name="inspect")(inspect)
-app.command(name="devices")(devices)
-app.command(name="bench")(bench)
-app.command(name="tune")(tune)
-app.command(name="verify")(verify)
-app.command(name="pull")(pull)
-app.command(name="models")(models)
+for _name, _command, _summary in (
+    ("run", run, "Chat with a model, or answer one prompt (the default)."),
+    ("export", export, "Export a model to a folder that edge-run runs."),
+    ("inspect", inspect, "Show what a model is made of."),
+    ("devices", devices, "List the devices of this machine."),
+    ("bench", bench, "Compare the speed of speculative and plain decoding."),
+    ("tune", tune, "Measure what passes over several tokens cost."),
+    ("verify", verify, "Check that speculation does not change the text."),
+    ("pull", pull, "Download a model from the Hugging Face Hub."),
+    ("models", models, "List the models on this machine, or remove one."),
+):
+    app.command(name=_name, short_help=_summary)(_command)
 
 
 @app.callback()

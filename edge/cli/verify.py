@@ -34,7 +34,7 @@ def verify(
     model: ModelArgument = None,
     draft: Draft = "auto",
     prompts: Prompts = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum prompts of each category.")] = 3,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of prompts of each category.")] = 3,
     max_tokens: Annotated[
         int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="Maximum tokens of an answer.")
     ] = 64,

@@ -1,1 +1,1 @@
-"""What people see in a terminal: answers, tables, progress, the chat."""
+"""What is shown in a terminal: answers, tables, progress, the chat."""

@@ -1,4 +1,4 @@
-"""A chat in the terminal: lines in, answers streamed, a few commands."""
+"""A chat in the terminal: reads lines, streams answers, takes commands."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .interrupt import cancelling_on_interrupt
 from .output import for_terminal, stats_line, write_out
 
 _PROMPT: Final = "> "
-_CONTINUED: Final = "\\"
+_CONTINUATION: Final = "\\"
 _HELP: Final = """\
-/help          show this
-/reset         forget the conversation
-/system TEXT   forget it and start with this system message; without TEXT, show the present one
-/stats         what the last answer cost
-/save PATH     put the conversation aside; go on later with --resume PATH
-/quit          leave (so does Ctrl-D)
-Ctrl-C stops an answer. A line that ends in \\ goes on in the next."""
+/help          show this list
+/reset         start a new conversation
+/system TEXT   start a new conversation with this system message; without TEXT, show the current one
+/stats         show statistics of the last answer
+/save PATH     save the conversation; continue it later with --resume PATH
+/quit          leave; so does Ctrl-D
+Ctrl-C stops an answer. A line that ends in \\ continues on the next line."""
 
 
 class TerminalChat:
-    """Reads lines and answers them until the user leaves."""
+    """Answers the lines that the user types, until the user leaves."""
 
     def __init__(
         self, engine: Engine, options: GenerateOptions, *, system: str | None, resume: Path | None, show_stats: bool
@@ -53,7 +53,7 @@ class TerminalChat:
         }
 
     def run(self) -> int:
-        """Chat until `/quit` or the end of input; returns the exit code."""
+        """Chat until `/quit` or the end of the input; returns the exit code."""
         _enable_line_editing()
         name = escape(self._engine.bundle.folder.resolve().name)
         self._console.print(f"[bold]{name}[/bold] on {self._engine.device}. /help for help, /quit to leave.")
@@ -67,30 +67,30 @@ class TerminalChat:
                 return 0
             except KeyboardInterrupt:
                 self._console.print()
-                self._note("/quit or Ctrl-D leaves")
+                self._note("to leave: /quit or Ctrl-D")
                 continue
             if line.split(" ")[0] in ("/quit", "/exit"):
                 return 0
             if line:
                 try:
-                    self._take(line)
+                    self._handle(line)
                 except EdgeError as error:
-                    self._complain(str(error))
+                    self._show_error(str(error))
 
     def _read(self) -> str:
         line = input(_PROMPT)
-        while line.endswith(_CONTINUED):
-            line = line[: -len(_CONTINUED)] + "\n" + input("  ")
+        while line.endswith(_CONTINUATION):
+            line = line[: -len(_CONTINUATION)] + "\n" + input("  ")
         return line.strip()
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         if not line.startswith("/"):
             self._answer(line)
             return
         name, _, argument = line.partition(" ")
         command = self._commands.get(name)
         if command is None:
-            self._complain(f"no command {name}; /help lists them")
+            self._show_error(f"unknown command {name}; /help lists the commands")
         else:
             command(argument.strip())
 
@@ -114,39 +114,39 @@ class TerminalChat:
 
     def _reset(self, _argument: str) -> None:
         self._session.reset()
-        self._note("a new conversation")
+        self._note("new conversation")
 
     def _system(self, argument: str) -> None:
         if not argument:
             self._note(f"system message: {for_terminal(self._session.system or 'none')}")
             return
         self._session = self._engine.session(system=argument)
-        self._note("a new conversation")
+        self._note("new conversation")
 
     def _stats(self, _argument: str) -> None:
-        self._note(stats_line(self._last) if self._last else "nothing has been answered yet")
+        self._note(stats_line(self._last) if self._last else "no answer yet")
 
     def _save(self, argument: str) -> None:
         if not argument:
-            self._complain("/save needs a path")
+            self._show_error("/save needs a path")
             return
-        path = Path(os.path.expanduser(argument))  # unlike Path.expanduser, leaves an unknown user's ~ as it is
+        path = Path(os.path.expanduser(argument))  # unlike Path.expanduser, does not raise for an unknown user
         try:
             self._session.save(path)
         except OSError as error:
-            self._complain(f"{path} cannot be written: {error.strerror or error}")
+            self._show_error(f"{path} cannot be written: {error.strerror or error}")
         else:
-            self._note(f"saved; go on with --resume {path}")
+            self._note(f"saved; continue with --resume {path}")
 
     def _note(self, text: str) -> None:
         self._console.print(f"[dim]{escape(text)}[/dim]")
 
-    def _complain(self, text: str) -> None:
+    def _show_error(self, text: str) -> None:
         self._console.print(f"[red]{escape(text)}[/red]")
 
 
 def _enable_line_editing() -> None:
-    """Arrow keys and line history in `input`, where the platform has them; nothing is written to disk."""
+    """Enable arrow keys and line history in `input` where the platform has them; nothing is written to disk."""
     if sys.platform != "win32":
         import readline  # noqa: PLC0415  not on Windows
 

@@ -1,4 +1,4 @@
-"""`--explain`: the account of every round, as a table on standard error."""
+"""Prints the rounds of an answer as a table, for `--explain`."""
 
 from __future__ import annotations
 
@@ -16,59 +16,65 @@ from ...runtime.speculation.tree import Source
 _WIDTH = 130
 
 
-def show_rounds(rounds: Sequence[Round | None], spec: GraphIO) -> None:
-    """Print one line a round of a model with these ports; rounds alike in having nothing to tell are told together."""
+def show_rounds(rounds: Sequence[Round | None], graph_io: GraphIO) -> None:
+    """Print one line for each round on standard error; neighbouring plain rounds of one kind share a line.
+
+    Args:
+        rounds: the rounds after the first token; None for those in which drafting was disabled.
+        graph_io: inputs and outputs of the target's graph.
+    """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
-    if not spec.supports_verification:
-        why = "scores its last row only" if spec.logits_mode is LogitsMode.LAST else "takes one new row at a time"
-        console.print(f"no rounds: this graph {why}, so guesses cannot be verified; edge-run export may upgrade it")
+    if not graph_io.supports_verification:
+        last_only = graph_io.logits_mode is LogitsMode.LAST
+        why = "gives logits of the last token only" if last_only else "takes one new token per pass"
+        console.print(f"no rounds: the graph {why}, so it cannot verify drafts; edge-run export may upgrade it")
         return
     if not rounds:
-        console.print("no rounds: the first token ended the answer, or nothing was to guess ahead")
+        console.print("no rounds: the answer ended with its first token, or speculation is off")
         return
-    table = Table(title="round by round, after the first token", box=None, pad_edge=False, header_style="bold")
+    table = Table(title="rounds after the first token", box=None, pad_edge=False, header_style="bold")
     table.add_column("round", justify="right")
     table.add_column("candidates")
-    for name in ("tokens\nexpected", "rows\nrun", "guesses\naccepted", "draft\nms", "target\nms", "host\nms"):
+    for name in ("expected\ntokens", "pass\nwidth", "draft tokens\naccepted", "draft\nms", "target\nms", "host\nms"):
         table.add_column(name, justify="right")
     table.add_column("")
     number = 0
     for kind, group in groupby(rounds, key=_kind):
         members = list(group)
         if kind is None:
-            for one in members:
+            for each in members:
                 number += 1
-                assert one is not None  # noqa: S101  a round of no kind of its own
-                table.add_row(str(number), *_cells(one))
+                assert each is not None  # noqa: S101  only rounds have kind None
+                table.add_row(str(number), *_cells(each))
         else:
             first, number = number + 1, number + len(members)
             table.add_row(f"{first}-{number}" if number > first else f"{first}", "", "1", "1", "", "", "", "", kind)
     console.print(table)
 
 
-def _kind(one: Round | None) -> str | None:
-    """What rounds that can be told together have in common; None for a round with something of its own."""
-    if one is None:
-        return "plain: drafting rests, it promises less than it costs"
-    if one.rows == 1 and not any(one.candidates) and not one.draft_passes:
-        return f"plain: {one.note or 'no candidates'}"
+def _kind(round_: Round | None) -> str | None:
+    """Why a plain round drafted nothing; None for a round that gets a line of its own."""
+    if round_ is None:
+        return "plain: drafting is disabled for a while, because it cost more than it gained"
+    if round_.rows == 1 and not any(round_.candidates) and not round_.draft_passes:
+        return f"plain: {round_.note or 'no candidates'}"
     return None
 
 
-def _cells(one: Round) -> tuple[str, ...]:
-    note = one.note
-    if one.rows == 1 and not note:
-        note = "no guess pays for its row"
+def _cells(round_: Round) -> tuple[str, ...]:
+    note = round_.note
+    if round_.rows == 1 and not note:
+        note = "no candidate is worth its cost"
     return (
-        _sources(one.candidates),
-        f"{one.expected:.2f}",
-        str(one.rows),
-        f"{sum(one.accepted)}/{one.rows - 1} {_sources(one.accepted)}".strip() if one.rows > 1 else "",
-        f"{one.draft_s * 1e3:.2f}" if one.draft_passes else "",
-        f"{one.target_s * 1e3:.2f}",
-        f"{one.host_s * 1e3:.2f}",
+        _sources(round_.candidates),
+        f"{round_.expected:.2f}",
+        str(round_.rows),
+        f"{sum(round_.accepted)}/{round_.rows - 1} {_sources(round_.accepted)}".strip() if round_.rows > 1 else "",
+        f"{round_.draft_s * 1e3:.2f}" if round_.draft_passes else "",
+        f"{round_.target_s * 1e3:.2f}",
+        f"{round_.host_s * 1e3:.2f}",
         note,
     )
 

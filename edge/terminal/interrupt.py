@@ -1,4 +1,4 @@
-"""Ctrl-C while an answer is being written: the first ends the answer, a second ends the program."""
+"""Ctrl-C during an answer: the first ends the answer, the second the program."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import FrameType
 
 @contextmanager
 def cancelling_on_interrupt(cancel: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Within the block, Ctrl-C calls `cancel`; yields a function that says whether that happened.
+    """Call `cancel` on the first Ctrl-C within the block; yields a function that tells whether that happened.
 
-    A pass over the weights is not broken off in the middle, so the cache stays valid.
+    A forward pass that is running is completed, so the cache stays valid.
     """
     interrupted = False
 

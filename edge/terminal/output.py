@@ -1,4 +1,4 @@
-"""How answers and their statistics are shown to people and to programs."""
+"""Prints answers and their statistics, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ _CONTROLS: Final = {code: "\ufffd" for code in [*range(32), 127, *range(0x80, 0x
 
 
 def for_terminal(text: str) -> str:
-    """Text a terminal can show safely: a model's control characters could otherwise steer it."""
+    """Replace control characters, with which a model could otherwise control the terminal."""
     return text.translate(_CONTROLS)
 
 
 def write_out(text: str) -> None:
-    """Put a piece of an answer on standard output at once; what goes to a terminal is made safe for it."""
+    """Write a piece of an answer to standard output and flush it; control characters do not reach a terminal."""
     sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def write_error(line: str) -> None:
-    """Put a line on standard error, if there is one."""
+    """Write a line to standard error, if the process has one."""
     if sys.stderr is not None:
         print(line, file=sys.stderr)  # noqa: T201
 
 
 def stats_line(stats: Stats, load_s: float | None = None) -> str:
-    """One line for `--stats` and `/stats`."""
+    """The statistics of an answer on one line, for `--stats` and `/stats`."""
     parts = [
         f"prompt {stats.prompt_tokens} tokens" + (f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""),
-        f"first token {stats.first_token_s * 1e3:.0f} ms",
-        f"{stats.completion_tokens} tokens at {stats.decode_tokens_per_second:.1f}/s",
-        f"{stats.tokens_per_pass:.2f} tokens a pass",
+        f"first token after {stats.first_token_s * 1e3:.0f} ms",
+        f"{stats.completion_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s",
+        f"{stats.tokens_per_pass:.2f} tokens per pass",
     ]
     if stats.drafted:
         sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
-        parts.append(f"guesses accepted: {sources}")
+        parts.append(f"draft tokens accepted: {sources}")
     if load_s is not None:
         parts.append(f"loaded in {load_s * 1e3:.0f} ms")
     return ", ".join(parts)
 
 
 def reply_json(reply: Reply, engine: Engine, speculation: Speculation, load_s: float) -> dict[str, Any]:
-    """The object `--json` prints (docs/user-guide.md names its fields)."""
+    """The object that `--json` prints; docs/user-guide.md describes its fields."""
     stats = reply.stats
     return {
         "text": reply.text,

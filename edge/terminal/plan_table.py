@@ -1,4 +1,4 @@
-"""The weight plan of a bundle as a table: a row for each run of layers that are stored alike."""
+"""A quantization plan as a table, with one row for equal neighbouring layers."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from ...models.manifest import WeightFormat
 
 _LAYER_LINEAR: Final = re.compile(r"layers\.(\d+)\.(.+)")
 _PARTS: Final = ("qkv", "o", "router", "gate_up", "down")
-"""The units of a layer in the order of the graph; others come after them."""
+"""The linears of a layer in the order of the graph; others come after them."""
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Neighbouring layers whose units have the same formats."""
+    """Neighbouring layers whose linears have the same formats."""
 
     first: int
     last: int
     linears: Mapping[str, str]
-    """What is said of a unit, by its name within a layer."""
+    """Format of each linear in words, by its name within a layer."""
 
     @property
     def label(self) -> str:
-        """The layers in words."""
+        """The layers of this run in words."""
         return f"layer {self.first}" if self.first == self.last else f"layers {self.first} to {self.last}"
 
 
 def layer_runs(weights: Mapping[str, WeightFormat]) -> list[LayerRun]:
-    """The layers of a plan in order, those that follow each other and are alike as one."""
-    spelled = _spelled(weights)
+    """The layers of a plan in order; equal neighbours are one run."""
+    formats = _format_texts(weights)
     layers: dict[int, dict[str, str]] = {}
-    for name, text in spelled.items():
+    for name, text in formats.items():
         if found := _LAYER_LINEAR.fullmatch(name):
             layers.setdefault(int(found[1]), {})[found[2]] = text
     runs: list[LayerRun] = []
@@ -48,9 +48,9 @@ def layer_runs(weights: Mapping[str, WeightFormat]) -> list[LayerRun]:
 
 
 def plan_table(weights: Mapping[str, WeightFormat]) -> Table:
-    """The layers of a plan for a terminal; methods are named where there are several."""
+    """The layers of a plan for a terminal; formats name their method where there are several methods."""
     runs = layer_runs(weights)
-    parts = sorted({part for run in runs for part in run.linears}, key=_place)
+    parts = sorted({part for run in runs for part in run.linears}, key=_order)
     table = Table(title="weights by layer", title_justify="left", title_style="bold", min_width=len("weights by layer"))
     for name in ("", *parts):
         table.add_column(name, overflow="fold")
@@ -59,12 +59,11 @@ def plan_table(weights: Mapping[str, WeightFormat]) -> Table:
     return table
 
 
-def _place(part: str) -> tuple[int, str]:
+def _order(part: str) -> tuple[int, str]:
     return (_PARTS.index(part) if part in _PARTS else len(_PARTS), part)
 
 
-def _spelled(weights: Mapping[str, WeightFormat]) -> dict[str, str]:
-    """Format by unit in words, with its method where the layers have several."""
+def _format_texts(weights: Mapping[str, WeightFormat]) -> dict[str, str]:
     methods = {form.method for name, form in weights.items() if form.bits != 32 and _LAYER_LINEAR.fullmatch(name)}
     return {
         name: f"{form} {form.method.value}" if form.method is not None and len(methods) > 1 else str(form)

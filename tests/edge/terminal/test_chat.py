@@ -22,7 +22,7 @@ PROMPT = "> "
 
 
 class Terminal:
-    """A chat process and what it has put on its screen."""
+    """A chat process and its output."""
 
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
@@ -72,21 +72,21 @@ def test_a_conversation_with_every_command(tiny_bundle: Path, tmp_path: Path) ->
     chat = Terminal(str(tiny_bundle), "-n", "8")
     assert "/help for help" in chat.until("\n" + PROMPT)
     assert "/save PATH" in chat.say("/help")
-    assert "nothing has been answered yet" in chat.say("/stats")
+    assert "no answer yet" in chat.say("/stats")
     first = chat.say("the other")
     assert first
     assert "8 tokens at" in chat.say("/stats")
     chat.say("again")
     assert "reused" in chat.say("/stats")
-    assert "a new conversation" in chat.say("/reset")
+    assert "new conversation" in chat.say("/reset")
     assert chat.say("the other") == first
-    assert "saved; go on with --resume" in chat.say(f"/save {tmp_path / 'chat.kv'}")
+    assert "saved; continue with --resume" in chat.say(f"/save {tmp_path / 'chat.kv'}")
     assert (tmp_path / "chat.kv").is_file()
     assert "cannot be written" in chat.say("/save /proc/nowhere/chat.kv")
     assert "system message: none" in chat.say("/system")
-    assert "a new conversation" in chat.say("/system speak up")
+    assert "new conversation" in chat.say("/system speak up")
     assert "system message: speak up" in chat.say("/system")
-    assert "no command /dance; /help lists them" in chat.say("/dance")
+    assert "unknown command /dance; /help lists the commands" in chat.say("/dance")
     chat.type("x" * 300 + "\n")
     chat.until("start again with reset (/reset in the terminal)")
     chat.until("\n" + PROMPT)
@@ -114,12 +114,12 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
         chat.process.send_signal(signal.SIGINT)
         if chat.until_something(3):
             break
-    chat.until("/quit or Ctrl-D leaves\n" + PROMPT)
+    chat.until("to leave: /quit or Ctrl-D\n" + PROMPT)
     chat.type("/quit\n")
     assert chat.end() == 0
 
 
-def test_a_line_may_go_on_in_the_next(tiny_bundle: Path) -> None:
+def test_a_line_that_ends_in_a_backslash_continues(tiny_bundle: Path) -> None:
     chat = Terminal(str(tiny_bundle), "-n", "4")
     chat.until("\n" + PROMPT)
     chat.type("the\\\n")
@@ -131,7 +131,7 @@ def test_a_line_may_go_on_in_the_next(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [["--raw"], ["--json"]])
-def test_what_makes_no_sense_in_a_chat_is_refused(tiny_bundle: Path, options: list[str]) -> None:
+def test_options_that_need_a_prompt_are_refused_in_a_chat(tiny_bundle: Path, options: list[str]) -> None:
     chat = Terminal(str(tiny_bundle), *options)
     assert f"edge-run: error: {options[0]} needs a prompt; give -p TEXT" in chat.until("standard input")
     assert chat.end() == 2
