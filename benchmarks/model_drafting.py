@@ -70,7 +70,7 @@ def main() -> None:
         plan = BenchSettings(_LONGEST, TurnRange.parse("all"), replay=True)
         busy = machine_load()
         conversations = read_recording(recording)
-        found = measure_modes(engine, conversations, modes, plan, lambda _: None)
+        found = measure_modes(engine, conversations, modes, plan)
         conditions = BenchConditions(
             model=shape.name,
             draft=f"{folder.name}/draft",

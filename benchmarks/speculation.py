@@ -77,7 +77,7 @@ def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespac
             conversations,
             modes,
             plan,
-            lambda fraction: status.update(f"{recording.name}: {fraction:.0%}"),
+            lambda _, fraction: status.update(f"{recording.name}: {fraction:.0%}"),
         )
     conditions = BenchConditions(
         model=engine.bundle.folder.parent.name,

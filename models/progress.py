@@ -1,8 +1,15 @@
-"""The protocol by which long work reports its progress."""
+"""How long work reports its progress, and the display of it in a terminal."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 
 class Progress(Protocol):
@@ -20,3 +27,57 @@ class Progress(Protocol):
 
 def silent(stage: str, fraction: float) -> None:
     """Show nothing; the default `Progress`."""
+
+
+class ProgressDisplay:
+    """A `Progress` that shows a bar for each stage on standard error, and nothing where that is not a terminal.
+
+    Use it in a `with` block. Nothing appears, and no display library is loaded, before the first report.
+    """
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr is not None and sys.stderr.isatty()
+        self._bars: Bars | None = None
+        self._stages: dict[str, TaskID] = {}
+
+    def __enter__(self) -> ProgressDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        """Show that this fraction of a stage is done, 0 to 1. A new stage gets a bar of its own."""
+        self._show(stage, fraction, 1.0, f"{fraction:.0%}")
+
+    def bytes_of(self, stage: str) -> Callable[[int, int], None]:
+        """A callback that takes the number of bytes of this stage that are done, and of all."""
+        return lambda done, total: self._show(stage, done, total, f"{done / 1e6:.1f} of {total / 1e6:.1f} MB")
+
+    def _show(self, stage: str, done: float, total: float, amount: str) -> None:
+        if not self._shown:
+            return
+        if self._bars is None:
+            self._bars = _bars()
+            self._bars.start()
+        if stage not in self._stages:
+            self._stages[stage] = self._bars.add_task(stage, total=total, amount=amount)
+        self._bars.update(self._stages[stage], completed=done, total=total, amount=amount)
+
+
+def _bars() -> Bars:
+    from rich import progress  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TextColumn("{task.fields[amount]}", justify="right"),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )

@@ -7,11 +7,12 @@ later turn contains the answers of plain decoding to the earlier turns or, in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from ...errors import ContextError, InputError
+from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
 from ...runtime.generation import CachedSequence
 from ...runtime.options import GenerateOptions
@@ -160,7 +161,7 @@ def measure_modes(
     conversations: Sequence[Conversation],
     modes: Sequence[DecodingMode],
     settings: BenchSettings,
-    progress: Callable[[float], None],
+    progress: Progress = silent,
 ) -> Measurements:
     """Answer every measured turn with plain decoding and in every mode.
 
@@ -169,7 +170,7 @@ def measure_modes(
         conversations: what to answer.
         modes: decoding modes other than plain decoding.
         settings: what is the same for all modes.
-        progress: called with the fraction of the measured turns that are done, from 0 to 1.
+        progress: called with the fraction of the measured turns that are done.
 
     Raises:
         ContextError: a prompt cannot be shortened enough to fit the context.
@@ -188,11 +189,11 @@ class _Measuring:
         self._caches = {mode.name: engine.model.new_sequence() for mode in modes}
         self._measured = Measurements()
 
-    def run(self, conversations: Sequence[Conversation], progress: Callable[[float], None]) -> Measurements:
+    def run(self, conversations: Sequence[Conversation], progress: Progress) -> Measurements:
         total = sum(map(self._settings.measured_turns, conversations))
         self._warm_up(conversations)
         done = 0
-        progress(0.0)
+        progress("measuring", 0.0)
         for number, conversation in enumerate(conversations):
             history: list[Exchange] = []
             turns = range(1, len(conversation.exchanges) + 1)
@@ -207,7 +208,7 @@ class _Measuring:
                         self._measured.turns.append(self._turn(conversation.category, number, turn, replies))
                         answer = replies[PLAIN].text
                     done += 1
-                    progress(done / total)
+                    progress("measuring", done / total)
                 elif not self._settings.replay:
                     tokens = self._encoder.encode(history, exchange)
                     answer = self._answer(PLAIN_MODE, tokens, self._settings).text

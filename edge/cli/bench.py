@@ -13,8 +13,8 @@ from rich.console import Console
 
 from ...errors import InputError
 from ...models.pairing import find_draft
+from ...models.progress import ProgressDisplay
 from ...runtime.speculation.choice import Speculation
-from ..terminal.progress_display import ProgressDisplay
 from .shared_options import (
     AsJson,
     Cache,
@@ -158,7 +158,7 @@ def _measure(options: BenchOptions) -> BenchResult:
     with options.model.open() as engine:
         pair = find_draft(engine.bundle, options.model.draft)
         with ProgressDisplay() as progress:
-            measured = measure_modes(engine, conversations, modes, settings, progress.stage("measuring"))
+            measured = measure_modes(engine, conversations, modes, settings, progress)
         conditions = BenchConditions(
             model=engine.bundle.folder.name,
             draft=None if pair is None else pair.name,

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ...errors import InputError
 from ...models.manifest import GraphLayout
-from ..terminal.progress_display import ProgressDisplay
+from ...models.progress import ProgressDisplay
 from ..terminal.report_summary import show_export
 from .export_options import DEFAULT_BLOCK, CommandLine, ExportOptions, LayersChoice, MethodChoice, WeightChoice
 from .shared_options import Debug, Offline

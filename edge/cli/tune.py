@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...errors import InputError
+from ...models.progress import ProgressDisplay
 from ...runtime.engine import Engine
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.measurement_store import model_key
@@ -19,7 +20,6 @@ from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
 from ...runtime.speculation.ngram_prior import build_prior
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, PassCost
 from ..terminal.output import write_error
-from ..terminal.progress_display import ProgressDisplay
 from .shared_options import AsJson, Debug, Device, ModelArgument, ModelOptions, Threads, Tokenizer
 
 _CONTEXTS: Final = (384, 1536, 6144, 24576, 98304)
@@ -62,7 +62,9 @@ def tune(
         contexts = _contexts(engine, limited=context is None)
         with ProgressDisplay() as progress:
             cost = measure_pass_cost(
-                engine.model.new_sequence().bound, contexts=contexts, progress=progress.stage("timing passes")
+                engine.model.new_sequence().bound,
+                contexts=contexts,
+                progress=lambda fraction: progress("timing passes", fraction),
             )
         file = PASS_COSTS.save(model_key(engine.bundle, SessionConfig(engine.device, threads or 0)), cost)
         prior_bytes = build_prior(engine.bundle, engine.tokenizer, engine.graph_io.vocab_size, texts) if texts else 0

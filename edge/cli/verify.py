@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ...models.progress import ProgressDisplay
 from ...runtime.engine import Engine
 from ...runtime.measure.exactness import ComparisonCounts, Counterexample, ExactnessReport
 from ..terminal.output import for_terminal
-from ..terminal.progress_display import ProgressDisplay
 from .shared_options import (
     AsJson,
     Context,

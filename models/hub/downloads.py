@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,24 +124,3 @@ def disk_told() -> Iterator[None]:
             f"{error.filename or models_root()} cannot be written: {error.strerror or error}",
             "check the disk, or set HF_HOME to another folder",
         ) from error
-
-
-@contextmanager
-def download_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, if that is a terminal."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda _done, _todo: None
-        return
-    from rich import progress as bars  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(title, total=None)
-        yield lambda done, todo: shown.update(task, completed=done, total=todo)

@@ -18,9 +18,10 @@ from ..device_kind import DeviceKind
 from ..json_file import read_json_object
 from ..manifest import MANIFEST_NAME, Manifest
 from ..onnx_file.external_data import external_files
+from ..progress import ProgressDisplay
 from ..variants import GENAI_CONFIG, GraphFiles, choose_graph, variant_of
 from . import client as hub_client
-from .downloads import Parts, disk_told, download_bar
+from .downloads import Parts, disk_told
 from .local_store import CHECKPOINT, Downloaded, Listing, RepoFile, Store, hub_library_cache, is_safe_path, listing_of
 from .model_id import HubId
 
@@ -164,11 +165,11 @@ def _model_folder(
             store.remove([found])
             found = None
     if found is None:
-        with disk_told(), store.locked(), download_bar(Downloaded.name(listing.repo, variant)) as progress:
+        with disk_told(), store.locked(), ProgressDisplay() as progress:
             # Another process may have made it meanwhile.
             found = store.downloaded(listing.commit, source)
             if found is None:
-                parts = Parts(store, listing, progress)
+                parts = Parts(store, listing, progress.bytes_of(Downloaded.name(listing.repo, variant)))
                 names = wanted(parts)
                 files = parts.get(names.values())
                 found = store.assemble(

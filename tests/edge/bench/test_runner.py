@@ -98,7 +98,7 @@ def measured(
 ) -> Measurements:
     fractions: list[float] = []
     with edgerun.load(bundle) as engine:
-        found = measure_modes(engine, conversations, modes, settings, fractions.append)
+        found = measure_modes(engine, conversations, modes, settings, lambda _, fraction: fractions.append(fraction))
     assert fractions == [done / (len(fractions) - 1) for done in range(len(fractions))]
     return found
 
