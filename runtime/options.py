@@ -71,7 +71,7 @@ class GenerateOptions:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
         if not all(isinstance(stop, str) and stop for stop in self.stops):
-            raise InputError(f"stop is {self.stop!r}", "it must be text, or several texts, of at least one character")
+            raise InputError(f"stop is {self.stop!r}", "it must be a non-empty string, or several")
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
-"""Tiny models of several families and weight formats, each exported once."""
+"""Tiny models of several families and weight formats, each exported once, and an engine over one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+import edgerun
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,10 @@ def tiny_bundle_of(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) 
         return write_bundle(tmp_path_factory.mktemp("tiny"), family, weights=formats[weights], seed=1)
 
     return bundle_of
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle: Path) -> Iterator[edgerun.Engine]:
+    """An engine over the tiny llama, shared by the tests of a module."""
+    with edgerun.load(tiny_bundle, threads=1) as engine:
+        yield engine

@@ -36,7 +36,7 @@ def run(bound: BoundSession, prompt: list[int], params: SamplingParams, limits: 
 
 
 def naive(bundle: Path, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
-    """The same law from the float64 reference, recomputed from the beginning for every token."""
+    """The same decoding with the float64 reference, recomputed from the beginning for every token."""
     source = bundle.parent / "checkpoint"
     config = json.loads((source / "config.json").read_text())
     weights = Checkpoint(source)
@@ -55,7 +55,7 @@ def naive(bundle: Path, prompt: list[int], params: SamplingParams, count: int) -
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=0.8, seed=5)], ids=["greedy", "sampled"]
 )
-def test_text_is_that_of_the_naive_decoder(tiny_bundle: Path, params: SamplingParams) -> None:
+def test_text_equals_that_of_the_naive_decoder(tiny_bundle: Path, params: SamplingParams) -> None:
     prompt = list(range(20, 45))
     assert run(bind(tiny_bundle), prompt, params, DecodeLimits(12)) == naive(tiny_bundle, prompt, params, 12)
 
@@ -63,14 +63,14 @@ def test_text_is_that_of_the_naive_decoder(tiny_bundle: Path, params: SamplingPa
 def test_chunked_prefill_gives_the_same_text(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = np.random.default_rng(1).integers(5, VOCABULARY, 100).tolist()
     whole = run(bind(tiny_bundle), prompt, SamplingParams(), DecodeLimits(20))
-    for rows in (1, 7, 99, 100):
-        monkeypatch.setattr(prefill_module, "PREFILL_TOKENS", rows)
+    for width in (1, 7, 99, 100):
+        monkeypatch.setattr(prefill_module, "PREFILL_TOKENS", width)
         bound = bind(tiny_bundle)
         assert run(bound, prompt, SamplingParams(), DecodeLimits(20)) == whole
         assert bound.arena.length == 119
 
 
-def test_a_cached_beginning_gives_the_same_text(tiny_bundle: Path) -> None:
+def test_a_cached_prefix_gives_the_same_text(tiny_bundle: Path) -> None:
     prompt = np.random.default_rng(2).integers(5, VOCABULARY, 60).tolist()
     fresh = run(bind(tiny_bundle), prompt, SamplingParams(), DecodeLimits(15))
     bound = bind(tiny_bundle)
@@ -80,7 +80,7 @@ def test_a_cached_beginning_gives_the_same_text(tiny_bundle: Path) -> None:
         assert run(bound, prompt, SamplingParams(), DecodeLimits(15)) == fresh
 
 
-def test_growth_of_the_arena_in_mid_text_changes_nothing(tmp_path: Path) -> None:
+def test_growth_of_the_arena_does_not_change_the_text(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, max_position_embeddings=700)
     prompt = np.random.default_rng(3).integers(5, VOCABULARY, 250).tolist()
     bound = bind(bundle, limit=700)
@@ -99,7 +99,7 @@ def test_quantized_models_give_one_text_for_a_seed(tmp_path: Path, weights) -> N
     assert tuple(other) not in texts
 
 
-def test_end_tokens_end_the_text_and_are_not_part_of_it(tiny_bundle: Path) -> None:
+def test_end_of_sequence_tokens_end_the_text_and_are_not_part_of_it(tiny_bundle: Path) -> None:
     free = run(bind(tiny_bundle), [50, 60], SamplingParams(), DecodeLimits(30))
     for eos in (frozenset({free[0]}), frozenset({free[7], 299}), frozenset({free[-1]})):
         steps = list(decode(bind(tiny_bundle), [50, 60], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(30, eos)))
@@ -110,14 +110,14 @@ def test_end_tokens_end_the_text_and_are_not_part_of_it(tiny_bundle: Path) -> No
         assert sum(step.produced for step in steps) == end + 1
 
 
-def test_passes_and_rows_add_up(tiny_bundle: Path) -> None:
+def test_passes_and_cache_slots_add_up(tiny_bundle: Path) -> None:
     bound = bind(tiny_bundle)
     steps = list(decode(bound, [5, 6, 7], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(9)))
     assert sum(step.produced for step in steps) == sum(step.target_passes for step in steps) == 9
     assert bound.arena.length == 3 + 9 - 1
 
 
-def test_the_context_ends_the_text(tiny_bundle: Path) -> None:
+def test_the_end_of_the_context_ends_the_text(tiny_bundle: Path) -> None:
     bound = bind(tiny_bundle, limit=32)
     steps = list(decode(bound, list(range(5, 35)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits()))
     assert [len(step.tokens) for step in steps] == [1, 1]
@@ -127,7 +127,7 @@ def test_the_context_ends_the_text(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("after", range(6))
-def test_cancelling_leaves_an_arena_to_go_on_with(
+def test_cancelling_leaves_a_valid_cache(
     tiny_bundle: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_module, "PREFILL_TOKENS", 10)
@@ -147,7 +147,7 @@ def test_cancelling_leaves_an_arena_to_go_on_with(
     assert run(bound, prompt, SamplingParams(), DecodeLimits(8)) == expected
 
 
-def test_a_tree_is_verified_as_its_branches_alone(tiny_bundle: Path) -> None:
+def test_logits_of_a_tree_are_those_of_its_branches_alone(tiny_bundle: Path) -> None:
     """Siblings share a position and do not see each other; compaction leaves a branch as if decoded in order."""
     prompt, tokens = list(range(70, 90)), [100, 110, 120, 130, 140]
     parents = [-1, 0, 0, 2, 1]  # two branches under the anchor: 100-110-140 and 100-120-130
@@ -176,7 +176,7 @@ def test_a_tree_is_verified_as_its_branches_alone(tiny_bundle: Path) -> None:
     np.testing.assert_allclose(bound.forward([150]), alone.forward([150]), atol=2e-5)
 
 
-def test_asked_rows_are_those_of_the_whole_pass(tiny_bundle: Path) -> None:
+def test_logits_of_some_positions_are_those_of_the_whole_pass(tiny_bundle: Path) -> None:
     bound = bind(tiny_bundle)
     every = bound.forward(list(range(10, 20))).copy()
     for rows in ([9], [0, 9], [3, 1, 4], range(10)):

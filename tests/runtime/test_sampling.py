@@ -1,3 +1,5 @@
+"""The sampler, against a slow textbook version of every step."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -11,7 +13,7 @@ from edgerun import InputError
 from edgerun.runtime.sampling import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 
 
-def naive_law(logits: npt.NDArray[np.float32], params: SamplingParams, seen: set[int]) -> npt.NDArray[np.float64]:
+def naive_distribution(logits: npt.NDArray[np.float32], params: SamplingParams, seen: set[int]) -> npt.NDArray[np.float64]:
     """The textbook pipeline, written the slow way: penalty, temperature, top-k, top-p, min-p, renormalised."""
     scores = logits.astype(np.float64)
     for token in seen:
@@ -33,11 +35,15 @@ def naive_law(logits: npt.NDArray[np.float32], params: SamplingParams, seen: set
     return p / p.sum()
 
 
+def _large_logits(size: int, distinct: int, seed: int) -> npt.NDArray[np.float32]:
+    """`size` logits of at most `distinct` different values, so that there are many ties."""
+    random = np.random.default_rng(seed)
+    return random.choice(random.integers(-40, 41, distinct), size).astype(np.float32) / 4
+
+
 # Quarter steps keep every comparison at a filter's edge free of rounding.
-LOGITS = arrays(
-    np.float32,
-    st.integers(2, 40) | st.integers(1000, 5000),
-    elements=st.integers(-40, 40).map(lambda i: np.float32(i / 4)),
+LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.integers(-40, 40).map(lambda i: np.float32(i / 4))) | (
+    st.builds(_large_logits, st.integers(1000, 5000), st.integers(1, 81), st.integers(0, 1 << 32))
 )
 
 
@@ -51,21 +57,21 @@ LOGITS = arrays(
     data=st.data(),
 )
 @settings(max_examples=300)
-def test_law_equals_the_textbook_pipeline(logits, temperature, top_k, top_p, min_p, penalty, data) -> None:
+def test_probabilities_equal_the_textbook_pipeline(logits, temperature, top_k, top_p, min_p, penalty, data) -> None:
     params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
     seen = set(data.draw(st.lists(st.integers(0, logits.size - 1), max_size=5)))
     sampler = Sampler(params, logits.size)
     sampler.observe(sorted(seen))
     before = logits.copy()
     ids, probabilities = sampler.probabilities(logits)
-    law = np.zeros(logits.size)
-    law[ids] = probabilities
-    np.testing.assert_allclose(law, naive_law(logits, params, seen if penalty != 1 else set()), rtol=1e-6, atol=1e-12)
+    dense = np.zeros(logits.size)
+    dense[ids] = probabilities
+    np.testing.assert_allclose(dense, naive_distribution(logits, params, seen if penalty != 1 else set()), rtol=1e-6, atol=1e-12)
     assert (np.diff(ids) > 0).all()
     np.testing.assert_array_equal(logits, before)
 
 
-def test_draws_follow_the_law() -> None:
+def test_choices_follow_the_distribution() -> None:
     """Chi-square over 20,000 positions at V = 5; the 0.999 quantile of chi2(4) is 18.47."""
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.08, 0.02], np.float32))
     sampler = Sampler(SamplingParams(temperature=1.0, seed=7), 5)
@@ -74,7 +80,7 @@ def test_draws_follow_the_law() -> None:
     assert ((drawn - expected) ** 2 / expected).sum() < 18.47
 
 
-def test_choice_is_the_inverse_of_the_cumulative_law() -> None:
+def test_a_choice_is_the_inverse_of_the_cumulative_distribution() -> None:
     logits = np.log(np.array([0.25, 0.25, 0.5], np.float32))
     sampler = Sampler(SamplingParams(temperature=1.0, seed=3), 3)
     for position in range(200):
@@ -82,15 +88,15 @@ def test_choice_is_the_inverse_of_the_cumulative_law() -> None:
         assert sampler.choose(logits, position) == (0 if u < 0.25 else 1 if u < 0.5 else 2)
 
 
-def test_a_position_has_one_number_per_seed() -> None:
+def test_every_seed_and_position_has_its_own_random_number() -> None:
     values = {(seed, position): uniform_at(seed, position) for seed in range(5) for position in range(50)}
     assert len(set(values.values())) == len(values)
     assert all(uniform_at(*key) == value for key, value in reversed(values.items()))
     assert all(0 <= value < 1 for value in values.values())
 
 
-def test_the_numbers_of_a_seed_stay_what_they_were() -> None:
-    """A seed's text must not change from one version to the next."""
+def test_the_random_numbers_of_a_seed_do_not_change_between_versions() -> None:
+    """The text of a seed must not change from one version to the next."""
     assert [uniform_at(*key) for key in ((0, 0), (7, 12), (2**64 - 1, 3))] == [
         0.011546754286331562,
         0.04774028854427814,
@@ -98,7 +104,7 @@ def test_the_numbers_of_a_seed_stay_what_they_were() -> None:
     ]
 
 
-def test_numbers_of_other_purposes_positions_and_parts_are_others() -> None:
+def test_random_numbers_differ_between_purposes_positions_and_parts() -> None:
     keys = [
         (seed, position, purpose, part)
         for seed in range(3)
@@ -114,7 +120,7 @@ def test_numbers_of_other_purposes_positions_and_parts_are_others() -> None:
     assert tuple(uniforms_at(seed, position, 2, purpose, part).tolist()) == values[keys[-1]][:2]
 
 
-def test_what_is_supposed_is_forgotten() -> None:
+def test_rollback_forgets_the_observed_tokens() -> None:
     logits = np.array([3.0, 2.9, 2.8, 2.7], np.float32)
     sampler = Sampler(SamplingParams(repeat_penalty=2.0), 4)
     sampler.observe([0])
@@ -130,30 +136,30 @@ def test_what_is_supposed_is_forgotten() -> None:
     assert sampler.choose(logits, 0) == 1
 
 
-def test_a_law_outlives_the_next_one() -> None:
+def test_a_distribution_stays_valid_after_the_next_call() -> None:
     sampler = Sampler(SamplingParams(temperature=0.8, top_k=3), 5)
     logits = np.array([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], np.float32)
-    law = sampler.distribution(logits[0])
+    distribution = sampler.distribution(logits[0])
     sampler.distribution(logits[1])
     ids, probs = sampler.probabilities(logits[0])
-    np.testing.assert_array_equal(law.ids, ids)
-    np.testing.assert_array_equal(law.probs, probs)
-    sure = Sampler(SamplingParams(), 5).distribution(logits[0])
-    assert (sure.ids.tolist(), sure.probs.tolist()) == ([4], [1.0])
+    np.testing.assert_array_equal(distribution.ids, ids)
+    np.testing.assert_array_equal(distribution.probs, probs)
+    certain = Sampler(SamplingParams(), 5).distribution(logits[0])
+    assert (certain.ids.tolist(), certain.probs.tolist()) == ([4], [1.0])
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     assert Sampler(SamplingParams(), 4).choose(np.array([1, 3, 3, 2], np.float32), 0) == 1
 
 
-def test_greedy_with_penalty_avoids_what_was_seen() -> None:
+def test_greedy_with_penalty_avoids_tokens_of_the_context() -> None:
     sampler = Sampler(SamplingParams(repeat_penalty=2.0), 3)
     sampler.observe([1])
     assert sampler.choose(np.array([1.0, 1.5, 0.0], np.float32), 0) == 0
     assert sampler.choose(np.array([-4.0, -1.5, -3.5], np.float32), 0) == 1
 
 
-def test_nothing_of_vocabulary_size_is_allocated_per_token() -> None:
+def test_a_choice_allocates_no_array_of_vocabulary_size() -> None:
     import tracemalloc
 
     size = 200_000

@@ -121,7 +121,7 @@ def test_stop_may_be_repeated(tiny_bundle: Path, capsys: pytest.CaptureFixture[s
         (["-p", "a", "--threads", "3000000000"], "less than or equal to 1024"),
         (["-p", "a", "--context", "1"], "greater than or equal to 2"),
         (["-p", "a", "--context", "9999"], "context is 9999; this model allows at most 256"),
-        (["-p", "a", "--stop", ""], "it must be text, or several texts, of at least one character"),
+        (["-p", "a", "--stop", ""], "it must be a non-empty string, or several"),
         (["-p", "a", "--device", "abacus"], "this machine has no device 'abacus'; available: "),
         (["-p", "a", "--frobnicate"], "No such option: --frobnicate; see edge-run run --help"),
         (["-p", ""], "the prompt is empty"),

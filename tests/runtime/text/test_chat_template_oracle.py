@@ -1,4 +1,4 @@
-"""The chat templates of nine families, rendered as `transformers` renders them: tools, documents and all."""
+"""Chat templates of nine families render as in `transformers`, with tools and documents."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ VARIABLES: dict[str, dict[str, Any]] = {
 
 
 class Clock(datetime):
-    """A clock that stands."""
+    """A clock with a fixed time."""
 
     @classmethod
     def now(cls, tz: Any = None) -> datetime:
@@ -108,7 +108,7 @@ class Clock(datetime):
 
 
 @pytest.fixture(autouse=True)
-def standing_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def fixed_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_utils, "datetime", Clock)
     monkeypatch.setattr("edgerun.runtime.text.chat_template.datetime", Clock)
 
@@ -118,12 +118,12 @@ def source_of(family: str) -> str:
 
 
 def expected_of(source: str, messages: list[dict[str, Any]], **variables: Any) -> str | None:
-    """What `transformers` renders; None where the template refuses."""
+    """What `transformers` renders; None if the template raises."""
     try:
         rendered, _ = chat_utils.render_jinja_template(
             [messages], chat_template=source, **{"add_generation_prompt": True, **SPECIAL, **variables}
         )
-    except Exception:  # noqa: BLE001  whatever Jinja makes of it
+    except Exception:  # noqa: BLE001  Jinja raises many types
         return None
     text: str = rendered[0]
     return text
@@ -131,7 +131,7 @@ def expected_of(source: str, messages: list[dict[str, Any]], **variables: Any) -
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rendered_as_transformers_does(family: str, conversation: str) -> None:
+def test_text_equals_that_of_transformers(family: str, conversation: str) -> None:
     source, messages = source_of(family), CONVERSATIONS[conversation]
     template = ChatTemplate(source, SPECIAL)
     for name, variables in VARIABLES.items():
@@ -143,8 +143,8 @@ def test_rendered_as_transformers_does(family: str, conversation: str) -> None:
             assert template.render(messages, **variables) == expected, name
 
 
-def test_the_comparison_covers_what_it_says() -> None:
-    """Tools, calls, results, documents, dates and thinking each show up in the text of some family."""
+def test_the_comparison_covers_every_feature() -> None:
+    """Tools, calls, results, documents, dates and thinking each appear in the text of some family."""
 
     def rendered(conversation: str, variables: str) -> list[str]:
         texts = (expected_of(source_of(f), CONVERSATIONS[conversation], **VARIABLES[variables]) for f in FAMILIES)
@@ -169,7 +169,7 @@ def test_the_comparison_covers_what_it_says() -> None:
     ("tokenizer", "family"),
     [("qwen2.5", "Qwen-Qwen2.5-7B-Instruct"), ("phi-3-mini", "microsoft-Phi-3.5-mini-instruct")],
 )
-def test_token_ids_are_those_of_transformers(tokenizer: str, family: str, tmp_path: Path) -> None:
+def test_token_ids_equal_those_of_transformers(tokenizer: str, family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = data_path(f"tokenizers/{tokenizer}")
     bundle = Bundle(folder, folder / "model.onnx", None)
@@ -185,7 +185,7 @@ def test_token_ids_are_those_of_transformers(tokenizer: str, family: str, tmp_pa
             )
             text = template.render(messages, **variables)
             assert ours.encode(text, add_special_tokens=False) == expected
-    # The template that the tokenizer's own configuration brings is the one that is loaded.
+    # The template of the tokenizer's own configuration is loaded.
     own = load_template(bundle, ours)
     if theirs.chat_template is None:
         assert own is None

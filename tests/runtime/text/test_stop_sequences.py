@@ -9,7 +9,7 @@ TEXT = st.text(alphabet="ab\n", max_size=30)
 
 
 @given(text=TEXT, stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=3), data=st.data())
-def test_pieces_end_at_the_first_stop_however_they_are_cut(text: str, stops: list[str], data: st.DataObject) -> None:
+def test_text_ends_at_the_first_stop_sequence_however_it_is_split(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     matcher = StopMatcher(stops)
@@ -18,7 +18,7 @@ def test_pieces_end_at_the_first_stop_however_they_are_cut(text: str, stops: lis
         shown += matcher.push(piece)
         pushed += piece
         if not matcher.stopped:
-            # Nothing is held back without need: what is held begins some stop string.
+            # Only text that begins some stop sequence is held back.
             held = pushed.removeprefix(shown)
             assert shown + held == pushed
             assert not held or any(stop.startswith(held) for stop in stops)
@@ -31,7 +31,7 @@ def test_pieces_end_at_the_first_stop_however_they_are_cut(text: str, stops: lis
         assert shown + matcher.flush() == text
 
 
-def test_nothing_follows_a_stop() -> None:
+def test_text_after_a_stop_sequence_is_dropped() -> None:
     matcher = StopMatcher(["END"])
     assert matcher.push("abcE") == "abc"
     assert matcher.push("ND more") == ""

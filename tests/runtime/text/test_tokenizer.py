@@ -1,4 +1,4 @@
-"""Real tokenizers against recorded encodings, and text that comes back as it went in."""
+"""Real tokenizers: recorded encodings, and round trips."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def golden(request: pytest.FixtureRequest) -> tuple[TextTokenizer, list[str], li
     return tokenizer_in(data_path(f"tokenizers/{GOLDEN[request.param]}")), texts, ids
 
 
-def test_encodings_are_those_on_record(golden: tuple[TextTokenizer, list[str], list[list[int]]]) -> None:
+def test_encodings_equal_the_recorded_ones(golden: tuple[TextTokenizer, list[str], list[list[int]]]) -> None:
     tokenizer, texts, ids = golden
     for text, expected in zip(texts, ids, strict=True):
         assert tokenizer.encode(text, add_special_tokens=False) == expected, repr(text)
 
 
-def test_texts_come_back_token_by_token(golden: tuple[TextTokenizer, list[str], list[list[int]]]) -> None:
+def test_streamed_tokens_give_the_text_back(golden: tuple[TextTokenizer, list[str], list[list[int]]]) -> None:
     tokenizer, texts, ids = golden
     for text, tokens in zip(texts, ids, strict=True):
         decoder = StreamDecoder(tokenizer)
         streamed = "".join(decoder.push([token]) for token in tokens) + decoder.flush()
         assert streamed == tokenizer.decode(tokens)
-        # SentencePiece puts a space before the text, and takes it away again.
+        # SentencePiece adds a space before the text and removes it again.
         assert streamed == text or streamed.lstrip(" ") == text.lstrip(" "), repr(text)
 
 
 @settings(max_examples=60)
 @given(text=st.text(max_size=40))
-def test_any_text_survives_a_byte_level_tokenizer(text: str) -> None:
+def test_a_byte_level_tokenizer_gives_any_text_back(text: str) -> None:
     tokenizer = _qwen()
     normal = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
-    # The tokenizer normalizes to NFC, which does not change what is normal already.
+    # The tokenizer normalizes to NFC, which does not change normalized text.
     assert tokenizer.decode(tokenizer.encode(normal, add_special_tokens=False)) == normal
 
 

@@ -47,13 +47,13 @@ def test_templates_of_well_known_families_render(family: str) -> None:
         st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
     )
 )
-def test_tojson_keeps_text_as_it_is(value: object) -> None:
+def test_tojson_does_not_escape_text(value: object) -> None:
     text = ChatTemplate("{{ messages[0].content | tojson }}").render([{"role": "user", "content": value}])
     assert json.loads(text) == value
     assert text == json.dumps(value, ensure_ascii=False)
 
 
-def test_generation_marks_and_loop_controls_are_understood() -> None:
+def test_generation_blocks_and_loop_controls_render() -> None:
     source = (
         "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
         "{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
@@ -61,13 +61,13 @@ def test_generation_marks_and_loop_controls_are_understood() -> None:
     assert ChatTemplate(source).render(CONVERSATION) == "Grüße <b>&</b>;Hello;"
 
 
-def test_tojson_takes_the_options_that_templates_give() -> None:
+def test_tojson_takes_the_options_of_json_dumps() -> None:
     source = "{{ m | tojson }}{{ m | tojson(indent=1) }}{{ m | tojson(separators=(',', ':'), ensure_ascii=True) }}"
     text = ChatTemplate(source + "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}").render([], m={"k": ["ü", 1]})
     assert text == '{"k": ["ü", 1]}{\n "k": [\n  "ü",\n  1\n ]\n}{"k":["\\u00fc",1]}{"a": 2, "b": 1}'
 
 
-def test_tools_and_documents_are_nothing_unless_given() -> None:
+def test_tools_and_documents_are_none_by_default() -> None:
     template = ChatTemplate("{{ tools is none }} {{ documents is none }} {{ tools }} {{ documents }}")
     assert template.render([]) == "True True None None"
     assert template.render([], tools=[], documents=[]) == "False False [] []"
@@ -75,7 +75,7 @@ def test_tools_and_documents_are_nothing_unless_given() -> None:
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "files"])
-def test_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path, tiny_bundle: Path, where: str) -> None:
+def test_the_tool_use_template_renders_conversations_with_tools(tmp_path: Path, tiny_bundle: Path, where: str) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)
     config = json.loads((bundle / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -93,9 +93,9 @@ def test_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path, t
     opened = Bundle(bundle, bundle / "model.onnx", None)
     template = load_template(opened, TextTokenizer(opened, 300))
     assert template is not None
-    turns = [{"role": "user", "content": "hi"}]
-    assert template.render(turns) == "hi"
-    assert template.render(turns, tools=[{"name": "weather"}]) == "hi with weather"
+    messages = [{"role": "user", "content": "hi"}]
+    assert template.render(messages) == "hi"
+    assert template.render(messages, tools=[{"name": "weather"}]) == "hi with weather"
 
 
 @pytest.mark.parametrize("value", [3, {"default": "x"}, [{"name": "default", "template": 3}], [{"template": "x"}]])
@@ -116,7 +116,7 @@ def test_blocks_are_trimmed() -> None:
     assert ChatTemplate(source).render(CONVERSATION) == "x\nx\nx\n"
 
 
-def test_a_template_may_refuse() -> None:
+def test_a_template_can_refuse_messages() -> None:
     with pytest.raises(TemplateError, match="System role not supported; repair the model's chat template"):
         ChatTemplate("{{ raise_exception('System role not supported') }}").render([])
 
@@ -144,7 +144,7 @@ def test_a_template_may_refuse() -> None:
         "{{ undefined.attribute }}",
     ],
 )
-def test_malicious_or_broken_templates_end_in_one_clear_line(attack: str) -> None:
+def test_malicious_and_broken_templates_raise_a_one_line_error(attack: str) -> None:
     with pytest.raises(TemplateError) as caught:
         ChatTemplate(attack).render([{"role": "user", "content": "hi"}])
     assert "\n" not in str(caught.value)
@@ -152,13 +152,13 @@ def test_malicious_or_broken_templates_end_in_one_clear_line(attack: str) -> Non
 
 
 @pytest.mark.parametrize("probe", ["{{ strftime_now.__globals__ }}", "{{ '%s' | format(lipsum.__globals__) }}"])
-def test_python_internals_are_not_there(probe: str) -> None:
+def test_templates_cannot_reach_python_internals(probe: str) -> None:
     assert ChatTemplate(probe).render([]) == ""
 
 
 @pytest.mark.parametrize(
     "source", ["{% for %}", "{{ " + "(" * 5000 + ")" * 5000 + " }}", "{{", "{% endif %}", "{% frobnicate %}"]
 )
-def test_what_is_not_jinja_is_refused_when_compiled(source: str) -> None:
+def test_invalid_jinja_is_refused_when_compiled(source: str) -> None:
     with pytest.raises(TemplateError, match="the chat template is not valid"):
         ChatTemplate(source)

@@ -33,7 +33,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 @pytest.fixture(scope="module")
 def metaspace(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    """The Llama-2 way: words begin with U+2581, unknown characters fall back to bytes, the first space is stripped."""
+    """As in Llama 2: words begin with U+2581, unknown characters fall back to bytes, the first space is stripped."""
     pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "▁world", "lo", "é", "!"]
     tokenizer = Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
@@ -47,8 +47,8 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 @given(groups=st.lists(st.lists(st.integers(0, 260), max_size=5), max_size=12))
 @settings(max_examples=200)
-def test_pieces_joined_are_the_whole_text(byte_level: TextTokenizer, groups: list[list[int]]) -> None:
-    """Also for tokens that are no valid UTF-8 at all, however many come at a time."""
+def test_joined_pieces_equal_the_whole_text(byte_level: TextTokenizer, groups: list[list[int]]) -> None:
+    """Also for tokens that are not valid UTF-8, in groups of any size."""
     decoder = StreamDecoder(byte_level)
     text = "".join(decoder.push(group) for group in groups) + decoder.flush()
     assert text == byte_level.decode([token for group in groups for token in group])
@@ -56,8 +56,8 @@ def test_pieces_joined_are_the_whole_text(byte_level: TextTokenizer, groups: lis
 
 @given(words=st.lists(st.sampled_from(["<s>", "▁hello", "▁world", "lo", "é", "!", *"日👩ß\n"]), max_size=20))
 @settings(max_examples=200)
-def test_byte_fallback_pieces_joined_are_the_whole_text(metaspace: TextTokenizer, words: list[str]) -> None:
-    """Of valid UTF-8: one invalid byte makes this decoder turn the whole run of bytes around it to U+FFFD."""
+def test_joined_pieces_equal_the_whole_text_with_byte_fallback(metaspace: TextTokenizer, words: list[str]) -> None:
+    """For valid UTF-8 only: one invalid byte makes this decoder turn all bytes around it into U+FFFD."""
     ids: list[int] = []
     for word in words:
         token = metaspace._tokenizer.token_to_id(word)
@@ -67,7 +67,7 @@ def test_byte_fallback_pieces_joined_are_the_whole_text(metaspace: TextTokenizer
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_no_piece_shows_half_a_character(byte_level: TextTokenizer, text: str) -> None:
+def test_pieces_contain_whole_characters_only(byte_level: TextTokenizer, text: str) -> None:
     decoder = StreamDecoder(byte_level)
     pieces = [decoder.push([token]) for token in byte_level.encode(text, add_special_tokens=False)]
     assert not any("\ufffd" in piece for piece in pieces)
@@ -75,7 +75,7 @@ def test_no_piece_shows_half_a_character(byte_level: TextTokenizer, text: str) -
     assert decoder.flush() == ""
 
 
-def test_endless_invalid_bytes_are_shown_in_the_end(byte_level: TextTokenizer) -> None:
+def test_a_long_run_of_invalid_bytes_is_shown_eventually(byte_level: TextTokenizer) -> None:
     (continuation,) = {
         i for i in range(byte_level._tokenizer.get_vocab_size()) if byte_level._tokenizer.id_to_token(i) == "Ģ"
     }
@@ -83,7 +83,7 @@ def test_endless_invalid_bytes_are_shown_in_the_end(byte_level: TextTokenizer) -
     assert any(decoder.push([continuation]) for _ in range(100))
 
 
-def test_special_tokens_hide_no_space(metaspace: TextTokenizer) -> None:
+def test_special_tokens_do_not_remove_the_space_of_the_next_word(metaspace: TextTokenizer) -> None:
     ids = [metaspace._tokenizer.token_to_id(piece) for piece in ("<s>", "▁hello", "<s>", "▁world")]
     decoder = StreamDecoder(metaspace)
     assert "".join(decoder.push([token]) for token in ids) == "hello world"

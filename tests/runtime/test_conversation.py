@@ -1,0 +1,176 @@
+"""Sessions, and the files that they are saved in."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgerun
+from edgerun import (
+    ContextError,
+    EdgeError,
+    Engine,
+    GenerateOptions,
+    InputError,
+)
+from support.tiny_models import write_bundle
+
+
+def test_answers_of_a_session_reuse_the_cache_without_changing_the_text(engine: Engine) -> None:
+    with engine.session(system="a system") as chat:
+        first = chat.send("the other", max_tokens=8)
+        second = chat.send("in the end", max_tokens=8)
+        assert first.stats.reused_tokens == 0
+        assert second.stats.reused_tokens > 8
+        messages = list(chat.messages)
+    ids = engine.model.encode_chat(messages[:-1])
+    fresh = engine.model.answer(engine.model.new_sequence(), ids, GenerateOptions(max_tokens=8))
+    assert "".join(chunk.text for chunk in fresh) == second.text
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_a_closed_stream_keeps_the_text_so_far(engine: Engine) -> None:
+    chat = engine.session()
+    stream = chat.stream("the", max_tokens=30)
+    text = next(stream).text
+    stream.close()
+    assert chat.messages == [{"role": "user", "content": "the"}, {"role": "assistant", "content": text}]
+    assert chat.send("on", max_tokens=4).text
+
+
+def test_two_streams_of_a_session_are_answered_in_order(engine: Engine) -> None:
+    chat = engine.session()
+    first, second = chat.stream("the", max_tokens=4), chat.stream("other", max_tokens=4)
+    list(first)
+    list(second)
+    assert [message["content"] for message in chat.messages if message["role"] == "user"] == ["the", "other"]
+
+
+def test_a_reset_during_an_answer_is_kept(engine: Engine) -> None:
+    chat = engine.session()
+    stream = chat.stream("the", max_tokens=20)
+    next(stream)
+    chat.reset()
+    list(stream)
+    assert chat.messages == []
+
+
+def test_saving_during_an_answer_raises_instead_of_deadlocking(engine: Engine, tmp_path: Path) -> None:
+    chat = engine.session()
+    stream = chat.stream("the", max_tokens=20)
+    next(stream)
+    with pytest.raises(EdgeError, match="finish or close that stream first"):
+        chat.save(tmp_path / "chat.kv")
+    stream.close()
+    chat.save(tmp_path / "chat.kv")
+
+
+def test_a_failed_message_leaves_the_conversation_unchanged(engine: Engine) -> None:
+    chat = engine.session()
+    chat.send("the", max_tokens=4)
+    before = list(chat.messages)
+    with pytest.raises(ContextError, match=r"start again with reset \(/reset in the terminal\)"):
+        chat.send("x" * 300)
+    with pytest.raises(InputError, match="raw and system belong to a single answer"):
+        chat.send("x", raw=True)
+    assert chat.messages == before
+
+
+def test_a_resumed_conversation_continues_as_the_saved_one(engine: Engine, tiny_bundle: Path, tmp_path: Path) -> None:
+    chat = engine.session(system="s")
+    chat.send("the other", max_tokens=10)
+    chat.save(tmp_path / "chat.kv")
+    expected = chat.send("again", max_tokens=10)
+    with edgerun.load(tiny_bundle) as other, other.session(resume=tmp_path / "chat.kv") as resumed:
+        assert resumed.system == "s"
+        reply = resumed.send("again", max_tokens=10)
+        assert reply.text == expected.text
+        assert reply.stats.reused_tokens == expected.stats.reused_tokens
+        resumed.reset()
+        assert resumed.messages == [{"role": "system", "content": "s"}]
+
+
+def test_other_files_are_refused_as_saved_conversations(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "chat.kv"
+    with pytest.raises(InputError, match=r"chat\.kv cannot be read: No such file"):
+        engine.session(resume=path)
+    path.write_text("hello")
+    with pytest.raises(InputError, match="is not a saved conversation"):
+        engine.session(resume=path)
+    chat = engine.session()
+    chat.send("the", max_tokens=5)
+    chat.save(path)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(InputError, match="is not a saved conversation"):
+        engine.session(resume=path)
+    with edgerun.load(write_bundle(tmp_path / "other", seed=1)) as other:
+        chat.save(path)
+        with pytest.raises(InputError, match="belongs to another model or another version"):
+            other.session(resume=path)
+
+
+def test_a_closed_session_refuses_messages(engine: Engine) -> None:
+    chat = engine.session()
+    chat.close()
+    with pytest.raises(InputError, match="this session is closed"):
+        chat.send("a")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", "hi"),
+        ("messages", [1, 2]),
+        ("messages", [{"role": "user"}]),
+        ("tokens", np.zeros((), np.int64)),
+        ("tokens", np.array([1.5, 2.5])),
+        ("tokens", np.array([-1, 2])),
+        ("tokens", np.array([299, 300])),
+        ("tokens", np.array([1])),
+        ("rows.0", np.full((4, 1, 2, 2, 16), np.nan, np.float32)),
+        ("rows.0", np.zeros((4, 1, 2, 2, 15), np.float32)),
+        ("rows.1", np.zeros((4, 1, 2, 2, 16), np.float32)),
+    ],
+)
+def test_a_saved_conversation_with_wrong_contents_is_refused(engine: Engine, tmp_path: Path, field, value) -> None:
+    about = {"format": 2, "model": engine.bundle.fingerprint, "messages": [{"role": "user", "content": "a"}]}
+    arrays = {"tokens": np.array([5, 6]), "rows.0": np.zeros((4, 1, 2, 2, 16), np.float32)}
+    path = tmp_path / "chat.kv"
+
+    def store() -> None:
+        with path.open("wb") as file:
+            np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
+
+    store()
+    engine.session(resume=path).close()
+    if field == "messages":
+        about["messages"] = value
+    else:
+        arrays[field] = value
+    store()
+    with pytest.raises(InputError, match="is damaged|is not a saved conversation"):
+        engine.session(resume=path)
+
+
+def test_a_flipped_bit_in_a_saved_conversation_raises_at_most_an_input_error(engine: Engine, tmp_path: Path) -> None:
+    """The records of the archive itself have no checksum, and reading damaged ones fails in many ways."""
+    with engine.session() as session:
+        session.send("in the", max_tokens=2)
+        session.save(tmp_path / "chat")
+    saved = (tmp_path / "chat").read_bytes()
+    records = [at for at in range(len(saved)) if saved[at : at + 4] in (b"PK\1\2", b"PK\3\4", b"PK\5\6")]
+    for record in records:
+        for at in range(record, min(record + 30, len(saved))):
+            damaged = bytearray(saved)
+            damaged[at] ^= 1 << at % 8
+            (tmp_path / "chat").write_bytes(damaged)
+            with suppress(InputError):
+                engine.session(resume=tmp_path / "chat").close()
+            damaged[at] = saved[at] ^ (1 << (at + 5) % 8)
+            (tmp_path / "chat").write_bytes(damaged)
+            with suppress(InputError):
+                engine.session(resume=tmp_path / "chat").close()

@@ -1,0 +1,179 @@
+"""Errors of `load` for damaged, missing or foreign files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import edgerun
+from edgerun import (
+    BundleError,
+    TemplateError,
+)
+from edgerun.export import INT8
+from support.tiny_models import write_bundle
+
+
+def copy_of(bundle: Path, folder: Path) -> Path:
+    """A copy without the manifest, so that files can be changed."""
+    shutil.copytree(bundle, folder)
+    (folder / "edge.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", '{"temperature": "hot"}', "temperature is 'hot'; it must be a number"),
+        ("generation_config.json", '{"top_p": 7}', "top-p is 7.0; it must be above 0"),
+        ("generation_config.json", '{"top_k": Infinity}', "top_k is inf; it must be a number"),
+        ("generation_config.json", '{"temperature": 1' + "0" * 400 + "}", "it must be a number"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "tokenizer_config.json: eos_token is 5; it must be text"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template in tokenizer_config.json is not text"),
+        ("config.json", "[" * 100_000, "config.json"),
+        ("generation_config.json", '{"eos_token_id": 300}', "eos_token_id is 300; it must be an id"),
+        ("generation_config.json", "[]", "does not hold a JSON object"),
+        ("generation_config.json", "{", "is not valid JSON"),
+        ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
+        ("model.onnx", "just text", "model.onnx is not an ONNX model"),
+        ("chat_template.jinja", "{% if %}", "the chat template is not valid"),
+    ],
+)
+def test_errors_name_a_damaged_file_beside_the_graph(
+    tiny_bundle: Path, tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    folder = copy_of(tiny_bundle, tmp_path / "m")
+    (folder / name).write_text(content)
+    with pytest.raises((BundleError, TemplateError)) as caught:
+        edgerun.load(folder)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_names_a_chat_template_that_is_not_text(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = copy_of(tiny_bundle, tmp_path / "m")
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TemplateError, match=r"chat_template\.jinja cannot be read"):
+        edgerun.load(folder)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = copy_of(tiny_bundle, tmp_path / "m")
+    larger = write_bundle(tmp_path / "larger", vocab_size=301)
+    shutil.copy(larger / "tokenizer.json", folder)
+    with pytest.raises(BundleError, match="has token ids up to 300, but the model's vocabulary has 300"):
+        edgerun.load(folder)
+
+
+def test_an_error_names_a_path_without_a_tokenizer(tiny_bundle: Path, tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path / "absent", r"absent does not exist; give a tokenizer\.json, or a folder with one"),
+        (tmp_path, r"holds no tokenizer\.json; give a tokenizer\.json, or a folder with one"),
+        (tiny_bundle / "edge.json", r"edge\.json cannot be read: .*; give the tokenizer\.json of this model"),
+    ):
+        with pytest.raises(BundleError, match=message):
+            edgerun.load(tiny_bundle, tokenizer=path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are text elsewhere")
+def test_a_path_that_is_not_utf8_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = copy_of(tiny_bundle, tmp_path / "m\udcff")
+    with pytest.raises(BundleError, match=r"m.* is not UTF-8, which ONNX Runtime cannot open; rename it"):
+        edgerun.load(folder)
+
+
+def test_errors_name_missing_files(tiny_bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="does not exist; give an .onnx file or a model folder"):
+        edgerun.load(tmp_path / "nothing")
+    with pytest.raises(BundleError, match=r"holds no \.onnx file; give an .onnx file or a model folder"):
+        edgerun.load(tmp_path)
+    with pytest.raises(BundleError, match="it looks like a checkpoint: run edge-run export"):
+        edgerun.load(tiny_bundle.parent / "checkpoint")
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(BundleError, match="is not an .onnx file"):
+        edgerun.load(tmp_path / "notes.txt")
+    folder = copy_of(tiny_bundle, tmp_path / "m")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(
+        BundleError, match=r"holds no tokenizer\.json; put the model's tokenizer\.json beside the graph"
+    ):
+        edgerun.load(folder)
+
+
+def test_a_model_without_a_chat_template_only_continues_plain_text(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = copy_of(tiny_bundle, tmp_path / "m")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with edgerun.load(folder) as engine:
+        assert engine.generate("a", raw=True, max_tokens=2).text
+        with pytest.raises(TemplateError, match=r"has no chat template; continue plain text: --raw -p TEXT"):
+            engine.generate("a")
+        with pytest.raises(TemplateError, match="has no chat template"):
+            engine.session()
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "tokenizer.json"])
+def test_a_damaged_bundle_is_refused_by_its_checksums(tiny_bundle: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_bundle, folder)
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / name).write_bytes(data)
+    with pytest.raises(BundleError, match="is damaged: its checksum is not the one recorded"):
+        edgerun.load(folder)
+    (folder / name).write_bytes(data[:-1])
+    with pytest.raises(BundleError, match=r"is damaged: \d+ bytes, \d+ expected; copy the bundle again"):
+        edgerun.load(folder)
+    (folder / name).unlink()
+    with pytest.raises(BundleError, match=r"is missing|holds no \.onnx file"):
+        edgerun.load(folder)
+
+
+def test_a_large_file_is_hashed_again_when_it_changes(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path, hidden_size=512, intermediate_size=2048)
+    weights = bundle / "model.onnx.data"
+    assert weights.stat().st_size > 8 << 20
+    edgerun.load(bundle).close()
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    time.sleep(0.01)  # for file systems that keep coarse times
+    weights.write_bytes(data)
+    with pytest.raises(BundleError, match="is damaged"):
+        edgerun.load(bundle)
+
+
+def test_a_manifest_of_a_later_format_asks_for_an_upgrade(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_bundle, folder)
+    manifest = json.loads((folder / "edge.json").read_text())
+    (folder / "edge.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(BundleError, match="is of format 99, contract 1; .*upgrade edge-run"):
+        edgerun.load(folder)
+    (folder / "edge.json").write_text(json.dumps({"format": 1, "contract": 1}))
+    with pytest.raises(BundleError, match=r"edge\.json cannot be read"):
+        edgerun.load(folder)
+    manifest["files"]["../../etc/passwd"] = {"bytes": 1, "sha256": "0"}
+    (folder / "edge.json").write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match="which lies outside the bundle"):
+        edgerun.load(folder)
+
+
+def test_external_data_outside_the_bundle_is_refused(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    folder = copy_of(write_bundle(tmp_path, weights=INT8), tmp_path / "m")
+    shutil.move(folder / "model.onnx.data", tmp_path / "elsewhere.data")
+    for location in ("../elsewhere.data", str(tmp_path / "elsewhere.data")):
+        model = onnx.load(folder / "model.onnx", load_external_data=False)
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = location
+        (folder / "model.onnx").write_bytes(model.SerializeToString())
+        with pytest.raises(BundleError, match=r"model\.onnx keeps weights in '.*', outside its folder"):
+            edgerun.load(folder)

@@ -1,0 +1,161 @@
+"""Concurrent answers of one engine: threads, asyncio tasks, cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+
+import edgerun
+from edgerun import (
+    EdgeError,
+    Engine,
+    FinishReason,
+    GenerateOptions,
+)
+
+
+def test_cancelling_from_another_thread_keeps_the_text_so_far(engine: Engine) -> None:
+    stream = engine.stream("the", temperature=1.0, seed=1, raw=True)
+    next(stream)
+    canceller = threading.Thread(target=engine.cancel)
+    canceller.start()
+    canceller.join()
+    last = list(stream)[-1]
+    assert last.finish_reason is FinishReason.CANCELLED
+    assert engine.generate("the", max_tokens=3).finish_reason is FinishReason.LENGTH
+
+
+def test_answers_of_several_threads_wait_for_each_other(engine: Engine) -> None:
+    expected = engine.generate("the", max_tokens=12).text
+    texts: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: texts.append(engine.generate("the", max_tokens=12).text)) for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == [expected] * 6
+
+
+def test_an_answer_inside_an_unfinished_one_raises_instead_of_deadlocking(engine: Engine) -> None:
+    stream = engine.stream("the", max_tokens=5)
+    next(stream)
+    with pytest.raises(EdgeError, match="the reader is in the middle of another answer"):
+        engine.generate("other")
+    stream.close()
+    assert engine.generate("the", max_tokens=5).text
+
+
+def test_a_waiting_answer_does_not_reuse_the_cache_of_the_running_one(engine: Engine) -> None:
+    """Even if its prompt begins with the text of the running answer."""
+    ids = list(range(30, 40))
+    options = GenerateOptions(max_tokens=10)
+    first = engine.model.new_sequence()
+    list(engine.model.answer(first, ids, options))
+    continuation = first.token_ids[:-2]
+    expected = "".join(chunk.text for chunk in engine.model.answer(None, continuation, options))
+    running = engine.model.answer(None, ids, options)
+    next(running)
+    waiting = engine.model.answer(None, continuation, options)
+    list(running)
+    chunks = list(waiting)
+    assert "".join(chunk.text for chunk in chunks) == expected
+    assert chunks[-1].stats.reused_tokens == 0
+
+
+def test_cancelling_before_the_first_chunk_ends_the_answer(engine: Engine) -> None:
+    stream = engine.stream("the")
+    stream.cancel()
+    (chunk,) = stream
+    assert chunk.finish_reason is FinishReason.CANCELLED
+    assert engine.generate("the", max_tokens=2).text
+
+
+def test_a_stream_can_be_continued_in_another_thread(engine: Engine) -> None:
+    stream = engine.stream("the", max_tokens=20)
+    next(stream)
+    rest: list[object] = []
+    reader = threading.Thread(target=lambda: rest.extend(stream))
+    reader.start()
+    reader.join()
+    assert rest
+    assert engine.generate("the", max_tokens=2).text
+
+
+def test_a_garbage_collected_stream_releases_the_engine(engine: Engine) -> None:
+    stream = engine.stream("the", max_tokens=20)
+    next(stream)
+    del stream
+    gc.collect()
+    assert engine.generate("the", max_tokens=2).text
+
+
+def test_closing_the_engine_ends_a_suspended_answer(tiny_bundle: Path) -> None:
+    engine = edgerun.load(tiny_bundle)
+    stream = engine.stream("the", raw=True)
+    next(stream)
+    engine.close()
+    assert list(stream) == []
+
+
+def test_async_methods_give_the_same_text(engine: Engine) -> None:
+    expected = engine.generate("the", max_tokens=12).text
+
+    async def both() -> tuple[str, str]:
+        reply = await engine.agenerate("the", max_tokens=12)
+        return reply.text, "".join([chunk.text async for chunk in engine.astream("the", max_tokens=12)])
+
+    assert asyncio.run(both()) == (expected, expected)
+
+
+def test_cancelling_a_task_releases_the_engine(engine: Engine) -> None:
+    async def abandon() -> None:
+        started = asyncio.Event()
+
+        async def consume() -> None:
+            async for _ in engine.astream("the", raw=True, max_tokens=50):
+                started.set()
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(consume())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(abandon(), 30))
+    assert engine.generate("the", max_tokens=3).text
+
+
+def test_cancelling_a_waiting_task_does_not_disturb_the_running_answer(engine: Engine) -> None:
+    expected = engine.generate("the", max_tokens=20).text
+    running = engine.stream("the", max_tokens=20)
+    text = next(running).text
+
+    async def queue_and_cancel() -> None:
+        queued = asyncio.create_task(engine.agenerate("other", max_tokens=5))
+        await asyncio.sleep(0.1)
+        assert not queued.done()
+        queued.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await queued
+
+    asyncio.run(asyncio.wait_for(queue_and_cancel(), 30))
+    assert text + "".join(chunk.text for chunk in running) == expected
+
+
+def test_an_answer_inside_an_unfinished_asyncio_stream_raises_instead_of_deadlocking(engine: Engine) -> None:
+    async def scenario() -> None:
+        stream = engine.astream("the", max_tokens=5)
+        await anext(stream)
+        with pytest.raises(EdgeError, match="the reader is in the middle of another answer"):
+            await engine.agenerate("other")
+        await stream.aclose()
+        assert (await engine.agenerate("the", max_tokens=2)).text
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
