@@ -127,9 +127,7 @@ def test_the_end_of_the_context_ends_the_text(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("after", range(6))
-def test_cancelling_leaves_a_valid_cache(
-    tiny_bundle: Path, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelling_leaves_a_valid_cache(tiny_bundle: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_module, "PREFILL_TOKENS", 10)
     prompt = list(range(40, 65))
     expected = run(bind(tiny_bundle), prompt, SamplingParams(), DecodeLimits(8))

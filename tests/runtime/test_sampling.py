@@ -13,7 +13,9 @@ from edgerun import InputError
 from edgerun.runtime.sampling import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 
 
-def naive_distribution(logits: npt.NDArray[np.float32], params: SamplingParams, seen: set[int]) -> npt.NDArray[np.float64]:
+def naive_distribution(
+    logits: npt.NDArray[np.float32], params: SamplingParams, seen: set[int]
+) -> npt.NDArray[np.float64]:
     """The textbook pipeline, written the slow way: penalty, temperature, top-k, top-p, min-p, renormalised."""
     scores = logits.astype(np.float64)
     for token in seen:
@@ -66,7 +68,9 @@ def test_probabilities_equal_the_textbook_pipeline(logits, temperature, top_k, t
     ids, probabilities = sampler.probabilities(logits)
     dense = np.zeros(logits.size)
     dense[ids] = probabilities
-    np.testing.assert_allclose(dense, naive_distribution(logits, params, seen if penalty != 1 else set()), rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(
+        dense, naive_distribution(logits, params, seen if penalty != 1 else set()), rtol=1e-6, atol=1e-12
+    )
     assert (np.diff(ids) > 0).all()
     np.testing.assert_array_equal(logits, before)
 

@@ -9,7 +9,9 @@ TEXT = st.text(alphabet="ab\n", max_size=30)
 
 
 @given(text=TEXT, stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=3), data=st.data())
-def test_text_ends_at_the_first_stop_sequence_however_it_is_split(text: str, stops: list[str], data: st.DataObject) -> None:
+def test_text_ends_at_the_first_stop_sequence_however_it_is_split(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     matcher = StopMatcher(stops)
