@@ -64,9 +64,7 @@ def verify(
         encoder = PromptEncoder(engine, BenchSettings(max_tokens))
         prompt_ids = [encoder.encode((), each.exchanges[0]).prompt for each in conversations]
         with ProgressDisplay() as progress:
-            report = Comparison(engine, max_tokens).certify(
-                prompt_ids, lambda done, total: progress("comparing texts", done / total)
-            )
+            report = Comparison(engine, max_tokens).report(prompt_ids, progress.stage("comparing texts"))
         engine.model.drafters.store_exactness_report(report)
         if as_json:
             facts = {
@@ -84,7 +82,7 @@ def verify(
 def exactness_summary(report: ExactnessReport) -> str:
     """What an exactness report found, in a few words."""
     counts = [count for count in (report.greedy, report.sampled, report.exact) if count is not None]
-    texts, tied = sum(count.texts for count in counts), sum(count.tied for count in counts)
+    texts, tied = sum(count.texts for count in counts), sum(count.near_ties for count in counts)
     failed = sum(count.failed for count in counts)
     if not report.noise.sound:
         return "FAILED: passes over several tokens compute something else than passes over one token"
@@ -105,7 +103,7 @@ def _show(engine: Engine, report: ExactnessReport, prompts: Sequence[str]) -> No
     table.add_column(overflow="fold")
     widths = ", ".join(f"{width}: {value:.2g}" for width, value in noise.chains.items())
     table.add_row("logits", f"largest difference to passes over one token, by tokens of a pass: {widths}")
-    table.add_row("", f"in trees: {noise.trees:.2g}; with the last bits of the cache changed: {noise.disturbed:.2g}")
+    table.add_row("", f"in trees: {noise.trees:.2g}; with the last bits of the cache changed: {noise.perturbed:.2g}")
     table.add_row("", f"standard deviation of the logits: {noise.spread:.2g}")
     leak = "do not affect each other" if not noise.leak else f"change tokens that must not see them by {noise.leak:.2g}"
     table.add_row("branches", leak)
@@ -122,13 +120,13 @@ def _show(engine: Engine, report: ExactnessReport, prompts: Sequence[str]) -> No
 
 def _counted(count: ComparisonCounts) -> str:
     parts = [f"{count.identical} of {count.texts} texts identical"]
-    if count.tied:
-        parts.append(f"{count.tied} differ from a near tie on, the widest {count.widest_tie:.2g}")
+    if count.near_ties:
+        parts.append(f"{count.near_ties} differ from a near tie on, the widest {count.widest_near_tie:.2g}")
     if count.failed:
         parts.append(f"{count.failed} differ elsewhere")
-    parts.append(f"{count.accepted} of {count.candidates} draft tokens accepted")
-    if count.again:
-        parts.append(f"{count.again} positions recomputed")
+    parts.append(f"{count.drafts.accepted} of {count.drafts.drafted} draft tokens accepted")
+    if count.recomputed:
+        parts.append(f"{count.recomputed} positions recomputed")
     return ", ".join(parts)
 
 

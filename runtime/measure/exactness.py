@@ -1,17 +1,17 @@
-"""How exact speculation is for a model on this machine: what was measured, and where it is kept."""
+"""The exactness report: how exact speculation is for a model on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...models.json_file import is_finite, is_whole
 from ..graph.bound_session import BoundSession
+from ..result import DraftCounts
 from .measurement_store import MeasurementStore
 from .width_noise import WidthNoise, measure_width_noise
 
-_FORM: Final = 1
 _QUICK_WIDTHS: Final = (2, 4)
 _QUICK_TOKENS: Final = 96
 SAMPLE_TEXT: Final = """\
@@ -23,113 +23,151 @@ def overdue(books, today):
 
 {"title": "Opening hours", "days": ["Tuesday", "Wednesday", "Friday"], "from": "9:30", "to": "18:00"}
 """
-"""What noise is measured over where there is no text to decode."""
+"""The text over which noise is measured before any text is generated."""
 
 
 @dataclass(frozen=True)
 class ComparisonCounts:
-    """Speculative texts compared with plain ones."""
+    """Counts of speculative texts that were compared with plain ones."""
 
-    texts: int
-    identical: int
-    tied: int
-    """Texts that part from the plain one at a near-tie, and nowhere else: behind it they are other texts."""
-    candidates: int
-    """Guesses that were verified on the way."""
-    accepted: int
-    """Those of them that the texts took."""
-    widest_tie: float = 0.0
-    """Logits between the two tokens of the clearest of those near-ties, as plain decoding sees them."""
-    again: int = 0
-    """Rows of the texts that were run again to decide near-ties."""
+    texts: int = 0
+    """Number of texts that were compared."""
+    identical: int = 0
+    """Number of texts that equal the plain one."""
+    near_ties: int = 0
+    """Number of texts that differ from the plain one from a near tie on; after it they are different texts."""
+    widest_near_tie: float = 0.0
+    """Largest margin of those near ties, in logits of plain decoding."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """Draft tokens that were verified and accepted."""
+    recomputed: int = 0
+    """Number of positions that were recomputed one by one to decide near ties."""
+
+    def __add__(self, other: ComparisonCounts) -> ComparisonCounts:
+        return ComparisonCounts(
+            self.texts + other.texts,
+            self.identical + other.identical,
+            self.near_ties + other.near_ties,
+            max(self.widest_near_tie, other.widest_near_tie),
+            self.drafts + other.drafts,
+            self.recomputed + other.recomputed,
+        )
 
     @property
     def failed(self) -> int:
-        """Texts that part where the choice was clear."""
-        return self.texts - self.identical - self.tied
+        """Number of texts that differ where the choice was clear."""
+        return self.texts - self.identical - self.near_ties
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to a plain JSON object."""
+        return {**vars(self), "drafts": dict(vars(self.drafts))}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ComparisonCounts:
+        """Read what `to_json` returned.
+
+        Raises:
+            ValueError: a field is missing or has an invalid value.
+        """
+        names = ("texts", "identical", "near_ties", "recomputed")
+        drafts = data.get("drafts")
+        if (
+            not isinstance(drafts, dict)
+            or not all(is_whole(drafts.get(name), 0) for name in ("drafted", "accepted"))
+            or not is_finite(data.get("widest_near_tie"))
+            or not all(is_whole(data.get(name), 0) for name in names)
+        ):
+            raise ValueError("holds invalid counts")
+        return cls(
+            **{name: data[name] for name in names},
+            widest_near_tie=float(data["widest_near_tie"]),
+            drafts=DraftCounts(drafts["drafted"], drafts["accepted"]),
+        )
 
 
 @dataclass(frozen=True)
 class Counterexample:
-    """A text that parts from plain decoding's where it should not."""
+    """A speculative text that differs from plain decoding where it must not."""
 
     kind: str
     """What was compared: `greedy`, `sampled` or `exact`."""
     drafter: str
+    """Name of the drafter: `oracle`, `oracle tree` or `auto`."""
     prompt: int
-    """Index among the prompts."""
+    """Index of the prompt."""
     seed: int
+    """Seed of a sampled text."""
     position: int
-    """Index in the answer, in tokens."""
+    """Index of the first differing token in the answer."""
     expected: int
-    """The token that plain decoding gives."""
+    """Token id of plain decoding."""
     found: int
+    """Token id of the speculative text; -1 if it ends there."""
     gap: float
-    """Between the two, in logits; see `comparison`."""
+    """Distance between the two in logits; see `comparison`."""
 
 
 @dataclass(frozen=True)
 class ExactnessReport:
-    """What is known; the texts are None until `edge-run verify` has compared some."""
+    """What was measured; the counts are None until `edge-run verify` has compared texts."""
 
     noise: WidthNoise
     greedy: ComparisonCounts | None = None
     sampled: ComparisonCounts | None = None
     exact: ComparisonCounts | None = None
-    """Greedy with near-ties decided again."""
+    """Greedy decoding that recomputes near ties."""
     counterexample: Counterexample | None = None
-    """The first."""
+    """The first text that differs where it must not."""
 
     @property
     def epsilon(self) -> float:
-        """Logits; what is further apart is not in doubt."""
+        """Margin in logits above which a choice is certain."""
         return self.noise.epsilon
 
     @property
     def passed(self) -> bool:
-        """Whether nothing speaks against this model on this machine."""
+        """Whether wide passes differ by noise only and no text differs where it must not."""
         return self.noise.sound and self.counterexample is None
 
     def to_json(self) -> dict[str, Any]:
-        """A plain object that `from_json` reads."""
-        parts = {name: None if part is None else dict(vars(part)) for name, part in vars(self).items()}
-        return {**parts, "noise": self.noise.to_json(), "epsilon": self.epsilon, "passed": self.passed}
+        """Convert to a plain JSON object."""
+        counts = {
+            name: None if part is None else part.to_json()
+            for name, part in (("greedy", self.greedy), ("sampled", self.sampled), ("exact", self.exact))
+        }
+        return {
+            "noise": self.noise.to_json(),
+            **counts,
+            "counterexample": None if self.counterexample is None else dict(vars(self.counterexample)),
+            "epsilon": self.epsilon,
+            "passed": self.passed,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ExactnessReport:
-        """What `to_json` wrote.
+        """Read what `to_json` returned.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: a field is missing or has an invalid value.
         """
         noise, found = data.get("noise"), data.get("counterexample")
-        if not isinstance(noise, dict) or not (found is None or isinstance(found, dict)):
-            raise ValueError("lacks what was measured")
+        parts = {name: data.get(name) for name in ("greedy", "sampled", "exact")}
+        if not isinstance(noise, dict) or not all(part is None or isinstance(part, dict) for part in parts.values()):
+            raise ValueError("lacks the measured noise, or holds invalid counts")
         try:
             counterexample = None if found is None else Counterexample(**found)
         except TypeError as error:
-            raise ValueError("holds a counterexample that is none") from error
-        counts = {name: _count(data.get(name)) for name in ("greedy", "sampled", "exact")}
+            raise ValueError("holds an invalid counterexample") from error
+        counts = {name: None if part is None else ComparisonCounts.from_json(part) for name, part in parts.items()}
         return cls(WidthNoise.from_json(noise), **counts, counterexample=counterexample)
 
 
-def _count(data: object) -> ComparisonCounts | None:
-    if data is None:
-        return None
-    if not isinstance(data, dict):
-        raise ValueError("holds a count that is none")
-    names = ("texts", "identical", "tied", "candidates", "accepted", "again")
-    if not is_finite(data.get("widest_tie")) or not all(is_whole(data.get(name), 0) for name in names):
-        raise ValueError("holds a count that is none")
-    return ComparisonCounts(**{name: data[name] for name in names}, widest_tie=float(data["widest_tie"]))
-
-
-EXACTNESS_REPORTS: Final = MeasurementStore("exactness", 1, ExactnessReport.from_json)
+EXACTNESS_REPORTS: Final = MeasurementStore("exactness", 2, ExactnessReport.from_json)
 """Exactness reports of models on this machine."""
 
 
 def measure_exactness(bound: BoundSession, text: Sequence[int]) -> ExactnessReport:
-    """A certificate of little more than the noise over one text of at least two tokens: about a second.
+    """Measure little more than the noise over one text of at least two tokens, in about a second.
 
     Raises:
         EdgeError: ONNX Runtime failed.

@@ -1,10 +1,10 @@
-"""How far passes over several rows are from passes over one: what the exactness of speculation rests on.
+"""Measures how far logits of passes over several tokens are from those of passes over one.
 
-A text is run one token a pass, then again in chains of every width and in branching trees, each over the cache that its
-own passes have left, and the logits are compared row by row. That is what decoding does: with activations rounded to
-8 bits a difference in the last bit can become a rounding that falls the other way, and later rows read it in the
-cache. Whether a short text meets such a rounding is chance, so it is also run one token a pass over a cache whose last
-bits were disturbed, which meets many.
+A text is run one token per pass, then again in chains of every width and in branching trees, each over the cache that
+its own passes have filled, and the logits are compared position by position. That is what decoding does: where
+activations are rounded to 8 bits, a difference in the last bit can become a rounding that falls the other way, and
+later positions read it in the cache. A short text may not contain such a rounding, so it is also run one token per
+pass over a cache whose last bits were perturbed, which causes many.
 """
 
 from __future__ import annotations
@@ -24,74 +24,78 @@ from ..prefill import prefill
 from ..speculation.tree import Source, Tree
 
 WIDTHS: Final = (1, 2, 3, 4, 8, 16)
-_DISTURBANCE: Final = 2.0**-18
-"""Of each value of the cache: some units of its last place, more than adding up in another order moves it, so that a
-short text meets a rounding that falls the other way. Where nothing is rounded it makes little noise."""
+_PERTURBATION: Final = 2.0**-18
+"""Relative perturbation of cached values: a few units in the last place, more than another order of summation causes.
+Where nothing is rounded to 8 bits it causes little noise."""
 _FALSE_CHILDREN: Final = 2
 _TREE_DEPTH: Final = 4
-_TREE_ROWS: Final = 1 + (_TREE_DEPTH - 1) * (1 + _FALSE_CHILDREN)
-"""Room that the last tree needs, most of it beside the text."""
-_LARGEST_SHARE: Final = 0.5
-"""Of the logits' own spread; noise beyond is none: the passes compute something else."""
+_TREE_NODES: Final = 1 + (_TREE_DEPTH - 1) * (1 + _FALSE_CHILDREN)
+"""Nodes of a tree; the context must have room for the last tree, most of which lies beside the text."""
+_MAX_NOISE: Final = 0.5
+"""Largest difference that counts as noise, as a share of the logits' standard deviation."""
 
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class WidthNoise:
-    """Largest differences between logits computed one row a pass and otherwise; all but `rows` in logits."""
+    """Largest differences between logits of passes over one token and of other passes."""
 
     chains: Mapping[int, float]
-    """By rows a pass. One row is the same computation again, to which a sound device gives the same bits."""
+    """By the width of the passes. Width 1 repeats the same computation, which should give the same bits."""
     trees: float
-    """In branching trees, on the path that the text took; 0 where the graph verifies none."""
-    disturbed: float
-    """One row a pass, over a cache whose last bits were disturbed."""
+    """In branching trees, at the nodes of the text; 0 if the graph does not verify trees."""
+    perturbed: float
+    """With one token per pass, over a cache whose last bits were perturbed."""
     leak: float
-    """Between a row and itself when rows that it does not see, later or on another branch, hold other tokens."""
+    """At positions whose own tokens are the same but which must not see other tokens that were replaced: later ones, or
+    ones on another branch."""
     spread: float
     """Standard deviation of the logits."""
-    rows: int
-    """Rows compared, of each kind."""
+    positions: int
+    """Number of positions that were compared for each kind of pass."""
 
     @property
     def largest(self) -> float:
-        """The most that a logit moved."""
+        """Largest difference of a logit between passes of different widths."""
         return max(*self.chains.values(), self.trees, self.leak)
 
     @property
     def identical(self) -> bool:
-        """Whether rows are the same to the last bit, however they were computed."""
+        """Whether logits are bit-identical for every pass width."""
         return self.largest == 0
 
     @property
     def epsilon(self) -> float:
-        """Scores further apart than this keep their order: both may move, towards each other. 0 if none moves."""
-        return 0.0 if self.identical else 2 * max(self.largest, self.disturbed)
+        """Margin in logits above which two tokens keep their order: both logits may move towards each other.
+
+        It is 0 if the logits are bit-identical.
+        """
+        return 0.0 if self.identical else 2 * max(self.largest, self.perturbed)
 
     @property
     def sound(self) -> bool:
-        """Whether the differences are noise; else passes over several rows compute something else on this device."""
-        return self.largest <= _LARGEST_SHARE * self.spread and self.leak <= 2 * self.disturbed
+        """Whether the differences are noise; if not, wide passes compute something else on this device."""
+        return self.largest <= _MAX_NOISE * self.spread and self.leak <= 2 * self.perturbed
 
     def to_json(self) -> dict[str, Any]:
-        """A plain object that `from_json` reads."""
+        """Convert to a plain JSON object."""
         return {**vars(self), "chains": {str(width): value for width, value in self.chains.items()}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WidthNoise:
-        """What `to_json` wrote.
+        """Read what `to_json` returned.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: a field is missing or has an invalid value.
         """
         chains = data.get("chains")
-        if not isinstance(chains, dict) or not chains or not is_whole(data.get("rows"), 1):
+        if not isinstance(chains, dict) or not chains or not is_whole(data.get("positions"), 1):
             raise ValueError("lacks the differences by width")
         return cls(
             {int(width): _difference(value) for width, value in chains.items()},
-            **{name: _difference(data.get(name)) for name in ("trees", "disturbed", "leak", "spread")},
-            rows=data["rows"],
+            **{name: _difference(data.get(name)) for name in ("trees", "perturbed", "leak", "spread")},
+            positions=data["positions"],
         )
 
 
@@ -108,93 +112,95 @@ def measure_width_noise(
     widths: Sequence[int] = WIDTHS,
     progress: Callable[[float], None] = lambda _: None,
 ) -> WidthNoise:
-    """Measure over `texts`, of which the first half, at least one token, is the context and the rest is compared.
+    """Measure the noise over texts.
 
-    The arena's contents are lost.
+    The first half of each text, at least one token, is the context; the logits of the rest are compared.
 
     Args:
-        bound: the session, and its arena.
-        texts: token ids, each of at least two tokens; longer ones than the context are cut.
-        widths: rows of a pass.
-        progress: told the fraction done.
+        bound: the session and its arena, whose contents are lost.
+        texts: token ids, each of at least two tokens; those longer than the context are cut.
+        widths: widths of the chains.
+        progress: receives the fraction done, 0 to 1.
 
     Raises:
         EdgeError: ONNX Runtime failed.
-        ValueError: there is no text of two tokens.
+        ValueError: there is no text, or one has less than two tokens.
     """
     arena = bound.arena
-    cut = [list(text[: max(2, arena.limit - _TREE_ROWS)]) for text in texts]
+    cut = [list(text[: max(2, arena.limit - _TREE_NODES)]) for text in texts]
     if not cut or min(map(len, cut)) < 2:
         raise ValueError("noise is measured over texts of at least two tokens")
     chains = dict.fromkeys(widths, 0.0)
-    trees = disturbed = leak = spread = 0.0
-    rows = 0
+    trees = perturbed = leak = spread = 0.0
+    positions = 0
     for number, text in enumerate(cut):
         context, rest = text[: len(text) // 2], text[len(text) // 2 :]
         arena.rewind_to(0)
         prefill(bound, context)
         start = arena.snapshot()
-        truth = _in_chains(bound, start, rest, 1)
-        rows += len(rest)
-        spread = max(spread, float(truth.std()))
+        expected = _run_chains(bound, start, rest, 1)
+        positions += len(rest)
+        spread = max(spread, float(expected.std()))
         for width in widths:
-            chains[width] = max(chains[width], _apart(_in_chains(bound, start, rest, width), truth))
-        disturbed = max(disturbed, _apart(_in_chains(bound, _disturbed(start, number), rest, 1), truth))
+            chains[width] = max(chains[width], _largest_difference(_run_chains(bound, start, rest, width), expected))
+        found = _run_chains(bound, _perturb(start, number), rest, 1)
+        perturbed = max(perturbed, _largest_difference(found, expected))
         if bound.graph_io.supports_trees:
-            trees = max(trees, _apart(_in_trees(bound, start, rest), truth))
+            trees = max(trees, _largest_difference(_run_trees(bound, start, rest), expected))
         leak = max(leak, _leak(bound, start, rest))
         progress((number + 1) / len(cut))
     arena.rewind_to(0)
-    return WidthNoise(chains, trees, disturbed, leak, spread, rows)
+    return WidthNoise(chains, trees, perturbed, leak, spread, positions)
 
 
-def _apart(first: Floats, second: Floats) -> float:
-    """The largest difference, and where there is none because something is no number, more than any other."""
+def _largest_difference(first: Floats, second: Floats) -> float:
+    """Return the largest difference; the largest float32 if a value is not finite, since NaN compares false."""
     difference = float(np.abs(first - second).max())
     return difference if math.isfinite(difference) else float(np.finfo(np.float32).max)
 
 
-def _disturbed(rows: CacheSnapshot, seed: int) -> CacheSnapshot:
-    """Rows of which every number is off by a little."""
+def _perturb(cache: CacheSnapshot, seed: int) -> CacheSnapshot:
+    """Multiply every cached value by a random factor close to 1."""
     random = np.random.default_rng(seed)
     return tuple(
-        (array * random.uniform(1 - _DISTURBANCE, 1 + _DISTURBANCE, array.shape)).astype(array.dtype) for array in rows
+        (array * random.uniform(1 - _PERTURBATION, 1 + _PERTURBATION, array.shape)).astype(array.dtype)
+        for array in cache
     )
 
 
-def _in_chains(bound: BoundSession, start: CacheSnapshot, text: Sequence[int], width: int) -> Floats:
-    """Logits float32 `[n, V]` of the text, run `width` tokens a pass behind the rows of `start`."""
+def _run_chains(bound: BoundSession, start: CacheSnapshot, text: Sequence[int], width: int) -> Floats:
+    """Return logits float32 `[n, V]` of the text, run `width` tokens per pass after the cache contents `start`."""
     bound.arena.restore(start)
     parts = []
-    for at in range(0, len(text), width):
-        parts.append(bound.forward(text[at : at + width]).copy())
-        bound.arena.commit(len(text[at : at + width]))
+    for index in range(0, len(text), width):
+        parts.append(bound.forward(text[index : index + width]).copy())
+        bound.arena.commit(len(text[index : index + width]))
     return np.concatenate(parts)
 
 
-def _in_trees(bound: BoundSession, start: CacheSnapshot, text: Sequence[int]) -> Floats:
-    """As `_in_chains`, in trees whose path along the text lies scattered among false branches."""
+def _run_trees(bound: BoundSession, start: CacheSnapshot, text: Sequence[int]) -> Floats:
+    """Return logits like `_run_chains`, of trees in which the text's nodes lie scattered among false branches."""
     arena = bound.arena
     arena.restore(start)
     parts = []
     for tree, path in _trees(text, bound.graph_io.vocab_size):
         base = arena.length
-        parts.append(_pass(bound, tree)[path].copy())
+        parts.append(_forward_tree(bound, tree)[path].copy())
         arena.compact(base, path)
     return np.concatenate(parts)
 
 
-def _pass(bound: BoundSession, tree: Tree) -> Floats:
+def _forward_tree(bound: BoundSession, tree: Tree) -> Floats:
     return bound.forward(tree.tokens, positions=bound.arena.length + tree.depths, tree_mask=tree.mask)
 
 
 def _trees(text: Sequence[int], vocab_size: int) -> Iterator[tuple[Tree, list[int]]]:
-    """Trees that together hold the text, and their nodes that do. Each of these but the last has false children too."""
-    for at in range(0, len(text), _TREE_DEPTH):
-        true = text[at : at + _TREE_DEPTH]
+    """Yield trees that together contain the text, with their nodes that do. Inner nodes have false children too."""
+    for index in range(0, len(text), _TREE_DEPTH):
+        true = text[index : index + _TREE_DEPTH]
         tokens, parents, path = [true[0]], [-1], [0]
         for depth, token in enumerate(true[1:], 1):
-            siblings = [(token + 1 + at + child) % vocab_size for child in range(_FALSE_CHILDREN)]
+            siblings = [(token + 1 + index + child) % vocab_size for child in range(_FALSE_CHILDREN)]
             siblings.insert(depth % (_FALSE_CHILDREN + 1), token)
             parents += [path[-1]] * len(siblings)
             path.append(len(tokens) + siblings.index(token))
@@ -203,19 +209,19 @@ def _trees(text: Sequence[int], vocab_size: int) -> Iterator[tuple[Tree, list[in
 
 
 def _leak(bound: BoundSession, start: CacheSnapshot, text: Sequence[int]) -> float:
-    """How far rows move when tokens that they do not see are replaced."""
+    """Return how far logits move when tokens that their positions must not see are replaced."""
     vocab_size = bound.graph_io.vocab_size
     bound.arena.restore(start)
     chain = list(text[:8])
     half = len(chain) // 2
     other = [*chain[:half], *((token + 1) % vocab_size for token in chain[half:])]
     before = bound.forward(chain)[:half].copy()
-    moved = _apart(before, bound.forward(other)[:half]) if half else 0.0
+    moved = _largest_difference(before, bound.forward(other)[:half]) if half else 0.0
     if bound.graph_io.supports_trees:
         tree, path = next(_trees(text, vocab_size))
         tokens = (tree.tokens + 7) % vocab_size
         tokens[path] = tree.tokens[path]
         changed = Tree(tokens, tree.parents, tree.path_prob, tree.source)
-        before = _pass(bound, tree)[path].copy()
-        moved = max(moved, _apart(before, _pass(bound, changed)[path]))
+        before = _forward_tree(bound, tree)[path].copy()
+        moved = max(moved, _largest_difference(before, _forward_tree(bound, changed)[path]))
     return moved

@@ -1,4 +1,4 @@
-"""What is measured of passes over several rows, how texts are judged by it, and where it is kept."""
+"""Width noise, the comparison of speculative with plain texts, and storing the exactness report."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ from edgerun.runtime.measure.exactness import (
 )
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.width_noise import WIDTHS, WidthNoise, measure_width_noise
+from edgerun.runtime.result import DraftCounts
 from edgerun.runtime.sampling import Sampler, SamplingParams
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
 TEXTS = [np.random.default_rng(seed).integers(5, 300, 60).tolist() for seed in range(3)]
-NOISE = WidthNoise({1: 0.0, 2: 0.1, 16: 0.2}, trees=0.25, disturbed=0.3, leak=0.0, spread=4.0, rows=96)
-COUNT = ComparisonCounts(texts=9, identical=7, tied=2, candidates=300, accepted=120, widest_tie=0.125, again=40)
-FOUND = Counterexample("greedy", "hidden", 3, 0, 17, 5, 9, 1.5)
-FULL = ExactnessReport(NOISE, COUNT, COUNT, COUNT, FOUND)
+NOISE = WidthNoise({1: 0.0, 2: 0.1, 16: 0.2}, trees=0.25, perturbed=0.3, leak=0.0, spread=4.0, positions=96)
+COUNTS = ComparisonCounts(
+    texts=9, identical=7, near_ties=2, widest_near_tie=0.125, drafts=DraftCounts(300, 120), recomputed=40
+)
+FOUND = Counterexample("greedy", "oracle tree", 3, 0, 17, 5, 9, 1.5)
+FULL = ExactnessReport(NOISE, COUNTS, COUNTS, COUNTS, FOUND)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +54,7 @@ def bind(bundle: Path, limit: int = 256) -> BoundSession:
 
 
 @pytest.mark.parametrize("model", [("llama", "fp32"), ("qwen3", "int8"), ("qwen2", "int4")], ids="-".join)
-def test_noise_is_small_and_no_row_sees_another(
+def test_noise_is_small_and_positions_do_not_leak(
     model: tuple[str, str], tiny_bundle_of: Callable[[str, str], Path]
 ) -> None:
     noise = measure_width_noise(bind(tiny_bundle_of(*model)), TEXTS)
@@ -60,24 +63,24 @@ def test_noise_is_small_and_no_row_sees_another(
     assert noise.leak == 0
     assert noise.sound
     assert not noise.identical
-    assert noise.rows == 90
+    assert noise.positions == 90
     if model[1] == "fp32":
         assert 0 < noise.epsilon < 1e-3
     else:
-        # Some rounding has fallen the other way, which a disturbed cache shows whatever the widths do.
-        assert noise.disturbed > 1e-3
-        assert noise.epsilon >= 2 * noise.disturbed
+        # A perturbed cache makes some rounding fall the other way, whatever the widths do.
+        assert noise.perturbed > 1e-3
+        assert noise.epsilon >= 2 * noise.perturbed
 
 
-def test_noise_fits_any_context(tiny_bundle: Path) -> None:
+def test_noise_is_measured_in_any_context(tiny_bundle: Path) -> None:
     for limit in (12, 16, 33):
-        assert measure_width_noise(bind(tiny_bundle, limit), TEXTS[:1]).rows <= limit
+        assert measure_width_noise(bind(tiny_bundle, limit), TEXTS[:1]).positions <= limit
     with pytest.raises(ValueError, match="at least two tokens"):
         measure_width_noise(bind(tiny_bundle), [[5]])
 
 
-def test_a_graph_that_mixes_rows_is_not_sound(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the mask were lost: every row of a pass sees the others' tokens."""
+def test_a_graph_whose_positions_leak_is_not_sound(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the mask were ignored: every position of a pass depends on the others' tokens."""
     forward = BoundSession.forward
 
     def leaking(self: BoundSession, tokens: Any, **more: Any) -> Any:
@@ -91,48 +94,52 @@ def test_a_graph_that_mixes_rows_is_not_sound(tiny_bundle: Path, monkeypatch: py
     assert not ExactnessReport(noise).passed
 
 
-def test_noise_that_is_no_number_is_not_sound() -> None:
-    assert width_noise._apart(np.array([np.nan], np.float32), np.zeros(1, np.float32)) > 1e30
+def test_noise_that_is_not_finite_is_not_sound() -> None:
+    assert width_noise._largest_difference(np.array([np.nan], np.float32), np.zeros(1, np.float32)) > 1e30
     assert not dataclasses.replace(NOISE, trees=1e30).sound
     assert NOISE.sound
     assert NOISE.epsilon == 0.6
     assert dataclasses.replace(NOISE, chains={1: 0.0, 2: 0.0}, trees=0.0).epsilon == 0
 
 
-def test_every_text_is_the_plain_one_or_parts_at_a_tie(tiny_bundle_of: Callable[[str, str], Path]) -> None:
+def test_every_text_equals_the_plain_one_or_differs_from_a_near_tie_on(
+    tiny_bundle_of: Callable[[str, str], Path],
+) -> None:
     prompts = [text[:9] for text in TEXTS]
-    done: list[tuple[int, int]] = []
+    fractions: list[float] = []
     for model in (("llama", "fp32"), ("qwen3", "int8")):
         with edgerun.load(tiny_bundle_of(*model)) as engine:
-            exactness_report = Comparison(engine, 24).certify(prompts, lambda *step: done.append(step))
+            exactness_report = Comparison(engine, 24).report(prompts, fractions.append)
         assert exactness_report.passed
         assert exactness_report.counterexample is None
         for count, texts in ((exactness_report.greedy, 9), (exactness_report.sampled, 18), (exactness_report.exact, 9)):
             assert (count.texts, count.failed) == (texts, 0)
-            assert count.candidates > count.accepted > 0
+            assert count.drafts.drafted > count.drafts.accepted > 0
         assert exactness_report.exact.identical == exactness_report.exact.texts
         if model[1] == "fp32":
             assert exactness_report.greedy.identical == 9
             assert exactness_report.sampled.identical == 18
-    assert done == [(step, 7) for step in range(1, 8)] * 2
+    assert fractions == [step / 7 for step in range(1, 8)] * 2
 
 
-def test_a_text_that_parts_where_the_choice_was_clear_fails(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verification that takes a wrong guess now and then."""
+def test_a_text_that_differs_where_the_choice_was_clear_fails(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verification that accepts a wrong token now and then."""
     from edgerun.runtime.speculation import speculator as speculate
 
     match = speculate.match
 
-    def careless(tree: Any, logits: Any, chooser: Any, position: int, ends: Any, most: int) -> Any:
-        verdict = match(tree, logits, chooser, position, ends, most)
-        return dataclasses.replace(verdict, next_token=(verdict.next_token + 1) % 300) if position > 14 else verdict
+    def careless(tree: Any, logits: Any, sampler: Any, position: int, ends: Any, most: int) -> Any:
+        result = match(tree, logits, sampler, position, ends, most)
+        return dataclasses.replace(result, next_token=(result.next_token + 1) % 300) if position > 14 else result
 
     monkeypatch.setattr(speculate, "match", careless)
     with edgerun.load(tiny_bundle) as engine:
-        exactness_report = Comparison(engine, 24).certify([TEXTS[0][:9]], lambda *_: None)
+        exactness_report = Comparison(engine, 24).report([TEXTS[0][:9]], lambda _: None)
     assert not exactness_report.passed
     found = exactness_report.counterexample
-    assert (found.kind, found.drafter, found.prompt) == ("greedy", "foreseen", 0)
+    assert (found.kind, found.drafter, found.prompt) == ("greedy", "oracle", 0)
     assert exactness_report.greedy.failed == 3
     assert exactness_report.sampled.failed > 0
     assert exactness_report.exact.failed == 0  # it has a verification of its own
@@ -140,30 +147,30 @@ def test_a_text_that_parts_where_the_choice_was_clear_fails(tiny_bundle: Path, m
     assert found.gap > exactness_report.epsilon
 
 
-def test_the_gap_of_a_draw_is_how_far_the_edge_is(tiny_bundle: Path) -> None:
-    """If logits move by that much towards each other, but not by less, the draw can become the other one."""
+def test_the_gap_of_a_sampled_token_is_the_distance_to_the_boundary(tiny_bundle: Path) -> None:
+    """The other token is sampled if logits move by that much towards each other, but not by less."""
     params = SamplingParams(temperature=0.8, seed=4)
     prompt = TEXTS[0][:9]
     with edgerun.load(tiny_bundle) as engine:
         comparison = Comparison(engine, 8)
         plain = comparison.plain(prompt, params)
-        logits = comparison._plain_logits([*prompt, *plain.tokens[:3]], len(prompt))
-        chosen = plain.tokens[3]
+        logits = comparison._plain_logits([*prompt, *plain.token_ids[:3]], len(prompt))
+        chosen = plain.token_ids[3]
         assert Sampler(params, 300).choose(logits, len(prompt) + 3) == chosen
         for other in (chosen - 1, chosen + 1):
-            found = Answer((*plain.tokens[:3], other), ended=False)
+            found = Answer((*plain.token_ids[:3], other), ended=False)
             expected, token, gap = comparison._gap(prompt, params, plain, found, 3)
             assert (expected, token) == (chosen, other)
             below = np.arange(300) < max(chosen, other)
             towards = np.where(below, 1, -1) if other < chosen else np.where(below, -1, 1)
             for share, result in ((0.98, False), (1.02, True)):
                 moved = (logits + towards * np.float32(share * gap / 2)).astype(np.float32)
-                # Towards `other`, all tokens up to the edge lose or gain together.
+                # Towards `other`, all tokens up to the boundary lose or gain together.
                 crossed = Sampler(params, 300).choose(moved, len(prompt) + 3) != chosen
                 assert crossed in ((result,) if share * gap < 20 else (True, False))
 
 
-def test_a_quick_certificate_knows_the_noise_alone(tiny_bundle: Path) -> None:
+def test_a_quick_report_contains_the_noise_alone(tiny_bundle: Path) -> None:
     exactness_report = measure_exactness(bind(tiny_bundle), TEXTS[0])
     assert exactness_report.epsilon > 0
     assert exactness_report.passed
@@ -171,7 +178,10 @@ def test_a_quick_certificate_knows_the_noise_alone(tiny_bundle: Path) -> None:
 
 
 small = st.floats(0, 1e6)
-counts = st.none() | st.builds(ComparisonCounts, *[st.integers(0, 10**6)] * 5, small, st.integers(0, 10**6))
+number = st.integers(0, 10**6)
+counts = st.none() | st.builds(
+    ComparisonCounts, number, number, number, small, st.builds(DraftCounts, number, number), number
+)
 
 
 @given(
@@ -192,11 +202,11 @@ counts = st.none() | st.builds(ComparisonCounts, *[st.integers(0, 10**6)] * 5, s
         st.none() | st.just(FOUND),
     )
 )
-def test_json_gives_back_what_it_was_made_of(exactness_report: ExactnessReport) -> None:
+def test_reports_survive_json(exactness_report: ExactnessReport) -> None:
     assert ExactnessReport.from_json(json.loads(json.dumps(exactness_report.to_json()))) == exactness_report
 
 
-def test_it_is_kept_for_this_model_device_and_machine(tiny_bundle: Path, cache: Path) -> None:
+def test_reports_are_stored_for_this_model_device_and_machine(tiny_bundle: Path, cache: Path) -> None:
     bundle = open_bundle(tiny_bundle)
     assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) is None
     file = EXACTNESS_REPORTS.save(model_key(bundle, CONFIG), FULL)
@@ -214,15 +224,16 @@ def test_it_is_kept_for_this_model_device_and_machine(tiny_bundle: Path, cache: 
         lambda data: data["noise"].update(chains={"two": 0.1}),
         lambda data: data["noise"].update(trees=-1.0),
         lambda data: data["noise"].update(spread="wide"),
-        lambda data: data["noise"].update(rows=True),
+        lambda data: data["noise"].update(positions=True),
         lambda data: data.update(greedy=[]),
-        lambda data: data["greedy"].update(tied=-2),
+        lambda data: data["greedy"].update(near_ties=-2),
+        lambda data: data["exact"]["drafts"].pop("drafted"),
         lambda data: data["exact"].pop("texts"),
         lambda data: data.update(counterexample={"kind": "greedy"}),
         lambda data: data.update(counterexample=[1]),
     ],
 )
-def test_a_damaged_one_is_none(tiny_bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_a_damaged_report_is_not_loaded(tiny_bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     bundle = open_bundle(tiny_bundle)
     file = EXACTNESS_REPORTS.save(model_key(bundle, CONFIG), FULL)
     data = json.loads(file.read_text())
@@ -233,7 +244,7 @@ def test_a_damaged_one_is_none(tiny_bundle: Path, change: Callable[[dict[str, An
     assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) is None
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
+def test_an_unwritable_cache_is_not_an_error(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
