@@ -64,7 +64,9 @@ def verify(
         encoder = PromptEncoder(engine, BenchSettings(max_tokens))
         prompt_ids = [encoder.encode((), each.exchanges[0]).prompt for each in conversations]
         with ProgressDisplay() as progress:
-            report = Comparison(engine, max_tokens).report(prompt_ids, progress.stage("comparing texts"))
+            report = Comparison(engine, max_tokens).report(
+                prompt_ids, lambda fraction: progress("comparing texts", fraction)
+            )
         engine.model.drafters.store_exactness_report(report)
         if as_json:
             facts = {
