@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 from .decode import DecodeLimits, FinishReason, decode
 from .graph.bound_session import BoundSession
+from .measure.exactness import SAMPLE_TEXT
 from .options import GenerationRequest
 from .result import Chunk, StatsRecorder
 from .sampling import Sampler
 from .speculation.near_ties import NearTies
+from .speculation.pool import DrafterPool
 from .speculation.replay import ReplaySampler
 from .speculation.speculator import Speculator
 from .speculation.verification import TokenSampler
@@ -45,9 +47,8 @@ def generate(
     sequence: CachedSequence,
     request: GenerationRequest,
     tokenizer: TextTokenizer,
+    drafters: DrafterPool,
     cancelled: Callable[[], bool],
-    speculator: Speculator | None = None,
-    tolerance: float | None = None,
 ) -> Generator[Chunk, None, None]:
     """Answer a request; yield text as soon as later tokens cannot change it.
 
@@ -57,33 +58,32 @@ def generate(
         request: the prompt and how to answer it. With a recording, its tokens are given instead of the model's own, at
             the cost of the model's.
         tokenizer: the model's.
+        drafters: the model's.
         cancelled: called before every pass; True ends the answer.
-        speculator: proposes draft tokens; None for plain decoding.
-        tolerance: difference of two logits, below which an exact answer recomputes the choice between them; None if the
-            answer is not to be exact.
 
     Yields:
         Pieces of text; the last chunk has the finish reason and the statistics.
 
     Raises:
         ContextError: the prompt leaves no room for an answer.
+        InputError: a drafter that was asked for is not available.
     """
-    prompt_ids = request.prompt_ids
-    recorder = StatsRecorder(len(prompt_ids))
-    # The last token of a prompt always runs again.
-    recorder.reused_tokens = min(sequence.continue_with(prompt_ids), len(prompt_ids) - 1)
-    decoder = StreamDecoder(tokenizer)
-    matcher = StopMatcher(request.stop_sequences)
-    finish = FinishReason.LENGTH
-    bound = sequence.bound
+    prompt_ids, bound = request.prompt_ids, sequence.bound
     sampler = Sampler(request.sampling, bound.graph_io.vocab_size)
+    speculator, near_ties = _speculation(request, sampler, sequence, tokenizer, drafters, cancelled)
     chooser: TokenSampler = sampler
     eos = tokenizer.eos
     if request.recording is not None:
         chooser = ReplaySampler(request.recording.answer, len(prompt_ids), sampler)
         eos = frozenset()  # a recording may hold any token, and ends where it ends
-    near_ties = None if tolerance is None else NearTies(bound, sampler, tolerance, cancelled)
     limits = DecodeLimits(request.max_tokens, eos, cancelled)
+    recorder = StatsRecorder(len(prompt_ids))
+    kept = sequence.continue_with(prompt_ids)
+    # The last token of a prompt always runs again.
+    recorder.reused_tokens = min(kept, len(prompt_ids) - 1)
+    decoder = StreamDecoder(tokenizer)
+    matcher = StopMatcher(request.stop_sequences)
+    finish = FinishReason.LENGTH
     with closing(decode(bound, prompt_ids, chooser, limits, speculator, near_ties)) as steps:
         for step in steps:
             recorder.add(step)
@@ -104,4 +104,31 @@ def generate(
             if matcher.stopped:
                 break
     remainder = matcher.push(decoder.flush()) + matcher.flush()
-    yield Chunk(remainder, finish, recorder.stats(keep_rounds=request.keep_rounds))
+    stats = recorder.stats(keep_rounds=request.keep_rounds)
+    drafters.remember(sequence.token_ids[kept:])
+    yield Chunk(remainder, finish, stats)
+
+
+def _speculation(
+    request: GenerationRequest,
+    sampler: Sampler,
+    sequence: CachedSequence,
+    tokenizer: TextTokenizer,
+    drafters: DrafterPool,
+    cancelled: Callable[[], bool],
+) -> tuple[Speculator | None, NearTies | None]:
+    """The speculator of an answer, and what recomputes its near ties if it is to be exact.
+
+    Where an exact answer cannot be verified, it is decoded plainly.
+    """
+    speculator = drafters.speculator(request, sequence.bound.arena)
+    if not request.exact or request.recording is not None:
+        return speculator, None
+    epsilon = 0.0
+    if speculator is not None and request.sampling.greedy:
+        report = drafters.exactness_report(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
+        epsilon = report.epsilon
+        speculator = speculator if report.noise.sound else None
+    else:
+        speculator = None
+    return speculator, NearTies(sequence.bound, sampler, epsilon if speculator is not None else 0.0, cancelled)

@@ -13,14 +13,12 @@ from .graph.graph_io import GraphIO
 from .graph.memory import trim_heap
 from .graph.open_graph import open_graph
 from .graph.session import GraphSession, SessionConfig
-from .measure.exactness import SAMPLE_TEXT, ExactnessReport
 from .options import GenerateOptions, GenerationRequest, ModelDefaults, Persistence
 from .request_queue import AnswerStream, RequestQueue
 from .result import Chunk
 from .speculation.draft_loading import share_cores
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
-from .speculation.speculator import Speculator
 from .text.chat_template import ChatTemplate, Message, load_template
 from .text.tokenizer import TextTokenizer
 
@@ -175,33 +173,14 @@ class LoadedModel:
     def generate(
         self, sequence: CachedSequence | None, request: GenerationRequest, cancelled: Callable[[], bool]
     ) -> Generator[Chunk, None, None]:
-        """Generate an answer now; only an `AnswerStream` that holds the engine may iterate over it."""
+        """Generate an answer; only an `AnswerStream` that holds the engine may iterate over the chunks."""
         if sequence is None:
             if self._sequence is None:
                 self._sequence = self.new_sequence()
             sequence = self._sequence
             # An answer outside a conversation depends on nothing that was asked before.
             sequence.token_ids.clear()
-        known = min(sequence.bound.arena.length, len(sequence.token_ids))
-        speculator = self.drafters.speculator(request, sequence.bound.arena)
-        tolerance = None
-        if request.exact and request.recording is None:
-            speculator, tolerance = self._exact_speculation(speculator, request)
-        yield from generate(sequence, request, self.tokenizer, cancelled, speculator, tolerance)
-        self.drafters.remember(sequence.token_ids[known:])
-
-    def exactness_report(self) -> ExactnessReport:
-        """How exact speculation is on this machine, as far as it was measured; a short measurement if it was not."""
-        return self.drafters.exactness_report(self.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
-
-    def _exact_speculation(
-        self, speculator: Speculator | None, request: GenerationRequest
-    ) -> tuple[Speculator | None, float]:
-        """The speculator of an exact answer, and the logit difference below which a choice is a near tie."""
-        if speculator is None or not request.sampling.greedy:
-            return None, 0.0
-        report = self.exactness_report()
-        return (speculator, report.epsilon) if report.noise.sound else (None, 0.0)
+        return generate(sequence, request, self.tokenizer, self.drafters, cancelled)
 
 
 def _require_whole_head(bundle: Bundle, graph_io: GraphIO) -> None:

@@ -174,3 +174,16 @@ def test_a_flipped_bit_in_a_saved_conversation_raises_at_most_an_input_error(eng
             (tmp_path / "chat").write_bytes(damaged)
             with suppress(InputError):
                 engine.session(resume=tmp_path / "chat").close()
+
+
+def test_history_stores_the_new_tokens_of_every_answer(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
+    with edgerun.load(tiny_bundle, history=True) as engine, engine.session() as chat:
+        new = []
+        for text in ("the other", "again"):
+            reply = chat.send(text, max_tokens=5)
+            new.append(chat._open_sequence().token_ids[reply.stats.reused_tokens :])
+        assert reply.stats.reused_tokens > 0
+        assert [tokens.tolist() for tokens in engine.model.drafters._store.sequences()] == new

@@ -241,7 +241,7 @@ def test_the_engine_keeps_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 assert exact.text == expected.text
                 if "seed" in changes:
                     assert exact.stats.drafted == 0
-        known = engine.model.exactness_report()
+        known = engine.model.drafters.exactness_report(())
     assert len(list((tmp_path / "cache" / "exactness").iterdir())) == 1
     with edgerun.load(bundle) as engine:
-        assert engine.model.exactness_report() == known
+        assert engine.model.drafters.exactness_report(()) == known
