@@ -1,1 +1,1 @@
-"""How the bundled shell-helper pair is trained; needs the `train` extra (PyTorch). See README.md beside this file."""
+"""The training recipe of the bundled shell-helper models; needs the `train` extra (PyTorch). See README.md."""

@@ -1,4 +1,7 @@
-"""The endless, reproducible stream of training batches: batch k is a pure function of (examples, seed, k)."""
+"""Endless, reproducible stream of training batches.
+
+Batch k is a pure function of (examples, seed, k).
+"""
 
 from __future__ import annotations
 
@@ -15,59 +18,64 @@ from .corpus import Pair
 from .tasks import TaskMaker
 from .tokenizer import ChatCodec
 
-# Conversations cut into one group of batches. Larger pools sort into batches of more even length.
 POOL_EXAMPLES = 8192
-# The first word of a command, which decides whether an answer is of any use, is rarely more tokens than this.
+"""Number of conversations that are sorted by length and cut into batches. Larger pools have less padding."""
 LEAD = 3
+"""Number of answer tokens with a loss weight of their own. The first word of a command, which decides whether an answer
+is useful, rarely has more tokens."""
 
 
 @dataclass(frozen=True)
 class Example:
     """One encoded conversation.
 
-    ids: token ids; answer: for each id, whether the model must produce it; likely and share, both
-    [answer.sum(), k] and only in distillation: a teacher's most likely ids at each answer position (int64) and
-    their probabilities (float32, summing to 1).
+    `top_ids` and `top_probs` exist only in distillation.
     """
 
     ids: list[int]
+    """Token ids."""
     answer: list[bool]
-    likely: NDArray[np.int64] | None = None
-    share: NDArray[np.float32] | None = None
+    """For each token, whether it is part of the answer, which the model must produce."""
+    top_ids: NDArray[np.int64] | None = None
+    """The teacher's most likely token ids at each answer position, [answer.sum(), k]."""
+    top_probs: NDArray[np.float32] | None = None
+    """Probabilities of `top_ids`, [answer.sum(), k]; each row sums to 1."""
 
     def clipped(self, context: int) -> Example:
-        """The example cut to the model's context."""
+        """Return the example truncated to the model's context."""
         if len(self.ids) <= context:
             return self
         kept = sum(self.answer[:context])
         return Example(
             self.ids[:context],
             self.answer[:context],
-            None if self.likely is None else self.likely[:kept],
-            None if self.share is None else self.share[:kept],
+            None if self.top_ids is None else self.top_ids[:kept],
+            None if self.top_probs is None else self.top_probs[:kept],
         )
 
 
-# Gives the example at a place in the endless sequence of training examples, and many at once for speed.
 ExampleSource = Callable[[range], list[Example]]
+"""Returns the examples at a range of places in the endless sequence of training examples."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded token ids and the positions that carry loss.
-
-    ids: int64 [B, T]; predicts: bool [B, T], true where the *next* token is one the model must produce;
-    targets: int64 [N], those next tokens; leads: bool [N], which of them are among the first `LEAD` of an answer;
-    likely, share: [N, k] as in `Example`; tokens: real (unpadded) tokens.
-    """
+    """Right-padded token ids and the positions whose loss counts."""
 
     ids: Tensor
+    """Token ids, int64 [B, T]."""
     predicts: Tensor
+    """Whether the *next* token is part of an answer, bool [B, T]."""
     targets: Tensor
+    """The answer tokens, int64 [N]."""
     leads: Tensor
+    """Which of `targets` are among the first `LEAD` of an answer, bool [N]."""
     tokens: int
-    likely: Tensor | None = None
-    share: Tensor | None = None
+    """Number of tokens without padding."""
+    top_ids: Tensor | None = None
+    """As in `Example`, int64 [N, k]."""
+    top_probs: Tensor | None = None
+    """As in `Example`, float32 [N, k]."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
@@ -77,13 +85,13 @@ class Batch:
             self.targets.to(device),
             self.leads.to(device),
             self.tokens,
-            None if self.likely is None else self.likely.to(device),
-            None if self.share is None else self.share.to(device),
+            None if self.top_ids is None else self.top_ids.to(device),
+            None if self.top_probs is None else self.top_probs.to(device),
         )
 
 
 def collate(examples: Sequence[Example], pad: int) -> Batch:
-    """Pad encoded conversations to the longest of them."""
+    """Pad encoded conversations to the length of the longest."""
     length = max(len(example.ids) for example in examples)
     ids = np.full((len(examples), length), pad, dtype=np.int64)
     answer = np.zeros((len(examples), length), dtype=np.bool_)
@@ -93,21 +101,21 @@ def collate(examples: Sequence[Example], pad: int) -> Batch:
     predicts = np.zeros_like(answer)
     predicts[:, :-1] = answer[:, 1:]
     earlier = np.pad(answer, ((0, 0), (LEAD, 0)))[:, : answer.shape[1]]
-    likely = [example.likely for example in examples if example.likely is not None]
-    share = [example.share for example in examples if example.share is not None]
+    top_ids = [example.top_ids for example in examples if example.top_ids is not None]
+    top_probs = [example.top_probs for example in examples if example.top_probs is not None]
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(predicts),
         torch.from_numpy(ids[:, 1:][answer[:, 1:]]),
         torch.from_numpy(~earlier[:, 1:][answer[:, 1:]]),
         sum(len(example.ids) for example in examples),
-        torch.from_numpy(np.concatenate(likely)) if likely else None,
-        torch.from_numpy(np.concatenate(share)) if share else None,
+        torch.from_numpy(np.concatenate(top_ids)) if top_ids else None,
+        torch.from_numpy(np.concatenate(top_probs)) if top_probs else None,
     )
 
 
 def cut_by_cost(lengths: Sequence[int], parts: int) -> list[int]:
-    """Boundaries that cut ascending `lengths` into `parts` runs of about equal total; parts + 1 integers."""
+    """Cut ascending `lengths` into `parts` runs of about equal total; returns parts + 1 boundaries."""
     total = np.cumsum(np.asarray(lengths, dtype=np.float64))
     bounds = np.searchsorted(total, total[-1] * np.arange(1, parts) / parts) + 1
     edges = [0, *bounds.tolist(), len(lengths)]
@@ -130,7 +138,7 @@ def in_epochs(count: int, seed: int, places: range) -> list[int]:
 
 
 def task_examples(pairs: Sequence[Pair], maker: TaskMaker, codec: ChatCodec, seed: int) -> ExampleSource:
-    """Conversations freshly made from the pairs in every epoch; place k always gives the same conversation."""
+    """Conversations that are made anew from the pairs in every epoch; place k always gives the same conversation."""
 
     def source(places: range) -> list[Example]:
         chats = [
@@ -143,20 +151,20 @@ def task_examples(pairs: Sequence[Pair], maker: TaskMaker, codec: ChatCodec, see
 
 
 class BatchStream:
-    """Batches of similar-length conversations, addressed by number so that a resumed run sees the same data."""
+    """Batches of conversations of similar length, addressed by number so that a resumed run sees the same data."""
 
     def __init__(
         self, source: ExampleSource, *, pad: int, batch_tokens: int, context: int, seed: int, pool: int = POOL_EXAMPLES
     ) -> None:
         self.source, self.pad, self.context, self.seed, self.pool_examples = source, pad, context, seed, pool
         self._number, self._pool = 0, self._encode(0)
-        # Batches per pool are counted on the first pool and then kept, so that a batch number leads to its pool
-        # without looking at the pools in between.
+        # The number of batches per pool is that of the first pool, so that the pool of a batch follows from its
+        # number without reading the pools before it.
         total = sum(len(example.ids) for example in self._pool)
         self.per_pool = max(1, min(round(total / batch_tokens), pool))
 
     def batch(self, number: int) -> Batch:
-        """Batch `number`, counted from 0."""
+        """Return batch `number`, counted from 0."""
         pool, place = divmod(number, self.per_pool)
         if pool != self._number:
             self._number, self._pool = pool, self._encode(pool)

@@ -1,4 +1,7 @@
-"""Checkpoints on disk: Hugging Face folders, and the state a training run resumes from. No pickles anywhere."""
+"""Checkpoints as Hugging Face folders, and the saved state of a training run.
+
+All files are safetensors and JSON, never pickles.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ STATE_TENSORS, STATE_NUMBERS = "state.safetensors", "state.json"
 def save_model(folder: Path, model: CausalLM, tokenizer: Tokenizer) -> None:
     """Write a Hugging Face folder; `model.safetensors` is written last.
 
-    Weights are bfloat16, but float32 where the model's passes see them rounded: those are written as rounded, and
-    bfloat16 would move them off the codes that they stand for.
+    Weights are bfloat16. A model that is trained with rounded weights is written with these in float32, since bfloat16
+    would change the codes that they stand for.
     """
     shape, dtype = model.shape, torch.bfloat16 if model.rounding is None else torch.float32
     generation = {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False}
@@ -50,15 +53,15 @@ def load_model(folder: Path, dropout: float = 0.0) -> tuple[CausalLM, ChatCodec]
 
 
 def save_state(folder: Path, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Write a resumable training state; one file holds both, so tensors and numbers can never disagree."""
+    """Write a training state to one file, so that tensors and numbers always belong together."""
     flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_atomically(folder / STATE_TENSORS, save(flat, metadata={"numbers": json.dumps(numbers)}))
-    # A readable copy for people; resuming reads the safetensors header alone.
+    # A readable copy for people; a resumed run reads the safetensors header only.
     write_atomically(folder / STATE_NUMBERS, json.dumps(numbers, indent=2).encode())
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Read the state `save_state` wrote, or None if the folder holds none."""
+    """Read the state that `save_state` wrote; None if there is none."""
     path = folder / STATE_TENSORS
     if not path.exists():
         return None

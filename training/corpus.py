@@ -1,4 +1,4 @@
-"""Request/command pairs from the two corpora, and the pairs that must never be trained on."""
+"""Pairs of request and command from the two corpora, and the held-out pairs."""
 
 from __future__ import annotations
 
@@ -18,37 +18,35 @@ HELDOUT_FILE = Path("weights/shell-helper/heldout.jsonl")
 
 @dataclass(frozen=True)
 class Pair:
-    """One request and the command that answers it.
-
-    `tool` is the name of the manual page (tldr-pages) or the command's first word; `about` is the page's one-line
-    description, empty where the corpus has none.
-    """
+    """One request and the command that answers it."""
 
     source: str
     request: str
     command: str
     tool: str
+    """Name of the manual page (tldr-pages), or the first word of the command."""
     about: str = ""
+    """One-line description of the page; empty if the corpus has none."""
     platform: str = "common"
 
     @property
     def key(self) -> tuple[str, str]:
-        """Identity for comparing pairs: letter case, spacing and closing punctuation do not count."""
+        """Key for comparing pairs that ignores letter case, spacing and closing punctuation."""
         return pair_key(self.request, self.command)
 
 
 def pair_key(request: str, command: str) -> tuple[str, str]:
-    """Normalised (request, command), so that a trivially reworded held-out pair is still recognised."""
+    """Normalize (request, command), so that a held-out pair is recognized in other spelling."""
     return re.sub(r"\s+", " ", request).strip(" .!?").lower(), re.sub(r"\s+", " ", command).strip()
 
 
 def data_folder(option: Path | None) -> Path:
     """The data folder: the command-line option, else the environment variable EDGERUN_DATA."""
     if option is None and not os.environ.get("EDGERUN_DATA"):
-        raise FileNotFoundError("no data folder: pass --data FOLDER or set EDGERUN_DATA")
+        raise FileNotFoundError("no data folder is given: pass --data FOLDER or set EDGERUN_DATA")
     folder = option if option is not None else Path(os.environ["EDGERUN_DATA"])
     if not folder.is_dir():
-        raise FileNotFoundError(f"data folder {folder} is not there")
+        raise FileNotFoundError(f"the data folder {folder} does not exist")
     return folder
 
 
@@ -77,7 +75,7 @@ def load_nl2bash(data: Path) -> list[Pair]:
 
 
 def load_heldout(data: Path) -> list[Pair]:
-    """Read the pairs kept back for measuring."""
+    """Read the pairs that are used for evaluation only."""
     pairs = []
     with (data / HELDOUT_FILE).open(encoding="utf-8") as lines:
         for line in lines:
@@ -87,26 +85,26 @@ def load_heldout(data: Path) -> list[Pair]:
 
 
 def first_word(command: str) -> str:
-    """The first word of a command: the tool that a user would have to know."""
+    """The first word of a command, which is the tool that it runs."""
     words = command.split(maxsplit=1)
     return words[0] if words else ""
 
 
 def without(pairs: Iterable[Pair], heldout: Iterable[Pair]) -> list[Pair]:
-    """The pairs whose key is not the key of a held-out pair."""
-    kept_back = {pair.key for pair in heldout}
-    return [pair for pair in pairs if pair.key not in kept_back]
+    """The pairs that are not held out."""
+    excluded = {pair.key for pair in heldout}
+    return [pair for pair in pairs if pair.key not in excluded]
 
 
 def split_validation(pairs: Iterable[Pair], per_mille: int) -> tuple[list[Pair], list[Pair]]:
-    """Split into (train, validation) by a hash of the pair, so the split is the same on every machine and order.
+    """Split into (train, validation) by a hash of the pair.
 
-    All copies of a pair fall on the same side.
+    The split does not depend on the machine or the order, and all copies of a pair are in the same part.
     """
     train: list[Pair] = []
     validation: list[Pair] = []
     for pair in pairs:
         digest = hashlib.sha256("\0".join(pair.key).encode()).digest()
-        side = validation if int.from_bytes(digest[:4], "big") % 1000 < per_mille else train
-        side.append(pair)
+        part = validation if int.from_bytes(digest[:4], "big") % 1000 < per_mille else train
+        part.append(pair)
     return train, validation

@@ -1,4 +1,4 @@
-"""What a checkpoint is worth: exact commands, right first words, and loss on reference commands."""
+"""Evaluation of a checkpoint: exact commands, correct first words, loss."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from .tokenizer import ChatCodec
 
 @dataclass(frozen=True)
 class Score:
-    """How answers compare with the reference commands; `exact` and `first_word` are shares between 0 and 1."""
+    """Comparison of answers with the reference commands."""
 
     count: int
     exact: float
+    """Fraction of answers that equal the reference."""
     first_word: float
+    """Fraction of answers whose first word is that of the reference."""
 
 
 def answer_all(model: CausalLM, codec: ChatCodec, requests: Sequence[str], max_new: int = 96) -> list[str]:
@@ -33,26 +35,26 @@ def answer_all(model: CausalLM, codec: ChatCodec, requests: Sequence[str], max_n
 
 
 def compare(pairs: Sequence[Pair], answers: Sequence[str]) -> Score:
-    """Score answers against the commands of their pairs; surrounding space does not count."""
+    """Compare answers with the commands of their pairs, ignoring surrounding space."""
     if not pairs:
-        raise ValueError("nothing to score")
+        raise ValueError("there are no answers to compare")
     exact = sum(answer.strip() == pair.command.strip() for pair, answer in zip(pairs, answers, strict=True))
     first = sum(first_word(answer) == first_word(pair.command) for pair, answer in zip(pairs, answers, strict=True))
     return Score(len(pairs), exact / len(pairs), first / len(pairs))
 
 
 def by_group(pairs: Sequence[Pair], answers: Sequence[str]) -> dict[str, Score]:
-    """Scores of everything, of the first 150, and of each source."""
-    rows = list(zip(pairs, answers, strict=True))
-    groups = {"all": rows, "first_150": rows[:150]}
+    """Scores of all pairs, of the first 150, and of each source."""
+    answered = list(zip(pairs, answers, strict=True))
+    groups = {"all": answered, "first_150": answered[:150]}
     for source in sorted({pair.source for pair in pairs}):
-        groups[source] = [row for row in rows if row[0].source == source]
+        groups[source] = [each for each in answered if each[0].source == source]
     return {name: compare(*zip(*group, strict=True)) for name, group in groups.items()}
 
 
 @torch.no_grad()
-def answer_loss(model: CausalLM, codec: ChatCodec, pairs: Sequence[Pair], rows: int = 64) -> float:
-    """Mean cross-entropy in nats over all tokens of the reference commands, end token included."""
+def answer_loss(model: CausalLM, codec: ChatCodec, pairs: Sequence[Pair], batch_size: int = 64) -> float:
+    """Mean cross-entropy, in nats per token, of the reference commands including the end token."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -60,8 +62,8 @@ def answer_loss(model: CausalLM, codec: ChatCodec, pairs: Sequence[Pair], rows: 
     examples = [Example(ids, answer).clipped(model.shape.max_position_embeddings) for ids, answer in encoded]
     examples.sort(key=lambda example: len(example.ids))
     total, count = 0.0, 0
-    for start in range(0, len(examples), rows):
-        batch = collate(examples[start : start + rows], codec.end).to(device)
+    for start in range(0, len(examples), batch_size):
+        batch = collate(examples[start : start + batch_size], codec.end).to(device)
         with autocast(device):
             logits = model.head(model.hidden(batch.ids)[batch.predicts])
         total += float(functional.cross_entropy(logits.float(), batch.targets, reduction="sum"))
@@ -71,10 +73,10 @@ def answer_loss(model: CausalLM, codec: ChatCodec, pairs: Sequence[Pair], rows: 
 
 
 def validate(model: CausalLM, codec: ChatCodec, pairs: Sequence[Pair]) -> dict[str, float]:
-    """Validation figures that cost seconds; `score` is what checkpoints are selected by.
+    """Compute the validation figures of a training run, within seconds.
 
-    The first word decides whether an answer is of any use, and it keeps improving after the loss on whole commands
-    has begun to rise, so it selects.
+    Checkpoints are selected by `score`, the fraction of correct first words. The first word decides whether an answer
+    is useful, and it keeps improving after the loss on whole commands has begun to rise.
     """
     answers = answer_all(model, codec, [pair.request for pair in pairs], max_new=8)
     return {"score": compare(pairs, answers).first_word, "loss": answer_loss(model, codec, pairs)}

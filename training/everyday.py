@@ -1,7 +1,7 @@
-"""Everyday requests with concrete commands, written for this project: what the two corpora say only in passing.
+"""Everyday requests with concrete commands, written for this project.
 
-Manual pages list what a tool can do and NL2Bash is mostly `find`; people ask to undo a commit or free a port. Slots
-such as {file} are filled with random values, the same in request and command.
+The two corpora have few of them: manual pages list what a tool can do, and NL2Bash is mostly `find`, but people want to
+undo a commit or free a port. Slots such as {file} are filled with random values, the same in request and command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .placeholders import FOLDERS, HOSTS, STEMS, URLS, WORDS
 SOURCE = "everyday"
 SLOT = re.compile(r"\{([a-z_]+?)(2?)\}")
 
-# One command a line, then " <- ", then the requests it answers, separated by " | ".
+# Each line has a command, " <- ", and the requests that it answers, separated by " | ".
 TABLE = """\
 find . -type f -size +{n}M <- find files larger than {n} MB | find files bigger than {n}M | list all files over {n} megabytes | search for files larger than {n}MB in this directory
 find . -type f -size +{n}G <- find files larger than {n} GB | list all files over {n} gigabytes | which files are bigger than {n}G
@@ -233,7 +233,7 @@ exit <- close the terminal | log out
 
 
 def value(kind: str, rng: random.Random) -> str:
-    """A random value for the slot called `kind`."""
+    """A random value for a slot of the given kind."""
     stem = rng.choice(STEMS)
     extension = rng.choice(("txt", "csv", "log", "json", "md", "py", "html", "js", "c", "jpg", "png", "pdf", "sh"))
     return {
@@ -254,7 +254,7 @@ def value(kind: str, rng: random.Random) -> str:
 
 
 def load_everyday(copies: int, seed: int) -> list[Pair]:
-    """Every request of the table `copies` times, each with its own slot values."""
+    """Return every request of the table `copies` times, each with its own slot values."""
     pairs = []
     for line in TABLE.splitlines():
         command, requests = line.split(" <- ")
@@ -267,7 +267,7 @@ def load_everyday(copies: int, seed: int) -> list[Pair]:
 
 
 def fill_slots(request: str, command: str, rng: random.Random) -> Pair:
-    """Fill the slots of one table entry, the same value wherever a slot occurs."""
+    """Fill the slots of a request and its command with the same values."""
     chosen: dict[str, str] = {}
 
     def put(match: re.Match[str]) -> str:
@@ -280,5 +280,5 @@ def fill_slots(request: str, command: str, rng: random.Random) -> Pair:
             chosen[match.group()] = made
         return chosen[match.group()]
 
-    spoken, written = SLOT.sub(put, request), SLOT.sub(put, command)
-    return Pair(SOURCE, spoken, written, first_word(written))
+    filled_request, filled_command = SLOT.sub(put, request), SLOT.sub(put, command)
+    return Pair(SOURCE, filled_request, filled_command, first_word(filled_command))

@@ -1,4 +1,4 @@
-"""Greedy answers for many requests at once: prompts of one length form a batch, finished rows leave it."""
+"""Greedy decoding of many requests in batches of similar prompt length."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from .precision import autocast
 def greedy(
     model: CausalLM, prompts: Sequence[Sequence[int]], *, end: int, max_new: int = 96, batch: int = 256
 ) -> list[list[int]]:
-    """Greedy continuations of token-id prompts, each ending with (and including) `end` unless cut at `max_new`.
+    """Decode greedily after prompts of token ids.
 
-    Prompts of similar length form a batch. A prompt that fills the context gets no answer.
+    Finished sequences leave their batch. A prompt that fills the context gets no answer.
+
+    Returns:
+        The new token ids of each prompt, ending with `end` unless cut at `max_new`.
     """
     was_training = model.training
     model.eval()
@@ -26,35 +29,35 @@ def greedy(
     # One autocast region around everything: it keeps the bfloat16 copies of the weights for as long as it lasts.
     with torch.no_grad(), autocast(device):
         for start in range(0, len(order), batch):
-            rows = order[start : start + batch]
-            length = len(prompts[rows[-1]])
-            # Padding goes in front: rotary attention sees distances only, so shifted positions change nothing.
-            padding = [length - len(prompts[row]) for row in rows]
-            ids = torch.tensor([[end] * pad + list(prompts[row]) for pad, row in zip(padding, rows, strict=True)])
+            chosen = order[start : start + batch]
+            length = len(prompts[chosen[-1]])
+            # Padding is in front: rotary attention depends on distances only, so shifted positions do not matter.
+            padding = [length - len(prompts[index]) for index in chosen]
+            ids = torch.tensor([[end] * pad + list(prompts[index]) for pad, index in zip(padding, chosen, strict=True)])
             room = min(max_new, model.shape.max_position_embeddings - length)
-            made = _continue(model, ids.to(device), torch.tensor(padding, device=device), end, room)
-            for row, answer in zip(rows, made, strict=True):
-                answers[row] = answer
+            continued = _continue(model, ids.to(device), torch.tensor(padding, device=device), end, room)
+            for index, answer in zip(chosen, continued, strict=True):
+                answers[index] = answer
     model.train(was_training)
     return answers
 
 
 def _continue(model: CausalLM, ids: Tensor, padding: Tensor, end: int, room: int) -> list[list[int]]:
-    """Greedy continuations, at most `room` tokens each, of prompts int64 [B, T] with padding [B] ids in front."""
+    """Decode at most `room` tokens after prompts int64 [B, T] that begin with `padding` [B] ids."""
     answers: list[list[int]] = [[] for _ in range(ids.shape[0])]
-    going = list(range(ids.shape[0]))
+    unfinished = list(range(ids.shape[0]))
     cache = [LayerCache() for _ in range(model.shape.num_hidden_layers)]
     for _ in range(room):
         chosen = model.head(model.hidden(ids, cache, padding)[:, -1]).float().argmax(-1)
-        for row, token in zip(going, chosen.tolist(), strict=True):
-            answers[row].append(token)
-        more = chosen != end
-        going = [row for row in going if answers[row][-1] != end]
-        if not going:
+        for index, token in zip(unfinished, chosen.tolist(), strict=True):
+            answers[index].append(token)
+        kept = chosen != end
+        unfinished = [index for index in unfinished if answers[index][-1] != end]
+        if not unfinished:
             break
-        if len(going) < len(chosen):
-            padding = padding[more]
+        if len(unfinished) < len(chosen):
+            padding = padding[kept]
             for layer in cache:
-                layer.keep(more)
-        ids = chosen[more][:, None]
+                layer.keep(kept)
+        ids = chosen[kept][:, None]
     return answers

@@ -16,7 +16,7 @@ from .rounding import BlockRounding
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers that fix a Llama architecture; field names follow Hugging Face's `config.json`."""
+    """Sizes of a Llama model; field names are those of Hugging Face's `config.json`."""
 
     vocab_size: int = 4096
     hidden_size: int = 320
@@ -31,7 +31,11 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelShape:
-        """Read the shape out of a Hugging Face `config.json`; refuse what this module cannot compute."""
+        """Read the shape from a Hugging Face `config.json`.
+
+        Raises:
+            ValueError: the checkpoint is not a llama model with tied embeddings.
+        """
         if config.get("model_type") != "llama" or not config.get("tie_word_embeddings", False):
             raise ValueError(
                 "expected a llama checkpoint with tied embeddings, "
@@ -41,7 +45,7 @@ class ModelShape:
         return cls(**{name: config[name] for name in cls.__dataclass_fields__ if name in config})
 
     def to_config(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the complete Hugging Face `config.json` for this shape, with weights of a type."""
+        """Return the Hugging Face `config.json` for this shape and the type of the weights."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -96,7 +100,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear map without bias, whose weight [N, K] passes may see rounded."""
+    """A linear map without bias, whose weight [N, K] may be rounded in forward passes."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -110,7 +114,7 @@ class Linear(nn.Linear):
 class ChannelDropout(nn.Module):
     """Dropout whose mask is shared by all positions of a sequence: x [B, T, C], mask [B, 1, C].
 
-    Works like ordinary dropout here, and random numbers for every element would cost a tenth of a CPU training step.
+    It works as well as ordinary dropout here; random numbers for every element would take a tenth of a training step.
     """
 
     def __init__(self, share: float) -> None:
@@ -118,7 +122,7 @@ class ChannelDropout(nn.Module):
         self.share = share
 
     def forward(self, x: Tensor) -> Tensor:
-        """Zero channels of x [B, T, C] and scale up the rest; x itself outside training."""
+        """Zero channels of x [B, T, C] and scale up the others; returns x outside training."""
         if not self.training or self.share == 0.0:
             return x
         kept = torch.rand(x.shape[0], 1, x.shape[2], device=x.device) >= self.share
@@ -126,22 +130,22 @@ class ChannelDropout(nn.Module):
 
 
 class LayerCache:
-    """Keys and values one layer has computed, each [B, Hkv, T, D], for decoding one token at a time."""
+    """KV cache of one layer, each tensor [B, Hkv, T, D], for decoding one token at a time."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new rows and return all of them."""
+        """Append keys and values of new tokens; returns those of all tokens."""
         self.keys = keys if self.keys is None else torch.cat((self.keys, keys), dim=2)
         self.values = values if self.values is None else torch.cat((self.values, values), dim=2)
         return self.keys, self.values
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep the batch rows where `rows` (bool [B]) is true."""
+    def keep(self, kept: Tensor) -> None:
+        """Keep only the sequences where `kept` (bool [B]) is true."""
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            self.keys, self.values = self.keys[kept], self.values[kept]
 
     def __len__(self) -> int:
         return 0 if self.keys is None else self.keys.shape[2]
@@ -226,18 +230,18 @@ class Backbone(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def embeddings(self) -> Tensor:
-        """The rows [V, C] that tokens stand for, and that the head compares with."""
+        """The embedding matrix [V, C], which is also that of the LM head."""
         weight = self.embed_tokens.weight
         return weight if self.rounding is None else self.rounding(weight)
 
     def forward(self, ids: Tensor, cache: Sequence[LayerCache] | None = None, padding: Tensor | None = None) -> Tensor:
-        """Normalised hidden states [B, T, C] for token ids int64 [B, T]; the rest is as for `CausalLM.hidden`."""
+        """Normalized hidden states [B, T, C] for token ids int64 [B, T]; other arguments as for `CausalLM.hidden`."""
         past = len(cache[0]) if cache else 0
         total = past + ids.shape[1]
         cos, sin = self.get_buffer("cos")[past:total], self.get_buffer("sin")[past:total]
         mask = torch.full((ids.shape[1], total), -torch.inf, device=ids.device).triu(past + 1)
         if padding is not None:
-            # Finite, so that a padding row, which may attend to nothing, does not become NaN.
+            # Finite, so that a padding position, which may attend to nothing, does not become NaN.
             padded = torch.arange(total, device=ids.device) < padding[:, None]
             mask = (mask.clamp(min=-1e9) - 1e9 * padded[:, None, :])[:, None]
         x = self.dropout(functional.embedding(ids, self.embeddings()))
@@ -269,8 +273,8 @@ class CausalLM(nn.Module):
     def hidden(self, ids: Tensor, cache: Sequence[LayerCache] | None = None, padding: Tensor | None = None) -> Tensor:
         """Final hidden states, float [B, T, hidden_size], for token ids int64 [B, T].
 
-        With a cache (one entry a layer) the ids continue the cached rows, and their own rows are added to it. padding,
-        int64 [B], is the number of ids in front of each sequence that are there only to fill the row.
+        With a cache (one entry per layer) the ids follow the cached tokens, and their keys and values are added to it.
+        padding, int64 [B], is the number of padding ids at the start of each sequence.
         """
         if self._compiled is not None and self.training and cache is None:
             return self._compiled(ids)
@@ -278,18 +282,18 @@ class CausalLM(nn.Module):
         return out
 
     def compile_training(self) -> None:
-        """Fuse training passes with torch.compile; evaluation, whose shapes vary with the cache, stays as it is."""
+        """Compile training passes with torch.compile; evaluation, whose shapes vary with the cache, is not compiled."""
         self._compiled = torch.compile(self.model.forward, dynamic=True)
 
     def round_weights(self, rounding: BlockRounding | None) -> None:
-        """Let all passes from now on see every matrix rounded, or none."""
+        """Round every matrix in all forward passes from now on; None uses the float weights again."""
         self.rounding = rounding
         for module in self.modules():
             if isinstance(module, Linear | Backbone):
                 module.rounding = rounding
 
     def stored(self) -> dict[str, Tensor]:
-        """The parameters as passes see them, by name, float32."""
+        """The parameters by name, float32, rounded if passes round them."""
         rounding = self.rounding
         return {
             name: p.detach() if rounding is None or p.dim() != 2 else rounding.rounded(p.detach())

@@ -1,4 +1,4 @@
-"""Optimizers and the learning-rate schedule: Muon for the matrices inside the layers, AdamW for everything else."""
+"""Optimizers (Muon for layer matrices, AdamW for others) and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .model import CausalLM
 
 @dataclass
 class Schedule:
-    """Warm-up, then cosine decay to zero, by whichever budget is nearer its end: steps or wall-clock minutes.
+    """Warm-up, then cosine decay to zero at the end of the step or time budget, whichever is nearer.
 
-    `used_seconds` is the time earlier runs of the same training took, so a resumed run keeps to the same budget.
-    Time while the process is suspended counts: the budget is a promise about the clock on the wall.
+    `used_seconds` is the time of earlier runs of the same training, so that a resumed run keeps the same budget. Time
+    during which the process is suspended counts too.
     """
 
     steps: int
@@ -30,11 +30,11 @@ class Schedule:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training so far, earlier runs included."""
+        """Seconds of training so far, including earlier runs."""
         return self.used_seconds + time.monotonic() - self._started
 
     def progress(self, step: int) -> float:
-        """Share of the budget used, 0 to 1, before step `step`."""
+        """Fraction of the budget that is used before step `step`, 0 to 1."""
         share = step / self.steps
         if self.minutes is not None:
             share = max(share, self.elapsed / (60 * self.minutes))
@@ -46,7 +46,7 @@ class Schedule:
 
 
 class Optimizers:
-    """The pair of optimizers as one, with state that fits in a safetensors file."""
+    """Both optimizers, with a common state that fits in a safetensors file."""
 
     def __init__(
         self, model: CausalLM, *, matrix_rate: float, other_rate: float, weight_decay: float, kind: str = "muon"
@@ -89,7 +89,7 @@ class Optimizers:
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `state` returned."""
+        """Restore a state that `state` returned."""
         parameters = {name: parameter for parameter, name in self.names.items()}
         owner = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
         for key, value in tensors.items():
@@ -101,7 +101,7 @@ class Optimizers:
 
 
 class Average:
-    """Exponential moving average of the weights; early averages forget faster so the start is not remembered."""
+    """Exponential moving average of the weights, with a smaller decay in early steps."""
 
     def __init__(self, model: CausalLM, decay: float) -> None:
         self.decay, self.updates = decay, 0

@@ -1,4 +1,7 @@
-"""Fills tldr-pages placeholders with concrete values in request and command alike, which teaches copying."""
+"""Fills tldr-pages placeholders with the same values in request and command.
+
+The model learns to copy values from such pairs.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,7 @@ NOUN_GROUPS = {
 
 
 def value_for(name: str, rng: random.Random) -> tuple[str, tuple[str, ...]] | None:
-    """A plausible value for the placeholder called `name`, and nouns by which a request may call the thing.
-
-    Returns None for placeholders that are not understood well enough to fill.
-    """
+    """A plausible value for a placeholder, and nouns that a request may use for it; None for unknown placeholders."""
     leaf = re.split(r"[/\\]", name)[-1].lower()
     noun = leaf.replace("_", " ")
     made: tuple[str, tuple[str, ...]] | None = None
@@ -54,7 +54,7 @@ def value_for(name: str, rng: random.Random) -> tuple[str, tuple[str, ...]] | No
 
 
 def path_for(leaf: str, rng: random.Random) -> tuple[str, tuple[str, ...]]:
-    """A value and nouns for a path placeholder whose last component is `leaf`; a stated extension is kept."""
+    """A value and nouns for a path placeholder whose last component is `leaf`; an extension is kept."""
     if "directory" in leaf or "folder" in leaf:
         return rng.choice(FOLDERS), NOUN_GROUPS["folder"]
     extension = re.search(r"\.([a-z0-9.]{1,7})$", leaf)
@@ -64,7 +64,7 @@ def path_for(leaf: str, rng: random.Random) -> tuple[str, tuple[str, ...]]:
 
 
 def fill(request: str, command: str, rng: random.Random) -> tuple[str, str]:
-    """Name a concrete thing in the request and put it into the command; unchanged where no noun matches."""
+    """Put a value into the request and the command; both are unchanged if no noun matches."""
     for match in PLACEHOLDER.finditer(command):
         made = value_for(match.group(1), rng)
         if made is None:
@@ -77,7 +77,7 @@ def fill(request: str, command: str, rng: random.Random) -> tuple[str, str]:
 
 
 def name_it(request: str, value: str, nouns: tuple[str, ...], rng: random.Random) -> str | None:
-    """Write `value` where the request speaks of "a specific NOUN"; None if it names no such thing."""
+    """Replace "a specific NOUN" in the request by `value`; None if there is no such phrase."""
     alternatives = "|".join(re.escape(noun) for noun in sorted(nouns, key=len, reverse=True) if noun)
     adjectives = "specific |given |specified |particular |single |existing |new "
     pattern = rf"\b(?:an?|the|one)\s+(?:{adjectives})?({alternatives})\b"

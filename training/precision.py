@@ -1,4 +1,4 @@
-"""The arithmetic a pass runs in: bfloat16 matrix products where the machine does them natively."""
+"""Precision of forward passes: bfloat16 where the hardware supports it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def native_bfloat16(kind: str) -> bool:
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """bfloat16 autocast on machines that gain from it, otherwise nothing."""
+    """Return bfloat16 autocast on machines with native support, otherwise a context that does nothing."""
     if native_bfloat16(device.type):
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""The recipe's fixed choices: which pairs are trained on, which validate, and how a run is set up from them."""
+"""Training, validation and held-out pairs of the recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pairs:
 
 
 def load_pairs(data: Path, seed: int = 1) -> Pairs:
-    """Read both corpora and the everyday table, less every held-out pair."""
+    """Read both corpora and the everyday table without the held-out pairs."""
     heldout = load_heldout(data)
     corpora = without(load_tldr(data) + load_nl2bash(data), heldout)
     train, validation = split_validation(corpora, VALIDATION_PER_MILLE)
@@ -32,7 +32,7 @@ def load_pairs(data: Path, seed: int = 1) -> Pairs:
 
 
 def tokenizer_texts(pairs: list[Pair]) -> Iterator[str]:
-    """The texts the tokenizer is trained on."""
+    """Yield the texts that the tokenizer is trained on."""
     for pair in pairs:
         yield pair.request
         yield pair.command

@@ -1,4 +1,4 @@
-"""Light rewording of requests: the ways people ask for the same thing."""
+"""Light rewording of requests."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ SYNONYM_PATTERNS = tuple(
 
 
 def reword(request: str, rng: random.Random) -> str:
-    """A variation of `request`: other case, punctuation, synonyms, an opening, or a dropped small word."""
+    """Vary a request: letter case, punctuation, synonyms, an opening, or a dropped article."""
     text = request
     if rng.random() < 0.35:
         text = replace_synonym(text, rng)
     if rng.random() < 0.2:
         text = re.sub(r"\b(the|a|an)\s+", lambda m: "" if rng.random() < 0.6 else m.group(), text, flags=re.IGNORECASE)
     if rng.random() < 0.15:
-        # Asides such as "(e.g. ...)" are the manual's voice, not a user's.
+        # Asides such as "(e.g. ...)" are written by manuals, not by users.
         text = re.sub(r"\s*\([^()]*\)", "", text) or text
     if rng.random() < 0.3:
         text = text.rstrip(".")
@@ -81,7 +81,7 @@ def reword(request: str, rng: random.Random) -> str:
 
 
 def replace_synonym(text: str, rng: random.Random) -> str:
-    """Replace one word or phrase by another of its group; the text is unchanged if it holds none."""
+    """Replace one word or phrase by a synonym; the text is unchanged if it has none."""
     hits = [(found, group) for pattern, group in SYNONYM_PATTERNS if (found := pattern.search(text))]
     if not hits:
         return text

@@ -1,9 +1,9 @@
-"""Training for few bits: every pass sees the weights as an export will store them.
+"""Quantization-aware training: forward passes use the weights as an export stores them.
 
 A block of weights along a row shares a scale, which puts the weight of largest magnitude on the lowest code (see
 `export.quantization.codes`); codes are whole numbers from -2 ** (bits - 1) to 2 ** (bits - 1) - 1. Rounding has no
-useful gradient, so the gradient passes it as if it were not there (straight-through estimator, Bengio, Leonard and
-Courville, arXiv:1308.3432), and what is updated are the weights before rounding.
+useful gradient, so its gradient is taken to be 1 (straight-through estimator, Bengio, Leonard and Courville,
+arXiv:1308.3432), and the weights before rounding are updated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BlockRounding:
         """Read `4/128`.
 
         Raises:
-            ValueError: it is not bits (2, 4 or 8), a slash and a block (32, 64 or 128).
+            ValueError: the text is not bits (2, 4 or 8), a slash and a block size (32, 64 or 128).
         """
         found = re.fullmatch(r"([248])/(32|64|128)", text)
         if found is None:
@@ -38,11 +38,11 @@ class BlockRounding:
         return cls(int(found[1]), int(found[2]))
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """The stored form of weight [N, K] as float32, differentiable as if it were weight itself."""
+        """Round weight [N, K], with the gradient of the identity; returns float32."""
         return weight + (self.rounded(weight.detach()) - weight).detach()
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """The stored form of weight float32 [N, K]; rounding that once more changes nothing."""
+        """Round weight float32 [N, K] as an export does; rounding the result again does not change it."""
         half = 2 ** (self.bits - 1)
         columns = weight.shape[-1]
         padded = functional.pad(weight, (0, -columns % self.block))

@@ -1,4 +1,4 @@
-"""Turns a pair into one of several training conversations, keyed by a random generator the caller seeds."""
+"""Makes training conversations of several kinds from pairs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ class Turn(NamedTuple):
 
 Chat = list[Turn]
 
-# Shares of the conversation kinds. The direct question is what users ask and what is measured; the rest teaches
-# which words belong to which tool, and how to use what the user said.
 TASK_SHARES = {
     "direct": 0.80,
     "named": 0.06,
@@ -31,14 +29,16 @@ TASK_SHARES = {
     "tool": 0.06,
     "follow_up": 0.02,
 }
+"""Fractions of the kinds of conversation. Direct questions are what users ask and what is evaluated; the other kinds
+teach which words belong to which tool."""
 NAMED_FORMS = ("{request} with {tool}", "{request} using {tool}", "{tool}: {request}", "use {tool} to {lower}")
 
 
 class TaskMaker:
     """Makes training conversations from pairs.
 
-    No conversation ever contains a turn whose (request, command) is a held-out pair, in either direction: pairs
-    are filtered before, and every turn made here is checked again after rewording.
+    No conversation contains a held-out pair, in either direction: pairs are filtered before, and every turn is checked
+    again after rewording.
     """
 
     def __init__(self, pairs: Iterable[Pair], heldout: Iterable[Pair]) -> None:
@@ -49,13 +49,13 @@ class TaskMaker:
                 self.pages.setdefault(pair.tool, []).append(pair)
 
     def make(self, pair: Pair, rng: random.Random) -> Chat:
-        """A conversation about `pair`; the same generator state gives the same conversation."""
+        """Make a conversation about `pair`; the same generator state gives the same conversation."""
         kind = rng.choices(list(TASK_SHARES), weights=list(TASK_SHARES.values()))[0]
         chat = self._render(kind, pair, rng)
         return chat if all(self.allowed(turn) for turn in chat) else [Turn(pair.request, pair.command)]
 
     def allowed(self, turn: Turn) -> bool:
-        """Whether a turn is clear of every held-out pair."""
+        """Whether a turn is not a held-out pair."""
         explained = turn.user.removeprefix("explain: ")
         return (
             pair_key(turn.user, turn.assistant) not in self.forbidden
@@ -80,17 +80,17 @@ class TaskMaker:
         return [Turn(request, command)]
 
     def _follow_up(self, pair: Pair, rng: random.Random) -> Chat:
-        """Two turns on one page, the second asking for something else about the same tool."""
+        """Two turns about one tool, with different commands."""
         first = Turn(reword(pair.request, rng), pair.command)
-        siblings = [other for other in self.pages.get(pair.tool, []) if other.command != pair.command]
-        if not siblings:
+        others = [other for other in self.pages.get(pair.tool, []) if other.command != pair.command]
+        if not others:
             return [first]
-        other = rng.choice(siblings)
+        other = rng.choice(others)
         return [first, Turn(other.request, other.command)]
 
 
 def reword_words(text: str, rng: random.Random) -> str:
-    """Drop about one word in eight, so that no single word is relied on to recognise a description."""
+    """Drop about one word in eight, so that recognizing a description does not depend on single words."""
     words = re.split(r"(?<=\S)\s+", text)
     kept = [word for word in words if len(words) < 4 or rng.random() > 0.125]
     return " ".join(kept) if kept else text

@@ -1,4 +1,4 @@
-"""The shell helper's tokenizer: how it is trained, and how chats become token ids."""
+"""The shell helper's tokenizer: training, chat template, encoding of chats."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
-    """Train a byte-level BPE whose first ids are the special tokens; any text can be encoded and comes back whole."""
+    """Train a byte-level BPE whose first ids are the special tokens; it can encode any text without loss."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,7 +55,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
 
 
 class ChatCodec:
-    """Turns chats into token ids, with a flag on every id that the model is trained to produce."""
+    """Encodes chats as token ids, and marks those that the model is trained to produce."""
 
     end, system, user, assistant = range(len(SPECIAL_TOKENS))
 
@@ -76,7 +76,7 @@ class ChatCodec:
         return [[self.user, *item.ids, self.assistant] for item in encoded]
 
     def encode_chats(self, chats: Sequence[Sequence[Turn]]) -> list[tuple[list[int], list[bool]]]:
-        """Token ids and "the model produces this id" flags for chats given as (user, assistant) turns."""
+        """Token ids of chats, and for each id whether the model is trained to produce it."""
         flat = [text for chat in chats for turn in chat for text in turn]
         encoded = iter(self.tokenizer.encode_batch(flat, add_special_tokens=False))
         result = []
@@ -100,7 +100,7 @@ class ChatCodec:
 
 
 def tokenizer_config(context: int) -> str:
-    """The `tokenizer_config.json` text; the chat template lives in its own `chat_template.jinja`."""
+    """Contents of `tokenizer_config.json`; the chat template has its own file, `chat_template.jinja`."""
     return json.dumps(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,4 +1,4 @@
-"""The target's training loop: time-aware, resumable, selecting on a validation split of the training data."""
+"""The training loop: resumable, within a time budget, with checkpoint selection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Validation = Callable[[CausalLM], dict[str, float]]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What a run is asked to do; `steps` and `minutes` are budgets, whichever ends first."""
+    """Options of a run, which ends with the first of its budgets, `steps` or `minutes`."""
 
     steps: int = 4000
     minutes: float | None = None
@@ -48,9 +48,9 @@ class TrainOptions:
 
 
 def answer_cross_entropy(lead_weight: float = 1.0, label_smoothing: float = 0.0) -> LossFunction:
-    """Mean cross-entropy over the tokens the model must produce, the first few of an answer at `lead_weight`.
+    """Mean cross-entropy of the answer tokens, with weight `lead_weight` for the first few of an answer.
 
-    The LM head runs at those positions only.
+    Logits are computed at these positions only.
     """
 
     def loss(model: CausalLM, batch: Batch) -> Tensor:
@@ -77,9 +77,9 @@ def train(
 
     `validate` returns named figures; the checkpoint with the highest `score` is kept.
 
-    Resumes from `out/state.safetensors` when it is there: weights, optimizer, average, step, time used. The data
-    and dropout of a step depend on the seed and the step number alone, so a resumed run repeats an
-    uninterrupted one (exactly, as long as the budget is counted in steps).
+    If `out/state.safetensors` exists, the run resumes from it: weights, optimizer, average, step, time used. The data
+    and dropout of a step depend on the seed and the step number only, so a resumed run repeats an uninterrupted one
+    exactly if its budget is counted in steps.
     """
     device = next(model.parameters()).device
     optimizers = Optimizers(
@@ -104,8 +104,8 @@ def train(
     bar = tqdm(total=1000, unit="‰", file=sys.stderr, disable=None, dynamic_ncols=True)
     recent: list[float] = []
     progress = schedule.progress(record["step"])
-    # The clock is read once a step: the step that ends the budget is then sure to be measured and saved. A finished
-    # run that is started again has nothing left to do, which is not an error.
+    # The clock is read once a step, so that the step that ends the budget is always evaluated and saved. A finished run
+    # that is started again does nothing, which is not an error.
     while progress < 1.0:
         step = record["step"]
         torch.manual_seed(options.seed * 1_000_003 + step)
@@ -142,7 +142,7 @@ def train(
 
 
 def snapshot(out: Path, model: CausalLM, optimizers: Optimizers, average: Average, record: dict[str, Any]) -> None:
-    """Write everything a resumed run needs, in float32."""
+    """Write everything that a resumed run needs, in float32."""
     tensors: dict[str, Tensor] = {f"model/{name}": p for name, p in model.named_parameters()}
     tensors |= {f"average/{name}": p for name, p in average.weights.items()}
     tensors |= {f"optimizer/{name}": value for name, value in optimizers.state().items()}
@@ -152,7 +152,7 @@ def snapshot(out: Path, model: CausalLM, optimizers: Optimizers, average: Averag
 def restore(
     model: CausalLM, optimizers: Optimizers, average: Average, tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> None:
-    """Put back what `snapshot` wrote."""
+    """Restore what `snapshot` wrote."""
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "optimizer": {}}
     for key, value in tensors.items():
         part, name = key.split("/", 1)

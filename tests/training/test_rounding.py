@@ -1,4 +1,4 @@
-"""Training for few bits: weights are rounded as an export rounds them, and reach it unchanged."""
+"""Quantization-aware training rounds weights as an export does."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def tiny_model() -> CausalLM:
 
 
 @pytest.mark.parametrize("text", ["4/128", "8/32", "2/64"])
-def test_a_format_is_read(text: str) -> None:
-    form = BlockRounding.parse(text)
-    assert f"{form.bits}/{form.block}" == text
+def test_format_is_parsed(text: str) -> None:
+    weight_format = BlockRounding.parse(text)
+    assert f"{weight_format.bits}/{weight_format.block}" == text
 
 
 @pytest.mark.parametrize("text", ["", "4", "3/32", "4/16", "4/128/1", "int4/32"])
-def test_a_format_that_no_export_has_is_refused(text: str) -> None:
+def test_unsupported_format_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="BITS/BLOCK"):
         BlockRounding.parse(text)
 
@@ -61,8 +61,8 @@ def test_weights_are_rounded_as_an_export_rounds_them(bits: int, block: int, col
     weights[1] = 0
     weights[2, :3] = 1e-35
     rounded = BlockRounding(bits, block).rounded(torch.from_numpy(weights))
-    form = WeightFormat(bits, block)
-    exported = dequantize_rows(*quantize_rows(weights, form), columns, form)
+    weight_format = WeightFormat(bits, block)
+    exported = dequantize_rows(*quantize_rows(weights, weight_format), columns, weight_format)
     # A weight halfway between two codes may go to either: the two sides compute its quotient in different ways.
     step = np.abs(weights).max() / 2 ** (bits - 1)
     differs = np.abs(rounded.numpy() - exported) > 1e-6
@@ -71,14 +71,14 @@ def test_weights_are_rounded_as_an_export_rounds_them(bits: int, block: int, col
 
 
 @given(bits=st.sampled_from([2, 4, 8]), block=st.sampled_from([32, 128]), seed=st.integers(0, 99))
-def test_rounding_once_more_changes_nothing(bits: int, block: int, seed: int) -> None:
+def test_rounding_is_idempotent(bits: int, block: int, seed: int) -> None:
     rounding = BlockRounding(bits, block)
     torch.manual_seed(seed)
     once = rounding.rounded(torch.randn(5, 200))
     torch.testing.assert_close(rounding.rounded(once), once, rtol=1e-6, atol=0)
 
 
-def test_the_gradient_passes_rounding() -> None:
+def test_rounding_has_the_gradient_of_the_identity() -> None:
     weight = torch.randn(4, 64, requires_grad=True)
     factors = torch.randn(4, 64)
     (BlockRounding(2, 32)(weight) * factors).sum().backward()
@@ -86,7 +86,7 @@ def test_the_gradient_passes_rounding() -> None:
     torch.testing.assert_close(weight.grad, factors)
 
 
-def test_every_matrix_is_seen_rounded_and_written_so(tmp_path: Path) -> None:
+def test_passes_and_checkpoint_have_rounded_matrices(tmp_path: Path) -> None:
     model, rounding = tiny_model().eval(), BlockRounding(2, 32)
     ids = torch.arange(40).reshape(2, 20)
     plain = model(ids)
@@ -107,19 +107,19 @@ def test_every_matrix_is_seen_rounded_and_written_so(tmp_path: Path) -> None:
     torch.testing.assert_close(model(ids), plain)
 
 
-def test_a_rounded_checkpoint_is_exported_without_any_error(tmp_path: Path) -> None:
+def test_rounded_checkpoint_is_exported_without_rounding_error(tmp_path: Path) -> None:
     model = tiny_model()
     model.round_weights(BlockRounding(4, 64))
     save_model(tmp_path, model, train_tokenizer(["list the files"], vocab_size=300))
-    form = WeightFormat(4, 64)
+    weight_format = WeightFormat(4, 64)
     matrices = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.ndim == 2]
     assert len(matrices) == 1 + 7 * SHAPE.num_hidden_layers
     for matrix in matrices:
-        stored = dequantize_rows(*quantize_rows(matrix, form), matrix.shape[1], form)
+        stored = dequantize_rows(*quantize_rows(matrix, weight_format), matrix.shape[1], weight_format)
         np.testing.assert_allclose(stored, matrix, rtol=1e-6, atol=0)
 
 
-def test_weights_that_are_not_rounded_are_written_in_bfloat16(tmp_path: Path) -> None:
+def test_float_weights_are_written_in_bfloat16(tmp_path: Path) -> None:
     model = tiny_model()
     save_model(tmp_path, model, train_tokenizer(["list the files"], vocab_size=300))
     read, _ = load_model(tmp_path)

@@ -1,4 +1,4 @@
-"""The training recipe on a tiny model: it learns, resumes exactly, keeps held-out pairs out, saves the right files."""
+"""The training recipe on a tiny model: learning, resuming, held-out pairs, files."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from edgerun.training.corpus import (  # noqa: E402
 )
 from edgerun.training.distill import (  # noqa: E402
     agreement,
+    answer_requests,
     distillation_loss,
     fixed_examples,
     load_examples,
     save_examples,
-    teach,
 )
 from edgerun.training.evaluate import by_group, compare, validate  # noqa: E402
 from edgerun.training.everyday import load_everyday  # noqa: E402
@@ -127,7 +127,7 @@ def test_resumed_run_equals_uninterrupted_run(codec: ChatCodec, tmp_path: Path) 
     state = load_state(interrupted)
     assert state is not None
     assert state[1]["record"]["step"] == 5
-    # Another starting point shows that nothing but the saved state decides the outcome.
+    # Another initialization shows that the outcome depends on the saved state only.
     run(codec, tiny_model(codec, seed=9), interrupted, steps=12)
     first, second = load_state(whole), load_state(interrupted)
     assert first is not None
@@ -150,7 +150,7 @@ def test_time_budget_ends_a_run_and_counts_earlier_runs(codec: ChatCodec, tmp_pa
     assert again[1]["record"]["step"] == steps
 
 
-def test_schedule_follows_the_nearer_budget() -> None:
+def test_schedule_follows_the_budget_that_ends_first() -> None:
     by_steps = Schedule(steps=100, minutes=None, warmup=10)
     assert by_steps.progress(50) == 0.5
     assert by_steps.factor(0, 0.0) == pytest.approx(0.1)
@@ -159,7 +159,7 @@ def test_schedule_follows_the_nearer_budget() -> None:
     assert 0.75 <= by_time.progress(1) < 1.0
 
 
-def test_batches_depend_on_their_number_alone(codec: ChatCodec) -> None:
+def test_batches_depend_only_on_their_number(codec: ChatCodec) -> None:
     forward, backward = stream(codec), stream(codec)
     count = 3 * forward.per_pool
     ahead = [forward.batch(k) for k in range(count)]
@@ -169,7 +169,7 @@ def test_batches_depend_on_their_number_alone(codec: ChatCodec) -> None:
     )
 
 
-def test_loss_positions_are_the_answer(codec: ChatCodec) -> None:
+def test_loss_counts_at_answer_positions(codec: ChatCodec) -> None:
     batch = stream(codec).batch(0)
     for row in range(batch.ids.shape[0]):
         ids = batch.ids[row].tolist()
@@ -181,7 +181,7 @@ def test_loss_positions_are_the_answer(codec: ChatCodec) -> None:
     assert batch.targets.tolist() == batch.ids[:, 1:][batch.predicts[:, :-1]].tolist()
 
 
-def test_cut_by_cost_covers_everything_with_no_empty_part() -> None:
+def test_cuts_cover_all_examples_without_empty_parts() -> None:
     for lengths in ([1] * 10, [1, 1, 1, 50], [5, 5], [3, 4, 80, 90, 100]):
         for parts in range(1, len(lengths) + 1):
             edges = cut_by_cost(lengths, parts)
@@ -202,7 +202,7 @@ def write_corpus(data: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str
             messages = [{"role": "user", "content": pair.request}, {"role": "assistant", "content": pair.command}]
             row = {"platform": "common", "command": pair.tool, "about": pair.about, "messages": messages}
             file.write(json.dumps(row) + "\n")
-    # Copies that differ only in case, spacing and a full stop must be recognised as well.
+    # Copies that differ only in case, spacing and a full stop must be recognized too.
     (data / NL2BASH_REQUESTS).write_text("".join(f"{q.upper()} .\n" for q, _ in bash), encoding="utf-8")
     (data / NL2BASH_COMMANDS).write_text("".join(f" {c}\n" for _, c in bash), encoding="utf-8")
     with (data / HELDOUT_FILE).open("w", encoding="utf-8") as file:
@@ -241,7 +241,7 @@ def test_heldout_pairs_never_reach_training_on_the_real_corpora() -> None:
     check_no_leak(data, draws=20_000)
 
 
-def test_maker_falls_back_from_a_forbidden_rewording() -> None:
+def test_heldout_rewordings_fall_back_to_the_plain_pair() -> None:
     pair = toy_pairs()[0]
     named = Pair(pair.source, f"{pair.request} using ls", pair.command, "ls")
     maker = TaskMaker([pair], [named])
@@ -249,7 +249,7 @@ def test_maker_falls_back_from_a_forbidden_rewording() -> None:
         assert all(maker.allowed(turn) for turn in maker.make(pair, random.Random(seed)))
 
 
-def test_everyday_slots_agree_in_request_and_command() -> None:
+def test_everyday_slots_are_the_same_in_request_and_command() -> None:
     pairs = load_everyday(copies=2, seed=1)
     assert len(pairs) > 500
     assert all("{file" not in pair.request + pair.command for pair in pairs)
@@ -262,7 +262,7 @@ def test_everyday_slots_agree_in_request_and_command() -> None:
         assert by_request[request] == f"find . -type f -size +{number}{linear[0]}"
 
 
-def test_placeholders_are_filled_alike() -> None:
+def test_placeholders_are_the_same_in_request_and_command() -> None:
     for seed in range(50):
         request, command = fill("Extract a specific archive", "tar xf <path/to/archive.tar>", random.Random(seed))
         value = command.removeprefix("tar xf ")
@@ -325,16 +325,16 @@ def test_greedy_with_cache_equals_greedy_without(codec: ChatCodec) -> None:
 def test_distillation_raises_agreement(codec: ChatCodec, tmp_path: Path) -> None:
     target, draft = tiny_model(codec, seed=1), tiny_model(codec, seed=2)
     with torch.no_grad():
-        # A fresh model with a tied head only repeats its input; larger layers make it say something.
+        # An untrained model with a tied head repeats its input; larger weights make its output depend on more.
         for name, parameter in target.named_parameters():
             parameter.mul_(20.0 if "proj" in name else 1.0)
-    taught = teach(target, codec, [pair.request for pair in toy_pairs()], max_new=12)
-    save_examples(tmp_path / "taught.safetensors", taught)
-    taught = load_examples(tmp_path / "taught.safetensors")
-    before = agreement(draft, taught, codec.end)
+    answered = answer_requests(target, codec, [pair.request for pair in toy_pairs()], max_new=12)
+    save_examples(tmp_path / "target_answers.safetensors", answered)
+    answered = load_examples(tmp_path / "target_answers.safetensors")
+    before = agreement(draft, answered, codec.end)
     options = TrainOptions(steps=60, warmup=2, evaluate_every=1000, save_every=1000, matrix_rate=1e-2, other_rate=1e-2)
     batches = BatchStream(
-        fixed_examples(taught, 1), pad=codec.end, batch_tokens=400, context=96, seed=1, pool=len(taught)
+        fixed_examples(answered, 1), pad=codec.end, batch_tokens=400, context=96, seed=1, pool=len(answered)
     )
     train(
         draft,
@@ -343,12 +343,12 @@ def test_distillation_raises_agreement(codec: ChatCodec, tmp_path: Path) -> None
         tmp_path,
         options,
         distillation_loss(),
-        lambda trained: {"score": agreement(trained, taught, codec.end)},
+        lambda trained: {"score": agreement(trained, answered, codec.end)},
     )
-    assert agreement(draft, taught, codec.end) > before + 0.1
+    assert agreement(draft, answered, codec.end) > before + 0.1
 
 
-def test_scores() -> None:
+def test_scores_of_answers() -> None:
     pairs = toy_pairs()[:4]
     answers = [pairs[0].command, "ls something", "", pairs[3].command + " "]
     scored = compare(pairs, answers)
@@ -356,12 +356,12 @@ def test_scores() -> None:
     assert set(by_group(pairs, answers)) == {"all", "first_150", "tldr-pages"}
 
 
-def test_tokenizer_keeps_any_text_and_the_special_ids(codec: ChatCodec) -> None:
+def test_tokenizer_encodes_any_text_without_loss(codec: ChatCodec) -> None:
     assert [codec.tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3]
     text = "find . -name '*.ünï' | wc -l\t# 数"
     assert codec.decode(codec.tokenizer.encode(text).ids) == text
 
 
-def test_importing_the_package_leaves_training_and_torch_alone() -> None:
+def test_importing_the_package_does_not_import_training_or_torch() -> None:
     code = "import sys, edgerun; sys.exit(any(m == 'torch' or 'edgerun.training' in m for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
