@@ -16,7 +16,7 @@ from ..errors import ContextError
 from .graph.bound_session import BoundSession
 from .prefill import Cancelled, never, prefill
 from .speculation.near_ties import NearTies
-from .speculation.speculator import PassTimes, Round, Speculator
+from .speculation.speculator import Round, RoundTiming, Speculator
 from .speculation.verification import TokenSampler
 
 
@@ -92,13 +92,13 @@ def decode(
     report: Round | None = None
     try:
         if near_ties is not None:
-            near_ties.begin(prompt_ids)
-            passes = near_ties.rows
+            near_ties.reset(prompt_ids)
+            passes = near_ties.passes
         logits, prefill_passes = prefill(bound, prompt_ids, cancelled)
         passes += prefill_passes
         tokens: tuple[int, ...] = (sampler.choose(logits, len(prompt_ids)),)
         if speculator is not None:
-            speculator.follow([*prompt_ids, *tokens])
+            speculator.reset([*prompt_ids, *tokens])
         while True:
             remaining -= len(tokens)
             ended = tokens[-1] in eos
@@ -112,7 +112,7 @@ def decode(
             sampler.observe((anchor,))
             if near_ties is not None:
                 near_ties.append(tokens)
-            if speculator is not None and not speculator.resting:
+            if speculator is not None and not speculator.disabled:
                 tokens, passes, report = _speculate(bound, sampler, eos, remaining, speculator, near_ties)
                 target_s = report.target_s
                 continue
@@ -121,13 +121,13 @@ def decode(
             arena.commit(1)
             passes, report = 1, None
             if near_ties is not None:
-                before = near_ties.rows
-                logits = near_ties.settled(logits)
-                passes += near_ties.rows - before
+                before = near_ties.passes
+                logits = near_ties.resolve(logits)
+                passes += near_ties.passes - before
             target_s = time.perf_counter() - started
             tokens = (sampler.choose(logits, arena.length),)
             if speculator is not None:
-                speculator.skip(tokens[0])
+                speculator.skip_round(tokens[0])
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
 
@@ -172,15 +172,15 @@ def _speculate(
     if near_ties is None:
         result = speculator.verify(draft, logits, sampler, base + 1, eos, remaining)
     else:
-        before = near_ties.rows
-        result = near_ties.match(tree, logits, base + 1, eos, remaining)
-        recomputed = near_ties.rows - before
+        before = near_ties.passes
+        result = near_ties.verify_tree(tree, logits, base + 1, eos, remaining)
+        recomputed = near_ties.passes - before
         recompute_s = time.perf_counter() - ended if recomputed else 0.0
     if not recomputed:  # otherwise the slots of the path were recomputed and committed
         if len(tree) == 1:
             arena.commit(1)
         else:
-            arena.compact(base, result.path)
+            arena.compact(base, result.accepted_path)
     verify_s = time.perf_counter() - ended - recompute_s
-    report = speculator.observe(draft, result, logits, base, PassTimes(ended - started, recompute_s, verify_s))
+    report = speculator.observe(draft, result, logits, base, RoundTiming(ended - started, recompute_s, verify_s))
     return result.emitted(tree), 1 + recomputed, report

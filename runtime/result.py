@@ -143,7 +143,7 @@ class StatsRecorder:
         drafted_at: list[int] = []
         accepted_at: list[int] = []
         for one in rounds:
-            if one is not None and one.rows > 1:
+            if one is not None and one.width > 1:
                 _add(drafted, one.drafted)
                 _add(accepted, one.accepted)
                 _add(drafted_at, one.drafted_by_depth)

@@ -62,7 +62,7 @@ def check_tokens(folder: Path, expected: list[int]) -> GraphIO:
     """Decode with and without guesses; returns what the model is."""
     assert len(expected) == GREEDY_TOKENS
     with edgerun.load(folder, threads=1, cache=False) as llm:
-        llm.model.drafters._cost = FixedCost(NEARLY_FREE)
+        llm.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
         prompt = llm.tokenizer.encode(PROMPT, add_special_tokens=True)
         for speculation in SPECULATIONS:
             tokens, reply = tokens_of(llm, prompt, speculation)
@@ -95,7 +95,7 @@ def test_an_old_decoder_with_fused_past_and_no_tokenizer(tmp_path: Path, capsys:
     expected = fused_past_greedy(folder / "past.onnx", prompt, GREEDY_TOKENS)
     assert len(set(expected)) > 3
     with edgerun.load(folder, threads=1, cache=False, tokenizer=tokenizer) as llm:
-        llm.model.drafters._cost = FixedCost(NEARLY_FREE)
+        llm.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
         for speculation in SPECULATIONS:
             assert tokens_of(llm, prompt, speculation)[0] == expected, speculation
     assert main([str(folder), "--tokenizer", str(tokenizer), "-p", PROMPT, "--raw", "-n", "20", "--json"]) == 0

@@ -17,7 +17,7 @@ from ...runtime.engine import Engine
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
-from ...runtime.speculation.ngram_prior import build_prior
+from ...runtime.speculation.drafters.ngram_table import write_bundle_table
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, PassCost
 from ..terminal.output import write_error
 from .shared_options import AsJson, Debug, Device, ModelArgument, ModelOptions, Threads, Tokenizer
@@ -67,7 +67,8 @@ def tune(
                 progress=lambda fraction: progress("timing passes", fraction),
             )
         file = PASS_COSTS.save(model_key(engine.bundle, SessionConfig(engine.device, threads or 0)), cost)
-        prior_bytes = build_prior(engine.bundle, engine.tokenizer, engine.graph_io.vocab_size, texts) if texts else 0
+        sequences = (engine.tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        prior_bytes = write_bundle_table(engine.bundle, sequences, engine.graph_io.vocab_size) if texts else 0
         facts = {
             "model": str(engine.bundle.folder),
             "device": str(engine.device),

@@ -110,11 +110,11 @@ def count_agreement(bound: BoundSession, draft: DraftModel, text: Sequence[int],
     arena.rewind_to(0)
     if isinstance(draft, LayerSkipDraft):
         draft.attach(arena)
-    draft.follow(())
+    draft.reset(())
     agreeing = 0
     for index, token in enumerate(text):
         draft.append(token)
-        preferred = draft.likely((), 1).tokens if index >= start else ()
+        preferred = draft.top_tokens((), 1).tokens if index >= start else ()
         logits = bound.forward((token,))[0]
         arena.commit(1)
         agreeing += preferred == (int(logits.argmax()),)

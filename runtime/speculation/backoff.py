@@ -1,4 +1,4 @@
-"""When drafting is laid to rest: trials, and waits that double as long as they fail."""
+"""Backoff: waits that double after every failed trial."""
 
 from __future__ import annotations
 
@@ -6,40 +6,80 @@ from typing import Final
 
 
 class Backoff:
-    """When to stop drafting for a while: it promises less than the time it takes is worth."""
+    """Rounds to wait before something that did not pay is tried again; each wait is twice as long as the one before.
 
-    _FIRST: Final = 32
-    _LONGEST: Final = 4096
-    _TRIAL: Final = 8
+    Args:
+        first_wait: rounds of the first wait.
+        max_wait: rounds of the longest wait.
+    """
+
+    def __init__(self, first_wait: int, max_wait: int) -> None:
+        self.left = 0
+        """Rounds left of the current wait; 0 when not waiting."""
+        self._first = self._next = first_wait
+        self._max = max_wait
+
+    def start(self, min_wait: int = 0) -> None:
+        """Start a wait of at least `min_wait` rounds."""
+        self.left = max(self._next, min_wait)
+        self._next = min(2 * self.left, self._max)
+
+    def count_down(self) -> None:
+        """Count one round of the wait."""
+        self.left -= 1
+
+    def cancel(self) -> None:
+        """End the current wait now."""
+        self.left = 0
+
+    def reset(self) -> None:
+        """Make the next wait as short as the first one; called after a success."""
+        self._next = self._first
+
+
+class DraftingBalance:
+    """Stops drafting for a while when it costs more than it gains.
+
+    Keeps a running mean of the tokens a round gains by drafting, less the tokens that plain decoding would have
+    produced in the time that drafting takes. When the mean is negative after a trial of several rounds, `backoff`
+    starts.
+    """
+
+    _FIRST_WAIT: Final = 32
+    _MAX_WAIT: Final = 4096
+    _TRIAL_ROUNDS: Final = 8
     _HOPELESS: Final = -0.1
-    """A balance at which a trial is cut short and the wait is long: a model so small that a look-up is a good part of a
-    pass."""
-    _SHORT_TRIAL: Final = 3
-    _LIGHT_TRIAL: Final = 24
+    """Mean below which a trial ends early and the wait is long: the model is so small that a lookup takes a
+    considerable part of a pass."""
+    _HOPELESS_TRIAL_ROUNDS: Final = 3
+    _HOPELESS_MIN_WAIT: Final = 8 * _FIRST_WAIT
+    _CHEAP_TRIAL_ROUNDS: Final = 24
 
     def __init__(self) -> None:
-        self.left = 0
-        """Plain rounds to go."""
-        self.balance = 0.0
-        """Tokens a round that drafting promised, less those its time would have given: a running mean."""
-        self._wait = self._FIRST
+        self.backoff: Final = Backoff(self._FIRST_WAIT, self._MAX_WAIT)
+        self.mean = 0.0
+        """Running mean of the tokens gained per round of drafting."""
         self._rounds = 0
 
-    def wake(self) -> None:
-        """Draft again at once, for another trial."""
-        self.left = self._rounds = 0
+    def resume(self) -> None:
+        """End the wait and start a new trial."""
+        self.backoff.cancel()
+        self._rounds = 0
 
-    def observe(self, balance: float, *, light: bool = False) -> None:
-        """Take in a round of drafting; where that is `light`, it is tried for longer before it is given up."""
+    def observe(self, balance: float, *, cheap: bool = False) -> None:
+        """Add the balance of one round of drafting.
+
+        Args:
+            balance: tokens gained less tokens spent.
+            cheap: whether drafting costs so little that it is given a longer trial.
+        """
         self._rounds += 1
-        self.balance += (balance - self.balance) * max(1 / self._rounds, 0.02)
-        hopeless = self.balance < self._HOPELESS and self._rounds >= self._SHORT_TRIAL
-        trial = self._LIGHT_TRIAL if light else self._TRIAL
-        if not hopeless and (self._rounds < trial or self.balance >= 0):
-            if self._rounds > 4 * self._TRIAL:
-                self._wait = self._FIRST
+        self.mean += (balance - self.mean) * max(1 / self._rounds, 0.02)
+        hopeless = self.mean < self._HOPELESS and self._rounds >= self._HOPELESS_TRIAL_ROUNDS
+        trial = self._CHEAP_TRIAL_ROUNDS if cheap else self._TRIAL_ROUNDS
+        if not hopeless and (self._rounds < trial or self.mean >= 0):
+            if self._rounds > 4 * self._TRIAL_ROUNDS:
+                self.backoff.reset()
             return
-        if hopeless:
-            self._wait = max(self._wait, 8 * self._FIRST)
-        self.left, self._wait = self._wait, min(2 * self._wait, self._LONGEST)
+        self.backoff.start(self._HOPELESS_MIN_WAIT if hopeless else 0)
         self._rounds = 0

@@ -1,4 +1,4 @@
-"""Who may guess ahead: all drafters, none, or some."""
+"""The choice of drafters for an answer: all, none, or some."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _NAMES = {
     "model": Source.MODEL,
 }
 SOURCE_NAMES = {source: name for name, source in _NAMES.items()}
-"""What drafters are called where people read or write it."""
+"""The user-visible name of each drafter."""
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """A choice of drafters. In every round the guesses that pay are verified, whoever made them, and often none."""
+    """A choice of drafters. In every round only the draft tokens that pay are verified, often none."""
 
     sources: frozenset[Source]
     automatic: bool = False
-    """Whether drafters that are not at hand are silently left out."""
+    """Whether drafters that are not available are left out silently."""
 
     AUTO: ClassVar[Speculation]
-    """Every drafter at hand."""
+    """Every available drafter."""
     OFF: ClassVar[Speculation]
-    """Plain decoding: one token a pass."""
+    """Plain decoding: one token per pass."""
 
     @classmethod
     def of(cls, *sources: Source) -> Speculation:
-        """Some drafters only.
+        """Choose some drafters only.
 
         Raises:
-            InputError: one of them is not a drafter of edge-run's.
+            InputError: a source is not a drafter of edge-run.
         """
         if unknown := [source for source in sources if source not in SOURCE_NAMES]:
             raise InputError(f"{unknown[0]!r} is not a drafter", f"drafters are: {', '.join(_NAMES)}")
@@ -45,17 +45,18 @@ class Speculation:
 
     @classmethod
     def parse(cls, text: str) -> Speculation:
-        """The choice that the command line writes as `auto`, `off`, or names with commas between.
+        """Parse a command line value: `auto`, `off`, or comma-separated names.
 
         Raises:
-            InputError: it is something else.
+            InputError: the value is something else.
         """
         if text in ("auto", "off"):
             return cls.AUTO if text == "auto" else cls.OFF
         names = [name.strip() for name in text.split(",")]
         if unknown := [name for name in names if name not in _NAMES]:
             raise InputError(
-                f"spec is {text!r}: {unknown[0]!r} is unknown", f"give auto, off, or some of {', '.join(_NAMES)}"
+                f"--spec is {text!r}, but there is no drafter {unknown[0]!r}",
+                f"give auto, off, or some of {', '.join(_NAMES)}",
             )
         return cls.of(*(_NAMES[name] for name in names))
 

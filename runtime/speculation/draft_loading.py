@@ -1,7 +1,7 @@
-"""A target's session and its draft's on the same cores.
+"""Loads draft models beside their targets, both on the same CPU cores.
 
-The two take turns, and a session's threads that spin while they wait for its next pass are in the other's way. Measured
-on 2 cores, three draft passes to one of the target, milliseconds a round (ONNX Runtime 1.31):
+The two run alternately, and threads of a session that spin while they wait for its next pass slow down the other one.
+Measured on 2 cores, three draft passes to one target pass, milliseconds per round (ONNX Runtime 1.31):
 
 | target + draft, threads of the draft | 0.5B + bundled draft | bundled pair | 1.5B + 0.5B |
 |---|---|---|---|
@@ -9,10 +9,10 @@ on 2 cores, three draft passes to one of the target, milliseconds a round (ONNX 
 | target spins, 1 | 17.7 | 0.86 | 91.1 |
 | target spins, 2 that never spin | 17.8 | 1.03 | 87.4 |
 | both stop spinning as a pass ends, 2 | 17.3 | 1.02 | 75.9 |
-| one pool for both, 2 | 17.1 | 0.89 | 77.0 |
+| one thread pool for both, 2 | 17.1 | 0.89 | 77.0 |
 
-So both stop spinning, unless the draft is so small that a second thread gains it nothing. A pool for both is no faster,
-and ONNX Runtime has one pool a process or none: every other session of the program would have to agree to use it.
+So both stop spinning, unless the draft is so small that a second thread gains nothing. A shared thread pool is not
+faster, and in ONNX Runtime it is per process: all other sessions of the program would have to use it too.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from .drafters.layer_skip import LayerSkipDraft
 from .pass_cost import PassCost
 
 _ONE_THREAD_BELOW: Final = 16 << 20
-"""Bytes of weights that one core has read by the time two have agreed on who reads what: at 9.6 MB a pass takes 0.33 ms
-with one thread and 0.37 with two, at 270 MB 14 and 10."""
-_CALIBRATION_S: Final = 0.3
+"""Bytes of weights below which a draft runs on one thread: at 9.6 MB a pass takes 0.33 ms with one thread and 0.37 with
+two, at 270 MB 14 and 10."""
+_SECONDS_BUDGET: Final = 0.3
 _WIDTHS: Final = (1, 2, 4, 8)
-_AGAIN: Final = "restore it or export the draft again"
+_HINT: Final = "restore it or export the draft again"
 
 
 def share_cores(config: SessionConfig, draft: Bundle) -> tuple[SessionConfig, SessionConfig]:
-    """How to run the target and the draft if the target alone would be run with `config`."""
+    """Configurations of the target and the draft, given the one that the target would be run with alone."""
     if draft.weight_bytes < _ONE_THREAD_BELOW:
         return config, replace(config, threads=1)
     shared = replace(config, shares_cores=True)
@@ -55,18 +55,18 @@ def share_cores(config: SessionConfig, draft: Bundle) -> tuple[SessionConfig, Se
 def load_draft(
     pair: DraftPair, config: SessionConfig, target_vocab: int, context: int, *, cache: bool = True
 ) -> DraftModel:
-    """Load the draft model of a pair that is a model of its own.
+    """Load a draft model that is a separate model.
 
     Args:
         pair: see `find_draft`.
-        config: the draft's; see `share_cores`.
-        target_vocab: of the target's graph.
-        context: the target's. A draft with a shorter one is silent once the text has outgrown it.
-        cache: whether weights packed for this machine, and what passes cost, are kept on disk.
+        config: configuration of the draft's session; see `share_cores`.
+        target_vocab: vocabulary size of the target's graph.
+        context: context of the target. A draft with a shorter one stops drafting when the sequence outgrows it.
+        cache: whether packed weights and the pass cost are kept on disk.
 
     Raises:
-        BundleError: the draft is not a model that edge-run can decode with, or its head is of other tokens than the
-            pair's map says.
+        BundleError: the draft is not a model that edge-run can decode with, or its LM head does not fit the map from
+            its tokens to the target's.
     """
     bundle = pair.draft
     session = open_graph(bundle, config, cache=cache)
@@ -79,64 +79,64 @@ def load_draft(
             "put its d2t.npy beside the graph",
         )
     bound = session.bind(session.arena(min(context, bundle.context or context)))
-    return DraftModel(bound, _cost(bundle, config, bound, cache=cache), target_vocab, pair.target_ids)
+    return DraftModel(bound, _pass_cost(bundle, config, bound, cache=cache), target_vocab, pair.target_ids)
 
 
-def load_own_draft(
+def load_layer_skip_draft(
     pair: DraftPair, config: SessionConfig, target: Bundle, graph_io: GraphIO, context: int, *, cache: bool = True
 ) -> LayerSkipDraft:
-    """Load a draft that is the target without some of its parts, to be attached to the arena of a text.
+    """Load a draft that is the target without some of its layers, to be attached to the target's arena.
 
     Args:
         pair: see `find_draft`.
-        config: the draft's; see `share_cores`.
-        target: the target's bundle.
-        spec: the target's.
+        config: configuration of the draft's session; see `share_cores`.
+        target: bundle of the target.
+        graph_io: inputs and outputs of the target's graph.
         context: as for `load_draft`.
         cache: as for `load_draft`.
 
     Raises:
-        BundleError: the graph cannot be loaded, or is not the target's with parts left out.
+        BundleError: the graph cannot be loaded, or does not match the target's cache or vocabulary.
     """
     graph = prepacked_draft_graph(pair.draft.graph, graph_to_load(target, config, cache=cache))
     session = GraphSession(graph, config, ModelMetadata(input_vocab=target.input_vocab))
-    own, theirs = session.graph_io, {tensor.past: place for place, tensor in enumerate(graph_io.cache)}
-    places = [theirs.get(tensor.past, -1) for tensor in own.cache]
+    own, target_places = session.graph_io, {tensor.past: place for place, tensor in enumerate(graph_io.cache)}
+    places = [target_places.get(tensor.past, -1) for tensor in own.cache]
     same = all(
-        place >= 0 and graph_io.tensor_types[place] == form
-        for place, form in zip(places, own.tensor_types, strict=True)
+        place >= 0 and graph_io.tensor_types[place] == tensor_type
+        for place, tensor_type in zip(places, own.tensor_types, strict=True)
     )
     if not same or own.cache_mode is not CacheMode.IN_PLACE or graph_io.cache_mode is not CacheMode.IN_PLACE:
-        raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.graph}", _AGAIN)
+        raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.graph}", _HINT)
     if pair.target_ids is not None:
         _check_ids(pair, pair.target_ids, own.vocab_size, graph_io.vocab_size)
     elif own.vocab_size != graph_io.vocab_size:
-        raise BundleError(f"{pair.draft.graph} has a head of {own.vocab_size} tokens, but no map of its ids", _AGAIN)
-    alone = session.bind(session.arena(context))
-    cost = _cost(pair.draft, config, alone, cache=cache)
+        raise BundleError(f"{pair.draft.graph} has a head of {own.vocab_size} tokens, but no map of its ids", _HINT)
+    timed = session.bind(session.arena(context))
+    cost = _pass_cost(pair.draft, config, timed, cache=cache)
     bound = session.bind(BorrowedArena(own.tensor_types, places, context))
     return LayerSkipDraft(bound, cost, graph_io.vocab_size, pair.target_ids)
 
 
 def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int) -> None:
-    """Check that the map of a pair is one of a head of so many tokens.
+    """Check that a pair's map from draft to target ids fits the draft's head.
 
     Raises:
-        BundleError: it is not.
+        BundleError: it does not.
     """
     try:
         check_target_ids(target_ids, head, target_vocab)
     except ValueError as error:
         what = f"the draft {pair.draft.folder} cannot be used: its map to the target's ids {error}"
-        raise BundleError(what, _AGAIN) from error
+        raise BundleError(what, _HINT) from error
 
 
-def _cost(bundle: Bundle, config: SessionConfig, bound: BoundSession, *, cache: bool) -> PassCost:
-    """What passes of a draft cost, as kept or measured now."""
+def _pass_cost(bundle: Bundle, config: SessionConfig, bound: BoundSession, *, cache: bool) -> PassCost:
+    """Cost of the draft's passes, stored or measured now."""
     key = model_key(bundle, config)
     cost = PASS_COSTS.load(key) if cache else None
     if cost is None:
-        cost = measure_pass_cost(bound, seconds_budget=_CALIBRATION_S, widths=_WIDTHS)
+        cost = measure_pass_cost(bound, seconds_budget=_SECONDS_BUDGET, widths=_WIDTHS)
         if cache:
             PASS_COSTS.save(key, cost)
     return cost

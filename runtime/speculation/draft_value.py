@@ -1,76 +1,86 @@
-"""Whether asking a draft model pays: what it is expected to add, against the time it takes.
+"""Estimates whether a draft model pass gains more than it costs.
 
-Known before it is asked: how sure the free predictors are. Learned: how sure all together are after it was asked, as a
-small histogram for every class of the former. From those follow the tokens gained by asking, in the same currency as a
-row's price. A model that does not pay is asked once in a while all the same, with doubling waits, because texts change.
+Before a draft model pass, the probability of the best candidate from the free drafters is known. A small histogram for
+each class of that probability is learned: how probable the best candidate is after the pass. The expected gain follows
+from the histogram, in tokens, the same currency as the price of a token position. A draft model whose passes do not pay
+is run occasionally all the same, after waits that double, because texts change.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-_FREE_CLASSES: Final = 6
+from .backoff import Backoff
+
+_CLASSES: Final = 6
+"""Classes of the free drafters' best probability."""
 _BINS: Final = 10
 _PRIOR: Final = (0.02, 0.06, 0.08, 0.09, 0.1, 0.1, 0.11, 0.12, 0.14, 0.18)
-"""Of the best probability after asking a model nothing is known about."""
+"""Prior histogram of the best probability after a pass of an unknown draft model."""
 _PRIOR_WEIGHT: Final = 20.0
-_MOST_WEIGHT: Final = 400.0
+_MAX_WEIGHT: Final = 400.0
 _FIRST_WAIT: Final = 8
-_LONGEST_WAIT: Final = 512
+_MAX_WAIT: Final = 512
 
 
-class DraftWorth:
-    """Expected gain of asking the draft model."""
+class DraftModelValue:
+    """Learns what a draft model pass gains and decides where to run one."""
 
     def __init__(self) -> None:
-        self._after = [[share * _PRIOR_WEIGHT for share in _PRIOR] for _ in range(_FREE_CLASSES)]
-        self._weight = [_PRIOR_WEIGHT] * _FREE_CLASSES
-        self._idle = 0
-        self._wait = _FIRST_WAIT
+        self._after = [[share * _PRIOR_WEIGHT for share in _PRIOR] for _ in range(_CLASSES)]
+        self._weight = [_PRIOR_WEIGHT] * _CLASSES
+        self._backoff = Backoff(_FIRST_WAIT, _MAX_WAIT)
+        self._backoff.start()
         self.gain = 0.0
-        """Tokens that asking at the anchor promised the last time it was considered."""
+        """Expected gain of a pass at the anchor, in tokens, when it was last considered."""
         self.cost = 0.0
-        """Tokens that plain decoding would have given in the time asking takes."""
+        """Tokens that plain decoding would produce in the time of that pass."""
 
-    def pays(self, reached: float, free: float, price: float, cost: float, *, first: bool) -> bool:
-        """Whether to ask.
+    def pays(self, path_prob: float, free_prob: float, price: float, cost: float, *, at_anchor: bool) -> bool:
+        """Whether to run the draft model at a node.
 
         Args:
-            reached: path probability of the node to be continued.
-            free: probability of the best guess the free predictors have there.
-            price: of a row.
-            cost: of asking; like `price` in tokens.
-            first: whether the node is the anchor, where alone the model is asked against expectation.
+            path_prob: path probability of the node.
+            free_prob: probability of the free drafters' best candidate at the node.
+            price: price of one more token position, in tokens.
+            cost: cost of the draft model pass, in tokens.
+            at_anchor: whether the node is the anchor, the only one where a pass is tried against expectation.
         """
-        without = max(0.0, reached * free - price)
-        kind = min(int(free * _FREE_CLASSES), _FREE_CLASSES - 1)
-        share = reached / (_BINS * self._weight[kind])
-        after = 0.0
+        gain_without = max(0.0, path_prob * free_prob - price)
+        kind = min(int(free_prob * _CLASSES), _CLASSES - 1)
+        share = path_prob / (_BINS * self._weight[kind])
+        gain_with = 0.0
         for index, weight in enumerate(self._after[kind]):
             value = share * (index + 0.5) * weight - price * weight / self._weight[kind]
             if value > 0:
-                after += value
-        gain = after - without
-        if first:
+                gain_with += value
+        gain = gain_with - gain_without
+        if at_anchor:
             self.gain, self.cost = gain, cost
         if gain > cost:
-            if first:
-                self._idle, self._wait = 0, _FIRST_WAIT
+            if at_anchor:
+                self._backoff.reset()
+                self._backoff.start()
             return True
-        if not first:
+        if not at_anchor:
             return False
-        self._idle += 1
-        if self._idle < self._wait:
+        if self._backoff.left > 1:
+            self._backoff.count_down()
             return False
-        self._idle, self._wait = 0, min(2 * self._wait, _LONGEST_WAIT)
+        self._backoff.start()
         return True
 
-    def observe(self, free: float, best: float) -> None:
-        """Take in how sure the best guess is after the model was asked."""
-        kind = min(int(free * _FREE_CLASSES), _FREE_CLASSES - 1)
+    def observe(self, free_prob: float, best_prob: float) -> None:
+        """Learn from a pass.
+
+        Args:
+            free_prob: probability of the best candidate before the pass.
+            best_prob: probability of the best candidate after it.
+        """
+        kind = min(int(free_prob * _CLASSES), _CLASSES - 1)
         bins = self._after[kind]
-        if self._weight[kind] >= _MOST_WEIGHT:
+        if self._weight[kind] >= _MAX_WEIGHT:
             self._after[kind] = bins = [weight * 0.5 for weight in bins]
             self._weight[kind] = sum(bins)
-        bins[min(int(best * _BINS), _BINS - 1)] += 1
+        bins[min(int(best_prob * _BINS), _BINS - 1)] += 1
         self._weight[kind] += 1

@@ -1,145 +1,105 @@
-"""Growing a draft: the likeliest continuation first, for as long as another row pays.
+"""Grows a draft tree, most probable candidate first, while one more token pays.
 
-All predictors are asked at the anchor; their guesses, mixed into probabilities, wait in a heap ordered by path
-probability. The best one becomes a node, the predictors are asked again behind it, and so on, until the best that is
-left cannot pay for its row (the order is that of Sequoia and DySpec, Chen et al. 2024, Xiong et al. 2024; on a machine
-where rows cost something the tree is small). A draft model takes part like any other predictor, except that asking it
-costs time: it is asked where the tokens it is expected to add are worth that time.
+All drafters propose candidates at the anchor. The mixed probabilities of the candidates wait in a heap ordered by path
+probability. The best one becomes a node, the drafters propose candidates behind it, and so on, until the best remaining
+candidate cannot pay for its token position (the order of Sequoia and DySpec, Chen et al. 2024, Xiong et al. 2024; on a
+machine where token positions cost something the tree is small). A draft model takes part like any other drafter, except
+that its passes take time: it runs only where the tokens it is expected to add are worth that time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
 import numpy as np
 
-from .draft_value import DraftWorth
+from .draft_value import DraftModelValue
 from .drafters.interface import CostlyDrafter, Drafter, State
 from .mixing import Mixer, Prediction
 from .tree import Source, Tree
 
-_DEEPEST: Final = 32
-_SURE: Final = 0.985
-"""A guess that comes true this often is not discussed with further predictors."""
-_SIBLINGS_TOGETHER: Final = 0.98
-"""What the guesses for one position may add up to."""
+_MAX_DEPTH: Final = 32
+_CERTAIN: Final = 0.985
+"""Acceptance rate above which no further drafters are consulted about a node."""
+_MAX_SIBLING_SUM: Final = 0.98
+"""Upper limit of the sum of the probabilities of siblings."""
 
 
 @dataclass(frozen=True)
-class Prices:
-    """What a round's rows cost, in tokens that plain time would have given."""
+class TokenPrices:
+    """Cost of a wider pass and of time, in tokens that plain decoding would produce meanwhile."""
 
-    rows: Sequence[float]
-    """Entry n: of the cheapest next row, per row, when there are n + 1 rows; its length is the most rows a tree has."""
+    positions: Sequence[float]
+    """Entry n: price of one more token position, the cheapest per position, when the tree has n + 1 nodes. The length
+    is the maximum number of nodes."""
     second: float
-    """Of a second: the rate decoding reaches."""
+    """Price of a second: the decoding rate, in tokens per second."""
 
-    def up_to(self, most_rows: int) -> Prices:
-        """The prices of a pass with room for few rows."""
-        return self if most_rows >= len(self.rows) else Prices(self.rows[:most_rows], self.second)
-
-
-@dataclass
-class Growth:
-    """A draft as it grew, kept until its outcome is known."""
-
-    tree: Tree
-    candidates: dict[int, list[tuple[int, Prediction]]] = field(default_factory=dict)
-    """By node: the tokens considered to follow it."""
-    model_passes: int = 0
-    """Passes of the draft model."""
+    def limited_to(self, max_width: int) -> TokenPrices:
+        """The prices of a pass of at most `max_width` token positions."""
+        return self if max_width >= len(self.positions) else TokenPrices(self.positions[:max_width], self.second)
 
 
-class Grower:
-    """Grows drafts from predictors and learns from their outcomes.
+class TreeGrowth:
+    """One draft tree while it grows; kept until the outcome of its verification is known.
 
     Args:
-        predictors: free ones; asked at every node.
-        model: asked where it pays.
+        drafters: free drafters, consulted at every node.
+        model: draft model, run where it pays.
+        mixer: turns the drafters' evidence into probabilities.
+        model_value: decides where the draft model runs.
     """
 
-    def __init__(self, predictors: Sequence[Drafter], model: CostlyDrafter | None = None) -> None:
-        self.predictors: Final = tuple(predictors)
-        self.model: Final = model
-        everyone = (*self.predictors, *(() if model is None else (model,)))
-        self.mixer: Final = Mixer({each.source: each.prior for each in everyone})
-        self.worth: Final = DraftWorth()
+    def __init__(
+        self, drafters: Sequence[Drafter], model: CostlyDrafter | None, mixer: Mixer, model_value: DraftModelValue
+    ) -> None:
+        self._drafters = drafters
+        self._model = model
+        self._mixer = mixer
+        self._model_value = model_value
+        self.candidates: dict[int, list[tuple[int, Prediction]]] = {}
+        """The tokens considered as children of each expanded node."""
+        self.model_passes = 0
+        """Number of draft model passes."""
+        self._heap: list[tuple[float, int, int, int, int]] = []
+        self._pushed = 0
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text."""
-        for predictor in self.predictors:
-            predictor.follow(tokens)
-        if self.model is not None:
-            self.model.follow(tokens)
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Let the text grow."""
-        for predictor in self.predictors:
-            for token in tokens:
-                predictor.append(token)
-        if self.model is not None:
-            for token in tokens:
-                self.model.append(token)
-
-    def grow(self, anchor: int, prices: Prices, deepest: int, *, chain: bool) -> Growth:
-        """The draft behind the text, whose last token is `anchor`.
+    def grow(self, anchor: int, prices: TokenPrices, max_depth: int, *, chain: bool) -> Tree:
+        """Grow the draft behind the sequence.
 
         Args:
-            anchor: the text's last token.
-            prices: what rows and seconds cost.
-            deepest: most tokens of a path.
+            anchor: last token of the sequence.
+            prices: price of token positions and of time.
+            max_depth: maximum number of tokens of a path.
             chain: whether only a chain can be verified.
         """
-        growing = _Growing(self, anchor, prices, min(deepest, _DEEPEST), chain=chain)
-        return growing.run()
-
-    def learn(self, growth: Growth, path: Sequence[int], next_token: int) -> None:
-        """Take in which nodes were accepted and which token came after them."""
-        tokens = growth.tree.tokens
-        for node, following in zip(path, [*(int(tokens[node]) for node in path[1:]), next_token], strict=True):
-            for token, prediction in growth.candidates.get(node, ()):
-                self.mixer.learn(prediction, token == following)
-
-
-class _Growing:
-    """One draft while it grows."""
-
-    def __init__(self, grower: Grower, anchor: int, prices: Prices, deepest: int, *, chain: bool) -> None:
-        self._grower = grower
         self._prices = prices
-        self._deepest = deepest
-        self._chain = chain
+        self._max_depth = min(max_depth, _MAX_DEPTH)
         self._tokens, self._parents, self._probs, self._sources = [anchor], [-1], [1.0], [int(Source.ANCHOR)]
         self._depths = [0]
-        self._states: list[list[State]] = [[predictor.state() for predictor in grower.predictors]]
-        self._model_states: list[State] = [None if grower.model is None else grower.model.state()]
-        self._heap: list[tuple[float, int, int, int, int]] = []
-        self._order = 0
-        self._candidates: dict[int, list[tuple[int, Prediction]]] = {}
-        self._model_passes = 0
-
-    def run(self) -> Growth:
-        if self._deepest:
+        self._states: list[list[State]] = [[drafter.state() for drafter in self._drafters]]
+        self._model_states: list[State] = [None if self._model is None else self._model.state()]
+        if self._max_depth:
             self._expand(0)
-        prices, heap = self._prices.rows, self._heap
-        while heap and len(self._tokens) < len(prices):
+        positions, heap = prices.positions, self._heap
+        while heap and len(self._tokens) < len(positions):
             negative, _, parent, token, source = heappop(heap)
-            if -negative < prices[len(self._tokens) - 1]:
+            if -negative < positions[len(self._tokens) - 1]:
                 break
-            if self._chain and parent != len(self._tokens) - 1:
+            if chain and parent != len(self._tokens) - 1:
                 continue
             self._add(parent, token, -negative, source)
-        # A tree by the way it was grown, so it need not be checked like one from outside.
-        tree = Tree(
+        # The tree is valid by construction, so the checks of `Tree.of` are skipped.
+        self.tree = Tree(
             np.array(self._tokens, np.int32),
             np.array(self._parents, np.int32),
             np.array(self._probs, np.float32),
             np.array(self._sources, np.uint8),
         )
-        return Growth(tree, self._candidates, self._model_passes)
+        return self.tree
 
     def _add(self, parent: int, token: int, probability: float, source: int) -> None:
         node = len(self._tokens)
@@ -148,73 +108,69 @@ class _Growing:
         self._probs.append(probability)
         self._sources.append(source)
         self._depths.append(self._depths[parent] + 1)
-        grower = self._grower
         self._states.append(
-            [
-                predictor.after(state, token)
-                for predictor, state in zip(grower.predictors, self._states[parent], strict=True)
-            ]
+            [drafter.after(state, token) for drafter, state in zip(self._drafters, self._states[parent], strict=True)]
         )
-        self._model_states.append(
-            None if grower.model is None else grower.model.after(self._model_states[parent], token)
-        )
-        prices = self._prices.rows
-        # Behind a node, nothing is likelier than the node itself.
-        if node + 1 < len(prices) and self._depths[node] < self._deepest and probability > prices[node]:
+        model = self._model
+        self._model_states.append(None if model is None else model.after(self._model_states[parent], token))
+        positions = self._prices.positions
+        # No child is more probable than its parent.
+        if node + 1 < len(positions) and self._depths[node] < self._max_depth and probability > positions[node]:
             self._expand(node)
 
     def _expand(self, node: int) -> None:
-        """Put what may follow a node on the heap."""
-        grower, mixer = self._grower, self._grower.mixer
+        """Push the candidates for the children of a node on the heap."""
+        mixer, model = self._mixer, self._model
         probability = self._probs[node]
-        speakers: list[tuple[int, int, dict[int, int]]] = []
-        for predictor, state in zip(grower.predictors, self._states[node], strict=True):
-            candidates = predictor.candidates(state)
+        proposals: list[tuple[int, int, dict[int, int]]] = []
+        for drafter, state in zip(self._drafters, self._states[node], strict=True):
+            candidates = drafter.candidates(state)
             if candidates:
-                source, bucket = int(predictor.source), candidates[0].bucket
-                speakers.append((source, mixer.against(source, bucket), dict(candidates)))
-                if mixer.share(source, bucket) > _SURE:
+                source, bucket = int(drafter.source), candidates[0].bucket
+                proposals.append((source, mixer.objection_cell(source, bucket), dict(candidates)))
+                if mixer.acceptance_rate(source, bucket) > _CERTAIN:
                     break
-        mixed = self._mix(speakers)
-        model = grower.model
+        mixed = self._mix(proposals)
         if model is not None:
-            price = self._prices.rows[min(len(self._tokens), len(self._prices.rows)) - 1]
+            positions = self._prices.positions
+            price = positions[min(len(self._tokens), len(positions)) - 1]
             state = self._model_states[node]
-            free = max((prediction.probability for _, prediction, _ in mixed), default=0.0)
+            free_prob = max((prediction.probability for _, prediction, _ in mixed), default=0.0)
             cost = model.seconds(state) * self._prices.second
-            if grower.worth.pays(probability, free, price, cost, first=node == 0):
+            if self._model_value.pays(probability, free_prob, price, cost, at_anchor=node == 0):
                 candidates = model.candidates(state)
-                self._model_passes += 1
+                self.model_passes += 1
                 source = int(model.source)
                 if candidates:
-                    speakers.append((source, mixer.against(source, candidates[0].bucket), dict(candidates)))
-                    mixed = self._mix(speakers)
-                best = max((prediction.probability for _, prediction, _ in mixed), default=0.0)
-                grower.worth.observe(free, best)
-        self._candidates[node] = [(token, prediction) for token, prediction, _ in mixed]
-        together = sum(prediction.probability for _, prediction, _ in mixed)
-        scale = probability * min(1.0, _SIBLINGS_TOGETHER / together) if together else 0.0
+                    cell = mixer.objection_cell(source, candidates[0].bucket)
+                    proposals.append((source, cell, dict(candidates)))
+                    mixed = self._mix(proposals)
+                best_prob = max((prediction.probability for _, prediction, _ in mixed), default=0.0)
+                self._model_value.observe(free_prob, best_prob)
+        self.candidates[node] = [(token, prediction) for token, prediction, _ in mixed]
+        total = sum(prediction.probability for _, prediction, _ in mixed)
+        scale = probability * min(1.0, _MAX_SIBLING_SUM / total) if total else 0.0
         for token, prediction, source in mixed:
-            self._order += 1
-            heappush(self._heap, (-scale * prediction.probability, self._order, node, token, source))
+            self._pushed += 1
+            heappush(self._heap, (-scale * prediction.probability, self._pushed, node, token, source))
 
-    def _mix(self, speakers: Sequence[tuple[int, int, dict[int, int]]]) -> list[tuple[int, Prediction, int]]:
-        """Every guessed token, its probability, and the source that is surest of it."""
-        mixer = self._grower.mixer
+    def _mix(self, proposals: Sequence[tuple[int, int, dict[int, int]]]) -> list[tuple[int, Prediction, int]]:
+        """Every proposed token, its probability, and the source with the strongest evidence for it."""
+        mixer = self._mixer
         mixed: list[tuple[int, Prediction, int]] = []
         done: set[int] = set()
-        for _, _, candidates in speakers:
+        for _, _, candidates in proposals:
             for token in candidates:
                 if token in done:
                     continue
                 done.add(token)
-                evidence = [(source, guessed.get(token, against)) for source, against, guessed in speakers]
+                evidence = [(source, proposed.get(token, objection)) for source, objection, proposed in proposals]
                 prediction = mixer.predict(evidence)
                 source = evidence[0][0]
                 if len(evidence) > 1:
-                    surest = -100.0
-                    for (each, _, guessed), value in zip(speakers, prediction.inputs, strict=False):
-                        if token in guessed and value > surest:
-                            source, surest = each, value
+                    strongest = -100.0
+                    for (each, _, proposed), value in zip(proposals, prediction.inputs, strict=False):
+                        if token in proposed and value > strongest:
+                            source, strongest = each, value
                 mixed.append((token, prediction, source))
         return mixed

@@ -1,10 +1,10 @@
-"""Greedy text that is plain decoding's to the last bit, whatever was guessed.
+"""Recomputes near ties, so that greedy speculative output equals plain decoding bit for bit.
 
-The kernels for several rows add up in another order than those for one, so a row's logits differ in their last bits;
-and with activations rounded to 8 bits, one rounding that falls the other way is a difference that stays: every later
-row reads it in the cache. A choice is in doubt only where the best two scores are closer than all of this can move
-them. Such a near-tie is decided again. One pass over the cache as it is would not do, because that differs as well:
-every row since the last one that is plain decoding's own is run again, one by one.
+The kernels for several tokens add up in another order than those for one, so logits differ in their last bits; and with
+activations rounded to 8 bits, a rounding that goes the other way leaves a difference in the KV cache, which every later
+token reads. A choice is uncertain only where the best two logits are closer than all of this can move them: a near tie.
+It is decided again. One more pass over the cache as it is would not do, because the cache differs as well: every token
+since the last cache slot that equals plain decoding's is run again, one by one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ..graph.bound_session import BoundSession
 from ..prefill import Cancelled
 from ..sampling import Logits, Sampler
 from .tree import Tree
-from .verification import VerifyResult, follow
+from .verification import VerifyResult, walk_tree
 
 
 class NearTies:
-    """Finds the choices of one greedy text that are in doubt, and decides them as plain decoding does.
+    """Finds the near ties of one greedy sequence and decides them as plain decoding does.
 
     Args:
-        bound: the session and the arena of the text.
-        sampler: chooses its tokens. What it draws at random can be in doubt without being a tie: that is text for plain
-            rounds, of which no choice is in doubt.
-        epsilon: logits; scores that are further apart keep their order. A repetition penalty scales it.
-        cancelled: asked before every pass.
+        bound: the session and the arena of the sequence.
+        sampler: chooses its tokens. A sampled choice can be uncertain without a near tie, so exact sampled output needs
+            plain decoding throughout.
+        epsilon: largest difference, in logits, that still counts as a near tie. A repetition penalty scales it.
+        cancelled: called before every pass; returns whether to stop.
     """
 
     def __init__(self, bound: BoundSession, sampler: Sampler, epsilon: float, cancelled: Callable[[], bool]) -> None:
@@ -36,88 +36,90 @@ class NearTies:
         self._sampler = sampler
         self._epsilon: Final = epsilon * max(penalty, 1 / penalty)
         self._cancelled = cancelled
-        self._text: list[int] = []
-        self.met = 0
-        """Near-ties decided again."""
-        self.rows = 0
-        """Passes that this took, of a row each."""
+        self._token_ids: list[int] = []
+        self.found = 0
+        """Number of near ties that were recomputed."""
+        self.passes = 0
+        """Number of passes that this took, of one token each."""
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Make `prompt` the text, and those of its rows that are in the arena plain decoding's.
+    def reset(self, prompt: Sequence[int]) -> None:
+        """Start a new sequence; recompute cached slots that were written by wide passes as plain decoding does.
 
         Raises:
-            Cancelled: before that was done.
+            Cancelled: the caller cancelled.
         """
         arena = self._bound.arena
-        self._text = list(prompt[: arena.length])
+        self._token_ids = list(prompt[: arena.length])
         if arena.plain_length < arena.length:
-            self._renew(())
-        self._text = list(prompt)
+            self._recompute(())
+        self._token_ids = list(prompt)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Let the text grow."""
-        self._text += tokens
+        """Append tokens to the sequence."""
+        self._token_ids += tokens
 
-    def settled(self, logits: Logits) -> Logits:
-        """What to choose from after a pass over the text's last token: `logits` `[V]`, or if in doubt, those renewed.
+    def resolve(self, logits: Logits) -> Logits:
+        """The logits to choose from after a pass over the last token: `logits` `[V]`, recomputed at a near tie.
 
         Raises:
-            Cancelled: before they were.
+            Cancelled: the caller cancelled.
         """
-        if not self._doubts(logits, 1):
+        if not self._is_near_tie(logits, 1):
             return logits
-        self.met += 1
-        return self._renew(())
+        self.found += 1
+        return self._recompute(())
 
-    def match(self, tree: Tree, logits: Logits, position: int, ends: frozenset[int], most: int) -> VerifyResult:
-        """`verify.match`, except that the walk ends at a near-tie.
+    def verify_tree(
+        self, tree: Tree, logits: Logits, position: int, ends: frozenset[int], max_tokens: int
+    ) -> VerifyResult:
+        """`verification.verify_tree`, except that the walk ends at a near tie, which is recomputed.
 
-        The rows of its path are then in the arena, committed; otherwise that is still to be done.
+        After a near tie, the slots of the accepted path are committed; otherwise that is left to the caller.
 
         Args:
-            tree: as for `verify.match`.
-            logits: as for `verify.match`, of a pass over `tree` behind the arena's committed rows.
-            position: as for `verify.match`.
-            ends: as for `verify.match`.
-            most: as for `verify.match`.
+            tree: as for `verification.verify_tree`.
+            logits: as for `verification.verify_tree`, of a pass over `tree` behind the arena's committed slots.
+            position: as for `verification.verify_tree`.
+            ends: as for `verification.verify_tree`.
+            max_tokens: as for `verification.verify_tree`.
 
         Raises:
-            Cancelled: while a near-tie was decided.
+            Cancelled: the caller cancelled.
         """
         last = set(ends)
 
         def choose(node: int, at: int) -> int:
-            if not self._doubts(logits[node], len(tree)):
+            if not self._is_near_tie(logits[node], len(tree)):
                 return self._sampler.choose(logits[node], at)
-            self.met += 1
+            self.found += 1
             first = logits[0].copy()
-            token = self._sampler.choose(self._renew(tree.tokens[list(tree.path_to(node)[1:])].tolist()), at)
-            logits[0] = first  # a pass over one row has left its logits there
-            last.add(token)  # the rows behind this one are gone
+            token = self._sampler.choose(self._recompute(tree.tokens[list(tree.path_to(node)[1:])].tolist()), at)
+            logits[0] = first  # a pass over one token has left its logits there
+            last.add(token)  # recomputing has overwritten the slots behind this one, so the walk ends here
             return token
 
-        return follow(tree, choose, self._sampler, position, last, most)
+        return walk_tree(tree, choose, self._sampler, position, last, max_tokens)
 
-    def _doubts(self, logits: Logits, rows: int) -> bool:
-        """Whether `logits` `[V]`, of a pass over `rows` rows, may lead to another choice than plain decoding's."""
+    def _is_near_tie(self, logits: Logits, width: int) -> bool:
+        """Whether `logits` `[V]`, of a pass over `width` tokens, may lead to another choice than plain decoding's."""
         arena = self._bound.arena
-        if rows == 1 and arena.plain_length >= arena.length:
+        if width == 1 and arena.plain_length >= arena.length:
             return False
         return self._sampler.top_two_margin(logits) < self._epsilon
 
-    def _renew(self, path: Sequence[int]) -> Logits:
-        """Make the rows of the text and `path` plain decoding's, committed; returns the last one's logits `[V]`."""
+    def _recompute(self, path: Sequence[int]) -> Logits:
+        """Run the sequence and `path` from the last plain slot on, token by token; returns the last logits `[V]`."""
         arena = self._bound.arena
         arena.rewind_to(arena.plain_length)
         logits: Logits | None = None
-        for token in [*self._text, *path][arena.plain_length :]:
+        for token in [*self._token_ids, *path][arena.plain_length :]:
             if self._cancelled():
-                # The guesses of the path are not given out, so their rows may not stay.
-                arena.rewind_to(min(arena.length, len(self._text)))
+                # The draft tokens of the path are not emitted, so their slots must not stay.
+                arena.rewind_to(min(arena.length, len(self._token_ids)))
                 raise Cancelled
             logits = self._bound.forward((token,))[0]
             arena.commit(1)
-            self.rows += 1
+            self.passes += 1
         if logits is None:
-            raise ValueError("every row is plain decoding's already")
+            raise ValueError("all slots are plain decoding's already")
         return logits

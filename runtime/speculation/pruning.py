@@ -1,13 +1,13 @@
-"""Memory-bound draft pruning: how many of the guesses to verify, from what a pass over m rows costs here.
+"""Memory-bound draft pruning: keeps the draft tokens that pay at the measured pass cost.
 
-A pass costs t(m) seconds and gives one token for certain and one more for every accepted guess. Over a whole text the
-most tokens a second come from choosing, in every round, the set of guesses with the largest
+A pass costs t(m) seconds and produces one token for certain and one more for every accepted draft token. The highest
+tokens per second over a whole text come from choosing, in every round, the set of draft tokens with the largest
 
-    sum of their path probabilities - rate * (t(1 + guesses) - t(1)),
+    sum of their path probabilities - rate * (t(1 + draft tokens) - t(1)),
 
-where rate is the tokens a second that decoding reaches with this very policy (renewal reward; Dinkelbach 1967). Taking
-the best ratio of each round by itself would draft too much where guesses are poor and too little where they are good.
-None is a legal answer, and the usual one when nothing good is known.
+where rate is the decoding rate in tokens per second under this very policy (renewal reward; Dinkelbach 1967).
+Maximizing the ratio of each round by itself would draft too much where drafts are poor and too little where they are
+good. The empty draft is allowed, and usual when no candidate is probable.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ import numpy as np
 
 from .tree import Tree
 
-LEAST_ADVANTAGE: Final = 0.02
-"""Tokens a round that a draft has to promise beyond its cost; below, the round is a plain step."""
+MIN_ADVANTAGE: Final = 0.02
+"""Tokens per round that a draft must gain beyond its cost; otherwise the round is a plain step."""
 
 
 @dataclass(frozen=True)
-class Pruned:
-    """The guesses that pay."""
+class PrunedDraft:
+    """The part of a draft that pays."""
 
     tree: Tree
-    expected: float
-    """Tokens that the round is expected to give, the certain one included."""
+    expected_tokens: float
+    """Number of tokens the round is expected to produce, the certain one included."""
     advantage: float
     """Tokens gained over spending the same time on plain steps; 0 for the anchor alone."""
 
 
-def prune(tree: Tree, curve: Sequence[float], rate: float, most_rows: int) -> Pruned:
-    """Keep the guesses that pay, likeliest first.
+def prune(tree: Tree, curve: Sequence[float], rate: float, max_width: int) -> PrunedDraft:
+    """Keep the draft tokens that pay, most probable first.
 
     Args:
-        tree: guesses with calibrated path probabilities, no child likelier than its parent.
-        curve: seconds of a pass over 1, 2, ... rows; guesses beyond its end are dropped.
-        rate: tokens a second that decoding reaches.
-        most_rows: most rows of the pass.
+        tree: draft with calibrated path probabilities, no child more probable than its parent.
+        curve: seconds of a pass of width 1, 2, ...; draft tokens beyond its end are dropped.
+        rate: decoding rate in tokens per second.
+        max_width: maximum width of the pass, in token positions.
     """
     if len(tree) == 1:
-        return Pruned(tree, 1.0, 0.0)
+        return PrunedDraft(tree, 1.0, 0.0)
     probabilities = tree.path_prob.tolist()
     in_order = all(first >= second for first, second in pairwise(probabilities))
     order: list[int] = []
@@ -54,24 +54,24 @@ def prune(tree: Tree, curve: Sequence[float], rate: float, most_rows: int) -> Pr
         # A stable sort keeps parents before children of the same probability.
         order = np.argsort(-tree.path_prob, kind="stable").tolist()
         probabilities = tree.path_prob[order].tolist()
-    rows, advantage, expected = best_rows(probabilities[1:], curve, rate, most_rows)
-    if rows == 1:
-        return Pruned(tree.first(1), 1.0, 0.0)
-    if rows == len(tree):
-        return Pruned(tree, expected, advantage)
-    return Pruned(tree.first(rows) if in_order else tree.kept(order[:rows]), expected, advantage)
+    width, advantage, expected = best_width(probabilities[1:], curve, rate, max_width)
+    if width == 1:
+        return PrunedDraft(tree.first(1), 1.0, 0.0)
+    if width == len(tree):
+        return PrunedDraft(tree, expected, advantage)
+    return PrunedDraft(tree.first(width) if in_order else tree.kept(order[:width]), expected, advantage)
 
 
-def best_rows(
-    probabilities: Sequence[float], curve: Sequence[float], rate: float, most_rows: int
+def best_width(
+    probabilities: Sequence[float], curve: Sequence[float], rate: float, max_width: int
 ) -> tuple[int, float, float]:
-    """The best number of rows for guesses of descending path probability: (rows, advantage, expected tokens)."""
-    best, advantage, expected = 1, LEAST_ADVANTAGE, 1.0
+    """The best pass width for draft tokens of descending path probability: (width, advantage, expected tokens)."""
+    best, advantage, expected = 1, MIN_ADVANTAGE, 1.0
     tokens = 1.0
     first = curve[0]
-    for candidates, probability in enumerate(probabilities[: min(most_rows, len(curve)) - 1], 1):
+    for count, probability in enumerate(probabilities[: min(max_width, len(curve)) - 1], 1):
         tokens += probability
-        gained = tokens - 1 - rate * (curve[candidates] - first)
+        gained = tokens - 1 - rate * (curve[count] - first)
         if gained > advantage:
-            best, advantage, expected = candidates + 1, gained, tokens
+            best, advantage, expected = count + 1, gained, tokens
     return best, advantage if best > 1 else 0.0, expected

@@ -1,4 +1,4 @@
-"""Answering with a recorded text: what benchmarks use to measure real acceptance at the full cost of a graph."""
+"""Recorded answers for benchmarks: replays their tokens, with or without oracle drafts."""
 
 from __future__ import annotations
 
@@ -11,42 +11,48 @@ from .verification import TokenSampler
 
 
 class OracleMode(Enum):
-    """What takes the drafters' place while a recording is replayed."""
+    """Which drafter replaces the usual drafters while a recorded answer is replayed."""
 
     NONE = "none"
-    """Nothing: they draft as always."""
+    """The usual drafters are used."""
     RIGHT = "right"
-    """A drafter that knows the answer: what no other can surpass."""
+    """The oracle drafter: it drafts the recorded answer, an upper bound for every drafter."""
     WRONG = "wrong"
-    """A drafter that is sure of itself and never right: what the worst one costs."""
+    """The always-wrong drafter: confident and never right, the cost of the worst drafter."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """An answer given beforehand, and whether drafts are to know it."""
+    """A recorded answer to replay."""
 
     answer: tuple[int, ...]
+    """Token ids of the answer."""
     oracle_mode: OracleMode = OracleMode.NONE
+    """Which drafter replaces the usual ones."""
 
-    def believed(self, vocab_size: int) -> tuple[int, ...]:
-        """The answer that the drafter expects."""
+    def oracle_draft(self, vocab_size: int) -> tuple[int, ...]:
+        """The tokens that the oracle or always-wrong drafter proposes, one for each of the answer."""
         if self.oracle_mode is OracleMode.RIGHT:
             return self.answer
         return tuple((token + 1) % vocab_size for token in self.answer)
 
 
 class ReplaySampler:
-    """Does all of another chooser's work, then gives the recorded token of the position instead.
+    """Runs another sampler, then returns the recorded token of the position instead of its choice.
 
-    Every pass over the weights and every choice costs what it really costs, while guesses are accepted as they would
-    have been when the answer was made. Nothing about the graph's own text is learned this way.
+    Every forward pass and every choice costs what it really costs, while draft tokens are accepted as they would have
+    been when the answer was recorded.
+
+    Args:
+        answer: token ids to return.
+        start: index of the first of them in the sequence: the length of the prompt.
+        sampler: the sampler to run.
     """
 
-    def __init__(self, answer: Sequence[int], start: int, chooser: TokenSampler) -> None:
-        """Replay `answer`, whose first token has index `start` in the text."""
+    def __init__(self, answer: Sequence[int], start: int, sampler: TokenSampler) -> None:
         self._answer = answer
         self._start = start
-        self._chooser = chooser
+        self._sampler = sampler
 
     def choose(self, logits: Logits, position: int) -> int:
         """The recorded token at `position`.
@@ -54,12 +60,13 @@ class ReplaySampler:
         Raises:
             IndexError: the answer has no such position.
         """
-        self._chooser.choose(logits, position)
+        self._sampler.choose(logits, position)
         index = position - self._start
         if not 0 <= index < len(self._answer):
-            raise IndexError(f"the answer spans {self._start} to {self._start + len(self._answer) - 1}, not {position}")
+            last = self._start + len(self._answer) - 1
+            raise IndexError(f"position {position} is outside the recorded answer ({self._start} to {last})")
         return self._answer[index]
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the context of the other chooser's choices."""
-        self._chooser.observe(tokens)
+        """Add tokens to the other sampler's sequence."""
+        self._sampler.observe(tokens)

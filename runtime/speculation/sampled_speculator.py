@@ -1,20 +1,20 @@
-"""Speculation with guesses drawn at random from a draft model: the target's law, by another road.
+"""Speculation with draft tokens sampled at random from a draft model.
 
-Where the target is sampled at a high temperature, a guess drawn from the draft's own law, and judged by comparing the
-two laws, is taken more often than the draft's likeliest token. The price is the seed's promise: the text for a seed
-then depends on how much was drafted, hence on this machine's timing. So it is never the default.
+Where the target is sampled at a high temperature, a token sampled from the draft model's own distribution, and accepted
+by comparing the two distributions, is accepted more often than the draft model's most probable token. The disadvantage:
+the text for a seed then depends on how much was drafted, hence on this machine's timing. So it is never the default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from enum import Enum
 from typing import Final
 
 from ..sampling import Logits, Sampler, SamplingParams
 from .drafters.draft_model import DraftModel
-from .drafters.sampled import DrawnWorth, SampledDrafter
-from .growth import Grower, Prices
+from .drafters.sampled import AcceptanceEstimate, SampledDrafter
+from .growth import TokenPrices
 from .pass_cost import PassCost
 from .sampled_verification import SampledDraft, verify_block, verify_recursive
 from .speculator import Draft, Speculator
@@ -22,59 +22,68 @@ from .verification import TokenSampler, VerifyResult
 
 
 class DraftSampling(Enum):
-    """How a draft model's guesses are made."""
+    """How draft tokens are chosen from a draft model's distribution."""
 
     OFF = "off"
-    """The likeliest tokens; a seed has one text."""
+    """The most probable tokens; the text for a seed does not depend on drafting."""
     CHAIN = "chain"
-    """One drawn guess after another, judged as a block (Sun et al. 2025)."""
+    """A chain of sampled tokens, verified as a block (Sun et al. 2025)."""
     TREE = "tree"
-    """Several drawn guesses at a place, judged one by one without replacement (Jeon et al. 2024)."""
+    """Several sampled tokens at a node, verified one by one without replacement (Jeon et al. 2024)."""
 
 
 class SampledSpeculator(Speculator):
-    """A `Speculator` whose only drafter draws. One answer at a time: `begin` says how it is sampled."""
+    """A `Speculator` whose only drafter samples from a draft model.
 
-    def __init__(self, model: DraftModel, cost: PassCost, drawing: DraftSampling, *, trees: bool) -> None:
-        super().__init__(Grower(()), cost, trees=trees)
-        self._model: Final = model
-        self._worth: Final = DrawnWorth()
-        self._chain: Final = drawing is DraftSampling.CHAIN or not trees
-        self._drafter = SampledDrafter(model, SamplingParams(), self._worth)
+    Args:
+        model: the draft model.
+        cost: cost of target passes.
+        draft_sampling: CHAIN or TREE.
+        trees: whether the target can verify trees.
+    """
+
+    def __init__(self, model: DraftModel, cost: PassCost, draft_sampling: DraftSampling, *, trees: bool) -> None:
+        super().__init__((), cost, trees=trees)
+        self._draft_model: Final = model
+        self._estimate: Final = AcceptanceEstimate()
+        self._chain: Final = draft_sampling is DraftSampling.CHAIN or not trees
+        self._drafter = SampledDrafter(model, SamplingParams(), self._estimate)
         self._sampled: SampledDraft | None = None
 
-    def begin(self, params: SamplingParams) -> None:
-        """Draw for a target that is sampled like this."""
-        self._drafter = SampledDrafter(self._model, params, self._worth)
+    def start_answer(self, params: SamplingParams) -> None:
+        """Draft for a target that is sampled with `params`."""
+        self._drafter = SampledDrafter(self._draft_model, params, self._estimate)
 
     def verify(
-        self, draft: Draft, logits: Logits, chooser: TokenSampler, position: int, ends: Container[int], most: int
+        self, draft: Draft, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
     ) -> VerifyResult:
-        """Judge the guesses by both laws."""
+        """Decide which draft tokens are accepted by comparing the target's and the draft model's distributions."""
         if self._sampled is None or len(draft.tree) == 1:
-            return super().verify(draft, logits, chooser, position, ends, most)
-        if not isinstance(chooser, Sampler):
-            raise TypeError("drawn guesses are judged by the target's law, which only a sampler has")
-        judge = verify_block if self._chain else verify_recursive
-        return judge(self._sampled, logits, chooser, position, ends, most)
+            return super().verify(draft, logits, sampler, position, ends, max_tokens)
+        if not isinstance(sampler, Sampler):
+            raise TypeError("sampled draft tokens are verified against the target's distribution: give a Sampler")
+        verifier = verify_block if self._chain else verify_recursive
+        return verifier(self._sampled, logits, sampler, position, ends, max_tokens)
 
-    def _catch_up(self, text: Sequence[int], followed: int) -> None:
-        if followed:
-            self._drafter.append(text[followed:])
+    def _sync_drafters(self) -> None:
+        if self._synced:
+            self._drafter.append(self._token_ids[self._synced :])
         else:
-            self._drafter.follow(text)
+            self._drafter.reset(self._token_ids)
+        self._synced = len(self._token_ids)
 
-    def _draft(self, anchor: int, prices: Prices, deepest: int) -> Draft:
-        before = self._model.passes
-        # Nothing may be pruned for what it turned out to be, so the draft is taken as it was drawn.
-        self._sampled = sampled = self._drafter.draw(anchor, prices, deepest, chain=self._chain)
+    def _grow_draft(self, anchor: int, prices: TokenPrices, max_depth: int) -> Draft:
+        before = self._draft_model.passes
+        # The draft is verified as it was sampled: pruning by the sampled tokens would change their distribution.
+        self._sampled = sampled = self._drafter.sample(anchor, prices, max_depth, chain=self._chain)
         expected = float(sampled.tree.path_prob.sum())
-        price = sum(prices.rows[: len(sampled.tree) - 1])
-        passes = self._model.passes - before
-        return Draft(sampled.tree, None, expected, expected - 1 - price, self._model.spent(), passes=passes)
+        price = sum(prices.positions[: len(sampled.tree) - 1])
+        passes = self._draft_model.passes - before
+        seconds = self._draft_model.take_seconds_spent()
+        return Draft(sampled.tree, None, expected, expected - 1 - price, seconds, draft_passes=passes)
 
-    def _learn(self, draft: Draft, verdict: VerifyResult, logits: Logits) -> None:
+    def _learn(self, draft: Draft, result: VerifyResult, logits: Logits) -> None:
         del draft, logits
         if self._sampled is not None:
-            self._drafter.learn(self._sampled, verdict)
+            self._drafter.learn(self._sampled, result)
             self._sampled = None

@@ -1,11 +1,12 @@
-"""Exact verification of guesses that were drawn at random from a draft model's own laws.
+"""Exact verification of draft tokens sampled from a draft model's own distributions.
 
-Matching would be exact too, but takes a guess x only with probability p(x). Comparing the target's law p with the law q
-that x was drawn from takes it with about min(1, p(x) / q(x)), and makes up for what q favours by what is emitted
-otherwise. The text then has the target's law, yet depends on the guesses: a seed gives another one than plain decoding.
+Sample-then-match would be exact too, but accepts a draft token x only with probability p(x). Comparing the target's
+distribution p with the distribution q that x was sampled from accepts it with about min(1, p(x) / q(x)), and corrects
+for what q favours in the token emitted otherwise. The output then has the target's distribution, yet depends on the
+draft tokens: a seed gives another text than in plain decoding.
 
-Laws are those after temperature, filters and penalties, on each guess's own path. A chain is judged as a whole (block
-verification: Sun et al., ICLR 2025), a tree child by child (recursive rejection without replacement: Jeon et al. 2024).
+Distributions are those after temperature, filters and penalties, on each draft token's own path. Chains use block
+verification (Sun et al., ICLR 2025), trees recursive rejection without replacement (Jeon et al. 2024).
 """
 
 from __future__ import annotations
@@ -18,158 +19,170 @@ import numpy as np
 from ..distribution import Distribution
 from ..sampling import Logits, Purpose, Sampler, uniform_at, uniforms_at
 from .tree import Tree
-from .verification import VerifyResult, follow
+from .verification import VerifyResult, walk_tree
 
 
 @dataclass(frozen=True)
 class SampledDraft:
-    """A tree whose guesses were drawn at random, and the laws they were drawn from.
+    """A tree whose draft tokens were sampled, and the distributions they were sampled from.
 
-    Whether a node gets children, and how many, may depend on anything known before they are drawn: the path, the laws,
-    the cost of a pass. Once drawn, none may be dropped for what it turned out to be; it would no longer follow its law.
+    Whether a node gets children, and how many, may depend on anything known before they are sampled: the path, the
+    distributions, the cost of a pass. Once sampled, none may be dropped because of the token it turned out to be;
+    otherwise it would no longer follow its distribution.
     """
 
     tree: Tree
-    """Children of a node with a law come in the order they were drawn in; those of one without were not drawn."""
-    laws: Mapping[int, Distribution]
-    """For every node whose children were drawn, the law the first of them was drawn from; see `draw_children`."""
+    """Children of a node with a distribution are in the order they were sampled in; others were not sampled."""
+    distributions: Mapping[int, Distribution]
+    """For every node whose children were sampled, the distribution of the first child; see `sample_children`."""
 
     def __post_init__(self) -> None:
         for node, parent in enumerate(self.tree.parents.tolist()):
-            if parent in self.laws and not self.laws[parent].probability(int(self.tree.tokens[node])) > 0:
-                raise ValueError(f"node {node} cannot have been drawn: its parent's law does not have its token")
+            token = int(self.tree.tokens[node])
+            if parent in self.distributions and not self.distributions[parent].probability(token) > 0:
+                raise ValueError(f"node {node} has token {token}, which has no probability in its distribution")
 
 
-def draw_children(law: Distribution, count: int, seed: int, position: int, node: int) -> tuple[int, ...]:
-    """Up to `count` different tokens from `law`, each from what the ones before have left of it, in this order.
+def sample_children(distribution: Distribution, count: int, seed: int, position: int, node: int) -> tuple[int, ...]:
+    """Sample up to `count` different tokens without replacement, in this order; fewer if there are no more.
 
-    Fewer if the law has no more. In law this is the Gumbel top-k (Kool et al. 2019), at a random number per token drawn
-    instead of one per token of the vocabulary. Seed, position and node determine the draw; the numbers are used for
-    nothing else.
+    Equivalent to Gumbel top-k (Kool et al. 2019), with one random number per sampled token instead of one per token of
+    the vocabulary. Seed, position and node determine the random numbers, which are used for nothing else.
 
     Args:
-        law: the draft's, after `node`'s path.
-        count: how many.
-        seed: the text's; the target's seed may be the same.
-        position: index in the text of the token the anchor's logits are for, so the same for a whole tree. A guess's
-            own index would not do: block verification looks at guesses that it does not take, and the next round
-            would draw with numbers that have already had their say.
+        distribution: the draft model's, after `node`'s path.
+        count: number of tokens.
+        seed: seed of the sequence; the target may use the same one.
+        position: index in the sequence of the token that the anchor's logits predict, the same for a whole tree. A
+            draft token's own index would not do: block verification reads draft tokens that it does not accept, and
+            the next round would sample with random numbers that have already influenced the output.
         node: index of the parent in the tree.
     """
-    drawn: list[int] = []
+    sampled: list[int] = []
     for uniform in uniforms_at(seed, position, count, Purpose.DRAFT, node).tolist():
-        law = law.without(drawn[-1]) if drawn else law
-        if not law.ids.size:
+        distribution = distribution.without(sampled[-1]) if sampled else distribution
+        if not distribution.ids.size:
             break
-        drawn.append(law.draw(uniform))
-    return tuple(drawn)
+        sampled.append(distribution.draw(uniform))
+    return tuple(sampled)
 
 
 def verify_block(
-    draft: SampledDraft, logits: Logits, sampler: Sampler, position: int, ends: Container[int], most: int
+    draft: SampledDraft, logits: Logits, sampler: Sampler, position: int, ends: Container[int], max_tokens: int
 ) -> VerifyResult:
-    """Judge a chain as a whole; of the verifiers that know the laws along one path, none takes more guesses.
+    """Verify a chain as a block; of the verifiers that know the distributions on one path, none accepts more.
 
     Args:
-        draft: a chain with the law of every guess.
+        draft: a chain with the distribution of every draft token.
         logits: float32 `[n, V]`, the target's at each node.
-        sampler: has observed the text up to the anchor, and observes the accepted guesses here.
-        position: index in the text of the token that the anchor's logits are for.
-        ends: tokens that end the text; none is on the path, but the next token may be one.
-        most: tokens that may be emitted in this round, at least 1.
+        sampler: has observed the sequence up to the anchor, and observes the accepted tokens here.
+        position: index in the sequence of the token that the anchor's logits predict.
+        ends: tokens that end the sequence; none is on the accepted path, but the next token may be one.
+        max_tokens: number of tokens that may be emitted in this round, at least 1.
     """
     tree = draft.tree
-    if most < 1:
-        raise ValueError(f"a round emits at least one token, not {most}")
-    if not tree.is_chain or any(node not in draft.laws for node in range(len(tree) - 1)):
-        raise ValueError("block verification needs a chain with the law of every guess")
-    # Guesses beyond the limit, or beyond an end of the text, count as never drawn.
-    drawn: list[int] = tree.tokens[1:most].tolist()
-    drawn = drawn[: next((count for count, token in enumerate(drawn, 1) if token in ends), None)]
-    complete = bool(drawn) and drawn[-1] in ends
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}, but a round emits at least one token")
+    if not tree.is_chain or any(node not in draft.distributions for node in range(len(tree) - 1)):
+        raise ValueError("block verification needs a chain with the distribution of every draft token")
+    # Draft tokens beyond the limit, or beyond an end of the sequence, count as never sampled.
+    tokens: list[int] = tree.tokens[1:max_tokens].tolist()
+    tokens = tokens[: next((count for count, token in enumerate(tokens, 1) if token in ends), None)]
+    ended = bool(tokens) and tokens[-1] in ends
 
     targets: list[Distribution] = []
     with sampler.rollback():
-        for node in range(len(drawn) + (not complete)):
+        for node in range(len(tokens) + (not ended)):
             targets.append(sampler.distribution(logits[node]))
-            if node < len(drawn):
-                if targets[-1].probability(drawn[node]) == 0:
-                    # It is never taken, so nothing after it is either.
-                    drawn = drawn[: node + 1]
+            if node < len(tokens):
+                if targets[-1].probability(tokens[node]) == 0:
+                    # It is never accepted, so nothing after it is either.
+                    tokens = tokens[: node + 1]
                     break
-                sampler.observe(drawn[node : node + 1])
-    drafts = [draft.laws[node] for node in range(len(drawn))]
-    weights, odds = block_odds(drawn, targets, drafts)
-    # All are tried: a late success takes the earlier guesses along.
-    successes = np.flatnonzero(uniforms_at(sampler.params.seed, position, len(drawn), Purpose.ACCEPT) < odds)
-    taken = int(successes[-1]) + 1 if successes.size else 0
-    if complete and taken == len(drawn):
-        taken -= 1
-        token = drawn[-1]
+                sampler.observe(tokens[node : node + 1])
+    drafts = [draft.distributions[node] for node in range(len(tokens))]
+    weights, probabilities = block_acceptance(tokens, targets, drafts)
+    # All trials count: a late success accepts the tokens before it too.
+    uniforms = uniforms_at(sampler.params.seed, position, len(tokens), Purpose.ACCEPT)
+    successes = np.flatnonzero(uniforms < probabilities)
+    accepted = int(successes[-1]) + 1 if successes.size else 0
+    if ended and accepted == len(tokens):
+        accepted -= 1
+        token = tokens[-1]
     else:
-        rest = targets[taken] if taken == len(drawn) else targets[taken].residual(drafts[taken], weights[taken])
-        token = rest.draw(uniform_at(sampler.params.seed, position + taken))
-    sampler.observe(drawn[:taken])
-    return VerifyResult(tuple(range(taken + 1)), token)
+        rest = targets[accepted]
+        if accepted < len(tokens):
+            rest = rest.residual(drafts[accepted], weights[accepted])
+        token = rest.draw(uniform_at(sampler.params.seed, position + accepted))
+    sampler.observe(tokens[:accepted])
+    return VerifyResult(tuple(range(accepted + 1)), token)
 
 
-def block_odds(
-    drawn: Sequence[int], targets: Sequence[Distribution], drafts: Sequence[Distribution]
+def block_acceptance(
+    tokens: Sequence[int], targets: Sequence[Distribution], drafts: Sequence[Distribution]
 ) -> tuple[list[float], list[float]]:
-    """How a block of `g` guesses is decided: the last of independent trials to succeed says how many are taken.
+    """Acceptance probabilities of a block of `g` draft tokens: the last independent trial to succeed decides.
 
     Args:
-        drawn: the guesses.
-        targets: the target's law at each guess; the one after the last is not needed.
-        drafts: the law each guess was drawn from.
+        tokens: the draft tokens.
+        targets: the target's distribution at each draft token; the one after the last is not needed.
+        drafts: the distribution that each draft token was sampled from.
 
     Returns:
-        Weights `[g + 1]`: if `i` < g guesses are taken, the next token comes from the residual of the target's law,
-        times weight i, over the draft's. And the odds `[g]` of the trials for 1, 2, .. g guesses.
+        Weights `[g + 1]`: if `i` < g tokens are accepted, the next token is sampled from the residual of the target's
+        distribution, times weight i, over the draft's. And the probabilities `[g]` of the trials for 1, 2, ... g
+        tokens.
     """
-    weights, odds = [1.0], list[float]()
-    for i, token in enumerate(drawn):
+    weights, probabilities = [1.0], list[float]()
+    for i, token in enumerate(tokens):
         weight = min(1.0, weights[-1] * targets[i].probability(token) / drafts[i].probability(token))
         weights.append(weight)
-        if weight == 1 or i + 1 == len(drawn):
-            odds.append(weight)
+        if weight == 1 or i + 1 == len(tokens):
+            probabilities.append(weight)
         else:
-            left = float(targets[i + 1].excess(drafts[i + 1], weight).sum())
-            odds.append(left / (left + 1 - weight))
-    return weights, odds
+            excess = float(targets[i + 1].excess(drafts[i + 1], weight).sum())
+            probabilities.append(excess / (excess + 1 - weight))
+    return weights, probabilities
 
 
 def verify_recursive(
-    draft: SampledDraft, logits: Logits, sampler: Sampler, position: int, ends: Container[int], most: int
+    draft: SampledDraft, logits: Logits, sampler: Sampler, position: int, ends: Container[int], max_tokens: int
 ) -> VerifyResult:
-    """Judge a tree child by child, in the order they were drawn.
+    """Verify a tree child by child, in the order they were sampled.
 
-    Children of nodes without a law were not drawn; they are taken if they match the token that `sampler` chooses.
+    Children of nodes without a distribution were not sampled; they are accepted if they match the token that `sampler`
+    chooses.
 
     Args: as for `verify_block`, but `draft` may be any tree.
     """
     tree, seed = draft.tree, sampler.params.seed
 
     def choose(node: int, at: int) -> int:
-        if node not in draft.laws:
+        if node not in draft.distributions:
             return sampler.choose(logits[node], at)
-        rest, proposal = sampler.distribution(logits[node]), draft.laws[node]
+        rest, proposal = sampler.distribution(logits[node]), draft.distributions[node]
         children: list[int] = tree.tokens[tree.parents == node].tolist()
         for token, uniform in zip(children, uniforms_at(seed, at, len(children), Purpose.ACCEPT), strict=True):
-            if uniform < acceptance(rest, proposal, token):
+            if uniform < acceptance_probability(rest, proposal, token):
                 return token
             rest, proposal = after_rejecting(rest, proposal, token)
         return rest.draw(uniform_at(seed, at))
 
-    return follow(tree, choose, sampler, position, ends, most)
+    return walk_tree(tree, choose, sampler, position, ends, max_tokens)
 
 
-def acceptance(rest: Distribution, proposal: Distribution, token: int) -> float:
-    """Probability of taking a guess: `rest` is the law still to be met, `proposal` the one it was drawn from."""
-    drawn_with = proposal.probability(token)
-    return min(1.0, rest.probability(token) / drawn_with) if drawn_with > 0 else 0.0
+def acceptance_probability(rest: Distribution, proposal: Distribution, token: int) -> float:
+    """Probability of accepting a draft token.
+
+    Args:
+        rest: what is left of the target's distribution after the children rejected so far.
+        proposal: the distribution that the token was sampled from.
+        token: the draft token.
+    """
+    proposed = proposal.probability(token)
+    return min(1.0, rest.probability(token) / proposed) if proposed > 0 else 0.0
 
 
 def after_rejecting(rest: Distribution, proposal: Distribution, token: int) -> tuple[Distribution, Distribution]:
-    """What is still to be met, and the law of the next guess, once a guess has been refused."""
+    """What is left of the target's distribution, and the next child's distribution, once `token` was rejected."""
     return rest.residual(proposal), proposal.without(token)

@@ -1,8 +1,7 @@
-"""Speculation round by round: draft, prune to what pays, and learn from what was accepted.
+"""Runs rounds of speculation: propose a draft, verify it, learn from the outcome.
 
-The `Speculator` stands between the decode loop and the drafters. It knows what a pass costs (`PassCost`) and what
-decoding reaches with it, turns both into prices for the growing draft, and keeps the account of every round. Drafting
-that costs more than it promises is laid to rest, for waits that double as long as it stays so.
+A `Speculator` combines drafter probabilities with the measured pass cost to size each draft, and records per-round
+statistics. Drafting that costs more than it gains is disabled for a number of rounds that doubles every time.
 """
 
 from __future__ import annotations
@@ -16,316 +15,333 @@ import numpy as np
 import numpy.typing as npt
 
 from ..sampling import Logits
-from .backoff import Backoff
+from .backoff import DraftingBalance
+from .draft_value import DraftModelValue
+from .drafters.interface import CostlyDrafter, Drafter
 from .drafters.recycling import RecyclingDrafter
 from .drafters.suffix import SuffixDrafter
-from .growth import Grower, Growth, Prices
+from .growth import TokenPrices, TreeGrowth
+from .mixing import Mixer
 from .pass_cost import PassCost
 from .pruning import prune
 from .tree import Source, Tree
-from .verification import TokenSampler, VerifyResult, match
+from .verification import TokenSampler, VerifyResult, verify_tree
 
 MAX_DRAFT_WIDTH: Final = 16
-"""Most rows of a pass: it bounds the logits held, and what is grown before it is pruned."""
+"""Maximum width of a verification pass; bounds the logits held and the tree that is grown before pruning."""
 _RATE_HORIZON: Final = 64
-"""Rounds that the rate of decoding is averaged over."""
-_REFRESH: Final = 16
-"""Rounds between looks at the step cost, which moves slowly."""
+"""Number of rounds over which the decoding rate is averaged."""
+_PRICE_REFRESH: Final = 16
+"""Rounds between updates of the prices; the pass cost changes slowly."""
+_INITIAL_HOST_S: Final = 1e-4
+"""Assumed seconds of a round's lookups before they are measured: the first rounds are slow and not typical."""
+_NEGLIGIBLE: Final = 0.01
+"""Tokens per round that lookups may cost without being counted against drafting."""
+_CHEAP: Final = 0.08
+"""Lookup cost in tokens per round below which a disabled speculator keeps its suffix automaton up to date, which takes
+a tenth of a lookup."""
+_WAKING_MATCH: Final = 4
+"""Length of a repetition at the end of the sequence that ends the backoff of such a speculator."""
+_PLAIN_OBSERVED_EVERY: Final = 8
+"""One of this many plain passes refines the pass cost: there are many, and the bookkeeping takes time too."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round drafted and what came of it. Counts are made when they are asked for, not between two passes."""
+    """Statistics of one round. Counts are computed on access, not between two passes."""
 
     tree: Tree
-    """Verified."""
+    """The tree that was verified."""
     grown: Tree
-    """Before pruning."""
-    path: tuple[int, ...]
-    """The tree's accepted nodes, the anchor first."""
-    expected: float
-    """Tokens the round was expected to give; 1 for a plain step."""
+    """The tree before pruning."""
+    accepted_path: tuple[int, ...]
+    """Accepted nodes of `tree`, the anchor first."""
+    expected_tokens: float
+    """Number of tokens the round was expected to produce; 1 for a plain step."""
     draft_passes: int
     draft_s: float
     target_s: float
     host_s: float
-    """Looking guesses up, choosing tokens, learning."""
+    """Seconds spent on lookups, choosing tokens and learning."""
     note: str = ""
-    """Why nothing was drafted, where there is a reason worth telling."""
+    """Reason why nothing was drafted, or why the round took longer; may be empty."""
 
     @property
-    def rows(self) -> int:
-        """Of the target's pass, the anchor's included."""
+    def width(self) -> int:
+        """Number of token positions of the target pass, the anchor's included."""
         return len(self.tree)
 
     @property
     def emitted(self) -> int:
-        """Tokens the round gave."""
-        return len(self.path)
+        """Number of tokens the round produced."""
+        return len(self.accepted_path)
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """Nodes of the grown draft by `Source`."""
+        """Number of nodes before pruning, by `Source`."""
         return _by_source(self.grown.source[1:])
 
     @property
     def drafted(self) -> tuple[int, ...]:
-        """Nodes that were verified, by `Source`."""
+        """Number of draft tokens that were verified, by `Source`."""
         return _by_source(self.tree.source[1:])
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """Of these, the accepted ones."""
-        return _by_source(self.tree.source[list(self.path[1:])])
+        """Number of draft tokens that were accepted, by `Source`."""
+        return _by_source(self.tree.source[list(self.accepted_path[1:])])
 
     @property
     def drafted_by_depth(self) -> tuple[int, ...]:
-        """Nodes that were verified; entry 0 is depth 1."""
+        """Number of draft tokens that were verified, by depth; entry 0 is depth 1."""
         return tuple(np.bincount(self.tree.depths)[1:].tolist())
 
 
-class PassTimes(NamedTuple):
-    """Seconds that a round took beside drafting."""
+class RoundTiming(NamedTuple):
+    """Seconds that a round took apart from drafting."""
 
-    target: float
+    target_s: float
     """The pass over the draft."""
-    again: float = 0.0
-    """Passes over rows of the text that were run again, one by one."""
-    checking: float = 0.0
-    """Choosing tokens, and keeping the accepted rows."""
+    recompute_s: float = 0.0
+    """Passes that recomputed near ties, one token at a time."""
+    verify_s: float = 0.0
+    """Choosing tokens, and keeping the cache slots of the accepted path."""
 
 
 @dataclass
 class Draft:
-    """A pruned tree on its way through the target, and how it came about."""
+    """A pruned draft tree and how it was made."""
 
     tree: Tree
-    growth: Growth | None = None
-    expected: float = 1.0
+    growth: TreeGrowth | None = None
+    expected_tokens: float = 1.0
     advantage: float = 0.0
+    """Tokens expected beyond those that plain decoding would produce in the same time."""
     draft_s: float = 0.0
     host_s: float = 0.0
-    passes: int = 0
-    """Of the draft model."""
+    draft_passes: int = 0
     note: str = ""
 
 
-_USUAL_HOST_S: Final = 1e-4
-"""What a round's look-ups take, until it is known: the first ones are slow and say little."""
-_NEGLIGIBLE: Final = 0.01
-"""Tokens a round that looking guesses up may cost without being laid to rest."""
-_LIGHT: Final = 0.08
-"""Tokens a round up to which a resting speculator listens: it follows the text, a tenth of a look-up's cost."""
-_TELLING: Final = 4
-"""Tokens of the text's end that occurred before, from which a listening speculator wakes."""
-_PLAIN_OBSERVED_EVERY: Final = 8
-"""Plain passes of which one refines the step cost: there are many, and the bookkeeping takes time too."""
-
-
 class Speculator:
-    """Proposes what to verify with the next pass.
+    """Proposes drafts, verifies them and learns from the outcome, over one sequence at a time.
 
     Args:
-        grower: the drafters.
-        cost: what a pass costs; refined with every round.
+        drafters: free drafters, the cheapest and most reliable first.
+        cost: cost of target passes; refined by every round.
+        model: draft model; None for none.
         trees: whether the target can verify trees; otherwise drafts are chains.
-        recycle: the predictor, also among the grower's, that learns from the target's logits.
-        most_rows: most rows of a pass.
+        max_width: maximum width of a verification pass, in token positions.
     """
 
     def __init__(
         self,
-        grower: Grower,
+        drafters: Sequence[Drafter],
         cost: PassCost,
         *,
+        model: CostlyDrafter | None = None,
         trees: bool = True,
-        recycle: RecyclingDrafter | None = None,
-        most_rows: int = MAX_DRAFT_WIDTH,
+        max_width: int = MAX_DRAFT_WIDTH,
     ) -> None:
-        self.grower: Final = grower
+        self.drafters: Final = tuple(drafters)
+        self.model: Final = model
         self.cost: Final = cost
+        all_drafters = (*self.drafters, *(() if model is None else (model,)))
+        self.mixer: Final = Mixer({drafter.source: drafter.prior for drafter in all_drafters})
+        self.balance: Final = DraftingBalance()
+        self._model_value = DraftModelValue()
+        self._suffix = next((drafter for drafter in self.drafters if isinstance(drafter, SuffixDrafter)), None)
+        self._recycling = next((drafter for drafter in self.drafters if isinstance(drafter, RecyclingDrafter)), None)
         self._trees = trees
-        self._recycle = recycle
-        self._most_rows = most_rows
-        self.rest: Final = Backoff()
-        self._tokens: list[int] = []
-        self._followed = 0
-        self._given = self._taken = 0.0
-        self._curve: list[float] = []
-        self._prices = Prices((0.0,), 0.0)
+        self._max_width = max_width
+        self._token_ids: list[int] = []
+        self._synced = 0
+        """Number of tokens of the sequence that the drafters have; 0 if they have another sequence."""
         self._rounds = 0
-        self._host_s = _USUAL_HOST_S
-        self._watched = next((each for each in grower.predictors if isinstance(each, SuffixDrafter)), None)
-        self._light = False
-        """Whether looking guesses up takes so little that a resting speculator listens."""
+        self._emitted = self._seconds = 0.0
+        self._curve: list[float] = []
+        self._prices = TokenPrices((0.0,), 0.0)
+        self._host_s = _INITIAL_HOST_S
+        self._cheap = False
+        """Whether lookups are so cheap that a disabled speculator watches the sequence for repetitions."""
         self._ahead = 0.0
-        """Tokens gained on plain decoding since rows were last run again."""
+        """Tokens gained over plain decoding since near ties were last recomputed."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second that decoding reaches, by the step cost's seconds; at least that of plain steps."""
-        return max(self._given / self._taken, 1 / self._curve[0]) if self._taken else 1 / self._curve[0]
+        """Decoding rate in tokens per second, at least that of plain decoding."""
+        return max(self._emitted / self._seconds, 1 / self._curve[0]) if self._seconds else 1 / self._curve[0]
 
     @property
-    def resting(self) -> bool:
-        """Whether the next round is to be a plain one, without a proposal."""
-        return self.rest.left > 0
+    def disabled(self) -> bool:
+        """Whether the next round is a plain one, without a draft."""
+        return self.balance.backoff.left > 0
 
-    def skip(self, token: int) -> None:
-        """Take in the token of a plain round."""
-        self.rest.left -= 1
-        self._tokens.append(token)
-        if self._light and self._watched is not None:
-            self._catch_up(self._tokens, self._followed)
-            self._followed = len(self._tokens)
-            if self._watched.state()[1] >= _TELLING:
-                self.rest.wake()
+    def skip_round(self, token: int) -> None:
+        """Add the token of a plain round, run while drafting is disabled."""
+        self.balance.backoff.count_down()
+        self._token_ids.append(token)
+        if self._cheap and self._suffix is not None:
+            self._sync_drafters()
+            if self._suffix.state()[1] >= _WAKING_MATCH:
+                self.balance.resume()
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens`, the anchor included, the text."""
-        self._tokens = list(tokens)
-        self._followed = 0
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Start a new sequence, the anchor included."""
+        self._token_ids = list(token_ids)
+        self._synced = 0
         self._rounds = 0
         self._ahead = 0.0
 
-    def propose(self, context: int, most: int, room: int) -> Draft:
-        """What to verify next.
+    def propose(self, context: int, max_tokens: int, room: int) -> Draft:
+        """Draft the tree that the next pass verifies.
 
         Args:
-            context: committed rows.
-            most: tokens that may still be emitted; at least 1.
-            room: rows that the pass may have; at least 1.
+            context: number of tokens in the KV cache.
+            max_tokens: number of tokens that may still be emitted; at least 1.
+            room: number of free cache slots; at least 1.
         """
         started = time.perf_counter()
-        anchor = self._tokens[-1]
-        if self._rounds % _REFRESH == 0 or not self._curve:
-            self._look_at_costs(context)
+        anchor = self._token_ids[-1]
+        if self._rounds % _PRICE_REFRESH == 0 or not self._curve:
+            self._update_prices(context)
         self._rounds += 1
-        if min(most, room) < 2:
+        if min(max_tokens, room) < 2:
             return Draft(Tree.anchor_only(anchor), host_s=time.perf_counter() - started)
-        if self._followed < len(self._tokens):
-            self._catch_up(self._tokens, self._followed)
-            self._followed = len(self._tokens)
-        draft = self._draft(anchor, self._prices.up_to(room), most - 1)
+        if self._synced < len(self._token_ids):
+            self._sync_drafters()
+        draft = self._grow_draft(anchor, self._prices.limited_to(room), max_tokens - 1)
         draft.host_s = time.perf_counter() - started - draft.draft_s
         return draft
 
     def verify(
-        self, draft: Draft, logits: Logits, chooser: TokenSampler, position: int, ends: Container[int], most: int
+        self, draft: Draft, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
     ) -> VerifyResult:
-        """Which of the draft's guesses the text takes; arguments as of `match`."""
+        """Decide which draft tokens are accepted; arguments as for `verify_tree`."""
         if len(draft.tree) == 1:
-            return VerifyResult((0,), chooser.choose(logits[0], position))
-        return match(draft.tree, logits, chooser, position, ends, most)
+            return VerifyResult((0,), sampler.choose(logits[0], position))
+        return verify_tree(draft.tree, logits, sampler, position, ends, max_tokens)
 
-    def observe(
-        self,
-        draft: Draft,
-        verdict: VerifyResult,
-        logits: Logits,
-        context: int,
-        times: PassTimes,
-    ) -> Round:
-        """Take in what came of a draft.
+    def observe(self, draft: Draft, result: VerifyResult, logits: Logits, context: int, timing: RoundTiming) -> Round:
+        """Learn from the outcome of a draft.
 
         Args:
-            draft: as proposed.
-            verdict: on its tree.
-            logits: float32 `[n, V]` of its nodes.
-            context: committed rows before the pass.
-            times: what the pass and its verification took.
+            draft: the draft as proposed.
+            result: outcome of its verification.
+            logits: float32 `[n, V]`, the target's at each node of the draft.
+            context: number of tokens in the KV cache before the pass.
+            timing: seconds of the pass and of its verification.
         """
         started = time.perf_counter()
-        tree, path = draft.tree, verdict.path
-        emitted = verdict.emitted(tree)
+        tree = draft.tree
+        emitted = result.emitted(tree)
         if len(tree) > 1 or self._rounds % _PLAIN_OBSERVED_EVERY == 0:
-            self.cost.observe(len(tree), context, times.target)
-        self._learn(draft, verdict, logits)
-        self._tokens += emitted
+            self.cost.observe(len(tree), context, timing.target_s)
+        self._learn(draft, result, logits)
+        self._token_ids += emitted
         decay = 1 - 1 / _RATE_HORIZON
-        self._given = self._given * decay + len(emitted)
-        self._taken = self._taken * decay + self._curve[len(tree) - 1] + draft.draft_s + draft.host_s
+        self._emitted = self._emitted * decay + len(emitted)
+        self._seconds = self._seconds * decay + self._curve[len(tree) - 1] + draft.draft_s + draft.host_s
         host_s = draft.host_s + time.perf_counter() - started
         if draft.growth is not None:
-            # One interrupted round says nothing about the next: what it took beyond twice the usual is not counted.
+            # One interrupted round says nothing about the next, so time beyond twice the average is not counted.
             self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s)
             price = self._host_s * self.rate
-            balance = draft.advantage - price if price > _NEGLIGIBLE else 0.0
-            # What the draft model takes is not counted: whether to ask it is decided anew at every node.
-            lost = self._lost(len(tree), len(emitted), times.again)
-            self._light = price < _LIGHT and not lost
-            self.rest.observe(balance - lost, light=self._light)
+            gained = draft.advantage - price if price > _NEGLIGIBLE else 0.0
+            # Draft model time is not counted: whether to run the model is decided at every node.
+            lost = self._tokens_lost(len(tree), len(emitted), timing.recompute_s)
+            self._cheap = price < _CHEAP and not lost
+            self.balance.observe(gained - lost, cheap=self._cheap)
         return Round(
             tree,
             draft.growth.tree if draft.growth is not None else tree,
-            path,
-            draft.expected,
-            draft.passes,
+            result.accepted_path,
+            draft.expected_tokens,
+            draft.draft_passes,
             draft.draft_s,
-            times.target + times.again,
-            host_s + times.checking,
-            "a near-tie: its text was run again" if times.again else draft.note,
+            timing.target_s + timing.recompute_s,
+            host_s + timing.verify_s,
+            "near tie: recomputed one token at a time" if timing.recompute_s else draft.note,
         )
 
-    def _lost(self, rows: int, emitted: int, again: float) -> float:
-        """Tokens that running rows again for `again` seconds has cost beyond what guesses had gained until then."""
-        plain = self._curve[0]
-        self._ahead += emitted - self._curve[rows - 1] / plain
-        if not again:
+    def _tokens_lost(self, width: int, emitted: int, recompute_s: float) -> float:
+        """Tokens that recomputing near ties has cost beyond what draft tokens had gained until then."""
+        plain_s = self._curve[0]
+        self._ahead += emitted - self._curve[width - 1] / plain_s
+        if not recompute_s:
             return 0.0
-        lost, self._ahead = max(again / plain - self._ahead, 0.0), 0.0
+        lost, self._ahead = max(recompute_s / plain_s - self._ahead, 0.0), 0.0
         return lost
 
-    def _catch_up(self, text: Sequence[int], followed: int) -> None:
-        """Tell the drafters the text, of which they know `followed` tokens; none means that it is another one."""
-        if followed:
-            self.grower.append(text[followed:])
+    def _sync_drafters(self) -> None:
+        """Bring the drafters up to date with the sequence."""
+        if self._synced:
+            new = self._token_ids[self._synced :]
+            for drafter in self.drafters:
+                for token in new:
+                    drafter.append(token)
+            if self.model is not None:
+                for token in new:
+                    self.model.append(token)
         else:
-            self.grower.follow(text)
+            for drafter in self.drafters:
+                drafter.reset(self._token_ids)
+            if self.model is not None:
+                self.model.reset(self._token_ids)
+        self._synced = len(self._token_ids)
 
-    def _draft(self, anchor: int, prices: Prices, deepest: int) -> Draft:
-        """The guesses that pay, on paths of at most `deepest` tokens."""
-        growth = self.grower.grow(anchor, prices, deepest, chain=not self._trees)
-        pruned = prune(growth.tree, self._curve, self.rate, self._most_rows)
-        draft_s = 0.0 if self.grower.model is None else self.grower.model.spent()
-        note = self._note(growth)
+    def _grow_draft(self, anchor: int, prices: TokenPrices, max_depth: int) -> Draft:
+        """Grow a tree and prune it to the candidates that pay, on paths of at most `max_depth` tokens."""
+        growth = TreeGrowth(self.drafters, self.model, self.mixer, self._model_value)
+        tree = growth.grow(anchor, prices, max_depth, chain=not self._trees)
+        pruned = prune(tree, self._curve, self.rate, self._max_width)
+        draft_s = 0.0 if self.model is None else self.model.take_seconds_spent()
+        note = ""
+        if self.model is not None and not growth.model_passes:
+            value = self._model_value
+            note = f"draft model not run: {value.gain:.2f} tokens expected for the time of {value.cost:.2f}"
         return Draft(
-            pruned.tree, growth, pruned.expected, pruned.advantage, draft_s, passes=growth.model_passes, note=note
+            pruned.tree,
+            growth,
+            pruned.expected_tokens,
+            pruned.advantage,
+            draft_s,
+            draft_passes=growth.model_passes,
+            note=note,
         )
 
-    def _learn(self, draft: Draft, verdict: VerifyResult, logits: Logits) -> None:
-        growth, path = draft.growth, verdict.path
+    def _learn(self, draft: Draft, result: VerifyResult, logits: Logits) -> None:
+        """Update the mixer and the recycled candidates along the accepted path."""
+        growth, path = draft.growth, result.accepted_path
         if growth is None:
             return
         tokens = draft.tree.tokens.tolist()
-        # The pruned tree's nodes are looked up in the grown one, where the candidates are kept.
-        grown, node = [0], 0
-        for pruned in path[1:]:
-            child = growth.tree.child(node, tokens[pruned])
+        # The candidates are kept by node of the grown tree, so the accepted path is looked up there.
+        node = 0
+        for accepted in path[1:]:
+            self._learn_candidates(growth, node, tokens[accepted])
+            child = growth.tree.child(node, tokens[accepted])
             if child is None:
-                break
+                raise ValueError("the accepted path is not part of the draft")
             node = child
-            grown.append(node)
-        self.grower.learn(growth, grown, verdict.next_token)
-        if self._recycle is not None:
+        self._learn_candidates(growth, node, result.next_token)
+        if self._recycling is not None:
             for node in path:
-                self._recycle.learn(tokens[node], logits[node])
+                self._recycling.learn(tokens[node], logits[node])
 
-    def _look_at_costs(self, context: int) -> None:
-        curve = self.cost.curve(context, self._most_rows).tolist()
+    def _learn_candidates(self, growth: TreeGrowth, node: int, next_token: int) -> None:
+        for candidate, prediction in growth.candidates.get(node, ()):
+            self.mixer.learn(prediction, candidate == next_token)
+
+    def _update_prices(self, context: int) -> None:
+        curve = self.cost.curve(context, self._max_width).tolist()
         self._curve = curve
         rate = self.rate
-        rows = []
-        for have in range(1, len(curve)):
-            ahead = range(1, min(4, len(curve) - have) + 1)
-            rows.append(rate * min((curve[have - 1 + more] - curve[have - 1]) / more for more in ahead))
-        self._prices = Prices((*rows, 0.0), rate)
-
-    def _note(self, growth: Growth) -> str:
-        worth = self.grower.worth
-        if self.grower.model is None or growth.model_passes:
-            return ""
-        return f"draft model not asked: it would gain {worth.gain:.2f} tokens for the time of {worth.cost:.2f}"
+        prices = []
+        for width in range(1, len(curve)):
+            wider = range(1, min(4, len(curve) - width) + 1)
+            prices.append(rate * min((curve[width - 1 + more] - curve[width - 1]) / more for more in wider))
+        self._prices = TokenPrices((*prices, 0.0), rate)
 
 
 def _by_source(sources: npt.NDArray[np.uint8]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""A token tree: the anchor and the guesses that are verified with it in one pass.
+"""Token trees: the anchor and the draft tokens that are verified with it in one pass.
 
-Node 0 is the anchor, the last token of the text, whose cache row is not computed yet. Parents come before their
-children, siblings carry different tokens, so a path of accepted nodes is unambiguous. Trees are small (a pass over more
-than a few dozen rows never pays on a machine bound by memory), and frozen.
+Node 0 is the anchor, the last token of the sequence, which has no cache slot yet. Parents come before their children,
+and siblings carry different tokens, so a path of accepted nodes is unambiguous. Trees are small (a pass over more than
+a few dozen tokens never pays on a memory-bound machine) and frozen.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Int32: TypeAlias = npt.NDArray[np.int32]
 
 
 class Source(IntEnum):
-    """Who guessed a token."""
+    """Where a draft token comes from."""
 
     ANCHOR = 0
-    """Nobody: it is the text's own last token."""
+    """Not a draft token: the last token of the sequence."""
     SUFFIX = 1
     """A repetition within the conversation."""
     HISTORY = 2
@@ -31,23 +31,23 @@ class Source(IntEnum):
     NGRAM = 3
     """Counts of short token sequences."""
     RECYCLED = 4
-    """What the target last thought would follow the token."""
+    """The highest logits of the target when the token occurred before."""
     MODEL = 5
     """A draft model."""
     OTHER = 6
-    """A drafter from outside."""
+    """An oracle drafter, or one from outside edge-run."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """`n` nodes; see the module's text for the order."""
+    """A tree of `n` nodes; see the module docstring for their order."""
 
     tokens: Int32
-    """int32 `[n]`."""
+    """int32 `[n]`: the token id of each node."""
     parents: Int32
-    """int32 `[n]`; the anchor's is -1."""
+    """int32 `[n]`: the parent of each node; -1 for the anchor."""
     path_prob: npt.NDArray[np.float32]
-    """float32 `[n]`: estimated probability that the node and all above it are accepted; the anchor's is 1."""
+    """float32 `[n]`: estimated probability that the node and its ancestors are accepted; 1 for the anchor."""
     source: npt.NDArray[np.uint8]
     """uint8 `[n]`: the `Source` of each node."""
 
@@ -55,7 +55,7 @@ class Tree:
     def of(
         cls, tokens: Sequence[int], parents: Sequence[int], path_prob: Sequence[float], source: Sequence[int]
     ) -> Tree:
-        """A tree from plain sequences.
+        """Make a tree from plain sequences.
 
         Raises:
             ValueError: lengths differ, a parent does not come before its child, or siblings share a token.
@@ -65,7 +65,7 @@ class Tree:
         if parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(parents) if node):
             raise ValueError(f"parents {list(parents)} do not come before their children")
         if len(set(zip(parents, tokens, strict=True))) != len(tokens):
-            raise ValueError("siblings carry the same token")
+            raise ValueError("siblings have the same token")
         return cls(
             np.array(tokens, np.int32),
             np.array(parents, np.int32),
@@ -75,18 +75,8 @@ class Tree:
 
     @classmethod
     def anchor_only(cls, anchor: int) -> Tree:
-        """The tree of a plain step."""
+        """The tree of a plain step: no draft tokens."""
         return cls.of([anchor], [-1], [1.0], [Source.ANCHOR])
-
-    @classmethod
-    def chain(cls, anchor: int, tokens: Sequence[int], path_prob: Sequence[float], source: Source) -> Tree:
-        """A single path."""
-        return cls.of(
-            [anchor, *tokens],
-            range(-1, len(tokens)),
-            [1.0, *path_prob],
-            [Source.ANCHOR, *[source] * len(tokens)],
-        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -98,7 +88,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> Int32:
-        """int32 `[n]`: steps from the anchor, whose depth is 0; a node's position is the anchor's plus this."""
+        """int32 `[n]`: distance from the anchor. The position of a node is the anchor's plus its depth."""
         depths = np.zeros(len(self), np.int32)
         for node in range(1, len(self)):
             depths[node] = depths[self.parents[node]] + 1
@@ -106,7 +96,7 @@ class Tree:
 
     @cached_property
     def mask(self) -> npt.NDArray[np.bool_]:
-        """bool `[n, n]`: row i sees its ancestors and itself."""
+        """bool `[n, n]`: row i is True for node i and its ancestors."""
         mask = np.eye(len(self), dtype=np.bool_)
         for node in range(1, len(self)):
             mask[node] |= mask[self.parents[node]]
@@ -120,15 +110,15 @@ class Tree:
         }
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`."""
+        """The child of `node` that carries `token`; None if there is none."""
         return self._children.get((node, token))
 
     def first(self, nodes: int) -> Tree:
-        """The tree of the first `nodes` nodes, at least 1; it shares their arrays."""
+        """The tree of the first `nodes` nodes, at least 1; it shares this tree's arrays."""
         return Tree(self.tokens[:nodes], self.parents[:nodes], self.path_prob[:nodes], self.source[:nodes])
 
     def kept(self, nodes: Iterable[int]) -> Tree:
-        """The tree of some of the nodes, in their order here.
+        """The tree of some of the nodes, in the same order.
 
         Raises:
             ValueError: the anchor or a kept node's parent is not among them.
@@ -137,7 +127,7 @@ class Tree:
         new_index = {old: new for new, old in enumerate(order)}
         parents = self.parents.tolist()
         if order[:1] != [0] or any(parents[node] not in new_index for node in order[1:]):
-            raise ValueError(f"nodes {order} do not hold their parents")
+            raise ValueError(f"nodes {order} lack the anchor or the parent of a node")
         return Tree(
             self.tokens[order],
             np.array([-1, *(new_index[parents[node]] for node in order[1:])], np.int32),
@@ -151,32 +141,3 @@ class Tree:
         while path[-1] > 0:
             path.append(int(self.parents[path[-1]]))
         return tuple(reversed(path))
-
-
-def merge(trees: Sequence[Tree]) -> Tree:
-    """One tree with the nodes of several over the same anchor; a node in more than one keeps its likeliest estimate.
-
-    Raises:
-        ValueError: there is none, or their anchors differ.
-    """
-    if not trees or any(tree.tokens[0] != trees[0].tokens[0] for tree in trees):
-        raise ValueError("only trees over the same anchor can be merged")
-    tokens, parents = [int(trees[0].tokens[0])], [-1]
-    path_prob, source = [1.0], [int(Source.ANCHOR)]
-    where: dict[tuple[int, int], int] = {}
-    for tree in trees:
-        node_of = [0] * len(tree)
-        for node in range(1, len(tree)):
-            key = (node_of[tree.parents[node]], int(tree.tokens[node]))
-            probability = float(tree.path_prob[node])
-            if key not in where:
-                where[key] = len(tokens)
-                tokens.append(key[1])
-                parents.append(key[0])
-                path_prob.append(probability)
-                source.append(int(tree.source[node]))
-            elif probability > path_prob[where[key]]:
-                path_prob[where[key]] = probability
-                source[where[key]] = int(tree.source[node])
-            node_of[node] = where[key]
-    return Tree.of(tokens, parents, path_prob, source)

@@ -1,8 +1,8 @@
-"""Which guesses of a token tree the text takes: a walk from the anchor along the tokens that would be chosen anyway.
+"""Verifies a token tree by walking it along the tokens that plain decoding chooses.
 
-At every node the next token is chosen as plain decoding chooses it, from the same logits and with the position's own
-random number; if a child carries it, the walk goes on there. The text is therefore that of plain decoding, whatever was
-guessed: greedy and for a seed, with every filter and penalty, which see the walked path and no other.
+At every node the next token is chosen as in plain decoding, from the same logits and with the random number of its
+position; if a child carries that token, the walk continues there. The output is therefore that of plain decoding
+whatever was drafted: greedy or for a seed, with every filter and penalty, which see the accepted path only.
 """
 
 from __future__ import annotations
@@ -16,59 +16,65 @@ from .tree import Tree
 
 
 class TokenSampler(Protocol):
-    """Chooses the tokens of one text. `Sampler` is one."""
+    """Chooses the tokens of one sequence: `Sampler`, or the `ReplaySampler` of benchmarks."""
 
     def choose(self, logits: Logits, position: int, /) -> int:
-        """The token at `position`, its index in the text, from float32 logits `[V]`."""
+        """Choose the token at `position`, its index in the sequence, from float32 logits `[V]`."""
 
     def observe(self, tokens: Sequence[int], /) -> None:
-        """Add tokens to the text, as far as later choices depend on it."""
+        """Add tokens to the sequence; repetition penalties depend on them."""
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What a round takes of its tree."""
+    """Outcome of verifying a tree."""
 
-    path: tuple[int, ...]
-    """Accepted nodes, ascending, the anchor (0) first; each is the child of the one before."""
+    accepted_path: tuple[int, ...]
+    """Accepted nodes, ascending, the anchor (0) first; each is a child of the one before."""
     next_token: int
-    """The token after them: the next round's anchor, or the end of the text."""
+    """The token after the accepted path: the next round's anchor, or the end of the sequence."""
 
     def emitted(self, tree: Tree) -> tuple[int, ...]:
-        """The round's new tokens, as many as the path has nodes: those after the anchor, and the next."""
-        return (*tree.tokens[list(self.path[1:])].tolist(), self.next_token)
+        """The tokens that the round produces: the accepted draft tokens, then the next token."""
+        return (*tree.tokens[list(self.accepted_path[1:])].tolist(), self.next_token)
 
 
-def match(
-    tree: Tree, logits: Logits, chooser: TokenSampler, position: int, ends: Container[int], most: int
+def verify_tree(
+    tree: Tree, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
 ) -> VerifyResult:
-    """Take the guesses that `chooser` would choose: exact match if it is greedy, otherwise sample-then-match.
+    """Accept the draft tokens that `sampler` chooses: exact match if it is greedy, otherwise sample-then-match.
 
-    Only rows on the path are looked at; a row of a large vocabulary costs more than all the rest.
+    Only the logits of nodes on the accepted path are read: with a large vocabulary, one row of logits costs more than
+    everything else.
 
     Args:
-        tree: `n` guesses, fixed before any random number of these positions was looked at.
+        tree: `n` nodes, drafted before any random number of these positions was used.
         logits: float32 `[n, V]`, the target's at each node.
-        chooser: has observed the text up to the anchor, and observes the accepted guesses here; the next token is left
-            to the round that begins with it.
-        position: index in the text of the token that the anchor's logits are for.
-        ends: tokens that end the text; none is on the path, but the next token may be one.
-        most: tokens that may be emitted in this round, at least 1.
+        sampler: has observed the sequence up to the anchor, and observes the accepted tokens here; the next token is
+            left to the round that begins with it.
+        position: index in the sequence of the token that the anchor's logits predict.
+        ends: tokens that end the sequence; none is on the accepted path, but the next token may be one.
+        max_tokens: number of tokens that may be emitted in this round, at least 1.
     """
-    return follow(tree, lambda node, at: chooser.choose(logits[node], at), chooser, position, ends, most)
+    return walk_tree(tree, lambda node, at: sampler.choose(logits[node], at), sampler, position, ends, max_tokens)
 
 
-def follow(
-    tree: Tree, choose: Callable[[int, int], int], chooser: TokenSampler, position: int, ends: Container[int], most: int
+def walk_tree(
+    tree: Tree,
+    choose: Callable[[int, int], int],
+    sampler: TokenSampler,
+    position: int,
+    ends: Container[int],
+    max_tokens: int,
 ) -> VerifyResult:
-    """Walk the tree along the tokens that `choose` gives for a node and the position after it; see `match`."""
-    if most < 1:
-        raise ValueError(f"a round emits at least one token, not {most}")
+    """Walk the tree along the tokens that `choose` returns for a node and the position after it; see `verify_tree`."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}, but a round emits at least one token")
     path = [0]
     while True:
         token = choose(path[-1], position + len(path) - 1)
-        child = None if token in ends or len(path) == most else tree.child(path[-1], token)
+        child = None if token in ends or len(path) == max_tokens else tree.child(path[-1], token)
         if child is None:
             return VerifyResult(tuple(path), token)
-        chooser.observe((token,))
+        sampler.observe((token,))
         path.append(child)

@@ -59,7 +59,7 @@ def test_decoding_follows_the_reference_past_the_window(tmp_path, family: str) -
         sampler = Sampler(SamplingParams(), 300)
         steps = list(decode(graph.bind(graph.arena(256)), prompt, sampler, limits, speculator, None))
         texts.append([token for step in steps for token in step.tokens])
-        rows += sum(step.round.rows for step in steps if step.round is not None)
+        rows += sum(step.round.width for step in steps if step.round is not None)
     assert texts[0] == texts[1]
     assert rows > 60
     text = np.array([*prompt, *texts[0]])

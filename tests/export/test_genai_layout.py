@@ -60,7 +60,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[list[int], list[int]]:
     """The prompt's tokens and those edge-run continues them with."""
     with edgerun.load(bundle, threads=1, cache=False) as llm:
-        llm.model.drafters._cost = FixedCost(NEARLY_FREE)
+        llm.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
         prompt, text = llm.tokenizer.encode(PROMPT, add_special_tokens=True), llm.model.new_sequence()
         options = edgerun.GenerateOptions(max_tokens=TOKENS, temperature=0, speculation=speculation)
         stats = edgerun.Reply.of(llm.model.answer(text, prompt, options)).stats

@@ -10,8 +10,6 @@ import numpy as np
 
 from edgerun.runtime.speculation.drafters.interface import Drafter
 from edgerun.runtime.speculation.drafters.oracle import TreeDrafter
-from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
-from edgerun.runtime.speculation.growth import Grower
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
@@ -27,10 +25,15 @@ class FixedCost(PassCost):
         """Learn nothing."""
 
 
-def eager(*predictors: Drafter, **options: Any) -> Speculator:
+def chain_tree(anchor: int, tokens: Sequence[int], path_prob: Sequence[float], source: Source) -> Tree:
+    """A tree of a single path."""
+    sources = [Source.ANCHOR, *[source] * len(tokens)]
+    return Tree.of([anchor, *tokens], range(-1, len(tokens)), [1.0, *path_prob], sources)
+
+
+def eager(*drafters: Drafter, **options: Any) -> Speculator:
     """A speculator to which nearly every guess is worth its row."""
-    recycle = next((each for each in predictors if isinstance(each, RecyclingDrafter)), None)
-    return Speculator(Grower(predictors), FixedCost(NEARLY_FREE), recycle=recycle, **options)
+    return Speculator(drafters, FixedCost(NEARLY_FREE), **options)
 
 
 @dataclass
@@ -54,7 +57,7 @@ def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -
         return list(text[len(done) : len(done) + count])
 
     def chain(done: list[int], tokens: Sequence[int], claims: Sequence[float] | None = None) -> Tree:
-        return Tree.chain(done[-1], tokens, [0.9] * len(tokens) if claims is None else claims, Source.OTHER)
+        return chain_tree(done[-1], tokens, [0.9] * len(tokens) if claims is None else claims, Source.OTHER)
 
     def scattered(done: list[int], nodes: int, *, near: bool) -> Tree:
         """A random tree; if `near`, many of its tokens are those that come next."""

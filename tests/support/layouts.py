@@ -77,7 +77,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "optimum-three-positions": replace(OPTIMUM, positions=Positions.THREE),
     # `--dtype fp16`, and model_fp16.onnx / model_q4f16.onnx of transformers.js.
     "optimum-float16": replace(OPTIMUM, cache_type=CacheType.FLOAT16, half_logits=True),
-    # Pruned heads: GenAI's `prune_lm_head`, OpenVINO's sliced logits; TensorRT-LLM style exports flatten them.
+    # PrunedDraft heads: GenAI's `prune_lm_head`, OpenVINO's sliced logits; TensorRT-LLM style exports flatten them.
     "optimum-last-row": replace(OPTIMUM, rows=Rows.LAST),
     "optimum-last-row-flat": replace(OPTIMUM, rows=Rows.LAST_FLAT),
     # transformers.js conversions of 2024 and later (Llama 3.2, SmolLM2, Gemma 2).

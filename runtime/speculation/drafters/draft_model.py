@@ -1,11 +1,11 @@
-"""A draft model: a small language model that says what may come next, with probabilities, at a price per pass.
+"""A draft model: a small language model over one sequence, run only when needed.
 
-It keeps the text and, behind it, rows for any tokens that were guessed there, in an arena of its own. Nothing is run
-before it is asked for: then everything that is missing, of the text and of the guesses, goes through in one pass. Rows
-of guesses are kept until the text is known, and those that came true become rows of the text. So a chain of guesses
-that is accepted as a whole costs no pass again: the next one runs its last token and the target's own together.
+It keeps the sequence and, behind it, cache slots of any draft tokens, in an arena of its own. Nothing runs until logits
+are needed: then everything that is missing, of the sequence and of the draft, goes through in one pass. Slots of draft
+tokens are kept until the sequence grows, and those of accepted tokens become slots of the sequence. So a fully accepted
+chain costs no further pass: the next pass runs its last token together with the target's own next token.
 
-A path is the tokens guessed behind the text; `()` is the text itself. Ids are the target's throughout.
+A path is the tuple of draft tokens behind the sequence; `()` is the sequence itself. Token ids are the target's.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Int32: TypeAlias = npt.NDArray[np.int32]
 
 _USUAL_CATCH_UP: Final = 2
-"""Rows that a text lacks after a fully accepted draft."""
+"""Number of tokens missing from the cache after a fully accepted draft."""
 _ROUNDS_SERVED: Final = 32
-"""Rounds over which the cost of reading the text is spread: an answer of a line or two."""
+"""Number of rounds over which the cost of the prefill is spread: an answer of a line or two."""
 _OBSERVED_EVERY: Final = 4
-"""Passes of which one refines the cost: the bookkeeping takes a tenth of a small model's pass."""
-_TEXT_ROWS: Final = 128
-"""Most rows of the text in a pass."""
+"""One of this many passes refines the pass cost: the bookkeeping takes a tenth of a small model's pass."""
+_PREFILL_WIDTH: Final = 128
+"""Maximum number of tokens of the sequence in a pass."""
 _UNKNOWN: Final = -1
 
 
-class Likely(NamedTuple):
-    """The likeliest next tokens, best first, and their probabilities."""
+class TopTokens(NamedTuple):
+    """The most probable next tokens, best first, and their probabilities."""
 
     tokens: tuple[int, ...]
     probabilities: tuple[float, ...]
 
 
 class DraftModel:
-    """A draft model over one text. Between calls, the arena's committed rows are those of the text, come what may.
+    """A draft model over one sequence. Between calls, the arena's committed slots are always those of the sequence.
 
-    A text longer than the model's context, or with a token that it does not have, cannot be continued: then nothing is
-    likely, and asking costs nothing.
+    A sequence that is longer than the model's context, or has a token that is not in its vocabulary, cannot be
+    continued: then there are no next tokens, and asking for them costs nothing.
 
     Args:
-        bound: its session. If the graph takes no mask or no positions, guesses are run one path at a time.
-        cost: what its passes cost; refined with each.
-        target_vocab: the target's vocabulary. What the draft has beyond it is padding and never guessed.
-        target_ids: int32 `[V]`, the target's ids of the head's tokens; None if they are the same. A trimmed head has
-            few of them. If the embedding has no more than the head, it is trimmed likewise.
+        bound: session of the model. If the graph takes no mask or no positions, paths are run one at a time.
+        cost: cost of its passes; refined by them.
+        target_vocab: vocabulary size of the target. Tokens of the draft model beyond it are padding, never drafted.
+        target_ids: int32 `[V]`, target ids of the tokens of the LM head; None if they are the same. A trimmed head has
+            few tokens. If the embedding has no more tokens than the head, it is trimmed likewise.
 
     Raises:
-        ValueError: `target_ids` are not one each for the head's tokens, all different and of the target's.
+        ValueError: `target_ids` does not have one id of the target for each token of the head, all different.
     """
 
     def __init__(self, bound: BoundSession, cost: PassCost, target_vocab: int, target_ids: Int32 | None = None) -> None:
@@ -65,16 +65,16 @@ class DraftModel:
             check_target_ids(target_ids, graph_io.vocab_size, target_vocab)
         self.cost: Final = cost
         self.passes = 0
-        """Run so far."""
+        """Number of passes run so far."""
         self._bound: Final = bound
         self._arena: Final = bound.arena
         self._branches: Final = graph_io.supports_trees
         self.target_ids: Final = target_ids
-        """int32, the target's ids of the head's tokens; None if they are the same."""
+        """int32, target ids of the tokens of the LM head; None if they are the same."""
         self.head: Final = min(graph_io.vocab_size, target_vocab)
-        """Tokens of the head; those that only pad it do not count."""
+        """Number of tokens of the LM head, without padding."""
         self._own_ids: Final = np.full(target_vocab, _UNKNOWN, np.int32)
-        """The embedding's ids of the target's tokens."""
+        """The embedding's id of each token of the target."""
         if target_ids is None or graph_io.input_vocab > graph_io.vocab_size:
             shared = min(graph_io.input_vocab, target_vocab)
             self._own_ids[:shared] = np.arange(shared)
@@ -82,39 +82,40 @@ class DraftModel:
             self._own_ids[target_ids] = np.arange(target_ids.size)
         self._scores = np.empty(self.head, np.float32)
         self._spent = 0.0
-        self._text: list[int] = []
-        # All three are about guesses behind the rows of the text, and empty while rows of the text are missing.
-        self._rows: list[Path] = []
-        """The scratch rows in the order of their slots."""
+        self._token_ids: list[int] = []
+        # All three describe draft tokens behind the slots of the sequence; empty while slots of the sequence are
+        # missing.
+        self._scratch: list[Path] = []
+        """The path of each scratch slot, in slot order."""
         self._slots: dict[Path, int] = {}
-        """The first of them by path."""
+        """The first scratch slot of each path."""
         self._logits: dict[Path, Floats] = {}
 
     @property
     def pending(self) -> int:
-        """Tokens of the text that have no row yet."""
-        self._settle()
-        return len(self._text) - self._arena.length
+        """Number of tokens of the sequence that are not in the KV cache yet."""
+        self._commit_accepted()
+        return len(self._token_ids) - self._arena.length
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text; rows of the common beginning are kept."""
-        new = list(tokens)
-        if new[: len(self._text)] != self._text:
-            pairs = enumerate(zip(self._text, new, strict=False))
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence; cache slots of the common prefix are kept."""
+        new = list(token_ids)
+        if new[: len(self._token_ids)] != self._token_ids:
+            pairs = enumerate(zip(self._token_ids, new, strict=False))
             same = next((i for i, (old, token) in pairs if old != token), len(new))
             if same < self._arena.length:
                 self._arena.rewind_to(same)
-                self._forget_guesses()
-        self._text = new
+                self._drop_draft()
+        self._token_ids = new
 
     def append(self, token: int) -> None:
-        """Let the text grow by one token."""
-        self._text.append(token)
+        """Append a token to the sequence."""
+        self._token_ids.append(token)
 
     def seconds(self, path: Path) -> float:
-        """What `likely(path)` is expected to take now.
+        """Expected seconds of `top_tokens(path)` now.
 
-        Rows that the text lacks are run once and serve every round to come: of more than a few, a share is counted.
+        Missing tokens of the sequence are run once and serve all later rounds: of more than a few, a share is counted.
         """
         missing = self.pending
         if path in self._logits:
@@ -122,81 +123,82 @@ class DraftModel:
         context = self._arena.length
         now = min(missing, _USUAL_CATCH_UP)
         later = missing - now
-        rows = max(1, now + sum(path[:depth] not in self._slots for depth in range(1, len(path) + 1)))
-        spread = later / _TEXT_ROWS * self.cost.seconds(_TEXT_ROWS, context) / _ROUNDS_SERVED
-        return self.cost.seconds(rows, context) + spread
+        width = max(1, now + sum(path[:depth] not in self._slots for depth in range(1, len(path) + 1)))
+        spread = later / _PREFILL_WIDTH * self.cost.seconds(_PREFILL_WIDTH, context) / _ROUNDS_SERVED
+        return self.cost.seconds(width, context) + spread
 
-    def spent(self) -> float:
-        """Seconds that the model took since this was last asked for."""
+    def take_seconds_spent(self) -> float:
+        """Seconds that the model has run since the last call of this method."""
         spent, self._spent = self._spent, 0.0
         return spent
 
-    def likely(self, path: Path, count: int, temperature: float = 1.0) -> Likely:
-        """The `count` likeliest tokens after the text and `path`; one pass, or none if that is known already.
+    def top_tokens(self, path: Path, count: int, temperature: float = 1.0) -> TopTokens:
+        """The `count` most probable tokens after the sequence and `path`; one pass, or none if the logits are there.
 
         Raises:
-            EdgeError: ONNX Runtime failed; the text keeps its rows.
+            EdgeError: ONNX Runtime failed; the cache slots of the sequence are intact.
         """
-        return self.likely_each((path,), count, temperature)[0]
+        return self.top_tokens_each((path,), count, temperature)[0]
 
-    def likely_each(self, paths: Sequence[Path], count: int, temperature: float = 1.0) -> list[Likely]:
-        """`likely` for several paths, in one pass together where the graph takes a mask."""
+    def top_tokens_each(self, paths: Sequence[Path], count: int, temperature: float = 1.0) -> list[TopTokens]:
+        """`top_tokens` for several paths, in one pass together where the graph takes a mask."""
         started = time.perf_counter()
         logits = self._logits_of(paths)
-        likely = [Likely((), ()) if row is None else self._largest(row, count, temperature) for row in logits]
+        top = [TopTokens((), ()) if row is None else self._largest(row, count, temperature) for row in logits]
         self._spent += time.perf_counter() - started
-        return likely
+        return top
 
     def logits(self, path: Path) -> Floats | None:
-        """Logits float32 `[head]` after the text and `path`, None if that cannot be run; passes as for `likely`."""
+        """Logits float32 `[head]` after the sequence and `path`; None if they cannot be computed."""
         started = time.perf_counter()
         logits = self._logits_of((path,))[0]
         self._spent += time.perf_counter() - started
         return logits
 
     def _logits_of(self, paths: Sequence[Path]) -> list[Floats | None]:
-        if not self._text:
-            raise ValueError("a text of no tokens has no next one")
-        self._settle()
-        if () in paths and () not in self._logits and self._arena.length == len(self._text):
-            # The text's last row is there, but not what came of it: it runs again.
-            self._forget_guesses()
-            self._arena.rewind_to(len(self._text) - 1)
+        if not self._token_ids:
+            raise ValueError("an empty sequence has no next token")
+        self._commit_accepted()
+        if () in paths and () not in self._logits and self._arena.length == len(self._token_ids):
+            # The last token of the sequence is in the cache, but its logits are not known: run it again.
+            self._drop_draft()
+            self._arena.rewind_to(len(self._token_ids) - 1)
         unknown = [path for path in sorted(set(paths), key=len) if path not in self._logits]
         unknown = [path for path in unknown if self._own(path).min(initial=0) >= 0]
-        for together in [unknown] if self._branches else [[path] for path in unknown]:
-            if together:
-                self._ask(together)
+        for batch in [unknown] if self._branches else [[path] for path in unknown]:
+            if batch:
+                self._run_paths(batch)
         return [self._logits.get(path) for path in paths]
 
-    def _ask(self, paths: Sequence[Path]) -> None:
-        """Run what is missing for some paths and keep what comes of it; do nothing if it cannot be run."""
-        arena, text = self._arena, self._text
+    def _run_paths(self, paths: Sequence[Path]) -> None:
+        """Run what is missing for some paths and keep their logits; does nothing if they do not fit the context."""
+        arena, sequence = self._arena, self._token_ids
         if arena.length == 0 and len(paths) > 1:
-            # A first pass has no choice of positions (see `BoundSession.forward`), so no branches either.
-            self._ask([()])
+            # A first pass has fixed positions (see `BoundSession.forward`), so it cannot have branches.
+            self._run_paths([()])
             paths = [path for path in paths if path]
         if not self._branches:
-            self._cut_to(paths[0])
-        nodes = self._to_run(paths)
-        missing = self._own(text[arena.length :])
-        if len(text) + len(self._rows) + len(nodes) > arena.limit or missing.min(initial=0) < 0:
+            self._keep_common(paths[0])
+        nodes = self._missing_nodes(paths)
+        missing = self._own(sequence[arena.length :])
+        if len(sequence) + len(self._scratch) + len(nodes) > arena.limit or missing.min(initial=0) < 0:
             return
-        while missing.size > _TEXT_ROWS:
-            self._forward(missing[:_TEXT_ROWS], (0,))
-            arena.commit(_TEXT_ROWS)
-            missing = missing[_TEXT_ROWS:]
-        logits = self._run(missing, nodes, [missing.size + nodes.index(p) if p else missing.size - 1 for p in paths])
+        while missing.size > _PREFILL_WIDTH:
+            self._forward(missing[:_PREFILL_WIDTH], (0,))
+            arena.commit(_PREFILL_WIDTH)
+            missing = missing[_PREFILL_WIDTH:]
+        wanted = [missing.size + nodes.index(path) if path else missing.size - 1 for path in paths]
+        logits = self._run(missing, nodes, wanted)
         arena.commit(missing.size)
         for node in nodes:
-            # Of a row that ran again, the first stays: rows that go on from it have seen that one.
-            self._slots.setdefault(node, len(self._rows))
-            self._rows.append(node)
+            # If a node ran again, its first slot stays: the slots of its children were computed with that one.
+            self._slots.setdefault(node, len(self._scratch))
+            self._scratch.append(node)
         for path, row in zip(paths, logits, strict=True):
             self._logits[path] = row[: self.head].copy()
 
-    def _to_run(self, paths: Sequence[Path]) -> list[Path]:
-        """The paths themselves and those to them that have no row, each after the one it goes on from."""
+    def _missing_nodes(self, paths: Sequence[Path]) -> list[Path]:
+        """The paths themselves and their prefixes that have no slot, each after its own prefix."""
         ordered = dict[Path, None]()
         for path in paths:
             for depth in range(1, len(path) + 1):
@@ -204,42 +206,42 @@ class DraftModel:
                     ordered[path[:depth]] = None
         return list(ordered)
 
-    def _run(self, missing: Int32, nodes: Sequence[Path], rows: Sequence[int]) -> Floats:
-        """One pass over missing rows of the text and then nodes; returns the logits of `rows`, counted from the first.
+    def _run(self, missing: Int32, nodes: Sequence[Path], wanted: Sequence[int]) -> Floats:
+        """Run one pass over missing tokens of the sequence and then nodes; returns the logits of the `wanted` inputs.
 
-        Either no row of the text is missing or there are no scratch rows, so the new rows, and the scratch rows that
-        they may see or not, are always the last.
+        Either no token of the sequence is missing or there are no scratch slots, so the new slots, and the scratch
+        slots that they may or may not attend to, are always the last ones.
         """
-        behind, scratch = missing.size, len(self._rows)
+        behind, scratch = missing.size, len(self._scratch)
         tokens = np.concatenate([missing, self._own([node[-1] for node in nodes])]) if nodes else missing
-        if _is_chain([*self._rows, *nodes]):
-            return self._forward(tokens, rows)
+        if _is_chain([*self._scratch, *nodes]):
+            return self._forward(tokens, wanted)
         depths = np.array([len(node) for node in nodes], np.int64)
-        positions = np.concatenate([self._arena.length + np.arange(behind), len(self._text) - 1 + depths])
+        positions = np.concatenate([self._arena.length + np.arange(behind), len(self._token_ids) - 1 + depths])
         mask = np.tri(tokens.size, scratch + tokens.size, scratch, dtype=np.bool_)
         slots = dict(self._slots)
         for slot, node in enumerate(nodes, scratch):
-            above = [slots[node[:depth]] for depth in range(1, len(node))]
+            ancestors = [slots[node[:depth]] for depth in range(1, len(node))]
             slots.setdefault(node, slot)
-            seen = mask[behind + slot - scratch]
-            seen[behind:] = False
-            seen[[behind + each for each in (*above, slot)]] = True
-        return self._forward(tokens, rows, positions, mask)
+            visible = mask[behind + slot - scratch]
+            visible[behind:] = False
+            visible[[behind + each for each in (*ancestors, slot)]] = True
+        return self._forward(tokens, wanted, positions, mask)
 
     def _forward(
         self,
         tokens: Int32,
-        rows: Sequence[int],
+        wanted: Sequence[int],
         positions: npt.NDArray[np.int64] | None = None,
         mask: npt.NDArray[np.bool_] | None = None,
     ) -> Floats:
         arena = self._arena
         base = arena.length
         started = time.perf_counter()
-        # Scratch rows count as committed for the time of the pass: it writes behind them, and growth keeps them.
-        arena.commit(len(self._rows))
+        # Scratch slots count as committed during the pass: it writes behind them, and growing the arena keeps them.
+        arena.commit(len(self._scratch))
         try:
-            logits = self._bound.forward(tokens, logits_for=rows, positions=positions, tree_mask=mask)
+            logits = self._bound.forward(tokens, logits_for=wanted, positions=positions, tree_mask=mask)
         finally:
             arena.rewind_to(base)
         if self.passes % _OBSERVED_EVERY == 0:
@@ -247,48 +249,48 @@ class DraftModel:
         self.passes += 1
         return logits
 
-    def _cut_to(self, path: Path) -> None:
-        """Leave of the scratch rows, which are a chain, those that `path` goes on from."""
+    def _keep_common(self, path: Path) -> None:
+        """Drop the scratch slots, which are a chain, from where they differ from `path`."""
         kept = 0
-        while kept < min(len(self._rows), len(path) - 1) and self._rows[kept] == path[: kept + 1]:
+        while kept < min(len(self._scratch), len(path) - 1) and self._scratch[kept] == path[: kept + 1]:
             kept += 1
-        del self._rows[kept:]
-        self._slots = {row: slot for slot, row in enumerate(self._rows)}
+        del self._scratch[kept:]
+        self._slots = {scratch: slot for slot, scratch in enumerate(self._scratch)}
 
-    def _settle(self) -> None:
-        """Now that the text has grown: make the scratch rows of guesses that came true rows of the text."""
-        if not self._rows and not self._logits:
+    def _commit_accepted(self) -> None:
+        """Turn the scratch slots of accepted draft tokens into slots of the sequence, now that it has grown."""
+        if not self._scratch and not self._logits:
             return
         arena = self._arena
-        behind = tuple(self._text[arena.length :])
+        behind = tuple(self._token_ids[arena.length :])
         if not behind:
             return
-        true: list[int] = []
-        while len(true) < len(behind) and (slot := self._slots.get(behind[: len(true) + 1])) is not None:
-            true.append(slot)
-        logits = self._logits.get(behind) if len(true) == len(behind) else None
-        if true:
-            base = arena.length - 1  # the text's last row, as the one that the branch grows from
+        accepted: list[int] = []
+        while len(accepted) < len(behind) and (slot := self._slots.get(behind[: len(accepted) + 1])) is not None:
+            accepted.append(slot)
+        logits = self._logits.get(behind) if len(accepted) == len(behind) else None
+        if accepted:
+            base = arena.length - 1  # the last token of the sequence plays the anchor
             arena.rewind_to(base)
-            arena.compact(base, [0, *(1 + slot for slot in true)])
-        self._forget_guesses()
+            arena.compact(base, [0, *(1 + slot for slot in accepted)])
+        self._drop_draft()
         if logits is not None:
             self._logits[()] = logits
 
-    def _forget_guesses(self) -> None:
-        self._rows.clear()
+    def _drop_draft(self) -> None:
+        self._scratch.clear()
         self._slots.clear()
         self._logits.clear()
 
     def _own(self, tokens: Sequence[int]) -> Int32:
-        """The model's ids of the target's tokens, int32; -1 for those that it does not have."""
+        """The model's ids of the target's tokens, int32; -1 for tokens that are not in its vocabulary."""
         own: Int32 = self._own_ids[np.asarray(tokens, np.intp)]
         return own
 
-    def _largest(self, logits: Floats, count: int, temperature: float) -> Likely:
-        """Softmax in float32, of which only the largest are looked for: the maximum, time and again.
+    def _largest(self, logits: Floats, count: int, temperature: float) -> TopTokens:
+        """Softmax in float32 and its largest values, found by taking the maximum repeatedly.
 
-        At 4096 and 151936 tokens and a count of 4 that takes 3 and 56 us; by partitioning it takes 37 and 1010.
+        With 4096 and 151936 tokens and a count of 4 that takes 3 and 56 us; partitioning takes 37 and 1010.
         """
         scores = np.subtract(logits, logits.max(), out=self._scores)
         if temperature != 1:
@@ -302,19 +304,19 @@ class DraftModel:
         scores[best] = values
         np.exp(scores, out=scores)
         ids = best if self.target_ids is None else self.target_ids[best].tolist()
-        return Likely(tuple(ids), tuple((scores[best] / scores.sum()).tolist()))
+        return TopTokens(tuple(ids), tuple((scores[best] / scores.sum()).tolist()))
 
 
 def _is_chain(paths: Sequence[Path]) -> bool:
-    """Whether each path goes on from the one before, and the first from the text."""
+    """Whether each path continues the one before, and the first one the sequence."""
     return all(path[:-1] == above for above, path in zip(((), *paths), paths, strict=False))
 
 
 def check_target_ids(target_ids: Int32, head: int, target_vocab: int) -> None:
-    """Check that the ids of a head's tokens in the target's vocabulary can be used.
+    """Check the map from a head's tokens to the target's ids.
 
     Raises:
-        ValueError: they are not one for each, all different and of the target's; the message goes on from "it".
+        ValueError: it does not have one id of the target for each token, all different; the message has no subject.
     """
     if target_ids.shape != (head,):
         raise ValueError(f"has {target_ids.size} ids for a head of {head} tokens")

@@ -1,7 +1,8 @@
-"""What a repetition says about the next token: the evidence buckets of the predictors that look for repetitions.
+"""Evidence buckets of drafters that look for repetitions.
 
-A predictor that finds the end of the text somewhere earlier knows how much of it agrees, and whether the places it was
-found at agree about what came next. Both decide how far the guess can be trusted, and nothing else does as plainly.
+Such a drafter finds earlier occurrences of the end of the sequence. The length of the match, and whether all
+occurrences were followed by the same token, decide how reliable a candidate is, better than anything else that was
+tried.
 """
 
 from __future__ import annotations
@@ -11,38 +12,38 @@ from typing import Final
 
 
 class Agreement(IntEnum):
-    """What the earlier occurrences of a match were followed by."""
+    """Whether the earlier occurrences of a match were followed by the same token."""
 
     ONCE = 0
     """One occurrence."""
     ALWAYS = 1
     """Several occurrences, all followed by the same token."""
     MOSTLY = 2
-    """Several tokens; the one guessed first followed more than half of the occurrences."""
+    """Several tokens; the first candidate followed more than half of the occurrences."""
     SPLIT = 3
-    """Several tokens, and the one guessed first did not follow most occurrences."""
+    """Several tokens; the first candidate did not follow more than half of the occurrences."""
 
 
 _CLASS_STARTS: Final = (1, 2, 3, 4, 5, 7, 10, 16, 32)
-"""The shortest match of each class of match lengths."""
+"""Shortest match of each class of match lengths."""
 _LONGEST: Final = _CLASS_STARTS[-1]
 _CLASS_OF: Final = tuple(max(0, sum(start <= length for start in _CLASS_STARTS) - 1) for length in range(_LONGEST + 1))
 
 
 def bucket(length: int, agreement: Agreement, rank: int) -> int:
-    """The evidence bucket of a guess.
+    """The evidence bucket of a candidate.
 
     Args:
-        length: how many tokens at the end of the text the match has, at least 1; classes are 1, 2, 3, 4, 5 to 6, 7 to
-            9, 10 to 15, 16 to 31, and 32 or more.
-        agreement: of the occurrences of the match.
-        rank: 0 for the best guess at this place, more for the others, which share a bucket.
+        length: number of tokens of the match, at least 1; the classes are 1, 2, 3, 4, 5 to 6, 7 to 9, 10 to 15, 16 to
+            31, and 32 or more.
+        agreement: agreement of the occurrences of the match.
+        rank: 0 for the best candidate at this place; all others share a bucket.
     """
     return _CLASS_OF[min(length, _LONGEST)] * 8 + agreement * 2 + (rank > 0)
 
 
 _WITHIN: Final = (
-    # ONCE, ALWAYS, MOSTLY and SPLIT, each at rank 0 and beyond
+    # ONCE, ALWAYS, MOSTLY and SPLIT, each at rank 0 and higher ranks
     (0.29, 0.05, 0.55, 0.05, 0.36, 0.04, 0.11, 0.06),
     (0.47, 0.05, 0.76, 0.05, 0.40, 0.06, 0.18, 0.08),
     (0.59, 0.05, 0.81, 0.05, 0.50, 0.06, 0.20, 0.12),
@@ -64,12 +65,12 @@ _EARLIER: Final = (
     (0.60, 0.03, 0.92, 0.03, 0.85, 0.08, 0.20, 0.08),
     (0.60, 0.03, 0.92, 0.03, 0.85, 0.08, 0.20, 0.08),
 )
-WITHIN_TEXT: Final = tuple(share for row in _WITHIN for share in row)
-"""The share of each bucket's guesses that come true, for repetitions within a conversation.
+SAME_CONVERSATION: Final = tuple(rate for row in _WITHIN for rate in row)
+"""Prior acceptance rate of each bucket, for repetitions within a conversation.
 
-Measured on Llama-3-8B's answers in 80 two-turn MT-Bench conversations, and rounded to a table that does not fall with
-the length of the match. What followed a match also followed its shorter ends, so that guesses of ONCE and ALWAYS beyond
-rank 0 never arise; they have a number for the shape's sake.
+Measured on Llama-3-8B's answers in 80 two-turn MT-Bench conversations, and smoothed so that no rate falls with the
+length of the match. Candidates of ONCE and ALWAYS at higher ranks do not exist, because there is one token; they have a
+rate to keep the table rectangular.
 """
-EARLIER_TEXTS: Final = tuple(share for row in _EARLIER for share in row)
-"""The same for repetitions of the other of those conversations, which are about other things."""
+EARLIER_CONVERSATIONS: Final = tuple(rate for row in _EARLIER for rate in row)
+"""The same for repetitions of the other of those conversations, which are about other topics."""

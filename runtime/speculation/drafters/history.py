@@ -1,4 +1,4 @@
-"""Guesses from repetitions of earlier conversations."""
+"""Candidates from repetitions of earlier conversations."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from ..tree import Source
-from .evidence import EARLIER_TEXTS, Agreement, bucket
+from .evidence import EARLIER_CONVERSATIONS, Agreement, bucket
 from .history_index import REACH
 from .history_store import HistoryStore
 from .interface import Candidate
 
-_GUESSES: Final = 3
+_MAX_CANDIDATES: Final = 3
 
 Tail: TypeAlias = tuple[int, ...]
-"""The last tokens of a text, up to `REACH`."""
+"""The last tokens of a sequence, up to `REACH`."""
 
 
 class HistoryDrafter:
-    """Guesses what followed the places in a store's sequences that share the most with the end of the text.
+    """Proposes the tokens that followed the longest matches of the end of the sequence in a store's sequences.
 
-    A few places are looked at, so that a lookup takes the same in any store: of a short match, which has many, it is a
-    sample. Before a store has an index there are no guesses.
+    A fixed number of places is examined, so that a lookup takes the same time in any store; of a short match, which has
+    many places, they are a sample. Before a store has an index there are no candidates.
 
     Args:
-        store: the model's earlier sequences.
-        vocabulary: token ids are below this; others, from whatever source, are not guessed.
+        store: earlier sequences of the model.
+        vocab_size: vocabulary size; larger token ids in the store are not proposed.
     """
 
     source: Final = Source.HISTORY
-    prior: Final = EARLIER_TEXTS
+    prior: Final = EARLIER_CONVERSATIONS
 
-    def __init__(self, store: HistoryStore, vocabulary: int) -> None:
+    def __init__(self, store: HistoryStore, vocab_size: int) -> None:
         self._store = store
-        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
         self._tail: Tail = ()
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text."""
-        self._tail = tuple(tokens[-REACH:])
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self._tail = tuple(token_ids[-REACH:])
 
     def append(self, token: int) -> None:
-        """Let the text grow by one token."""
+        """Append a token to the sequence."""
         self._tail = self.after(self._tail, token)
 
     def state(self) -> Tail:
-        """The end of the text."""
+        """The end of the sequence."""
         return self._tail
 
     def after(self, state: Tail, token: int) -> Tail:
-        """The end of the text and one more token."""
+        """The end of the sequence after one more token."""
         return (*state[1 - REACH :], token) if len(state) == REACH else (*state, token)
 
     def candidates(self, state: Tail) -> list[Candidate]:
-        """Up to three: what followed the longest match most often, then what followed shorter ones."""
+        """Up to three: tokens that followed the longest match, most frequent first, then those of shorter ones."""
         index = self._store.index
         if index is None or not state:
             return []
@@ -63,7 +63,7 @@ class HistoryDrafter:
         new: list[int] = []
         places = 0
         for at, (missing, _, follower) in enumerate(found):
-            if follower < self._vocabulary:
+            if follower < self._vocab_size:
                 if follower not in counts:
                     counts[follower] = 0
                     new.append(follower)
@@ -71,11 +71,11 @@ class HistoryDrafter:
                 places += 1
             if not new or (at + 1 < len(found) and found[at + 1][0] == missing):
                 continue
-            # All places that agree in as many tokens, or more, are counted.
+            # All places with a match of this length or longer have been counted.
             agreement = _agreement(counts, places)
             for token in sorted(new, key=counts.__getitem__, reverse=True):
                 candidates.append(Candidate(token, bucket(len(state) - missing, agreement, len(candidates))))
-                if len(candidates) == _GUESSES:
+                if len(candidates) == _MAX_CANDIDATES:
                     return candidates
             new.clear()
         return candidates

@@ -1,10 +1,9 @@
-"""Where a few tokens occurred in a body of token sequences: a sorted file of contexts, searched by halving.
+"""A memory-mapped suffix array over token sequences, searched by bisection.
 
-The sequences lie in the file backwards, so that the tokens before a place read forwards from it, and big-endian, so
-that comparing bytes compares tokens. Beside them lie all places, sorted by the sixteen tokens that come before (a
-suffix array of the backward text, made by doubling: Manber and Myers 1990). The places that share most of a context are
-neighbours of where it would be inserted. The file is mapped, not read; a place costs eight bytes, and opening checks
-them all once.
+The file holds the sequences in reverse, so that the tokens before a place read forwards from it, and big-endian, so
+that comparing bytes compares tokens. Then follow all places, sorted by the sixteen tokens before them (a suffix array
+of the reversed sequences, built by doubling: Manber and Myers 1990). The places that share most of a context are
+neighbours of where it would be inserted. A place costs eight bytes; opening the file verifies its checksum once.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 REACH: Final = 16
-"""The most tokens of a context that are looked at."""
+"""Maximum number of tokens of a context."""
 NEIGHBOURS: Final = 6
-"""How many places are looked at on either side of where a context would be inserted."""
+"""Number of places examined on either side of where a context would be inserted."""
 WORD: Final = 4
-"""Bytes of a token, and of a place."""
+"""Bytes of a token and of a place."""
 _GAP: Final = 0xFFFFFFFF
-"""Stands between sequences."""
+"""Separates sequences."""
 TOKEN_LIMIT: Final = 2**31 - 2
-"""Tokens are below this."""
+"""Token ids are below this."""
 _MAGIC: Final = b"edgehix1" if sys.byteorder == "little" else b"edgehiX1"
 _HEADER: Final = struct.Struct("=8s16sQIII")
 """Magic, the log's identity and length, tokens with gaps, places, and the CRC-32 of this (as 0) and the rest."""
@@ -42,8 +41,8 @@ HEADER_BYTES: Final = _HEADER.size
 Tokens: TypeAlias = npt.NDArray[np.uint32]
 
 Found: TypeAlias = tuple[int, int, int]
-"""A place whose context ends like the one looked for: how many of the tokens looked for do not agree, how many tokens
-lie between the place and the end of everything, and the token at the place. The best one sorts first."""
+"""A place whose context ends like the one searched for: number of context tokens that do not match, distance in tokens
+from the end of the newest sequence, and the token at the place. The best match sorts first."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,11 @@ class Covered:
 
 
 def encode(sequences: Sequence[Tokens], covered: Covered) -> bytes:
-    """The index file of some sequences, oldest first: about 0.5 s for a million tokens.
+    """Make the index file of some sequences, oldest first: about 0.5 s for a million tokens.
 
-    Tokens are below `TOKEN_LIMIT`.
+    Args:
+        sequences: token ids below `TOKEN_LIMIT`.
+        covered: what the sequences were read from.
     """
     backward = np.full(sum(len(sequence) + 1 for sequence in sequences) + 1, _GAP, np.uint32)
     at = len(backward) - 1
@@ -73,8 +74,8 @@ def encode(sequences: Sequence[Tokens], covered: Covered) -> bytes:
 
 
 def _sorted_places(backward: Tokens) -> npt.NDArray[np.intp]:
-    """The places that have a token on either side, by the bytes that follow them, ties in their order."""
-    rank = np.minimum(backward, TOKEN_LIMIT).astype(np.int64) + 1  # 0 is beyond the end
+    """The places that have a token on either side, sorted by the bytes that follow them; ties keep their order."""
+    rank = np.minimum(backward, TOKEN_LIMIT).astype(np.int64) + 1  # 0 stands for the end
     order = np.arange(len(backward))
     width = 1
     while width < REACH:
@@ -93,7 +94,10 @@ def _sorted_places(backward: Tokens) -> npt.NDArray[np.intp]:
 
 
 class HistoryIndex:
-    """An index file, mapped.
+    """A memory-mapped index file.
+
+    Args:
+        path: the file.
 
     Raises:
         ValueError: the file is damaged, or not an index of this version and byte order.
@@ -109,7 +113,7 @@ class HistoryIndex:
             raise ValueError("the file is too short")
         magic, identity, end, tokens, places, checksum = _HEADER.unpack_from(self._data)
         if magic != _MAGIC or len(self._data) != HEADER_BYTES + WORD * (tokens + places):
-            raise ValueError("the file is not an index")
+            raise ValueError("the file is not an index of this version")
         head = zlib.crc32(_HEADER.pack(magic, identity, end, tokens, places, 0))
         with memoryview(self._data) as view, view[HEADER_BYTES:] as body:
             if zlib.crc32(body, head) != checksum:
@@ -119,14 +123,14 @@ class HistoryIndex:
         self._places = memoryview(self._data)[self._end :].cast("I")
 
     def __len__(self) -> int:
-        """How many places there are."""
+        """Number of places."""
         return len(self._places)
 
     def find(self, context: Sequence[int]) -> list[Found]:
-        """The places whose contexts share the most with the end of `context`: some, the longest match among them.
+        """Some of the places whose contexts share the most with `context`, the longest match among them.
 
         Args:
-            context: up to `REACH` tokens, the last one last.
+            context: the last tokens of a sequence, up to `REACH`.
         """
         data, places, size = self._data, self._places, WORD * len(context)
         key = _KEYS[len(context)].pack(*reversed(context))
@@ -143,7 +147,7 @@ class HistoryIndex:
         for side in (range(low, min(low + NEIGHBOURS, len(places))), range(low - 1, max(low - 1 - NEIGHBOURS, -1), -1)):
             for index in side:
                 start = HEADER_BYTES + WORD * places[index]
-                # The file was whole when it was opened; a disk that fails later must not lead out of the text.
+                # The file was valid when it was opened; a disk that fails later must not cause an access outside it.
                 if not HEADER_BYTES < start < self._end:
                     continue
                 here = data[start : start + size].ljust(size, b"\xff")

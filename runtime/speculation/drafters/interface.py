@@ -1,7 +1,8 @@
-"""What a free predictor is: given the text, and any continuation of it, a few guesses for the next token.
+"""The interface of drafters: token candidates for any continuation of a sequence.
 
-Predictors are cheap lookups (microseconds). A guess comes with an evidence bucket, not a probability: how often guesses
-of a bucket come true is learned while decoding (`mixing`), so that estimates mean what they say on any model and text.
+Free drafters are cheap lookups (microseconds). A candidate comes with an evidence bucket, not a probability: the
+acceptance rate of each bucket is learned while decoding (`mixing`), so that probabilities are calibrated for every
+model and text.
 """
 
 from __future__ import annotations
@@ -12,48 +13,48 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from ..tree import Source
 
 State: TypeAlias = Any
-"""Where a predictor stands after a text; only the predictor that made it looks inside. Immutable."""
+"""A drafter's own description of a sequence; immutable, and only used by the drafter that made it."""
 
 
 class Candidate(NamedTuple):
-    """A token that may come next, and which kind of evidence speaks for it."""
+    """A token that may come next, and the bucket of the evidence for it."""
 
     token: int
     bucket: int
 
 
 class Drafter(Protocol):
-    """Guesses next tokens from the text."""
+    """Proposes next tokens from the sequence."""
 
     @property
     def source(self) -> Source:
-        """Whose guesses these are."""
+        """The source that its candidates are counted under."""
 
     @property
     def prior(self) -> Sequence[float]:
-        """For every evidence bucket, the share of its guesses that come true as far as is known beforehand."""
+        """Prior acceptance rate of every evidence bucket."""
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text. Called when it has grown by a few tokens, and when it is another one altogether."""
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence. The new one may be the old one with a few tokens more, or an unrelated one."""
 
     def append(self, token: int) -> None:
-        """Let the text grow by one token."""
+        """Append a token to the sequence."""
 
     def state(self) -> State:
-        """The state after the text."""
+        """The state at the end of the sequence."""
 
     def after(self, state: State, token: int) -> State:
-        """The state after one more token, which the text does not get."""
+        """The state after one more token; the sequence itself stays as it is."""
 
     def candidates(self, state: State) -> Sequence[Candidate]:
-        """The likeliest next tokens, best first, each token once; few or none."""
+        """The most probable next tokens, best first, each token once; few or none."""
 
 
 class CostlyDrafter(Drafter, Protocol):
-    """A predictor whose guesses take time worth counting: a draft model. `after` is free; `candidates` runs it."""
+    """A drafter whose candidates take considerable time: a draft model. `after` is free; `candidates` runs it."""
 
     def seconds(self, state: State) -> float:
-        """What `candidates(state)` is expected to take now."""
+        """Expected seconds of `candidates(state)` now."""
 
-    def spent(self) -> float:
-        """Seconds that guessing took since this was last asked for."""
+    def take_seconds_spent(self) -> float:
+        """Seconds spent drafting since the last call of this method."""

@@ -1,8 +1,8 @@
-"""A draft that is the target without some of its parts, over the target's own cache.
+"""A draft model made of part of the target's layers, over the target's own KV cache.
 
-The target has read the text already: its rows are more than as good as the draft's own would be. So nothing has to be
-caught up; a round costs the draft a pass for the last token and one for each guess further. Where a guess comes true,
-the row it has is not kept, because the pass that verified it has written a better one over it.
+The target has prefilled the sequence already, and its cache slots are at least as good as the draft model's own would
+be. So the draft model needs no prefill; a round costs it one pass for the last token and one for each further draft
+token. Slots of accepted draft tokens are not kept: the pass that verified them has overwritten them with the target's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .draft_model import DraftModel, Int32
 
 
 class LayerSkipDraft(DraftModel):
-    """A `DraftModel` without rows of its own. `attach` says of which text's arena it takes them.
+    """A `DraftModel` without cache slots of its own; `attach` sets the arena that it borrows.
 
     Args:
-        bound: its session, over a `BorrowedArena`.
+        bound: session of the model, over a `BorrowedArena`.
         cost: as for `DraftModel`.
         target_vocab: as for `DraftModel`.
         target_ids: as for `DraftModel`.
@@ -32,28 +32,29 @@ class LayerSkipDraft(DraftModel):
         if not isinstance(bound.arena, BorrowedArena):
             raise TypeError("a draft over the target's cache needs a borrowed arena")
         self._borrowed: Final = bound.arena
-        self._behind = True
+        self._stale = True
+        """Whether the sequence has changed since the borrowed arena's length was set."""
 
     def attach(self, arena: KVArena) -> None:
-        """Take the rows of the target's `arena`, in which the text is being written from now on."""
+        """Borrow the slots of the target's `arena`, which holds the sequence from now on."""
         if not isinstance(arena, InPlaceArena):
             raise TypeError("only a cache in place can be borrowed from")
         self._borrowed.borrow(arena)
-        self._behind = True
+        self._stale = True
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text."""
-        self._text = list(tokens)
-        self._behind = True
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self._token_ids = list(token_ids)
+        self._stale = True
 
     def append(self, token: int) -> None:
-        """Let the text grow by one token."""
+        """Append a token to the sequence."""
         super().append(token)
-        self._behind = True
+        self._stale = True
 
-    def _settle(self) -> None:
-        """Now that the text has grown: begin anew behind the rows that the target has of it."""
-        if self._behind:
-            self._forget_guesses()
-            self._borrowed.sync_length(len(self._text) - 1)
-            self._behind = False
+    def _commit_accepted(self) -> None:
+        """Continue behind the slots that the target has of the sequence."""
+        if self._stale:
+            self._drop_draft()
+            self._borrowed.sync_length(len(self._token_ids) - 1)
+            self._stale = False

@@ -1,9 +1,9 @@
-"""A draft model as a predictor: its probabilities as evidence buckets.
+"""A draft model as a drafter: its probabilities as evidence buckets.
 
-How far a draft model's probabilities can be trusted depends on the target, the text and the temperature, so they are
-classed and the classes' worth is learned like any other evidence. A distilled model is about right from the start: of
-the bundled one's first guesses with a probability between 0.5 and 0.6, 65 % were the target's choice; between 0.8 and
-0.9, 87 %; above 0.98, 99 %.
+How reliable a draft model's probabilities are depends on the target, the text and the temperature, so they are divided
+into classes whose acceptance rates are learned like those of any other evidence. A distilled model is about right from
+the start: of the bundled one's first candidates with a probability between 0.5 and 0.6, the target chose 65 %; between
+0.8 and 0.9, 87 %; above 0.98, 99 %.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ from .draft_model import DraftModel, Path
 from .interface import Candidate
 
 _EDGES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Where classes of probabilities end."""
+"""Upper bounds of the probability classes."""
 _CLASSES: Final = len(_EDGES) + 1
-_LEAST: Final = 0.02
-"""A guess less likely than this is none: no row is that cheap."""
-_MOST_GUESSES: Final = 3
+_MIN_PROB: Final = 0.02
+"""Candidates less probable than this are dropped: no token position is that cheap."""
+_MAX_CANDIDATES: Final = 3
 
 
 class ModelDrafter:
-    """A `CostlyDrafter`. Its state is the path of tokens behind the text.
+    """A `CostlyDrafter`. Its state is the path of tokens behind the sequence.
 
-    `temperature`, above 0, is what probabilities are read at: the target's, or 1 if it is greedy.
+    Args:
+        model: the draft model.
+        temperature: temperature of its probabilities, above 0: the target's, or 1 if the target is greedy.
     """
 
     source: Final = Source.MODEL
     prior: Final[Sequence[float]] = (
-        *((low + high) / 2 for low, high in zip((_LEAST, *_EDGES), (*_EDGES, 1.0), strict=True)),  # first guesses
-        *(0.8 * (low + high) / 2 for low, high in zip((_LEAST, *_EDGES), (*_EDGES, 1.0), strict=True)),  # the others
+        *((low + high) / 2 for low, high in zip((_MIN_PROB, *_EDGES), (*_EDGES, 1.0), strict=True)),  # first candidates
+        *(0.8 * (low + high) / 2 for low, high in zip((_MIN_PROB, *_EDGES), (*_EDGES, 1.0), strict=True)),  # others
     )
 
     def __init__(self, model: DraftModel, temperature: float = 1.0) -> None:
         self.model: Final = model
         self.temperature = temperature
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text."""
-        self.model.follow(tokens)
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self.model.reset(token_ids)
 
     def append(self, token: int) -> None:
-        """Let the text grow by one token."""
+        """Append a token to the sequence."""
         self.model.append(token)
 
     def state(self) -> Path:
@@ -53,26 +55,26 @@ class ModelDrafter:
         return ()
 
     def after(self, state: Path, token: int) -> Path:
-        """One token further; nothing is run."""
+        """The path with one more token; nothing is run."""
         return (*state, token)
 
     def seconds(self, state: Path) -> float:
-        """What `candidates(state)` is expected to take now."""
+        """Expected seconds of `candidates(state)` now."""
         return self.model.seconds(state)
 
-    def spent(self) -> float:
-        """Seconds that the model took since this was last asked for."""
-        return self.model.spent()
+    def take_seconds_spent(self) -> float:
+        """Seconds that the model has run since the last call of this method."""
+        return self.model.take_seconds_spent()
 
     def candidates(self, state: Path) -> Sequence[Candidate]:
-        """The model's likeliest next tokens.
+        """The model's most probable next tokens.
 
         Raises:
-            EdgeError: ONNX Runtime failed; the text keeps its rows.
+            EdgeError: ONNX Runtime failed; the KV cache of the sequence is intact.
         """
-        likely = self.model.likely(state, _MOST_GUESSES, self.temperature)
+        top = self.model.top_tokens(state, _MAX_CANDIDATES, self.temperature)
         return [
             Candidate(token, bisect_right(_EDGES, probability) + (_CLASSES if rank else 0))
-            for rank, (token, probability) in enumerate(zip(*likely, strict=True))
-            if probability >= _LEAST
+            for rank, (token, probability) in enumerate(zip(*top, strict=True))
+            if probability >= _MIN_PROB
         ]

@@ -1,8 +1,8 @@
-"""The n-gram prior: what the last one to four tokens were followed by in texts counted beforehand.
+"""Candidates from n-gram counts of texts that were counted beforehand.
 
-It knows nothing of the conversation, and guesses where repetition has nothing to say: within words, after common
-beginnings, along phrases. Its guesses are mostly weak, so each says how weak: a bucket stands for the guess's
-interpolated probability, and for how many tokens of context made it.
+They do not depend on the conversation, and help where nothing repeats: within words, after common beginnings, along
+phrases. Most of these candidates are weak, so the evidence bucket of each says how weak: it stands for the interpolated
+probability and for the number of context tokens that it was computed from.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Final
 
 from ..tree import Source
 from .interface import Candidate, State
-from .ngram_counts import MOST_ORDER, PROBABILITY_STEPS
+from .ngram_counts import MAX_ORDER, PROBABILITY_STEPS
 from .ngram_table import NgramTable
 
-GUESSES: Final = 3
-"""At one place at most."""
+MAX_CANDIDATES: Final = 3
+"""Maximum number of candidates at one place."""
 _CLASS_STARTS: Final = (0.02, 0.05, 0.1, 0.15, 0.25, 0.36, 0.5, 0.65, 0.75)
-"""Probabilities at which the second and later classes begin."""
+"""Lower bounds of the second and later probability classes."""
 _CLASSES: Final = len(_CLASS_STARTS) + 1
 _PRIOR: Final = (
     (0.007, 0.028, 0.054, 0.063, 0.107, 0.185, 0.203, 0.257, 0.453, 0.422),
@@ -27,16 +27,16 @@ _PRIOR: Final = (
     (0.008, 0.011, 0.031, 0.058, 0.099, 0.173, 0.212, 0.303, 0.399, 0.681),
     (0.007, 0.022, 0.022, 0.057, 0.104, 0.150, 0.287, 0.372, 0.452, 0.740),
 )
-"""By the tokens of the context and the class of the probability: measured on the recorded answers of one 8B model, with
-tables of foreign text with and without that model's other answers."""
-_BUCKETS: Final = tuple(share for shares in _PRIOR for share in shares)
+"""Prior acceptance rates by number of context tokens and class of the probability. Measured on the recorded answers of
+one 8B model, with tables of foreign text, with and without that model's other answers."""
+_BUCKETS: Final = tuple(rate for rates in _PRIOR for rate in rates)
 _LEFT: Final = (0.95, 0.85, 0.7, 0.4)
-"""By how often a context was seen: the share of its probability that is left to what only shorter contexts know."""
+"""By how often a context was seen: the share of the probability left to continuations of shorter contexts only."""
 _STEP: Final = 1 / PROBABILITY_STEPS
 
 
 class NgramDrafter:
-    """Guesses from a table of n-grams; a `Drafter`. Its state is the text's last tokens."""
+    """A `Drafter` over a table of n-grams. Its state is the last tokens of the sequence."""
 
     def __init__(self, table: NgramTable) -> None:
         self._table = table
@@ -49,28 +49,28 @@ class NgramDrafter:
 
     @property
     def prior(self) -> Sequence[float]:
-        """How often guesses came true on recorded answers, by bucket."""
+        """Acceptance rate on recorded answers, by bucket."""
         return _BUCKETS
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text."""
-        self._last = tuple(tokens[-MOST_ORDER:])
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self._last = tuple(token_ids[-MAX_ORDER:])
 
     def append(self, token: int) -> None:
-        """Let the text grow by one token."""
-        self._last = (*self._last, token)[-MOST_ORDER:]
+        """Append a token to the sequence."""
+        self._last = (*self._last, token)[-MAX_ORDER:]
 
     def state(self) -> tuple[int, ...]:
-        """The text's last tokens."""
+        """The last tokens of the sequence."""
         return self._last
 
     def after(self, state: State, token: int) -> tuple[int, ...]:
-        """The last tokens when `token` has followed."""
+        """The last tokens after one more token."""
         last: tuple[int, ...] = (*state, token)
-        return last[-MOST_ORDER:]
+        return last[-MAX_ORDER:]
 
     def candidates(self, state: State) -> list[Candidate]:
-        """Up to `GUESSES` tokens, likeliest first: the longest known context's, and those of shorter ones."""
+        """Up to `MAX_CANDIDATES` continuations of the longest known context and shorter ones, most probable first."""
         best: dict[int, tuple[float, int]] = {}
         found = self._table.find(state)
         left = _STEP
@@ -83,7 +83,7 @@ class NgramDrafter:
                     best[token] = (probability, order)
             if values:
                 left *= _LEFT[values[0] & 3]
-        ranked = sorted(best.items(), key=lambda item: -item[1][0])[:GUESSES]
+        ranked = sorted(best.items(), key=lambda item: -item[1][0])[:MAX_CANDIDATES]
         return [
             Candidate(token, (order - 1) * _CLASSES + bisect_right(_CLASS_STARTS, probability))
             for token, (probability, order) in ranked

@@ -1,13 +1,14 @@
-"""Counting short token sequences: what followed the last one to four tokens, and how surely.
+"""Counts n-grams: what follows one to four tokens, with which probability.
 
-Every context of one to four tokens keeps its likeliest continuations, each with a probability that mixes its own counts
-with those of the shorter contexts (interpolated absolute discounting: Ney, Essen and Kneser, "On structuring
-probabilistic dependences in stochastic language modelling", 1994). What a shorter context says as well is not kept, and
-when there is too little room the entries go first whose loss costs the fewest right guesses (after Seymore and
-Rosenfeld, "Scalable backoff language models", 1996).
+Every context of one to four tokens keeps its most probable continuations, each with a probability that mixes its own
+counts with those of the shorter contexts (interpolated absolute discounting: Ney, Essen and Kneser, "On structuring
+probabilistic dependences in stochastic language modelling", 1994). A continuation that a shorter context predicts as
+well is not kept, and when there is too little room the entries whose loss costs the fewest correct candidates are
+dropped first (after Seymore and Rosenfeld, "Scalable backoff language models", 1996).
 
 Positions are counted in parts that share the token before them. All contexts of a position, and the shorter ones behind
-them, end with that token, so no count spans two parts, and memory is bounded by the part, not by the text.
+them, end with that token, so no count spans two parts, and memory use is bounded by the size of a part, not of the
+text.
 """
 
 from __future__ import annotations
@@ -18,28 +19,29 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-MOST_ORDER: Final = 4
-"""Tokens of the longest context."""
-MOST_TOKENS: Final = 1 << 24
-"""The largest vocabulary: an entry holds a token in 24 bits."""
+MAX_ORDER: Final = 4
+"""Number of tokens of the longest context."""
+MAX_VOCAB: Final = 1 << 24
+"""Size of the largest vocabulary: an entry stores a token in 24 bits."""
 CONTINUATIONS: Final = 3
-"""Kept for a context at most."""
+"""Maximum number of continuations kept for a context."""
 PROBABILITY_STEPS: Final = 64
 COUNT_CLASSES: Final = 4
-"""A context was seen once, 2 or 3 times, 4 to 15 times, or more often."""
+"""Number of classes of how often a context was seen: once, 2 or 3 times, 4 to 15 times, or more often."""
 
 HASH_START: Final = 0x9E3779B97F4A7C15
 HASH_FACTOR: Final = 0xD6E8FEB86659FD93
-"""A context's hash takes its tokens last one first, so that of a longer context begins with that of the shorter."""
+"""Factor of the context hash. It takes the tokens from the last to the first, so the hash of a longer context continues
+that of the shorter one."""
 
 _DISCOUNT: Final = 0.75
-"""Taken from every count and given to what the shorter context says."""
-_DOUBT: Final = 3.0
-"""Weight of the shorter context in every context, in times seen: the text to come is not the text counted."""
+"""Absolute discount: taken from every count and given to the shorter context's probability."""
+_SHORTER_WEIGHT: Final = 3.0
+"""Weight of the shorter context in every context, in occurrences: later text is not the text that was counted."""
 _PART: Final = 1 << 19
-"""Positions counted at a time, about: a token met more often makes a larger part."""
+"""Approximate number of positions counted at a time; a very frequent token makes a larger part."""
 _BREAK: Final = -1
-"""Stands between sequences."""
+"""Separates sequences."""
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -47,81 +49,83 @@ Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Entries(NamedTuple):
-    """`n` continuations of contexts; those of one context follow each other in no particular place, likeliest first."""
+    """`n` continuations of contexts, in any order; those of one context are in descending probability."""
 
     hashes: Hashes
-    """uint64 `[n]`: of the context."""
+    """uint64 `[n]`: hash of the context."""
     values: npt.NDArray[np.uint32]
     """uint32 `[n]`: token * 256 + probability step * 4 + count class of the context."""
-    worth: Floats
-    """float32 `[n]`: right guesses lost in the text counted, about, if the entry were not there."""
+    value: Floats
+    """float32 `[n]`: approximate number of correct candidates in the counted text that the entry adds."""
 
     def kept(self, which: Ids) -> Entries:
-        """Some of them."""
-        return Entries(self.hashes[which], self.values[which], self.worth[which])
+        """The entries with these indices."""
+        return Entries(self.hashes[which], self.values[which], self.value[which])
 
 
 class _Groups(NamedTuple):
-    """Equal keys grouped."""
+    """Groups of equal keys."""
 
     of: Ids
-    """The group of each key."""
+    """Group of each key."""
     size: Ids
-    """How many keys each group has."""
+    """Number of keys of each group."""
     member: Ids
-    """The place of one key of each group."""
+    """Index of one key of each group."""
 
 
-def count_entries(sequences: Iterable[npt.ArrayLike], vocab_size: int, most: int) -> Entries:
-    """The `most` entries that are worth most, of token sequences: texts, or a model's own outputs.
+def count_entries(sequences: Iterable[npt.ArrayLike], vocab_size: int, max_entries: int) -> Entries:
+    """Count token sequences (texts, or a model's own outputs) and keep the most valuable entries.
 
     Args:
-        sequences: token ids, each one-dimensional; contexts do not reach from one into the next.
-        vocab_size: ids are below it.
-        most: entries returned at most.
+        sequences: one-dimensional sequences of token ids; contexts do not span two sequences.
+        vocab_size: vocabulary size; ids are below it.
+        max_entries: maximum number of entries returned.
 
     Raises:
-        ValueError: a sequence is not one of token ids below `vocab_size`, or the vocabulary is too large.
+        ValueError: a sequence has anything but token ids below `vocab_size`, or the vocabulary is too large.
     """
-    if not 0 < vocab_size <= MOST_TOKENS:
-        raise ValueError(f"a vocabulary of {vocab_size} tokens; 1 to {MOST_TOKENS} were expected")
+    if not 0 < vocab_size <= MAX_VOCAB:
+        raise ValueError(f"the vocabulary has {vocab_size} tokens, but 1 to {MAX_VOCAB} are supported")
     text = _joined(sequences, vocab_size)
     last = text[:-1]
     countable = (text[1:] != _BREAK) & (last != _BREAK)
     places = np.count_nonzero(countable)
     kept = Entries(np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.float32))
-    if places == 0 or most <= 0:
+    if places == 0 or max_entries <= 0:
         return kept
     unigrams = np.bincount(text[text != _BREAK], minlength=vocab_size).astype(np.float32)
     unigrams /= unigrams.sum()
     parts = places // _PART + 1
     for part in range(parts):
         found = _count_part(text, np.flatnonzero(countable & (last % parts == part)) + 1, unigrams)
-        hashes, values, worth = zip(kept, *found, strict=True)
-        kept = Entries(np.concatenate(hashes), np.concatenate(values), np.concatenate(worth))
-        if len(kept.worth) > most:
-            # A stable choice keeps the order within a context.
-            kept = kept.kept(np.sort(np.argsort(-kept.worth, kind="stable")[:most]))
+        hashes, packed, value = zip(kept, *found, strict=True)
+        kept = Entries(np.concatenate(hashes), np.concatenate(packed), np.concatenate(value))
+        if len(kept.value) > max_entries:
+            # A stable sort keeps the order within a context.
+            kept = kept.kept(np.sort(np.argsort(-kept.value, kind="stable")[:max_entries]))
     return kept
 
 
 def mixed(hashes: Any, tokens: Any) -> Any:
-    """Hashes of the contexts one token longer; uint64 arrays. `ngram_table` has the same for one context."""
+    """Hashes of contexts with one more token; uint64 arrays. `NgramTable.find` does the same for one context."""
     product = (hashes ^ tokens) * np.uint64(HASH_FACTOR)
     return product ^ (product >> np.uint64(32))
 
 
 def _joined(sequences: Iterable[npt.ArrayLike], vocab_size: int) -> npt.NDArray[np.int32]:
-    """The sequences with a break after each, and as many in front as a context has tokens."""
-    pieces = [np.full(MOST_ORDER, _BREAK, np.int32)]
+    """The sequences with a break after each, after as many breaks as the longest context has tokens."""
+    pieces = [np.full(MAX_ORDER, _BREAK, np.int32)]
     for sequence in sequences:
         tokens = np.asarray(sequence)
         if tokens.size == 0:
             continue
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"a sequence of shape {tokens.shape} and type {tokens.dtype}; token ids were expected")
+            raise ValueError(
+                f"a sequence has shape {tokens.shape} and type {tokens.dtype}, but must be a list of token ids"
+            )
         if tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise ValueError(f"token ids from {tokens.min()} to {tokens.max()}; 0 to {vocab_size - 1} were expected")
+            raise ValueError(f"token ids are {tokens.min()} to {tokens.max()}, but must be 0 to {vocab_size - 1}")
         pieces += [tokens.astype(np.int32), pieces[0][:1]]
     return np.concatenate(pieces)
 
@@ -137,13 +141,13 @@ def _grouped(keys: Ids) -> _Groups:
 
 
 def _count_part(text: npt.NDArray[np.int32], positions: Ids, unigrams: Floats) -> list[Entries]:
-    """The entries of all contexts before the given positions, an order at a time."""
+    """The entries of all contexts before the given positions, one order at a time."""
     found = []
     hashes = np.full(len(positions), HASH_START, np.uint64)
     context = np.zeros(len(positions), np.int64)
-    shorter = unigrams[text[positions]]  # what the context one token shorter makes of what did follow
+    shorter = unigrams[text[positions]]  # probability of the actual token given the context that is one token shorter
     shorter_best = np.full(len(positions), _BREAK, np.int64)
-    for order in range(1, MOST_ORDER + 1):
+    for order in range(1, MAX_ORDER + 1):
         if len(positions) == 0:
             break
         before = text[positions - order].astype(np.int64)
@@ -153,11 +157,11 @@ def _count_part(text: npt.NDArray[np.int32], positions: Ids, unigrams: Floats) -
         grams = _grouped(contexts.of << 24 | token)
         owner = contexts.of[grams.member]
         kinds = np.bincount(owner)
-        mass = grams.size - _DISCOUNT + (_DISCOUNT * kinds[owner] + _DOUBT) * shorter[grams.member]
-        probability = (mass / (contexts.size[owner] + _DOUBT)).astype(np.float32)
+        mass = grams.size - _DISCOUNT + (_DISCOUNT * kinds[owner] + _SHORTER_WEIGHT) * shorter[grams.member]
+        probability = (mass / (contexts.size[owner] + _SHORTER_WEIGHT)).astype(np.float32)
 
-        # The grams of a context, likeliest first; of equally likely ones the lower token, so that any order of the
-        # same text gives the same table.
+        # The n-grams of a context by descending probability, ties by token id, so that the order of the text does not
+        # change the table.
         ranked = np.lexsort((token[grams.member], -probability, owner))
         first = np.concatenate(([0], np.cumsum(kinds)))[:-1]
         best = token[grams.member[ranked[first]]]
@@ -173,9 +177,9 @@ def _count_part(text: npt.NDArray[np.int32], positions: Ids, unigrams: Floats) -
         gained = np.maximum(probability[ranked[chosen]] - shorter[member], 0)
         found.append(Entries(hashes[member], values, (grams.size[ranked[chosen]] * gained).astype(np.float32)))
 
-        # A context seen once has one continuation, and a longer one could only repeat it.
+        # A context seen once has one continuation, which a longer context could only repeat.
         longer = (contexts.size[contexts.of] > 1) & (text[positions - order] != _BREAK)
-        if order < MOST_ORDER:
+        if order < MAX_ORDER:
             longer &= text[positions - order - 1] != _BREAK
         positions, hashes, context = positions[longer], hashes[longer], contexts.of[longer]
         shorter, shorter_best = probability[grams.of[longer]], best[context]

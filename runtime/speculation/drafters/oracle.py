@@ -1,4 +1,4 @@
-"""Drafters that are handed their guesses: whole trees from outside, and a text known beforehand."""
+"""Drafters whose drafts come from outside: recorded answers, and whole trees."""
 
 from __future__ import annotations
 
@@ -10,98 +10,106 @@ from ..tree import Source, Tree
 from .interface import Candidate
 
 _CLASSES: Final = 8
+"""Evidence buckets of a proposed tree: classes of the probability it states for a node given its parent."""
 
 
 class TreeProposer(Protocol):
-    """Proposes whole drafts."""
+    """Proposes whole draft trees."""
 
-    def propose(self, text: Sequence[int], most: int) -> Tree | None:
-        """A tree over the text's last token with paths of at most `most` tokens, or nothing.
+    def propose(self, token_ids: Sequence[int], max_depth: int) -> Tree | None:
+        """A tree whose anchor is the last of `token_ids`, with paths of at most `max_depth` tokens, or None.
 
-        Its path probabilities are claims: what they are worth is learned.
+        Its path probabilities are taken as evidence; how reliable they are is learned.
         """
 
 
 class TreeDrafter:
-    """A `Drafter` that passes on what a `TreeProposer` proposes. Its state is a node of the proposed tree."""
+    """A `Drafter` that passes on the trees of a `TreeProposer`. Its state is a node of the proposed tree."""
 
     source: Final = Source.OTHER
     prior: Final[Sequence[float]] = tuple((step + 0.5) / _CLASSES for step in range(_CLASSES))
 
-    def __init__(self, drafter: TreeProposer, most: int = 16) -> None:
-        self._drafter = drafter
-        self._most = most
-        self._text: list[int] = []
+    def __init__(self, proposer: TreeProposer, max_depth: int = 16) -> None:
+        self._proposer = proposer
+        self._max_depth = max_depth
+        self._token_ids: list[int] = []
         self._tree: Tree | None = None
-        self._following: dict[int, list[Candidate]] = {}
+        self._children: dict[int, list[Candidate]] = {}
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text."""
-        self._text = list(tokens)
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self._token_ids = list(token_ids)
 
     def append(self, token: int) -> None:
-        """Let the text grow by one token."""
-        self._text.append(token)
+        """Append a token to the sequence."""
+        self._token_ids.append(token)
 
     def state(self) -> int | None:
         """The anchor of a new proposal; None without one."""
-        self._tree = tree = self._drafter.propose(self._text, self._most)
-        self._following = {}
+        self._tree = tree = self._proposer.propose(self._token_ids, self._max_depth)
+        self._children = {}
         if tree is None:
             return None
         for node in range(1, len(tree)):
             parent = int(tree.parents[node])
-            claim = float(tree.path_prob[node]) / max(float(tree.path_prob[parent]), 1e-6)
-            # What is no share of anything, or no number, claims nothing.
-            step = min(int(claim * _CLASSES), _CLASSES - 1) if 0 <= claim < math.inf else 0
+            stated = float(tree.path_prob[node]) / max(float(tree.path_prob[parent]), 1e-6)
+            # Values that are not probabilities, NaN among them, go into the lowest class.
+            step = min(int(stated * _CLASSES), _CLASSES - 1) if 0 <= stated < math.inf else 0
             candidate = Candidate(int(tree.tokens[node]), step)
-            self._following.setdefault(parent, []).append(candidate)
-        for candidates in self._following.values():
+            self._children.setdefault(parent, []).append(candidate)
+        for candidates in self._children.values():
             candidates.sort(key=lambda candidate: -candidate.bucket)
         return 0
 
     def after(self, state: int | None, token: int) -> int | None:
-        """The node's child."""
+        """The child of the node with this token."""
         return None if state is None or self._tree is None else self._tree.child(state, token)
 
     def candidates(self, state: int | None) -> Sequence[Candidate]:
-        """The node's children, likeliest first."""
-        return () if state is None else self._following.get(state, ())
+        """The children of the node, most probable first."""
+        return () if state is None else self._children.get(state, ())
 
 
 class OracleDrafter:
-    """A `Drafter` that knows the answer: the ceiling for all others. Its state is a place in the answer."""
+    """A `Drafter` that proposes the tokens of a known answer, an upper bound for every drafter.
+
+    Its state is an index into the answer.
+
+    Args:
+        answer: the tokens to propose.
+        start: index of the first of them in the sequence.
+    """
 
     source: Final = Source.OTHER
     prior: Final[Sequence[float]] = (0.995,)
 
     def __init__(self, answer: Sequence[int] = (), start: int = 0) -> None:
-        self._place = 0
-        self.expect(answer, start)
+        self._index = 0
+        self.set_answer(answer, start)
 
-    def expect(self, answer: Sequence[int], start: int) -> None:
-        """Foresee `answer`, whose first token has index `start` in the text that is followed next."""
+    def set_answer(self, answer: Sequence[int], start: int) -> None:
+        """Propose `answer`, whose first token has index `start` in the sequence that is set next."""
         self._answer = answer
         self._start = start
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text."""
-        self._place = len(tokens) - self._start
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self._index = len(token_ids) - self._start
 
     def append(self, token: int) -> None:
-        """Let the text grow by one token."""
+        """Append a token to the sequence."""
         del token
-        self._place += 1
+        self._index += 1
 
     def state(self) -> int:
-        """How much of the answer is written."""
-        return self._place
+        """Number of tokens of the answer that the sequence has."""
+        return self._index
 
     def after(self, state: int, token: int) -> int:
-        """One place further."""
+        """The next index."""
         del token
         return state + 1
 
     def candidates(self, state: int) -> Sequence[Candidate]:
-        """The token at this place."""
+        """The answer's token at this index."""
         return [Candidate(self._answer[state], 0)] if 0 <= state < len(self._answer) else ()

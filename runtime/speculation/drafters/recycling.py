@@ -1,8 +1,8 @@
-"""Token recycling: what the target thought would follow a token the last time it saw it (Luo et al. 2024).
+"""Token recycling: the target's top logits after a token, kept as candidates (Luo et al. 2024).
 
-Every verified row of logits ranks the whole vocabulary, and all but the first place is thrown away; kept by token, the
-next few places are good guesses when the token comes again. Tokens never seen have no guesses. The table is small
-(8 bytes a guess at most) and can be kept between runs.
+Every forward pass ranks the whole vocabulary at each position, and only the first place is used; the next few places
+are good candidates when the same token occurs again. Tokens that have not occurred have no candidates. The table is
+small (8 bytes per candidate at most) and can be saved between runs.
 """
 
 from __future__ import annotations
@@ -19,40 +19,44 @@ from ....models.atomic import write_atomically
 from ..tree import Source
 from .interface import Candidate
 
-_KEPT: Final = 3
+_CANDIDATES: Final = 3
 _GROUP: Final = 64
 _MARGINS: Final = (0.5, 1.0, 2.0, 4.0)
-"""Edges, in logits, of the classes of a guess's distance: the first's from the second, the others' from the first."""
+"""Bounds of the classes of logit margins: of the first candidate over the second, of the others below the first."""
 _CLASSES: Final = len(_MARGINS) + 1
-_NOTHING: Final = -1
+_NONE: Final = -1
 _FORMAT: Final = b"edge-run recycled 1\n"
-_HEAD: Final = 2
-"""Numbers before the rows: of tokens in the vocabulary, and of rows."""
-_ROW: Final = np.dtype([("token", "<i4"), ("guesses", "<i4", _KEPT), ("buckets", "u1", _KEPT)])
+_HEADER: Final = 2
+"""Number of int32 values before the records: the vocabulary size and the number of records."""
+_RECORD: Final = np.dtype([("token", "<i4"), ("candidates", "<i4", _CANDIDATES), ("buckets", "u1", _CANDIDATES)])
 
 
 class RecyclingDrafter:
-    """A `Drafter` over the target's own logits. Its state is the last token."""
+    """A `Drafter` over the target's own logits. Its state is the last token.
+
+    Args:
+        vocab_size: vocabulary size of the target.
+    """
 
     source: Final = Source.RECYCLED
     prior: Final[Sequence[float]] = (
-        *(0.16, 0.2, 0.25, 0.32, 0.42),  # first place, by its distance from the second
-        *(0.12, 0.09, 0.06, 0.03, 0.02),  # lower places, by their distance from the first
+        *(0.16, 0.2, 0.25, 0.32, 0.42),  # the first candidate, by its margin over the second
+        *(0.12, 0.09, 0.06, 0.03, 0.02),  # the others, by their margin below the first
     )
 
     def __init__(self, vocab_size: int) -> None:
-        self._tokens = np.full((vocab_size, _KEPT), _NOTHING, np.int32)
-        self._buckets = np.zeros((vocab_size, _KEPT), np.uint8)
-        self._last = _NOTHING
+        self._tokens = np.full((vocab_size, _CANDIDATES), _NONE, np.int32)
+        self._buckets = np.zeros((vocab_size, _CANDIDATES), np.uint8)
+        self._last = _NONE
         self.changed = False
-        """Whether there is something to save."""
+        """Whether the table has changed since it was saved."""
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Only the last token matters."""
-        self._last = tokens[-1] if tokens else _NOTHING
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence, of which only the last token matters."""
+        self._last = token_ids[-1] if token_ids else _NONE
 
     def append(self, token: int) -> None:
-        """Let the text grow by one token."""
+        """Append a token to the sequence."""
         self._last = token
 
     def state(self) -> int:
@@ -60,12 +64,12 @@ class RecyclingDrafter:
         return self._last
 
     def after(self, state: int, token: int) -> int:
-        """The token itself."""
+        """The token."""
         del state
         return token
 
     def candidates(self, state: int) -> Sequence[Candidate]:
-        """What the target ranked highest after this token."""
+        """The tokens that the target ranked highest after this token."""
         if state < 0:
             return ()
         return [
@@ -75,42 +79,42 @@ class RecyclingDrafter:
         ]
 
     def learn(self, token: int, logits: npt.NDArray[np.float32]) -> None:
-        """Remember the highest places of the logits `[V]` that followed `token`."""
+        """Store the highest logits float32 `[V]` after `token` as its candidates."""
         groups = logits.size // _GROUP
         members = np.arange(groups * _GROUP, logits.size)
-        if groups < _KEPT:
+        if groups < _CANDIDATES:
             members = np.arange(logits.size)
         else:
-            # The highest places lie in the groups with the highest maxima; only those few are looked at one by one.
+            # The highest logits lie in the groups with the highest maxima; only those few are examined one by one.
             maxima = logits[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
-            # Not "reaches the bound": what is no number would be in no group.
-            best = np.flatnonzero(~(maxima < np.partition(maxima, groups - _KEPT)[groups - _KEPT]))
+            # NaN compares false with every bound, so "not below" keeps its group and "at least" would drop it.
+            best = np.flatnonzero(~(maxima < np.partition(maxima, groups - _CANDIDATES)[groups - _CANDIDATES]))
             members = np.concatenate([(best + np.arange(_GROUP)[:, None] * groups).ravel(), members])
-        places = members[np.argsort(-logits[members], kind="stable")[:_KEPT]]
+        places = members[np.argsort(-logits[members], kind="stable")[:_CANDIDATES]]
         values = logits[places]
         with np.errstate(invalid="ignore"):
-            distances = np.abs(values[[1, *range(1, len(values))]] - values[0]) if len(values) > 1 else np.zeros(1)
-        classes = np.searchsorted(_MARGINS, distances, side="right")
+            margins = np.abs(values[[1, *range(1, len(values))]] - values[0]) if len(values) > 1 else np.zeros(1)
+        classes = np.searchsorted(_MARGINS, margins, side="right")
         classes[1:] += _CLASSES
         self._tokens[token, : len(places)] = places
         self._buckets[token, : len(places)] = classes
         self.changed = True
 
     def save(self, path: Path) -> None:
-        """Write the table to a file.
+        """Save the table to a file.
 
         Raises:
-            OSError: it cannot be written; an older one is as it was.
+            OSError: it cannot be written; an older file is unchanged.
         """
         seen = np.flatnonzero(self._tokens[:, 0] >= 0)
-        rows = np.empty(seen.size, _ROW)
-        rows["token"], rows["guesses"], rows["buckets"] = seen, self._tokens[seen], self._buckets[seen]
-        body = np.array([len(self._tokens), seen.size], "<i4").tobytes() + rows.tobytes()
+        records = np.empty(seen.size, _RECORD)
+        records["token"], records["candidates"], records["buckets"] = seen, self._tokens[seen], self._buckets[seen]
+        body = np.array([len(self._tokens), seen.size], "<i4").tobytes() + records.tobytes()
         write_atomically(path, _FORMAT + zlib.crc32(body).to_bytes(4, "little") + body)
         self.changed = False
 
     def load(self, path: Path) -> bool:
-        """Take over a saved table; False, and nothing changes, when it is missing, damaged or of another vocabulary."""
+        """Load a saved table; False, without any change, if it is missing, damaged or of another vocabulary."""
         vocab_size = len(self._tokens)
         try:
             stored = path.read_bytes()
@@ -118,15 +122,15 @@ class RecyclingDrafter:
             return False
         start = len(_FORMAT) + 4
         body = stored[start:]
-        if stored[:start] != _FORMAT + zlib.crc32(body).to_bytes(4, "little") or len(body) < 4 * _HEAD:
+        if stored[:start] != _FORMAT + zlib.crc32(body).to_bytes(4, "little") or len(body) < 4 * _HEADER:
             return False
-        stored_size, count = np.frombuffer(body, "<i4", _HEAD).tolist()
-        if stored_size != vocab_size or len(body) != 4 * _HEAD + count * _ROW.itemsize:
+        stored_size, count = np.frombuffer(body, "<i4", _HEADER).tolist()
+        if stored_size != vocab_size or len(body) != 4 * _HEADER + count * _RECORD.itemsize:
             return False
-        rows = np.frombuffer(body, _ROW, offset=4 * _HEAD)
-        seen, tokens, buckets = rows["token"], rows["guesses"], rows["buckets"]
+        records = np.frombuffer(body, _RECORD, offset=4 * _HEADER)
+        seen, tokens, buckets = records["token"], records["candidates"], records["buckets"]
         ids = np.append(tokens, seen)
-        if ids.min(initial=0) < _NOTHING or ids.max(initial=0) >= vocab_size or seen.min(initial=0) < 0:
+        if ids.min(initial=0) < _NONE or ids.max(initial=0) >= vocab_size or seen.min(initial=0) < 0:
             return False
         if buckets.max(initial=0) >= len(self.prior):
             return False

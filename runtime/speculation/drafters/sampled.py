@@ -1,9 +1,10 @@
-"""Guesses drawn at random from a draft model's own laws, for verification that compares laws (see `verify_sampled`).
+"""Samples draft tokens from a draft model's own distributions, for verification that compares distributions.
 
-The draft's laws are those after the target's temperature, filters and penalties, on each guess's own path: the nearer
-they are to the target's, the more is taken. How many children a node gets is decided from what is known before they are
-drawn, which keeps verification exact; and as in any draft, only for as long as another row, or another pass of the
-draft model, pays. Where none does, one guess is drawn once in a while all the same, with doubling waits: texts change.
+The distributions are those after the target's temperature, filters and penalties, on each draft token's own path: the
+closer they are to the target's, the more draft tokens are accepted (see `sampled_verification`). The number of children
+of a node is decided before they are sampled, which keeps verification exact; and as in any draft, only while another
+token position, or another pass of the draft model, pays. Where none does, one token is drafted occasionally all the
+same, after waits that double, because texts change.
 """
 
 from __future__ import annotations
@@ -17,174 +18,177 @@ import numpy.typing as npt
 
 from ...distribution import Distribution
 from ...sampling import Sampler, SamplingParams
-from ..growth import Prices
-from ..sampled_verification import SampledDraft, draw_children
+from ..backoff import Backoff
+from ..growth import TokenPrices
+from ..sampled_verification import SampledDraft, sample_children
 from ..tree import Source, Tree
 from ..verification import VerifyResult
 from .draft_model import DraftModel, Path
 
 _BINS: Final = 10
 _RANKS: Final = 2
-"""The first child of a node, and the others."""
+"""Number of rank classes: the first child of a node, and all others."""
 _PRIOR_WEIGHT: Final = 12.0
-_SLOWEST: Final = 1 / 400
-_MOST_CHILDREN: Final = 4
+_MIN_STEP: Final = 1 / 400
+_MAX_CHILDREN: Final = 4
 _FIRST_WAIT: Final = 16
-_LONGEST_WAIT: Final = 1024
+_MAX_WAIT: Final = 1024
 
 
-class DrawnWorth:
-    """How often drawn guesses are taken, by how sure the law was that they were drawn from."""
+class AcceptanceEstimate:
+    """Learns how often sampled draft tokens are accepted, by the largest probability of their distribution."""
 
     def __init__(self) -> None:
-        sure = [(index + 0.5) / _BINS for index in range(_BINS)]
-        # Even where neither law is sure of anything they overlap; a second guess meets what the first has left over.
-        self._shares = [[0.3 + 0.65 * each for each in sure], [0.15 + 0.3 * each for each in sure]]
+        confidence = [(index + 0.5) / _BINS for index in range(_BINS)]
+        # Even flat distributions overlap; a second child meets what the first one has left of the target's
+        # distribution.
+        self._rates = [[0.3 + 0.65 * each for each in confidence], [0.15 + 0.3 * each for each in confidence]]
         self._seen = [[_PRIOR_WEIGHT] * _BINS for _ in range(_RANKS)]
         self._mean = 0.6
 
     @property
     def mean(self) -> float:
-        """Share of first guesses that are taken, whatever their law."""
+        """Acceptance rate of first children, whatever their distribution."""
         return self._mean
 
-    def share(self, law: Distribution, rank: int) -> float:
-        """Probability that a guess drawn as number `rank` from a law, those before it not taken, is taken."""
-        return self._shares[min(rank, _RANKS - 1)][_bin(law)]
+    def rate(self, distribution: Distribution, rank: int) -> float:
+        """Probability that child number `rank`, sampled from `distribution`, is accepted if those before it are not."""
+        return self._rates[min(rank, _RANKS - 1)][_bin(distribution)]
 
-    def learn(self, law: Distribution, rank: int, taken: bool) -> None:
-        """Take in what became of such a guess."""
-        kind, index = min(rank, _RANKS - 1), _bin(law)
+    def learn(self, distribution: Distribution, rank: int, accepted: bool) -> None:
+        """Learn whether such a child was accepted."""
+        kind, index = min(rank, _RANKS - 1), _bin(distribution)
         self._seen[kind][index] += 1
-        rate = max(1 / self._seen[kind][index], _SLOWEST)
-        self._shares[kind][index] += (taken - self._shares[kind][index]) * rate
+        step = max(1 / self._seen[kind][index], _MIN_STEP)
+        self._rates[kind][index] += (accepted - self._rates[kind][index]) * step
         if rank == 0:
-            self._mean += (taken - self._mean) * 0.02
+            self._mean += (accepted - self._mean) * 0.02
 
 
 class SampledDrafter:
-    """Draws drafts for one text.
+    """Samples drafts for one sequence.
 
     Args:
         model: the draft model.
-        params: the target's. A greedy target takes no drawn guesses that it would not take anyway.
-        worth: kept from one text to the next, if it is to be learned from all.
+        params: sampling parameters of the target. A greedy target accepts only draft tokens that match its choice.
+        estimate: acceptance estimate to share between sequences; None for a new one.
     """
 
-    def __init__(self, model: DraftModel, params: SamplingParams, worth: DrawnWorth | None = None) -> None:
+    def __init__(self, model: DraftModel, params: SamplingParams, estimate: AcceptanceEstimate | None = None) -> None:
         self.model: Final = model
-        self.worth: Final = DrawnWorth() if worth is None else worth
+        self.estimate: Final = AcceptanceEstimate() if estimate is None else estimate
         self._params = params
         self._sampler = Sampler(params, model.head)
         self._length = 0
-        self._idle = 0
-        self._wait = _FIRST_WAIT
+        self._backoff = Backoff(_FIRST_WAIT, _MAX_WAIT)
+        self._backoff.start()
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text."""
-        self.model.follow(tokens)
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self.model.reset(token_ids)
         self._sampler = Sampler(self._params, self.model.head)
-        self._sampler.observe(self._in_head(tokens))
-        self._length = len(tokens)
+        self._sampler.observe(self._head_places(token_ids))
+        self._length = len(token_ids)
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Let the text grow."""
-        for token in tokens:
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the sequence."""
+        for token in token_ids:
             self.model.append(token)
-        self._sampler.observe(self._in_head(tokens))
-        self._length += len(tokens)
+        self._sampler.observe(self._head_places(token_ids))
+        self._length += len(token_ids)
 
-    def law(self, path: Path) -> Distribution | None:
-        """The draft's law, in the target's ids, after the text and `path`; None if the model cannot be asked."""
+    def distribution(self, path: Path) -> Distribution | None:
+        """The draft model's distribution after the sequence and `path`, in target ids; None if it cannot be run."""
         logits = self.model.logits(path)
         if logits is None:
             return None
         with self._sampler.rollback():
-            self._sampler.observe(self._in_head(path))
-            law = self._sampler.distribution(logits)
+            self._sampler.observe(self._head_places(path))
+            distribution = self._sampler.distribution(logits)
         if self.model.target_ids is None:
-            return law
-        ids = self.model.target_ids[law.ids].astype(np.intp)
+            return distribution
+        ids = self.model.target_ids[distribution.ids].astype(np.intp)
         order = np.argsort(ids)
-        return Distribution(ids[order], law.probs[order])
+        return Distribution(ids[order], distribution.probs[order])
 
-    def draw(self, anchor: int, prices: Prices, deepest: int, *, chain: bool) -> SampledDraft:
-        """A draft behind the text, of the anchor alone if nothing pays.
+    def sample(self, anchor: int, prices: TokenPrices, max_depth: int, *, chain: bool) -> SampledDraft:
+        """Sample a draft behind the sequence; the anchor alone if nothing pays.
 
         Args:
-            anchor: the text's last token.
-            prices: what rows and seconds cost.
-            deepest: most tokens of a path.
-            chain: whether to draw one child at a time, for `verify_block`; else a tree, for `verify_recursive`.
+            anchor: last token of the sequence.
+            prices: price of token positions and of time.
+            max_depth: maximum number of tokens of a path.
+            chain: whether to sample one child per node, for `verify_block`; otherwise a tree, for `verify_recursive`.
         """
-        tokens, parents, reached = [anchor], [-1], [1.0]
+        tokens, parents, path_probs = [anchor], [-1], [1.0]
         paths: list[Path] = [()]
-        laws: dict[int, Distribution] = {}
-        waiting = [(-1.0, 0)] if deepest else []
-        trying = self._due()
-        while waiting:
-            node = heappop(waiting)[1]
-            left = len(prices.rows) - len(tokens)
+        distributions: dict[int, Distribution] = {}
+        heap = [(-1.0, 0)] if max_depth else []
+        trying = self._backoff.left == 0
+        if trying:
+            self._backoff.start()
+        else:
+            self._backoff.count_down()
+        while heap:
+            node = heappop(heap)[1]
+            left = len(prices.positions) - len(tokens)
             if left < 1:
                 break
-            price = prices.rows[len(tokens) - 1]
-            pays = reached[node] * self.worth.mean > price + prices.second * self.model.seconds(paths[node])
+            price = prices.positions[len(tokens) - 1]
+            cost = price + prices.second * self.model.seconds(paths[node])
+            pays = path_probs[node] * self.estimate.mean > cost
             if not pays and not (trying and node == 0):
                 continue
-            law = self.law(paths[node])
-            if law is None:
+            distribution = self.distribution(paths[node])
+            if distribution is None:
                 continue
-            chances = self._chances(law, reached[node], prices.rows[len(tokens) - 1 :], 1 if chain else _MOST_CHILDREN)
+            max_children = 1 if chain else _MAX_CHILDREN
+            chances = self._children(distribution, path_probs[node], prices.positions[len(tokens) - 1 :], max_children)
             if trying and not chances:
-                chances = [self.worth.share(law, 0)]
-            drawn = draw_children(law, min(len(chances), left), self._params.seed, self._length, node)
-            if drawn:
-                laws[node] = law
-            for token, chance in zip(drawn, chances, strict=False):
-                if len(paths[node]) + 1 < deepest:
-                    heappush(waiting, (-chance, len(tokens)))
+                chances = [self.estimate.rate(distribution, 0)]
+            sampled = sample_children(distribution, min(len(chances), left), self._params.seed, self._length, node)
+            if sampled:
+                distributions[node] = distribution
+            for token, chance in zip(sampled, chances, strict=False):
+                if len(paths[node]) + 1 < max_depth:
+                    heappush(heap, (-chance, len(tokens)))
                 tokens.append(token)
                 parents.append(node)
-                reached.append(chance)
+                path_probs.append(chance)
                 paths.append((*paths[node], token))
         if len(tokens) > 1 and not trying:
-            self._idle, self._wait = 0, _FIRST_WAIT
+            self._backoff.reset()
+            self._backoff.start()
         sources = [Source.ANCHOR, *[Source.MODEL] * (len(tokens) - 1)]
-        return SampledDraft(Tree.of(tokens, parents, reached, sources), laws)
+        return SampledDraft(Tree.of(tokens, parents, path_probs, sources), distributions)
 
-    def learn(self, draft: SampledDraft, verdict: VerifyResult) -> None:
-        """Take in which guesses were taken; those after the first that was taken at a node were not tried."""
-        tree, path = draft.tree, verdict.path
-        for node, taken in zip(path, [*path[1:], None], strict=True):
-            if node not in draft.laws:
+    def learn(self, draft: SampledDraft, result: VerifyResult) -> None:
+        """Learn which draft tokens were accepted; children after the accepted one were not tried."""
+        tree, path = draft.tree, result.accepted_path
+        for node, accepted in zip(path, [*path[1:], None], strict=True):
+            if node not in draft.distributions:
                 continue
             for rank, child in enumerate(np.flatnonzero(tree.parents == node).tolist()):
-                self.worth.learn(draft.laws[node], rank, child == taken)
-                if child == taken:
+                self.estimate.learn(draft.distributions[node], rank, child == accepted)
+                if child == accepted:
                     break
 
-    def _due(self) -> bool:
-        """Whether a guess is to be drawn against expectation; to be asked once a round."""
-        self._idle += 1
-        if self._idle <= self._wait:
-            return False
-        self._idle, self._wait = 0, min(2 * self._wait, _LONGEST_WAIT)
-        return True
-
-    def _chances(self, law: Distribution, reached: float, prices: Sequence[float], most: int) -> list[float]:
-        """Path probabilities of a node's children, as many as pay for their rows; known before they are drawn."""
+    def _children(
+        self, distribution: Distribution, path_prob: float, prices: Sequence[float], max_children: int
+    ) -> list[float]:
+        """Path probabilities of as many children of a node as pay for their positions, before they are sampled."""
         chances: list[float] = []
-        refused = 1.0
-        for rank, price in zip(range(most), prices, strict=False):
-            share = self.worth.share(law, rank)
-            if reached * refused * share <= price:
+        rejected = 1.0
+        for rank, price in zip(range(max_children), prices, strict=False):
+            rate = self.estimate.rate(distribution, rank)
+            if path_prob * rejected * rate <= price:
                 break
-            chances.append(reached * refused * share)
-            refused *= 1 - share
+            chances.append(path_prob * rejected * rate)
+            rejected *= 1 - rate
         return chances
 
-    def _in_head(self, tokens: Sequence[int]) -> npt.NDArray[np.intp]:
-        """Places of tokens in the head; those that it does not have are left out."""
+    def _head_places(self, tokens: Sequence[int]) -> npt.NDArray[np.intp]:
+        """Indices of target tokens in the LM head; tokens that it does not have are left out."""
         ids = np.asarray(tokens, np.intp)
         if self.model.target_ids is None:
             return ids[ids < self.model.head]
@@ -195,5 +199,5 @@ class SampledDrafter:
         return known
 
 
-def _bin(law: Distribution) -> int:
-    return min(int(law.probs.max() * _BINS), _BINS - 1)
+def _bin(distribution: Distribution) -> int:
+    return min(int(distribution.probs.max() * _BINS), _BINS - 1)

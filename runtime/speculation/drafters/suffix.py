@@ -1,9 +1,9 @@
-"""Guesses from repetitions within the text: a suffix automaton that grows with it.
+"""Candidates from repetitions within the sequence: a suffix automaton that grows with it.
 
 The automaton (Blumer et al. 1985; for drafting: SAM-Decoding, Hu et al. 2024) has a state for every set of substrings
-that end at the same places. A state's link leads to the longest suffix that also ends elsewhere. So the link of the
-whole text's state is the longest end of the text that occurred before, and the text's own end never counts as an
-occurrence of itself. Transitions know how often each was taken, and which one last.
+that end at the same places. The link of a state leads to its longest suffix that also ends elsewhere. So the link of
+the whole sequence's state is the longest suffix of the sequence that occurred before, and the end of the sequence never
+counts as an occurrence of itself. Transitions record how often each was taken, and which one last.
 """
 
 from __future__ import annotations
@@ -13,76 +13,76 @@ from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from ..tree import Source
-from .evidence import WITHIN_TEXT, Agreement, bucket
+from .evidence import SAME_CONVERSATION, Agreement, bucket
 from .interface import Candidate
 
-_GUESSES: Final = 3
+_MAX_CANDIDATES: Final = 3
 _NONE: Final = -1
-"""In place of a state's only next token: nothing has followed yet."""
+"""Marks a state that no token has followed yet."""
 _SEVERAL: Final = -2
-"""In place of a state's only next token: see the state's branches."""
+"""Marks a state that several tokens have followed; see its branches."""
 _SHIFT: Final = 24
-"""A branch is one number, `target << _SHIFT | count`."""
+"""A branch is stored as one number, `target << _SHIFT | count`."""
 _COUNT: Final = (1 << _SHIFT) - 1
-"""Texts are shorter than this."""
+"""Mask of the count; sequences are shorter than this."""
 
 Match: TypeAlias = tuple[int, int]
-"""An automaton state, and how many tokens of the text's end it stands for."""
+"""An automaton state and the length of the match: the number of last tokens of the sequence that it stands for."""
 
 
 class SuffixDrafter:
-    """Guesses what followed the latest earlier occurrence of the longest end of the text that has one.
+    """Proposes the tokens that followed the latest earlier occurrence of the longest suffix that has one.
 
-    Growing by a token takes a few microseconds, amortised over the text; a guess takes the same at any length of text.
-    Memory is about 120 bytes a token. States stay good while the text grows, not when it is replaced.
+    Appending a token takes a few microseconds, amortised; a lookup takes the same time at any length. Memory use is
+    about 120 bytes per token. States stay valid while the sequence grows, but not when it is replaced.
 
     Args:
-        reach: how many ends of the text, the longest first, are looked at per token. Chat needs about two and seldom
-            more than ten; very repetitive text has thousands, and its shortest ends then count too few occurrences,
-            may know an older token as the latest, and are not asked.
+        reach: maximum number of suffixes, the longest first, that are examined per token. Chat needs about two and
+            seldom more than ten; very repetitive text has thousands. Its shortest suffixes then count too few
+            occurrences, may have an older token as the latest, and are not used.
     """
 
     source: Final = Source.SUFFIX
-    prior: Final = WITHIN_TEXT
+    prior: Final = SAME_CONVERSATION
 
     def __init__(self, reach: int = 16) -> None:
         self._reach = reach
         self._clear()
 
     def _clear(self) -> None:
-        self._text: list[int] = []
+        self._token_ids: list[int] = []
         self._last = 0
-        # By state; state 0 stands for the empty string. All but a few states have one next token only.
+        # One entry per state; state 0 stands for the empty string. Nearly all states have one next token only.
         self._length = array("i", [0])
         self._link = array("i", [-1])
         self._token = array("i", [_NONE])
         self._target = array("i", [0])
         self._count = array("i", [0])
         self._branches: dict[int, dict[int, int]] = {}
-        """By state and next token, the one taken last at the end."""
+        """Branches by state and next token; the one taken last is at the end."""
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text: grow if it starts with the text so far, else start again from its beginning."""
-        known = len(self._text)
-        if len(tokens) < known or list(tokens[:known]) != self._text:
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence: grow if the new one starts with the old one, otherwise start again."""
+        known = len(self._token_ids)
+        if len(token_ids) < known or list(token_ids[:known]) != self._token_ids:
             self._clear()
             known = 0
-        self._grow(tokens[known:])
+        self._grow(token_ids[known:])
 
     def append(self, token: int) -> None:
-        """Let the text grow by one token."""
+        """Append a token to the sequence."""
         self._grow((token,))
 
     def state(self) -> Match:
-        """The longest end of the text that occurred before."""
+        """The longest suffix of the sequence that occurred before."""
         if self._last == 0:
             return 0, 0
         match = self._link[self._last]
         return match, self._length[match]
 
     def after(self, state: Match, token: int) -> Match:
-        """The longest end of the match and `token` that occurs in the text (within reach, else `token` alone)."""
-        node, length = self._settled(state)
+        """The longest suffix of match and `token` in the sequence (within reach, otherwise `token` alone)."""
+        node, length = self._current(state)
         left = self._reach
         while node >= 0:
             if self._token[node] == token:
@@ -97,8 +97,8 @@ class SuffixDrafter:
         return 0, 0
 
     def candidates(self, state: Match) -> list[Candidate]:
-        """Up to three: what followed the match, the latest first, then what followed shorter ends of it."""
-        node, length = self._settled(state)
+        """Up to three: the tokens that followed the match, the latest first, then those of its shorter suffixes."""
+        node, length = self._current(state)
         found: list[Candidate] = []
         seen: set[int] = set()
         left = self._reach
@@ -114,7 +114,7 @@ class SuffixDrafter:
                     if token not in seen:
                         seen.add(token)
                         found.append(Candidate(token, bucket(length, agreement, len(found))))
-                        if len(found) == _GUESSES:
+                        if len(found) == _MAX_CANDIDATES:
                             return found
             elif token != _NONE and token not in seen:
                 agreement = Agreement.ONCE if self._count[node] == 1 else Agreement.ALWAYS
@@ -125,8 +125,8 @@ class SuffixDrafter:
             length = self._length[node]
         return found
 
-    def _settled(self, state: Match) -> Match:
-        """The state again: as the text grows, the shorter strings of an automaton state may move to its link."""
+    def _current(self, state: Match) -> Match:
+        """Update a state: as the sequence grows, the shorter strings of an automaton state may move to its link."""
         node, length = state
         while node > 0 and length <= self._length[self._link[node]]:
             node = self._link[node]
@@ -149,8 +149,8 @@ class SuffixDrafter:
                         self._branches[split] = self._branches[old].copy()
                     links[old] = split
                 links[new] = split
-                self._count_again(node, token, old, split)
-        self._text.extend(tokens)
+                self._count_transition(node, token, old, split)
+        self._token_ids.extend(tokens)
 
     def _new_state(self, length: int, link: int, token: int, target: int, count: int) -> int:
         self._length.append(length)
@@ -164,7 +164,7 @@ class SuffixDrafter:
         return self._target[node] if self._token[node] == token else self._branches[node][token] >> _SHIFT
 
     def _learn(self, node: int, token: int, new: int) -> int:
-        """Lead the ends of the text that `token` never followed to `new`; the longest one it did follow, or -1."""
+        """Add a transition to `new` to suffixes that `token` never followed; returns the longest other one, or -1."""
         links, only, targets, counts = self._link, self._token, self._target, self._count
         while node >= 0:
             known = only[node]
@@ -185,11 +185,11 @@ class SuffixDrafter:
             node = links[node]
         return node
 
-    def _count_again(self, node: int, token: int, old: int, split: int) -> None:
-        """Count `token` once more after `node` and its shorter ends; those that it led to `old`, it leads to `split`.
+    def _count_transition(self, node: int, token: int, old: int, split: int) -> None:
+        """Count `token` once more after `node` and its shorter suffixes; redirect their transitions from `old`.
 
-        The strings that now end at one place more than the others of `old` are a state of their own, `split`; if they
-        are all of them, it is `old` itself.
+        The strings of `old` that now end at one more place than its others have a state of their own, `split`; if all
+        of them do, it is `old` itself.
         """
         links, only, targets, counts = self._link, self._token, self._target, self._count
         moves = split != old

@@ -82,7 +82,7 @@ def test_upgraded_model_decodes_the_same_tokens_with_and_without_trees(name: str
     prompt = unambiguous_prompt(layout)
     with edgerun.load(upgrade(write_layout(tmp_path / "m", layout)), threads=1, cache=False) as llm:
         assert llm.graph_io.supports_trees
-        llm.model.drafters._cost = FixedCost(NEARLY_FREE)
+        llm.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
         for speculation in (Speculation.OFF, Speculation.AUTO):
             sequence = llm.model.new_sequence()
             options = GenerateOptions(max_tokens=MAX_TOKENS, temperature=0, speculation=speculation)

@@ -1,8 +1,7 @@
-"""Token trees: their own invariants, and that a real graph sees every path of one as that path alone."""
+"""Token trees: their invariants, and that a graph gives every path the logits that it has alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,37 +11,38 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.speculation.tree import Source, Tree, merge
+from edgerun.runtime.speculation.tree import Source, Tree
+from support.adversarial_drafters import chain_tree
 
 VOCABULARY = 300
 
 
 @st.composite
-def trees(draw: st.DrawFn, tokens: int = 3, anchor: int = 0, most: int = 14) -> Tree:
-    """Few tokens, so that siblings often meet; path probabilities that never rise along a path."""
-    carried, parents, probabilities, sources = [anchor], [-1], [1.0], [int(Source.ANCHOR)]
-    for _ in range(draw(st.integers(0, most - 1))):
-        parent, token = draw(st.integers(0, len(carried) - 1)), draw(st.integers(0, tokens - 1))
-        if (parent, token) not in zip(parents, carried, strict=True):
+def trees(draw: st.DrawFn, tokens: int = 3, anchor: int = 0, max_nodes: int = 14) -> Tree:
+    """Trees of few tokens, so that equal ones often meet; probabilities never rise along a path."""
+    tokens_of_nodes, parents, probabilities, sources = [anchor], [-1], [1.0], [int(Source.ANCHOR)]
+    for _ in range(draw(st.integers(0, max_nodes - 1))):
+        parent, token = draw(st.integers(0, len(tokens_of_nodes) - 1)), draw(st.integers(0, tokens - 1))
+        if (parent, token) not in zip(parents, tokens_of_nodes, strict=True):
             parents.append(parent)
-            carried.append(token)
+            tokens_of_nodes.append(token)
             probabilities.append(probabilities[parent] * draw(st.integers(0, 8)) / 8)
             sources.append(draw(st.integers(1, len(Source) - 1)))
-    return Tree.of(carried, parents, probabilities, sources)
+    return Tree.of(tokens_of_nodes, parents, probabilities, sources)
 
 
-def walked(tree: Tree, node: int) -> list[int]:
-    """The nodes from the anchor to `node`, by following parents."""
+def path_of(tree: Tree, node: int) -> list[int]:
+    """The nodes from the anchor to `node`, found through the parents."""
     path = [node]
     while tree.parents[path[0]] >= 0:
         path.insert(0, int(tree.parents[path[0]]))
     return path
 
 
-def texts(tree: Tree) -> dict[tuple[int, ...], tuple[float, int]]:
-    """What a tree says: probability and source of every path of tokens."""
+def token_paths(tree: Tree) -> dict[tuple[int, ...], tuple[float, int]]:
+    """Probability and source of every path of tokens."""
     return {
-        tuple(tree.tokens[walked(tree, node)].tolist()): (float(tree.path_prob[node]), int(tree.source[node]))
+        tuple(tree.tokens[path_of(tree, node)].tolist()): (float(tree.path_prob[node]), int(tree.source[node]))
         for node in range(len(tree))
     }
 
@@ -56,11 +56,11 @@ def texts(tree: Tree) -> dict[tuple[int, ...], tuple[float, int]]:
         ([1, 2], [-1, 1], "do not come before"),
         ([1, 2, 3], [-1, 2, 0], "do not come before"),
         ([1, 2, 3], [-1, 0, -1], "do not come before"),
-        ([1, 2, 2], [-1, 0, 0], "siblings carry the same token"),
-        ([1, 2, 3, 2], [-1, 0, 1, 0], "siblings carry the same token"),
+        ([1, 2, 2], [-1, 0, 0], "siblings have the same token"),
+        ([1, 2, 3, 2], [-1, 0, 1, 0], "siblings have the same token"),
     ],
 )
-def test_what_is_no_tree_is_refused(tokens: list[int], parents: list[int], message: str) -> None:
+def test_invalid_trees_are_refused(tokens: list[int], parents: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Tree.of(tokens, parents, [1.0] * len(tokens), [0] * len(tokens))
 
@@ -72,7 +72,7 @@ def test_every_node_has_all_its_fields(short: str) -> None:
         Tree.of([1, 2], [-1, 0], probabilities, sources)
 
 
-def test_cousins_may_carry_the_same_token() -> None:
+def test_cousins_may_have_the_same_token() -> None:
     tree = Tree.of([1, 2, 3, 4, 4], [-1, 0, 0, 1, 2], [1.0] * 5, [0] * 5)
     assert (tree.child(1, 4), tree.child(2, 4), tree.child(0, 4)) == (3, 4, None)
 
@@ -87,7 +87,7 @@ def test_depths_masks_and_paths_follow_from_the_parents(tree: Tree) -> None:
         np.bool_,
     )
     for node in range(len(tree)):
-        path = walked(tree, node)
+        path = path_of(tree, node)
         assert tree.path_to(node) == tuple(path)
         assert tree.depths[node] == len(path) - 1
         assert np.flatnonzero(tree.mask[node]).tolist() == path
@@ -102,55 +102,34 @@ def test_a_child_is_found_by_its_token_and_no_other(tree: Tree) -> None:
         for token in (*range(3), 9):
             found = [child for child in range(len(tree)) if (tree.parents[child], tree.tokens[child]) == (node, token)]
             assert tree.child(node, token) == (found[0] if found else None)
-    # No node stands above the anchor, not even for its own token.
+    # The anchor has no parent, so it is not found as a child.
     assert tree.child(len(tree), 0) is None
 
 
 @given(trees(), st.data())
-def test_what_is_kept_says_the_same_of_fewer_paths(tree: Tree, data: st.DataObject) -> None:
+def test_a_subtree_keeps_its_paths_with_probabilities_and_sources(tree: Tree, data: st.DataObject) -> None:
     chosen = data.draw(st.sets(st.integers(0, len(tree) - 1), max_size=6))
-    closed = {above for node in chosen | {0} for above in walked(tree, node)}
+    closed = {ancestor for node in chosen | {0} for ancestor in path_of(tree, node)}
     kept = tree.kept([*sorted(closed, reverse=True), 0])
-    assert texts(kept).items() <= texts(tree).items()
+    assert token_paths(kept).items() <= token_paths(tree).items()
     assert kept.tokens.tolist() == tree.tokens[sorted(closed)].tolist()
     if chosen - {0} and closed != chosen | {0}:
-        with pytest.raises(ValueError, match="do not hold their parents"):
+        with pytest.raises(ValueError, match="lack the anchor or the parent of a node"):
             tree.kept(chosen | {0})
-    with pytest.raises(ValueError, match="do not hold their parents"):
+    with pytest.raises(ValueError, match="lack the anchor or the parent of a node"):
         tree.kept(chosen - {0})
-
-
-@given(st.lists(trees(), min_size=1, max_size=4))
-def test_merging_keeps_every_path_once_with_its_likeliest_estimate(several: Sequence[Tree]) -> None:
-    whole, said = merge(several), [texts(tree) for tree in several]
-    paths = texts(whole)
-    assert set(paths) == set().union(*said)
-    assert len(paths) == len(whole)
-    for path, (probability, source) in paths.items():
-        if len(path) > 1:
-            assert probability == max(one[path][0] for one in said if path in one)
-            assert (probability, source) in [one.get(path) for one in said]
-    # No child is likelier than its parent where that held before.
-    assert (whole.path_prob[1:] <= whole.path_prob[whole.parents[1:]]).all()
-    assert texts(merge([whole, *several])) == paths
-
-
-def test_only_trees_over_one_anchor_are_merged() -> None:
-    for several in ([], [Tree.anchor_only(1), Tree.anchor_only(2)]):
-        with pytest.raises(ValueError, match="only trees over the same anchor"):
-            merge(several)
 
 
 def test_a_chain_and_the_anchor_alone() -> None:
     alone = Tree.anchor_only(7)
     assert (len(alone), alone.is_chain, alone.mask.tolist(), alone.path_to(0)) == (1, True, [[True]], (0,))
-    chain = Tree.chain(7, [8, 8, 9], [0.9, 0.5, 0.1], Source.SUFFIX)
+    chain = chain_tree(7, [8, 8, 9], [0.9, 0.5, 0.1], Source.SUFFIX)
     assert chain.is_chain
     assert chain.path_to(3) == (0, 1, 2, 3)
     assert chain.source.tolist() == [0, 1, 1, 1]
-    assert Tree.chain(7, [], [], Source.SUFFIX).tokens.tolist() == [7]
+    assert chain_tree(7, [], [], Source.SUFFIX).tokens.tolist() == [7]
     with pytest.raises(ValueError, match="for every node"):
-        Tree.chain(7, [8, 9], [0.9], Source.SUFFIX)
+        chain_tree(7, [8, 9], [0.9], Source.SUFFIX)
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +137,9 @@ def graph(tiny_bundle: Path) -> GraphSession:
     return GraphSession(tiny_bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
 
 
-@given(tree=trees(tokens=VOCABULARY, anchor=299, most=10), before=st.integers(1, 40))
+@given(tree=trees(tokens=VOCABULARY, anchor=299, max_nodes=10), before=st.integers(1, 40))
 @settings(max_examples=25)
-def test_a_graph_sees_every_path_as_it_would_alone(graph: GraphSession, tree: Tree, before: int) -> None:
+def test_a_graph_gives_every_path_the_logits_that_it_has_alone(graph: GraphSession, tree: Tree, before: int) -> None:
     text = np.random.default_rng(before).integers(0, VOCABULARY, before).tolist()
     bound = graph.bind(graph.arena(64))
     bound.forward(text, logits_for=(0,))
@@ -169,6 +148,6 @@ def test_a_graph_sees_every_path_as_it_would_alone(graph: GraphSession, tree: Tr
     assert bound.arena.length == before
     leaves = set(range(len(tree))) - set(tree.parents.tolist())
     for leaf in leaves:
-        path = walked(tree, leaf)
+        path = path_of(tree, leaf)
         alone = graph.bind(graph.arena(64)).forward([*text, *tree.tokens[path].tolist()])[before:]
         np.testing.assert_allclose(logits[path], alone, atol=1e-4)

@@ -49,19 +49,19 @@ def trimmed(tmp_path: Path) -> Path:
 def test_a_pair_drafts(tiny_bundle: Path) -> None:
     target = open_bundle(tiny_bundle)
     model = load_draft(pair(target, target), CONFIG, 300, 256)
-    model.follow([20, 21, 22])
+    model.reset([20, 21, 22])
     bound = (session := GraphSession(target.graph, CONFIG)).bind(session.arena(10))
-    assert model.likely((), 1).tokens[0] == bound.forward([20, 21, 22])[2].argmax()
+    assert model.top_tokens((), 1).tokens[0] == bound.forward([20, 21, 22])[2].argmax()
 
 
 def test_the_shorter_context_counts(tiny_bundle: Path) -> None:
     target = open_bundle(tiny_bundle)
     for context, longest in ((10, 10), (1000, 256)):
         model = load_draft(pair(target, target), CONFIG, 300, context)
-        model.follow([20] * longest)
-        assert model.likely((), 1).tokens
+        model.reset([20] * longest)
+        assert model.top_tokens((), 1).tokens
         model.append(20)
-        assert not model.likely((), 1).tokens
+        assert not model.top_tokens((), 1).tokens
 
 
 def test_what_passes_cost_is_kept_unless_nothing_is(tmp_path: Path) -> None:
@@ -79,15 +79,15 @@ def test_padding_of_another_size_does_not_matter(tiny_bundle: Path, tmp_path: Pa
     shutil.copy(tiny_bundle / "tokenizer.json", padded)
     small, large = open_bundle(tiny_bundle), open_bundle(padded)
     model = load_draft(pair(small, large), CONFIG, 300, 256)
-    model.follow([20, 21])
-    everything = model.likely((), 400)
+    model.reset([20, 21])
+    everything = model.top_tokens((), 400)
     assert sorted(everything.tokens) == list(range(300))
     assert sum(everything.probabilities) == pytest.approx(1, abs=1e-5)
     # The other way about, the target's padding has no row in the draft's embedding; no text has it either.
     model = load_draft(pair(large, small), CONFIG, 320, 256)
-    model.follow([20, 21])
-    assert sorted(model.likely((), 400).tokens) == list(range(300))
-    assert model.likely((310,), 1).tokens == ()
+    model.reset([20, 21])
+    assert sorted(model.top_tokens((), 400).tokens) == list(range(300))
+    assert model.top_tokens((310,), 1).tokens == ()
 
 
 def test_a_trimmed_head_needs_its_map(tiny_bundle: Path, trimmed: Path) -> None:
@@ -97,8 +97,8 @@ def test_a_trimmed_head_needs_its_map(tiny_bundle: Path, trimmed: Path) -> None:
     )
     np.save(trimmed / "d2t.npy", KEPT)
     model = load_draft(pair(target, draft), CONFIG, 300, 256)
-    model.follow([5, 299])
-    assert sorted(model.likely((), 300).tokens) == KEPT.tolist()
+    model.reset([5, 299])
+    assert sorted(model.top_tokens((), 300).tokens) == KEPT.tolist()
 
 
 @pytest.mark.parametrize(

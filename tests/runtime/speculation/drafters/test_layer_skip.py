@@ -23,7 +23,7 @@ from edgerun.runtime.graph import prepacked
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.draft_loading import load_own_draft
+from edgerun.runtime.speculation.draft_loading import load_layer_skip_draft
 from edgerun.runtime.speculation.drafters.layer_skip import LayerSkipDraft
 from edgerun.runtime.speculation.sampled_speculator import DraftSampling
 from edgerun.runtime.speculation.tree import Source
@@ -50,8 +50,8 @@ def loaded(bundle: Path, **options: object) -> Engine:
     """An engine to which every guess of the draft's is worth its price."""
     engine = edgerun.load(bundle, threads=1, cache=False, **options)
     drafter_pool = engine.model.drafters
-    drafter_pool._cost = FixedCost(NEARLY_FREE)
-    drafter_pool._drafting = drafter_pool._make_drafting(drafter_pool._cost, trees=True)
+    drafter_pool._pass_cost = FixedCost(NEARLY_FREE)
+    drafter_pool._make_drafters()
     drafter_pool._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
     return engine
 
@@ -72,7 +72,7 @@ def own_draft(bundle: Path, target: GraphSession) -> LayerSkipDraft:
     pair = find_draft(opened)
     assert pair is not None
     assert pair.own
-    return load_own_draft(pair, CONFIG, opened, target.graph_io, 600, cache=False)
+    return load_layer_skip_draft(pair, CONFIG, opened, target.graph_io, 600, cache=False)
 
 
 def read(target: GraphSession, tokens: list[int]) -> BoundSession:
@@ -189,11 +189,11 @@ def test_it_says_what_its_graph_says_behind_the_targets_rows(
     text = [21, *first]
     bound = read(target, text[:-1])
     model.attach(bound.arena)
-    model.follow(text)
+    model.reset(text)
     for more, paths in grown:
         for path in paths:
             np.testing.assert_allclose(model.logits(path), expected(other, target, text, path), atol=2e-4)
-        model.likely_each([(), *paths], 2)
+        model.top_tokens_each([(), *paths], 2)
         assert bound.arena.length == len(text) - 1
         bound.forward(text[-1:] + more)
         bound.arena.commit(len(more))
@@ -214,10 +214,10 @@ def test_a_draft_of_an_arena_that_is_gone_cannot_be_asked(bundle: Path, target: 
     model = own_draft(bundle, target)
     bound = read(target, [20, 21])
     model.attach(bound.arena)
-    model.follow([20, 21, 22])
+    model.reset([20, 21, 22])
     del bound
     with pytest.raises(ValueError, match="no arena"):
-        model.likely((), 1)
+        model.top_tokens((), 1)
 
 
 def test_the_packed_weights_are_shared(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_a_missing_or_foreign_graph_is_one_line(bundle: Path, tmp_path: Path) ->
 def test_inspect_and_bench_name_it(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(bundle), "--json"]) == 0
     metadata = json.loads(capsys.readouterr().out)
-    assert metadata["draft"] == {"name": "draft of its own", "without": "2.attention, 2.feed-forward, 3.attention"}
+    assert metadata["draft"] == {"name": "draft of its own", "skips": "2.attention, 2.feed-forward, 3.attention"}
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the other thing\n", encoding="utf-8")
     measured = ["bench", str(bundle), "--prompts", str(prompts), "--max-tokens", "6", "--no-cache", "--json"]

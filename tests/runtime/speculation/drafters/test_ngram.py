@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.speculation.drafters import ngram_counts
 from edgerun.runtime.speculation.drafters.interface import Drafter
-from edgerun.runtime.speculation.drafters.ngram import GUESSES, NgramDrafter
+from edgerun.runtime.speculation.drafters.ngram import MAX_CANDIDATES, NgramDrafter
 from edgerun.runtime.speculation.drafters.ngram_table import SMALLEST, NgramTable, write_table
 from edgerun.runtime.speculation.tree import Source
 
@@ -63,9 +63,9 @@ def expected(
         if not context:
             return tokens[token] / sum(tokens.values())
         seen = followers[context]
-        given = ngram_counts._DISCOUNT * len(seen) + ngram_counts._DOUBT
+        given = ngram_counts._DISCOUNT * len(seen) + ngram_counts._SHORTER_WEIGHT
         own = seen[token] - ngram_counts._DISCOUNT
-        return (own + given * probability(context[1:], token)) / (seen.total() + ngram_counts._DOUBT)
+        return (own + given * probability(context[1:], token)) / (seen.total() + ngram_counts._SHORTER_WEIGHT)
 
     kept = {}
     undecided = set()
@@ -136,7 +136,7 @@ def test_a_smaller_table_keeps_what_is_worth_most() -> None:
     assert len(table) > 10
     predictor = NgramDrafter(table)
     for place in range(1, 6):
-        predictor.follow(often[:place])
+        predictor.reset(often[:place])
         assert predictor.candidates(predictor.state())[0].token == often[place]
 
 
@@ -153,7 +153,7 @@ def test_too_few_bytes_and_bad_tokens_are_refused(tmp_path: Path) -> None:
     for sequence in ([VOCABULARY], [-1], [[1, 2]], [0.5]):
         with pytest.raises(ValueError, match="token ids"):
             write_table(path, [sequence], vocab_size=VOCABULARY, key=KEY)
-    with pytest.raises(ValueError, match="at most"):
+    with pytest.raises(ValueError, match="takes at least 72"):
         write_table(path, [[1, 2]], vocab_size=VOCABULARY, key=KEY, max_bytes=SMALLEST - 1)
     with pytest.raises(ValueError, match="vocabulary"):
         write_table(path, [[1, 2]], vocab_size=(1 << 24) + 1, key=KEY)
@@ -166,7 +166,7 @@ def test_no_text_makes_a_table_without_guesses(sequences: list[list[int]]) -> No
     assert len(table) == 0
     predictor = NgramDrafter(table)
     for text in ([], [3], [3, 4, 5, 6, 7]):
-        predictor.follow(text)
+        predictor.reset(text)
         assert predictor.candidates(predictor.state()) == []
 
 
@@ -181,9 +181,9 @@ def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) 
     predictor: Drafter = NgramDrafter(table_of(sequences))
     assert predictor.source is Source.NGRAM
     assert all(0 < share < 1 for share in predictor.prior)
-    predictor.follow(text)
+    predictor.reset(text)
     candidates = predictor.candidates(predictor.state())
-    assert len(candidates) <= GUESSES
+    assert len(candidates) <= MAX_CANDIDATES
     assert len({candidate.token for candidate in candidates}) == len(candidates)
     assert all(0 <= candidate.bucket < len(predictor.prior) for candidate in candidates)
     assert all(0 <= candidate.token < VOCABULARY for candidate in candidates)
@@ -200,9 +200,9 @@ def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) 
 
 def test_a_longer_context_decides() -> None:
     predictor = NgramDrafter(table_of([[1, 2, 3], [4, 2, 5]] * 5))
-    predictor.follow([1, 2])
+    predictor.reset([1, 2])
     assert [candidate.token for candidate in predictor.candidates(predictor.state())] == [3, 5]
-    predictor.follow([4, 2])
+    predictor.reset([4, 2])
     assert [candidate.token for candidate in predictor.candidates(predictor.state())] == [5, 3]
 
 

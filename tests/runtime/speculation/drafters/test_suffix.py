@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.speculation.drafters.evidence import EARLIER_TEXTS, WITHIN_TEXT, Agreement, bucket
+from edgerun.runtime.speculation.drafters.evidence import EARLIER_CONVERSATIONS, SAME_CONVERSATION, Agreement, bucket
 from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 
@@ -19,7 +19,7 @@ TOKENS = st.integers(0, 4)
 
 def predictor(text: list[int], reach: int = EVERY_END) -> SuffixDrafter:
     made = SuffixDrafter(reach)
-    made.follow(text)
+    made.reset(text)
     return made
 
 
@@ -103,7 +103,7 @@ def test_following_another_text_is_starting_with_it(changes: list[tuple[int, lis
     made, text = SuffixDrafter(), list[int]()
     for kept, tail in changes:
         text = [*text[:kept], *tail]
-        made.follow(text)
+        made.reset(text)
         fresh = predictor(text, 16)
         assert made.state() == fresh.state()
         state = made.state()
@@ -156,12 +156,12 @@ def test_memory_is_bounded_by_the_length_of_the_text(text: list[int]) -> None:
 def test_every_kind_of_evidence_has_a_bucket_of_its_own() -> None:
     lengths = (1, 2, 3, 4, 5, 7, 10, 16, 32)
     buckets = [bucket(length, agreement, rank) for length in lengths for agreement in Agreement for rank in (0, 1)]
-    assert buckets == list(range(len(WITHIN_TEXT))) == list(range(len(EARLIER_TEXTS)))
+    assert buckets == list(range(len(SAME_CONVERSATION))) == list(range(len(EARLIER_CONVERSATIONS)))
     assert bucket(6, Agreement.ONCE, 2) == bucket(5, Agreement.ONCE, 1)
     assert bucket(100_000, Agreement.SPLIT, 0) == bucket(32, Agreement.SPLIT, 0)
 
 
-@pytest.mark.parametrize("prior", [WITHIN_TEXT, EARLIER_TEXTS])
+@pytest.mark.parametrize("prior", [SAME_CONVERSATION, EARLIER_CONVERSATIONS])
 def test_longer_matches_are_trusted_more(prior: tuple[float, ...]) -> None:
     lengths = (1, 2, 3, 4, 5, 7, 10, 16, 32)
     for agreement in Agreement:

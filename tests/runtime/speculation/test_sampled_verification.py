@@ -18,15 +18,16 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 from edgerun.runtime.speculation.sampled_verification import (
     SampledDraft,
-    acceptance,
+    acceptance_probability,
     after_rejecting,
-    block_odds,
-    draw_children,
+    block_acceptance,
+    sample_children,
     verify_block,
     verify_recursive,
 )
 from edgerun.runtime.speculation.tree import Source, Tree
-from edgerun.runtime.speculation.verification import VerifyResult, match
+from edgerun.runtime.speculation.verification import VerifyResult, verify_tree
+from support.adversarial_drafters import chain_tree
 
 NOBODY = frozenset[int]()
 Text = tuple[int, ...]
@@ -90,7 +91,7 @@ def block_outcomes(p: Model, q: Model, gamma: int) -> Iterator[tuple[Text, Text,
     for drawn, chance in continued(q, (), gamma):
         targets = [p(drawn[:i]) for i in range(gamma + 1)]
         drafts = [q(drawn[:i]) for i in range(gamma)]
-        weights, odds = block_odds(drawn, targets, drafts)
+        weights, odds = block_acceptance(drawn, targets, drafts)
         for taken in range(gamma + 1):
             decided = math.prod((odds[taken - 1] if taken else 1.0, *(1 - h for h in odds[taken:])))
             rest = targets[taken] if taken == gamma else targets[taken].residual(drafts[taken], weights[taken])
@@ -116,7 +117,7 @@ def recursive_outcomes(p: Model, q: Model, widths: Sequence[int], text: Text = (
     for drawn, drawn_with in ordered_draws(q(text), widths[0]):
         chance, rest, proposal = drawn_with, p(text), q(text)
         for token in drawn:
-            taken = acceptance(rest, proposal, token)
+            taken = acceptance_probability(rest, proposal, token)
             if taken > 0:
                 for emitted, more in recursive_outcomes(p, q, widths[1:], (*text, token)):
                     yield emitted, chance * taken * more
@@ -164,7 +165,9 @@ def test_matching_has_the_targets_law() -> None:
                 def observe(self, tokens: Sequence[int]) -> None:
                     pass
 
-            emitted = match(tree, np.zeros((len(tree), V), np.float32), Scripted(), 0, NOBODY, GAMMA + 1).emitted(tree)
+            emitted = verify_tree(tree, np.zeros((len(tree), V), np.float32), Scripted(), 0, NOBODY, GAMMA + 1).emitted(
+                tree
+            )
             add(found, p, emitted, GAMMA + 1, weight)
         assert difference(found, p, GAMMA + 1) < 1e-12
 
@@ -174,7 +177,7 @@ def test_block_verification_takes_more_than_token_by_token() -> None:
     p, q = law_of(1 / 3, 2 / 3), law_of(2 / 3, 1 / 3)
     taken = sum(len(path) * weight for path, _, weight in block_outcomes(lambda _: p, lambda _: q, 2))
     assert taken == pytest.approx(11 / 9, abs=1e-12)
-    chosen = [(weight, acceptance(p, q, token)) for token, weight in items(q)]
+    chosen = [(weight, acceptance_probability(p, q, token)) for token, weight in items(q)]
     one = sum(weight * taken for weight, taken in chosen)
     assert one + one * one == pytest.approx(10 / 9, abs=1e-12)
 
@@ -196,10 +199,10 @@ def test_a_draft_with_the_targets_own_law_is_taken_whole() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_draws_are_without_replacement_and_follow_the_law(count: int) -> None:
     law, seeds = law_of(0.6, 0, 0.3, 0.1), 4000
-    found = Counter(draw_children(law, count, seed, 7, 0) for seed in range(seeds))
+    found = Counter(sample_children(law, count, seed, 7, 0) for seed in range(seeds))
     expect_law(found, dict(ordered_draws(law, count)), seeds)
-    assert draw_children(law, 9, 1, 7, 0) == draw_children(law, 3, 1, 7, 0)
-    assert len({draw_children(law_of(*[1] * 99), 3, 1, at, node) for at in range(9) for node in range(9)}) == 81
+    assert sample_children(law, 9, 1, 7, 0) == sample_children(law, 3, 1, 7, 0)
+    assert len({sample_children(law_of(*[1] * 99), 3, 1, at, node) for at in range(9) for node in range(9)}) == 81
 
 
 # Whole texts, drawn round by round with many seeds.
@@ -231,7 +234,7 @@ def grown(q: Model, widths: Sequence[int], seed: int, text: Text) -> SampledDraf
         below: list[tuple[int, Text]] = []
         for node, path in level:
             laws[node] = q(path)
-            for token in draw_children(laws[node], width, seed, len(text), node):
+            for token in sample_children(laws[node], width, seed, len(text), node):
                 below.append((len(tokens), (*path, token)))
                 tokens.append(token)
                 parents.append(node)
@@ -346,7 +349,7 @@ def test_a_block_is_decided_by_its_odds_and_weights() -> None:
         drawn = tuple(draft.tree.tokens[1:].tolist())
         paths = [(*prompt, *drawn[:i]) for i in range(GAMMA + 1)]
         targets, drafts = [p(path) for path in paths], [q(path) for path in paths[:GAMMA]]
-        weights, odds = block_odds(drawn, targets, drafts)
+        weights, odds = block_acceptance(drawn, targets, drafts)
         trials = uniforms_at(seed, len(prompt), GAMMA, Purpose.ACCEPT)
         taken = max((i + 1 for i in range(GAMMA) if trials[i] < odds[i]), default=0)
         rest = targets[taken] if taken == GAMMA else targets[taken].residual(drafts[taken], weights[taken])
@@ -419,7 +422,7 @@ EVEN = np.zeros((4, V), np.float32)
 
 def sure_draft(tokens: Sequence[int]) -> SampledDraft:
     """A chain drawn from laws as even as the target's, so that all of it is taken."""
-    tree = Tree.chain(0, tokens, [1.0] * len(tokens), Source.MODEL)
+    tree = chain_tree(0, tokens, [1.0] * len(tokens), Source.MODEL)
     return SampledDraft(tree, {node: law_of(*[1 / V] * V) for node in range(len(tokens))})
 
 
@@ -427,12 +430,12 @@ def sure_draft(tokens: Sequence[int]) -> SampledDraft:
 def test_ends_and_limits_cut_within_what_is_taken(verify: Verifier) -> None:
     sampler = Sampler(SamplingParams(temperature=1.0), V)
     draft = sure_draft([2, 1, 2])
-    assert verify(draft, EVEN, sampler, 1, NOBODY, 9).path == (0, 1, 2, 3)
+    assert verify(draft, EVEN, sampler, 1, NOBODY, 9).accepted_path == (0, 1, 2, 3)
     assert verify(draft, EVEN, sampler, 1, frozenset({1}), 9) == VerifyResult((0, 1), 1)
     assert verify(draft, EVEN, sampler, 1, frozenset({2}), 9) == VerifyResult((0,), 2)
     for most in (1, 2, 3, 4):
-        assert verify(draft, EVEN, sampler, 1, NOBODY, most).path == tuple(range(most))
-    with pytest.raises(ValueError, match="at least one token, not 0"):
+        assert verify(draft, EVEN, sampler, 1, NOBODY, most).accepted_path == tuple(range(most))
+    with pytest.raises(ValueError, match="max_tokens is 0"):
         verify(draft, EVEN, sampler, 1, NOBODY, 0)
 
 
@@ -462,10 +465,10 @@ def test_children_that_were_not_drawn_are_matched() -> None:
 
 
 def test_drafts_that_were_not_drawn_as_they_say_are_refused() -> None:
-    with pytest.raises(ValueError, match="node 2 cannot have been drawn"):
-        SampledDraft(Tree.chain(0, [1, 2], [1.0, 1.0], Source.MODEL), {0: law_of(1, 1, 1), 1: law_of(1, 1, 0)})
-    sampler, chain = Sampler(SamplingParams(temperature=1.0), V), Tree.chain(0, [1, 2], [1.0, 1.0], Source.MODEL)
+    with pytest.raises(ValueError, match="node 2 has token 2, which has no probability"):
+        SampledDraft(chain_tree(0, [1, 2], [1.0, 1.0], Source.MODEL), {0: law_of(1, 1, 1), 1: law_of(1, 1, 0)})
+    sampler, chain = Sampler(SamplingParams(temperature=1.0), V), chain_tree(0, [1, 2], [1.0, 1.0], Source.MODEL)
     fork = Tree.of([0, 1, 2], [-1, 0, 0], [1.0] * 3, [Source.MODEL] * 3)
     for draft in (SampledDraft(chain, {0: law_of(1, 1, 1)}), SampledDraft(fork, {0: law_of(1, 1, 1)})):
-        with pytest.raises(ValueError, match="needs a chain with the law of every guess"):
+        with pytest.raises(ValueError, match="needs a chain with the distribution of every draft token"):
             verify_block(draft, EVEN, sampler, 1, NOBODY, 9)

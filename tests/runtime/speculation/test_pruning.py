@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.speculation.pruning import LEAST_ADVANTAGE, Pruned, best_rows, prune
+from edgerun.runtime.speculation.pruning import MIN_ADVANTAGE, PrunedDraft, best_width, prune
 from edgerun.runtime.speculation.tree import Source, Tree
+from support.adversarial_drafters import chain_tree
 
 EIGHTHS = st.integers(1, 8).map(lambda eighths: eighths / 8)
 CURVES = st.lists(st.sampled_from([0.0, 0.03125, 0.125, 0.25, 1.0]), min_size=1, max_size=8).map(
@@ -50,12 +51,12 @@ def test_no_set_of_guesses_is_worth_more(tree: Tree, curve: list[float], rate: f
     best = max(gained(tree, chosen, curve, rate) for chosen in possible)
     assert 1 <= rows <= min(most_rows, len(curve), len(tree))
     if rows == 1:
-        assert best <= LEAST_ADVANTAGE + 1e-6
-        assert (pruned.expected, pruned.advantage) == (1.0, 0.0)
+        assert best <= MIN_ADVANTAGE + 1e-6
+        assert (pruned.expected_tokens, pruned.advantage) == (1.0, 0.0)
     else:
         assert pruned.advantage == pytest.approx(best, abs=1e-6)
-        assert pruned.advantage > LEAST_ADVANTAGE
-        assert pruned.expected == pytest.approx(1 + pruned.tree.path_prob[1:].sum(), abs=1e-6)
+        assert pruned.advantage > MIN_ADVANTAGE
+        assert pruned.expected_tokens == pytest.approx(1 + pruned.tree.path_prob[1:].sum(), abs=1e-6)
     # What is left is part of the tree, with the same anchor.
     tokens = {tuple(tree.tokens[list(tree.path_to(node))].tolist()) for node in range(len(tree))}
     left = {tuple(pruned.tree.tokens[list(pruned.tree.path_to(node))].tolist()) for node in range(rows)}
@@ -72,13 +73,13 @@ def test_no_set_of_guesses_is_worth_more(tree: Tree, curve: list[float], rate: f
 def test_rows_are_the_fewest_of_the_best(
     probabilities: list[float], curve: list[float], rate: float, most_rows: int
 ) -> None:
-    rows, advantage, expected = best_rows(probabilities, curve, rate, most_rows)
+    rows, advantage, expected = best_width(probabilities, curve, rate, most_rows)
     worth = [
         sum(probabilities[:candidates]) - rate * (curve[candidates] - curve[0])
         for candidates in range(min(len(probabilities) + 1, len(curve), most_rows))
     ]
     if rows == 1:
-        assert max(worth) <= LEAST_ADVANTAGE + 1e-9
+        assert max(worth) <= MIN_ADVANTAGE + 1e-9
         assert (advantage, expected) == (0.0, 1.0)
         return
     assert advantage == pytest.approx(max(worth))
@@ -88,20 +89,20 @@ def test_rows_are_the_fewest_of_the_best(
 
 
 def test_nothing_is_drafted_where_nothing_pays() -> None:
-    tree = Tree.chain(5, [6, 7], [0.9, 0.8], Source.SUFFIX)
+    tree = chain_tree(5, [6, 7], [0.9, 0.8], Source.SUFFIX)
     for curve, rate, most_rows in (([1.0, 2.0, 3.0], 1.0, 3), ([1.0], 1.0, 16), ([1.0, 1.0, 1.0], 1.0, 1)):
         pruned = prune(tree, curve, rate, most_rows)
         assert pruned.tree.tokens.tolist() == [5]
-        assert (pruned.expected, pruned.advantage) == (1.0, 0.0)
+        assert (pruned.expected_tokens, pruned.advantage) == (1.0, 0.0)
     alone = Tree.anchor_only(5)
-    assert prune(alone, [1.0, 1.0], 1.0, 16) == Pruned(alone, 1.0, 0.0)
+    assert prune(alone, [1.0, 1.0], 1.0, 16) == PrunedDraft(alone, 1.0, 0.0)
 
 
 def test_a_row_that_pays_only_with_the_ones_after_it_is_taken_with_them() -> None:
     # The second row costs as much as it gives, the third and fourth are free: a step of the kernel.
-    pruned = prune(Tree.chain(1, [2, 3, 4], [0.5, 0.5, 0.5], Source.SUFFIX), [1.0, 1.5, 1.5, 1.5], 1.0, 16)
+    pruned = prune(chain_tree(1, [2, 3, 4], [0.5, 0.5, 0.5], Source.SUFFIX), [1.0, 1.5, 1.5, 1.5], 1.0, 16)
     assert len(pruned.tree) == 4
-    assert (pruned.expected, pruned.advantage) == (2.5, 1.0)
+    assert (pruned.expected_tokens, pruned.advantage) == (2.5, 1.0)
 
 
 def test_of_equal_guesses_parents_stay() -> None:
@@ -119,6 +120,6 @@ def test_of_equal_guesses_parents_stay() -> None:
 
 
 def test_what_a_row_costs_is_counted_at_the_rate_of_decoding() -> None:
-    tree = Tree.chain(1, [2, 3, 4], [0.5, 0.3, 0.1], Source.SUFFIX)
+    tree = chain_tree(1, [2, 3, 4], [0.5, 0.3, 0.1], Source.SUFFIX)
     curve = [1.0, 1.2, 1.4, 1.6]
     assert [len(prune(tree, curve, rate, 16).tree) for rate in (0.1, 1.0, 2.0, 3.0)] == [4, 3, 2, 1]

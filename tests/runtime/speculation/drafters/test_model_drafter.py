@@ -24,10 +24,10 @@ def test_guesses_are_the_models_and_their_buckets_tell_how_likely(predictor: Mod
     assert predictor.source is Source.MODEL
     half = len(predictor.prior) // 2
     for text in ([20, 21], [30, 40, 50], [7], [200, 100]):
-        predictor.follow(text)
+        predictor.reset(text)
         for state in (predictor.state(), predictor.after(predictor.state(), 9)):
             candidates = predictor.candidates(state)
-            likely = predictor.model.likely(state, 3)
+            likely = predictor.model.top_tokens(state, 3)
             shown = [(token, p) for token, p in zip(*likely, strict=True) if p >= 0.02]
             assert [candidate.token for candidate in candidates] == [token for token, _ in shown]
             for rank, (candidate, (_, p)) in enumerate(zip(candidates, shown, strict=True)):
@@ -44,19 +44,19 @@ def test_priors_are_probabilities_that_rise_with_the_class(predictor: ModelDraft
 
 
 def test_asking_costs_until_the_answer_is_known(predictor: ModelDrafter) -> None:
-    predictor.follow([20, 21])
+    predictor.reset([20, 21])
     state = predictor.after(predictor.state(), 5)
     assert predictor.seconds(state) == predictor.model.cost.seconds(3, 0)
-    assert predictor.spent() == 0
+    assert predictor.take_seconds_spent() == 0
     predictor.candidates(state)
     assert predictor.seconds(state) == 0
-    assert predictor.spent() > 0
+    assert predictor.take_seconds_spent() > 0
     predictor.append(5)
     assert predictor.seconds(predictor.state()) == 0
 
 
 def test_a_cold_model_is_surer_of_its_first_guess(predictor: ModelDrafter) -> None:
-    predictor.follow([30, 40, 50])
+    predictor.reset([30, 40, 50])
     warm = predictor.candidates(())
     predictor.temperature = 0.2
     cold = predictor.candidates(())

@@ -15,17 +15,17 @@ from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
-from edgerun.runtime.speculation.drafters.sampled import DrawnWorth, SampledDrafter
-from edgerun.runtime.speculation.growth import Prices
+from edgerun.runtime.speculation.drafters.sampled import AcceptanceEstimate, SampledDrafter
+from edgerun.runtime.speculation.growth import TokenPrices
 from edgerun.runtime.speculation.pass_cost import PassCost
-from edgerun.runtime.speculation.sampled_verification import draw_children, verify_block, verify_recursive
+from edgerun.runtime.speculation.sampled_verification import sample_children, verify_block, verify_recursive
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
 from support.tiny_models import write_bundle
 
 V = 16
 SAMPLED = SamplingParams(temperature=1.5, top_k=5, repeat_penalty=1.3, seed=3)
-FREE = Prices((0.0,) * 7, 0.0)
+FREE = TokenPrices((0.0,) * 7, 0.0)
 """Rows and passes that cost nothing: everything that can be taken pays."""
 
 
@@ -63,63 +63,63 @@ def test_guesses_are_drawn_from_the_drafts_law_on_their_own_path(
 ) -> None:
     drafter = SampledDrafter(model, SAMPLED)
     text = [7, 12, 5]
-    drafter.follow(text)
+    drafter.reset(text)
     for new in ([3], [3, 9, 14], []):
         drafter.append(new)
         text = [*text, *new]
-        draft = drafter.draw(text[-1], FREE, 4, chain=chain)
+        draft = drafter.sample(text[-1], FREE, 4, chain=chain)
         tree = draft.tree
         assert tree.is_chain == chain
         assert len(tree) == (5 if chain else 7)
         assert set(tree.source[1:].tolist()) == {Source.MODEL}
-        for node, law in draft.laws.items():
+        for node, law in draft.distributions.items():
             path = tree.tokens[list(tree.path_to(node))[1:]].tolist()
             expected = plain_law(graphs[1], [*text, *path], SAMPLED)
             np.testing.assert_array_equal(law.ids, expected.ids)
             np.testing.assert_allclose(law.probs, expected.probs, atol=1e-4)
             children = tree.tokens[tree.parents == node].tolist()
-            assert tuple(children) == draw_children(law, len(children), SAMPLED.seed, len(text), node)
-        assert {int(parent) for parent in tree.parents[1:]} == set(draft.laws)
+            assert tuple(children) == sample_children(law, len(children), SAMPLED.seed, len(text), node)
+        assert {int(parent) for parent in tree.parents[1:]} == set(draft.distributions)
 
 
 def test_how_many_children_does_not_depend_on_the_draw(model: DraftModel) -> None:
     counts = set()
     for seed in range(20):
         drafter = SampledDrafter(model, replace(SAMPLED, seed=seed))
-        drafter.follow([7, 12, 5])
-        tree = drafter.draw(5, Prices((0.05,) * 9, 0.0), 4, chain=False).tree
+        drafter.reset([7, 12, 5])
+        tree = drafter.sample(5, TokenPrices((0.05,) * 9, 0.0), 4, chain=False).tree
         counts.add(int((tree.parents == 0).sum()))
     assert len(counts) == 1
 
 
 def test_nothing_is_drawn_or_run_that_does_not_pay(model: DraftModel) -> None:
     drafter = SampledDrafter(model, SAMPLED)
-    drafter.follow([7, 12, 5])
+    drafter.reset([7, 12, 5])
     for prices, deepest in (
-        (Prices((1.0,) * 9, 0.0), 4),
-        (Prices((0.0,) * 9, 1e6), 4),
+        (TokenPrices((1.0,) * 9, 0.0), 4),
+        (TokenPrices((0.0,) * 9, 1e6), 4),
         (FREE, 0),
-        (Prices((), 0.0), 4),
+        (TokenPrices((), 0.0), 4),
     ):
-        draft = drafter.draw(5, prices, deepest, chain=True)
-        assert (len(draft.tree), draft.laws) == (1, {})
+        draft = drafter.sample(5, prices, deepest, chain=True)
+        assert (len(draft.tree), draft.distributions) == (1, {})
     assert model.passes == 0
-    assert len(drafter.draw(5, Prices((0.3,) * 9, 0.0), 8, chain=True).tree) < 9
+    assert len(drafter.sample(5, TokenPrices((0.3,) * 9, 0.0), 8, chain=True).tree) < 9
 
 
 def test_what_never_pays_is_tried_with_doubling_waits(model: DraftModel) -> None:
     drafter = SampledDrafter(model, SAMPLED)
-    drafter.follow([7, 12, 5])
-    tried = [at for at in range(200) if len(drafter.draw(5, Prices((1.0,) * 9, 1.0), 4, chain=True).tree) == 2]
+    drafter.reset([7, 12, 5])
+    tried = [at for at in range(200) if len(drafter.sample(5, TokenPrices((1.0,) * 9, 1.0), 4, chain=True).tree) == 2]
     assert tried == [16, 49, 114]
 
 
 def test_a_text_that_the_model_cannot_read_has_no_draft(graphs: tuple[GraphSession, GraphSession]) -> None:
     drafter = SampledDrafter(model_of(graphs[1], target_vocab=20), SAMPLED)
-    drafter.follow([7, 18])
-    assert len(drafter.draw(18, FREE, 4, chain=False).tree) == 1
-    drafter.follow([7, 5])
-    assert len(drafter.draw(5, FREE, 4, chain=True).tree) == 5
+    drafter.reset([7, 18])
+    assert len(drafter.sample(18, FREE, 4, chain=False).tree) == 1
+    drafter.reset([7, 5])
+    assert len(drafter.sample(5, FREE, 4, chain=True).tree) == 5
 
 
 def test_laws_of_a_head_with_other_ids_are_in_the_targets(
@@ -129,10 +129,10 @@ def test_laws_of_a_head_with_other_ids_are_in_the_targets(
     names = np.random.default_rng(1).permutation(30)[:V].astype(np.int32)
     plain, renamed = SampledDrafter(model, SAMPLED), SampledDrafter(model_of(graphs[1], 30, names), SAMPLED)
     for text in ([7, 12, 5], [7, 7, 7, 2]):
-        plain.follow(text)
-        renamed.follow(names[text].tolist())
+        plain.reset(text)
+        renamed.reset(names[text].tolist())
         for path in ((), (3,), (3, 9)):
-            expected, law = plain.law(path), renamed.law(tuple(names[list(path)].tolist()))
+            expected, law = plain.distribution(path), renamed.distribution(tuple(names[list(path)].tolist()))
             assert expected is not None
             assert law is not None
             assert (np.diff(law.ids) > 0).all()
@@ -141,31 +141,31 @@ def test_laws_of_a_head_with_other_ids_are_in_the_targets(
 
 
 def test_what_was_taken_is_learned() -> None:
-    worth = DrawnWorth()
+    estimate = AcceptanceEstimate()
     sure, unsure = Distribution(np.arange(2), np.array([0.95, 0.05])), Distribution(np.arange(4), np.full(4, 0.25))
-    assert worth.share(sure, 0) > worth.share(unsure, 0) > worth.share(unsure, 1)
-    before = [worth.share(sure, 0), worth.share(unsure, 1), worth.mean]
+    assert estimate.rate(sure, 0) > estimate.rate(unsure, 0) > estimate.rate(unsure, 1)
+    before = [estimate.rate(sure, 0), estimate.rate(unsure, 1), estimate.mean]
     for _ in range(300):
-        worth.learn(sure, 0, False)
-        worth.learn(unsure, 1, True)
-    assert worth.share(sure, 0) < 0.1 < before[0]
-    assert worth.share(unsure, 1) > 0.9 > before[1]
-    assert worth.mean < 0.01 < before[2]
-    assert worth.share(unsure, 0) == DrawnWorth().share(unsure, 0)
+        estimate.learn(sure, 0, False)
+        estimate.learn(unsure, 1, True)
+    assert estimate.rate(sure, 0) < 0.1 < before[0]
+    assert estimate.rate(unsure, 1) > 0.9 > before[1]
+    assert estimate.mean < 0.01 < before[2]
+    assert estimate.rate(unsure, 0) == AcceptanceEstimate().rate(unsure, 0)
 
 
 def test_only_guesses_that_were_tried_count(model: DraftModel) -> None:
     drafter = SampledDrafter(model, SAMPLED)
-    drafter.follow([7, 12, 5])
-    draft = drafter.draw(5, FREE, 1, chain=False)
-    first, second, third = (drafter.worth.share(draft.laws[0], rank) for rank in range(3))
+    drafter.reset([7, 12, 5])
+    draft = drafter.sample(5, FREE, 1, chain=False)
+    first, second, third = (drafter.estimate.rate(draft.distributions[0], rank) for rank in range(3))
     assert (draft.tree.parents == 0).sum() >= 3
     assert second == third
     drafter.learn(draft, VerifyResult((0, 1), 2))
-    assert drafter.worth.share(draft.laws[0], 0) > first
-    assert drafter.worth.share(draft.laws[0], 1) == second
+    assert drafter.estimate.rate(draft.distributions[0], 0) > first
+    assert drafter.estimate.rate(draft.distributions[0], 1) == second
     drafter.learn(draft, VerifyResult((0,), 2))
-    assert drafter.worth.share(draft.laws[0], 1) < second
+    assert drafter.estimate.rate(draft.distributions[0], 1) < second
 
 
 @pytest.mark.parametrize(
@@ -187,24 +187,24 @@ def test_texts_have_the_targets_law(
         open_ends = grown
     exact.update(dict(open_ends))
 
-    worth, found, rounds = DrawnWorth(), Counter[tuple[int, ...]](), 0
+    worth, found, rounds = AcceptanceEstimate(), Counter[tuple[int, ...]](), 0
     bound = graph.bind(graph.arena(64))
     for seed in range(seeds):
         text = list(prompt)
         sampler = Sampler(replace(params, seed=seed), V)
         drafter = SampledDrafter(model, replace(SAMPLED, seed=seed), worth)
         sampler.observe(text)
-        drafter.follow(text)
+        drafter.reset(text)
         bound.arena.rewind_to(0)
         bound.forward(text[:-1])
         bound.arena.commit(len(text) - 1)
         while len(text) < len(prompt) + length:
-            draft = drafter.draw(text[-1], Prices((0.01,) * 5, 0.0), 2, chain=chain)
+            draft = drafter.sample(text[-1], TokenPrices((0.01,) * 5, 0.0), 2, chain=chain)
             logits = target_pass(bound, draft.tree)
             most = len(prompt) + length - len(text)
             base = bound.arena.length
             verdict = verify(draft, logits, sampler, len(text), frozenset(), most)
-            bound.arena.compact(base, verdict.path)
+            bound.arena.compact(base, verdict.accepted_path)
             drafter.learn(draft, verdict)
             emitted = verdict.emitted(draft.tree)
             sampler.observe(emitted[-1:])

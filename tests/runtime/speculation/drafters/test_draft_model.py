@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.model_metadata import ModelMetadata
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.speculation.drafters.draft_model import DraftModel, Likely
+from edgerun.runtime.speculation.drafters.draft_model import DraftModel, TopTokens
 from edgerun.runtime.speculation.pass_cost import PassCost
 from support.tiny_models import write_bundle
 
@@ -100,7 +100,7 @@ def plain(graph: GraphSession, tokens: list[int]) -> tuple[np.ndarray, np.ndarra
     return weights / weights.sum(), bound.arena.snapshot()[0]
 
 
-def assert_as_plain(graph: GraphSession, tokens: list[int], likely: Likely) -> None:
+def assert_as_plain(graph: GraphSession, tokens: list[int], likely: TopTokens) -> None:
     expected = plain(graph, tokens)[0]
     np.testing.assert_allclose(likely.probabilities, expected[list(likely.tokens)], atol=2e-5)
     np.testing.assert_allclose(likely.probabilities, np.sort(expected)[::-1][: len(likely.tokens)], atol=2e-5)
@@ -122,14 +122,14 @@ def test_it_says_what_a_fresh_pass_says(
 ) -> None:
     model = draft(graph if trees else chains_only)
     text = data.draw(TEXTS)
-    model.follow(text)
+    model.reset(text)
     for _ in range(data.draw(st.integers(1, 6))):
         match data.draw(st.sampled_from(["ask", "ask many", "grow", "grow", "follow"])):
             case "ask":
                 path = data.draw(PATHS)
                 expected = model.seconds(path)
                 passes = model.passes
-                likely = model.likely(path, 3)
+                likely = model.top_tokens(path, 3)
                 assert (model.passes - passes, expected == 0) in ((1, False), (0, True))
                 assert_as_plain(graph, [*text, *path], likely)
                 assert model.seconds(path) == model.pending == 0
@@ -138,19 +138,19 @@ def test_it_says_what_a_fresh_pass_says(
                 passes = model.passes
                 # Where the text's only row has to run again, there is nothing for branches to grow from.
                 at_once = trees and model._arena.length > 1
-                for path, likely in zip(paths, model.likely_each(paths, 2), strict=True):
+                for path, likely in zip(paths, model.top_tokens_each(paths, 2), strict=True):
                     assert_as_plain(graph, [*text, *path], likely)
                 assert model.passes - passes <= (1 if at_once else 1 + len(paths))
             case "grow":
                 # Often what was guessed, with or without a token after it.
-                guessed = st.sampled_from(model._rows) if model._rows else PATHS
+                guessed = st.sampled_from(model._scratch) if model._scratch else PATHS
                 for token in data.draw(st.one_of(PATHS, guessed, guessed.map(lambda path: (*path, 22)))):
                     model.append(token)
                     text = [*text, token]
             case "follow":
                 text = text[: data.draw(st.integers(0, len(text)))] + data.draw(TEXTS)[: LIMIT - 30]
                 text = text[: LIMIT - 20]
-                model.follow(text)
+                model.reset(text)
         assert_rows_are_the_texts(graph, model, text)
 
 
@@ -160,61 +160,61 @@ def test_a_chain_that_came_true_costs_no_pass_again(
 ) -> None:
     model = draft(graph if trees else chains_only)
     text = [20, 30, 40]
-    model.follow(text)
+    model.reset(text)
     for done in range(5):
         # After the first round: the last guess and the token after it, the only ones that were never run.
         assert model.pending == (2 if done else 3)
-        assert_as_plain(graph, text, model.likely((), 3))
+        assert_as_plain(graph, text, model.top_tokens((), 3))
         chain: list[int] = []
         for _ in range(4):
-            chain.append(model.likely(tuple(chain), 1).tokens[0])
+            chain.append(model.top_tokens(tuple(chain), 1).tokens[0])
         assert model.passes == 4 * (done + 1)
         for token in (*chain, 50):
             model.append(token)
         text += [*chain, 50]
-    model.likely((), 1)
+    model.top_tokens((), 1)
     assert_rows_are_the_texts(graph, model, text)
 
 
 def test_a_branch_that_came_true_is_known_already(graph: GraphSession) -> None:
     model = draft(graph)
-    model.follow([20, 30, 40])
-    first, second = model.likely((), 2).tokens
-    model.likely_each([(first,), (second,), (first, 60), (second, 61)], 1)
+    model.reset([20, 30, 40])
+    first, second = model.top_tokens((), 2).tokens
+    model.top_tokens_each([(first,), (second,), (first, 60), (second, 61)], 1)
     assert model.passes == 2
     model.append(second)
     model.append(61)
     assert (model.pending, model.seconds(())) == (0, 0)
-    assert_as_plain(graph, [20, 30, 40, second, 61], model.likely((), 3))
+    assert_as_plain(graph, [20, 30, 40, second, 61], model.top_tokens((), 3))
     assert model.passes == 2
 
 
 def test_guesses_that_others_made_run_with_the_text_in_one_pass(graph: GraphSession) -> None:
     model = draft(graph)
     text = list(range(20, 50))
-    model.follow(text)
+    model.reset(text)
     spread = (30 - 2) / 128 * model.cost.seconds(128, 0) / 32
     assert model.seconds((7, 8)) == pytest.approx(model.cost.seconds(2 + 2, 0) + spread)
-    assert_as_plain(graph, [*text, 7, 8], model.likely((7, 8), 3))
+    assert_as_plain(graph, [*text, 7, 8], model.top_tokens((7, 8), 3))
     assert model.passes == 1
     # The row of the text and that of 7 are there, but not what they said: they run again, alone.
-    assert_as_plain(graph, [*text, 7], model.likely((7,), 3))
-    assert_as_plain(graph, [*text, 7, 8, 9], model.likely((7, 8, 9), 3))
+    assert_as_plain(graph, [*text, 7], model.top_tokens((7,), 3))
+    assert_as_plain(graph, [*text, 7, 8, 9], model.top_tokens((7, 8, 9), 3))
     # And when they come true, it does not matter which of a token's rows is kept.
     for token in (7, 8):
         model.append(token)
-    assert_as_plain(graph, [*text, 7, 8, 9], model.likely((9,), 3))
-    assert_as_plain(graph, [*text, 7, 8], model.likely((), 3))
+    assert_as_plain(graph, [*text, 7, 8, 9], model.top_tokens((9,), 3))
+    assert_as_plain(graph, [*text, 7, 8], model.top_tokens((), 3))
     assert model.passes == 4
     assert_rows_are_the_texts(graph, model, [*text, 7, 8])
 
 
 def test_the_texts_last_row_runs_again_where_only_a_guess_was_asked_about(graph: GraphSession) -> None:
     model = draft(graph)
-    model.follow([20, 30, 40])
-    model.likely((7,), 3)
-    assert_as_plain(graph, [20, 30, 40], model.likely((), 3))
-    assert_as_plain(graph, [20, 30, 40, 7], model.likely((7,), 3))
+    model.reset([20, 30, 40])
+    model.top_tokens((7,), 3)
+    assert_as_plain(graph, [20, 30, 40], model.top_tokens((), 3))
+    assert_as_plain(graph, [20, 30, 40, 7], model.top_tokens((7,), 3))
     assert model.passes == 3
 
 
@@ -222,12 +222,12 @@ def test_a_long_text_is_caught_up_with_in_pieces(tmp_path: Path) -> None:
     graph = session(write_bundle(tmp_path, max_position_embeddings=600) / "model.onnx")
     model = draft(graph, limit=600)
     text = np.random.default_rng(4).integers(5, VOCABULARY, 300).tolist()
-    model.follow(text)
+    model.reset(text)
     assert model.pending == 300
     # All but a usual catch-up is spread over the rounds it serves.
     spread = (300 - 2) / 128 * model.cost.seconds(128, 0) / 32
     assert model.seconds(()) == pytest.approx(model.cost.seconds(2, 0) + spread)
-    assert_as_plain(graph, text, model.likely((), 3))
+    assert_as_plain(graph, text, model.top_tokens((), 3))
     assert (model.passes, model.pending) == (3, 0)
 
 
@@ -235,44 +235,44 @@ def test_guesses_survive_the_growth_of_the_arena(tmp_path: Path) -> None:
     graph = session(write_bundle(tmp_path, max_position_embeddings=600) / "model.onnx")
     model = draft(graph, limit=600)
     text = np.random.default_rng(5).integers(5, VOCABULARY, 254).tolist()
-    model.follow(text)
-    model.likely((), 1)
+    model.reset(text)
+    model.top_tokens((), 1)
     generation = model._arena.generation
     for path in ((6,), (9,), (6, 7), (6, 7, 8)):
-        model.likely(path, 1)
+        model.top_tokens(path, 1)
     assert model._arena.generation > generation
     for token in (6, 7, 8):
         model.append(token)
     passes = model.passes
-    assert_as_plain(graph, [*text, 6, 7, 8], model.likely((), 3))
+    assert_as_plain(graph, [*text, 6, 7, 8], model.top_tokens((), 3))
     assert_rows_are_the_texts(graph, model, [*text, 6, 7, 8])
     assert (model.passes, model.pending) == (passes, 0)
 
 
 def test_a_text_it_cannot_hold_has_no_guesses(graph: GraphSession) -> None:
     model = draft(graph, limit=10)
-    model.follow(range(20, 29))
-    assert len(model.likely((), 2).tokens) == 2
-    assert len(model.likely((7,), 2).tokens) == 2
-    assert model.likely((7, 8), 2) == Likely((), ())
-    assert model.likely((9,), 2) == Likely((), ())
+    model.reset(range(20, 29))
+    assert len(model.top_tokens((), 2).tokens) == 2
+    assert len(model.top_tokens((7,), 2).tokens) == 2
+    assert model.top_tokens((7, 8), 2) == TopTokens((), ())
+    assert model.top_tokens((9,), 2) == TopTokens((), ())
     for token in (7, 8):
         model.append(token)
-    assert model.likely((), 2) == Likely((), ())
+    assert model.top_tokens((), 2) == TopTokens((), ())
     assert model.passes == 2
-    model.follow([20, 21])
-    assert_as_plain(graph, [20, 21], model.likely((), 2))
+    model.reset([20, 21])
+    assert_as_plain(graph, [20, 21], model.top_tokens((), 2))
 
 
 def test_padding_is_never_guessed(graph: GraphSession) -> None:
     full, target = draft(graph), 250
     model = draft(graph, target_vocab=target)
     for text in ([20, 21], [30, 40, 50], [7]):
-        full.follow(text)
-        model.follow(text)
-        everything = full.likely((), VOCABULARY)
+        full.reset(text)
+        model.reset(text)
+        everything = full.top_tokens((), VOCABULARY)
         inside = [(token, p) for token, p in zip(*everything, strict=True) if token < target]
-        likely = model.likely((), VOCABULARY)
+        likely = model.top_tokens((), VOCABULARY)
         assert likely.tokens == tuple(token for token, _ in inside)
         total = sum(p for _, p in inside)
         np.testing.assert_allclose(likely.probabilities, [p / total for _, p in inside], rtol=1e-4)
@@ -280,8 +280,8 @@ def test_padding_is_never_guessed(graph: GraphSession) -> None:
 
 def test_temperature_sharpens(graph: GraphSession) -> None:
     model = draft(graph)
-    model.follow([20, 21, 22])
-    plainly, sharper = model.likely((), 300), model.likely((), 300, 0.5)
+    model.reset([20, 21, 22])
+    plainly, sharper = model.top_tokens((), 300), model.top_tokens((), 300, 0.5)
     assert model.passes == 1
     squares = np.square(plainly.probabilities)
     np.testing.assert_allclose(sharper.probabilities, squares / squares.sum(), rtol=1e-3, atol=1e-9)
@@ -293,11 +293,11 @@ def test_a_trimmed_head_says_what_the_whole_one_says_of_its_tokens(graph: GraphS
     text = [int(token) for token in range(5, 40)]
     assert set(text) - set(KEPT.tolist())
     for each in (whole, model):
-        each.follow(text)
+        each.reset(text)
     for path in ((), (3,), (int(KEPT[0]), 299)):
-        of_all = zip(*whole.likely(path, VOCABULARY), strict=True)
+        of_all = zip(*whole.top_tokens(path, VOCABULARY), strict=True)
         kept = [(token, p) for token, p in of_all if token in set(KEPT.tolist())]
-        likely = model.likely(path, VOCABULARY)
+        likely = model.top_tokens(path, VOCABULARY)
         assert likely.tokens == tuple(token for token, _ in kept)
         total = sum(p for _, p in kept)
         np.testing.assert_allclose(likely.probabilities, [p / total for _, p in kept], rtol=1e-4)
@@ -310,16 +310,16 @@ def test_a_model_trimmed_throughout_reads_only_its_tokens(trimmed: Path, trimmed
     )
     text = KEPT[[3, 50, 119, 0]].tolist()
     for each in (head, model):
-        each.follow(text)
+        each.reset(text)
     for path in ((), (int(KEPT[7]), int(KEPT[8]))):
-        expected, likely = head.likely(path, 5), model.likely(path, 5)
+        expected, likely = head.top_tokens(path, 5), model.top_tokens(path, 5)
         assert likely.tokens == expected.tokens
         np.testing.assert_allclose(likely.probabilities, expected.probabilities, rtol=1e-5)
     other = next(token for token in range(VOCABULARY) if token not in set(KEPT.tolist()))
-    assert model.likely((other,), 5) == Likely((), ())
+    assert model.top_tokens((other,), 5) == TopTokens((), ())
     model.append(other)
     passes = model.passes
-    assert model.likely((), 5) == model.likely((int(KEPT[0]),), 5) == Likely((), ())
+    assert model.top_tokens((), 5) == model.top_tokens((int(KEPT[0]),), 5) == TopTokens((), ())
     assert model.passes == passes
 
 
@@ -339,18 +339,18 @@ def test_ids_that_cannot_be_the_targets_are_refused(trimmed: Path, ids: np.ndarr
 
 def test_it_keeps_account_of_its_time(graph: GraphSession) -> None:
     model = draft(graph)
-    model.follow([20, 21])
-    assert model.spent() == 0
-    model.likely((), 1)
-    assert model.spent() > 0
-    assert model.spent() == 0
+    model.reset([20, 21])
+    assert model.take_seconds_spent() == 0
+    model.top_tokens((), 1)
+    assert model.take_seconds_spent() > 0
+    assert model.take_seconds_spent() == 0
     observed = model.cost.observed
     for token in range(5, 9):
-        model.likely((token,), 1)
+        model.top_tokens((token,), 1)
     # One pass in four refines the cost.
     assert (model.cost.observed, model.passes) == (observed + 1, 5)
 
 
 def test_there_is_nothing_after_no_text(graph: GraphSession) -> None:
-    with pytest.raises(ValueError, match="a text of no tokens"):
-        draft(graph).likely((), 1)
+    with pytest.raises(ValueError, match="an empty sequence has no next token"):
+        draft(graph).top_tokens((), 1)

@@ -60,9 +60,9 @@ def test_logits_that_are_no_numbers_do_no_harm(wild: float, size: int, share: fl
 def test_tokens_never_seen_have_no_guesses() -> None:
     predictor = RecyclingDrafter(300)
     assert predictor.candidates(predictor.state()) == ()
-    predictor.follow([])
+    predictor.reset([])
     assert predictor.candidates(predictor.state()) == ()
-    predictor.follow([4, 299])
+    predictor.reset([4, 299])
     assert list(predictor.candidates(predictor.state())) == []
     predictor.learn(5, np.arange(300, dtype=np.float32))
     assert list(predictor.candidates(predictor.state())) == []

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from edgerun.runtime.sampling import Logits, Sampler, SamplingParams
 from edgerun.runtime.speculation.replay import ReplaySampler
 from edgerun.runtime.speculation.tree import Source, Tree
-from edgerun.runtime.speculation.verification import TokenSampler, VerifyResult, match
+from edgerun.runtime.speculation.verification import TokenSampler, VerifyResult, verify_tree
+from support.adversarial_drafters import chain_tree
 
 NOBODY = frozenset[int]()
 PROMPT = (2, 0, 2)
@@ -49,7 +50,7 @@ def plain(model: Model, chooser: TokenSampler, text: Sequence[int], count: int) 
 
 
 def chain(anchor: int, tokens: Sequence[int]) -> Tree:
-    return Tree.chain(anchor, tokens, [0.5] * len(tokens), Source.OTHER)
+    return chain_tree(anchor, tokens, [0.5] * len(tokens), Source.OTHER)
 
 
 @st.composite
@@ -88,22 +89,24 @@ PARAMS = st.one_of(
 def test_any_tree_gives_what_choosing_one_by_one_gives(tree, params, ends, most, seed) -> None:
     model = toy_model(4, seed)
     logits = tree_logits(model, PROMPT[:-1], tree)
-    verdict = match(tree, logits, started(Sampler(params, 4), PROMPT), len(PROMPT), ends, most)
+    verdict = verify_tree(tree, logits, started(Sampler(params, 4), PROMPT), len(PROMPT), ends, most)
     expected = plain(model, started(Sampler(params, 4), PROMPT), PROMPT, most)
     emitted = verdict.emitted(tree)
     assert list(emitted) == expected[: len(emitted)]
-    assert 1 <= len(emitted) == len(verdict.path) <= most
+    assert 1 <= len(emitted) == len(verdict.accepted_path) <= most
     assert not set(emitted[:-1]) & ends
     # The walk ends for a reason: an end, the limit, or no child to go to.
-    last = verdict.path[-1]
+    last = verdict.accepted_path[-1]
     assert emitted[-1] in ends or len(emitted) == most or tree.child(last, emitted[-1]) is None
-    assert verdict.path == tree.path_to(last)
+    assert verdict.accepted_path == tree.path_to(last)
 
 
 def test_a_tie_goes_to_the_lowest_id() -> None:
     logits = np.array([[0, 2, 2, 1], [3, 0, 3, 3], [0, 0, 0, 1]], np.float32)
-    assert match(chain(0, [1, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == VerifyResult((0, 1, 2), 3)
-    assert match(chain(0, [2, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == VerifyResult((0,), 1)
+    assert verify_tree(chain(0, [1, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == VerifyResult(
+        (0, 1, 2), 3
+    )
+    assert verify_tree(chain(0, [2, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == VerifyResult((0,), 1)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(repeat_penalty=1.3), SamplingParams(temperature=1.0, seed=5)])
@@ -126,11 +129,11 @@ def test_adversarial_drafts_change_nothing(params) -> None:
                 chooser.observe(before[-1:])
                 tree = chain(before[-1], draft(done))
                 logits = tree_logits(model, before[:-1], tree)
-                verdict = match(tree, logits, chooser, len(before), ends, length - len(done))
+                verdict = verify_tree(tree, logits, chooser, len(before), ends, length - len(done))
                 done += verdict.emitted(tree)
                 rounds += 1
                 if name == "wrong":
-                    assert verdict.path == (0,)
+                    assert verdict.accepted_path == (0,)
             assert done == expected, name
             if name == "oracle" and not ends:
                 assert rounds == -(-length // 5)
@@ -153,18 +156,20 @@ def test_only_rows_on_the_path_are_looked_at() -> None:
     logits[:, 0] = -np.arange(5)
     logits[0, 2] = logits[2, 1] = logits[3, 2] = 1
     chooser = Watching()
-    assert match(tree, logits, chooser, 10, NOBODY, 9) == VerifyResult((0, 2, 3), 2)
+    assert verify_tree(tree, logits, chooser, 10, NOBODY, 9) == VerifyResult((0, 2, 3), 2)
     assert chooser.seen == [(0.0, 10), (-2.0, 11), (-3.0, 12)]
 
 
 def test_a_round_emits_at_least_one_token() -> None:
-    with pytest.raises(ValueError, match="at least one token, not 0"):
-        match(chain(0, []), np.zeros((1, 4), np.float32), Sampler(SamplingParams(), 4), 1, NOBODY, 0)
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        verify_tree(chain(0, []), np.zeros((1, 4), np.float32), Sampler(SamplingParams(), 4), 1, NOBODY, 0)
 
 
 def test_replay_gives_the_recorded_answer_whatever_the_logits() -> None:
     replay = ReplaySampler([3, 1, 2], 5, Sampler(SamplingParams(repeat_penalty=2.0), 4))
-    assert match(chain(0, [3, 1, 0]), np.zeros((4, 4), np.float32), replay, 5, NOBODY, 3) == VerifyResult((0, 1, 2), 2)
+    assert verify_tree(chain(0, [3, 1, 0]), np.zeros((4, 4), np.float32), replay, 5, NOBODY, 3) == VerifyResult(
+        (0, 1, 2), 2
+    )
     for position in (4, 8):
-        with pytest.raises(IndexError, match=f"spans 5 to 7, not {position}"):
+        with pytest.raises(IndexError, match=f"position {position} is outside the recorded answer .5 to 7."):
             replay.choose(np.zeros(4, np.float32), position)

@@ -10,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.runtime.sampling import Sampler, SamplingParams
-from edgerun.runtime.speculation.backoff import Backoff
+from edgerun.runtime.speculation.backoff import DraftingBalance
 from edgerun.runtime.speculation.drafters.interface import Candidate
 from edgerun.runtime.speculation.drafters.oracle import OracleDrafter
 from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from edgerun.runtime.speculation.growth import Grower
 from edgerun.runtime.speculation.pass_cost import PassCost
-from edgerun.runtime.speculation.speculator import Draft, PassTimes, Round, Speculator
+from edgerun.runtime.speculation.speculator import Draft, Round, RoundTiming, Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
-from edgerun.runtime.speculation.verification import VerifyResult, match
+from edgerun.runtime.speculation.verification import VerifyResult, verify_tree
 from support.adversarial_drafters import NEARLY_FREE, Adversary, FixedCost, eager, listening_to
 
 VOCABULARY = 6
@@ -37,27 +36,27 @@ def verify(text: Sequence[int], draft: Draft, most: int) -> tuple[VerifyResult, 
     logits = np.stack(
         [toy_logits([*text[:-1], *tree.tokens[list(tree.path_to(node))].tolist()]) for node in range(len(tree))]
     )
-    return match(tree, logits, Sampler(SamplingParams(), VOCABULARY), len(text), NOBODY, most), logits
+    return verify_tree(tree, logits, Sampler(SamplingParams(), VOCABULARY), len(text), NOBODY, most), logits
 
 
 def write(speculator: Speculator, text: list[int], count: int, room: int = 10_000) -> list[tuple[Draft, Round | None]]:
     """Let `text` grow by `count` tokens; what was drafted in every round, and its account where there is one."""
-    speculator.follow(text)
+    speculator.reset(text)
     rounds: list[tuple[Draft, Round | None]] = []
     end = len(text) + count
     while len(text) < end:
-        if speculator.resting:
+        if speculator.disabled:
             text.append(int(toy_logits(text).argmax()))
-            speculator.skip(text[-1])
+            speculator.skip_round(text[-1])
             rounds.append((Draft(Tree.anchor_only(0)), None))
             continue
         most = end - len(text)
         draft = speculator.propose(len(text) - 1, most, room)
         if draft.growth is not None:
-            told = [each._text for each in speculator.grower.predictors if isinstance(each, SuffixDrafter)]
+            told = [each._token_ids for each in speculator.drafters if isinstance(each, SuffixDrafter)]
             assert all(known == text for known in told)
         verdict, logits = verify(text, draft, most)
-        one = speculator.observe(draft, verdict, logits, len(text) - 1, PassTimes(0.25))
+        one = speculator.observe(draft, verdict, logits, len(text) - 1, RoundTiming(0.25))
         check(draft, verdict, one, most, room)
         text += verdict.emitted(draft.tree)
         rounds.append((draft, one))
@@ -66,16 +65,16 @@ def write(speculator: Speculator, text: list[int], count: int, room: int = 10_00
 
 def check(draft: Draft, verdict: VerifyResult, one: Round, most: int, room: int) -> None:
     tree = draft.tree
-    assert one.rows == len(tree) == 1 + sum(one.drafted) <= min(16, room)
+    assert one.width == len(tree) == 1 + sum(one.drafted) <= min(16, room)
     assert tree.depths.max() < most
-    assert one.emitted == len(verdict.path) == 1 + sum(one.accepted) <= most
+    assert one.emitted == len(verdict.accepted_path) == 1 + sum(one.accepted) <= most
     assert len(one.candidates) == len(one.drafted) == len(one.accepted) == len(Source)
     for accepted, drafted, grown in zip(one.accepted, one.drafted, one.candidates, strict=True):
         assert 0 <= accepted <= drafted <= grown
     assert one.drafted[Source.ANCHOR] == one.candidates[Source.ANCHOR] == 0
     assert one.drafted_by_depth == tuple(np.bincount(tree.depths)[1:])
     assert sum(one.accepted) <= len(one.drafted_by_depth) <= sum(one.drafted)
-    assert one.expected == (pytest.approx(tree.path_prob.sum(), rel=1e-4) if len(tree) > 1 else 1.0)
+    assert one.expected_tokens == (pytest.approx(tree.path_prob.sum(), rel=1e-4) if len(tree) > 1 else 1.0)
     assert one.target_s == 0.25
     assert one.host_s > 0
     assert (one.draft_passes, one.draft_s, one.note) == (0, 0.0, "")
@@ -110,26 +109,26 @@ def test_predictors_know_the_text_whatever_was_drafted_or_rested(answers: list[t
     speculator = eager(suffix, recycle)
     for start, count in answers:
         if rest:
-            speculator.rest.left = 5
+            speculator.balance.backoff.left = 5
         text = [start, 2]
         write(speculator, text, count)
-        speculator.follow([*text, 3])
+        speculator.reset([*text, 3])
         speculator.propose(len(text), 5, 10)
-        assert suffix._text == [*text, 3]
+        assert suffix._token_ids == [*text, 3]
         assert recycle.state() == 3
 
 
 def test_the_targets_own_logits_are_recycled_along_the_accepted_path_only() -> None:
     recycle = RecyclingDrafter(VOCABULARY)
     drafter = Adversary(lambda done, _: Tree.of([done[-1], 2, 3, 4], [-1, 0, 0, 1], [1.0, 0.9, 0.9, 0.8], [0, 6, 6, 6]))
-    speculator = eager(*listening_to(drafter).grower.predictors, recycle)
-    speculator.follow([5, 1])
+    speculator = eager(*listening_to(drafter).drafters, recycle)
+    speculator.reset([5, 1])
     draft = speculator.propose(1, 9, 9)
     assert len(draft.tree) == 4
     logits = np.random.default_rng(0).standard_normal((4, VOCABULARY)).astype(np.float32)
     two = draft.tree.child(0, 2)
     assert two is not None
-    speculator.observe(draft, VerifyResult((0, two), 5), logits, 1, PassTimes(0.1))
+    speculator.observe(draft, VerifyResult((0, two), 5), logits, 1, RoundTiming(0.1))
     for token, row in ((1, 0), (2, two)):
         assert [candidate.token for candidate in recycle.candidates(token)] == np.argsort(-logits[row])[:3].tolist()
     assert not any(recycle.candidates(token) for token in (0, 3, 4, 5))
@@ -137,36 +136,36 @@ def test_the_targets_own_logits_are_recycled_along_the_accepted_path_only() -> N
 
 def test_one_token_left_or_one_row_of_room_is_a_plain_step() -> None:
     speculator = eager(OracleDrafter([1] * 50, 2))
-    speculator.follow([0, 1])
+    speculator.reset([0, 1])
     for most, room in ((1, 9), (9, 1), (1, 1)):
         draft = speculator.propose(1, most, room)
-        assert (draft.tree.tokens.tolist(), draft.growth, draft.expected) == ([1], None, 1.0)
+        assert (draft.tree.tokens.tolist(), draft.growth, draft.expected_tokens) == ([1], None, 1.0)
     assert len(speculator.propose(1, 3, 9).tree) == 3
     assert len(speculator.propose(1, 9, 3).tree) == 3
 
 
 def test_nothing_is_drafted_where_rows_cost_as_much_as_passes() -> None:
     predictor = OracleDrafter([1] * 100, 2)
-    speculator = Speculator(Grower([predictor]), FixedCost({128: {1: 1.0, 16: 16.5}}))
-    speculator.follow([0, 1])
+    speculator = Speculator([predictor], FixedCost({128: {1: 1.0, 16: 16.5}}))
+    speculator.reset([0, 1])
     for _ in range(20):
         draft = speculator.propose(1, 50, 50)
         assert len(draft.tree) == 1
-        speculator.observe(draft, VerifyResult((0,), 1), np.zeros((1, VOCABULARY), np.float32), 1, PassTimes(1.0))
+        speculator.observe(draft, VerifyResult((0,), 1), np.zeros((1, VOCABULARY), np.float32), 1, RoundTiming(1.0))
     assert speculator.rate == pytest.approx(1.0, rel=1e-3)
 
 
 def test_the_rate_is_that_of_the_tokens_given_and_at_least_that_of_plain_steps() -> None:
     text = [1] * 600
     speculator = eager(OracleDrafter(text, 0))
-    speculator.follow(text[:2])
+    speculator.reset(text[:2])
     zeros = np.zeros((16, VOCABULARY), np.float32)
     for taken in (True, False):
         for _ in range(400):
             draft = speculator.propose(1, 7, 50)
             path = tuple(range(len(draft.tree))) if taken else (0,)
-            speculator.observe(draft, VerifyResult(path, 1), zeros, 1, PassTimes(1.0))
-            speculator.follow(text[:2])
+            speculator.observe(draft, VerifyResult(path, 1), zeros, 1, RoundTiming(1.0))
+            speculator.reset(text[:2])
         assert speculator.rate == pytest.approx(7.0 if taken else 1.0, rel=0.1)
 
 
@@ -179,7 +178,7 @@ class Priced:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def follow(self, tokens: Sequence[int]) -> None:
+    def reset(self, token_ids: Sequence[int]) -> None:
         pass
 
     def append(self, token: int) -> None:
@@ -197,19 +196,19 @@ class Priced:
     def seconds(self, state: int) -> float:
         return self._seconds
 
-    def spent(self) -> float:
+    def take_seconds_spent(self) -> float:
         return 0.125
 
 
 @pytest.mark.parametrize(
-    ("seconds", "again", "note"), [(9.0, 0.0, "draft model not asked"), (0.0, 0.0, ""), (0.0, 0.5, "a near-tie")]
+    ("seconds", "again", "note"), [(9.0, 0.0, "draft model not run"), (0.0, 0.0, ""), (0.0, 0.5, "near tie")]
 )
 def test_a_round_tells_why_nothing_was_drafted(seconds: float, again: float, note: str) -> None:
-    speculator = Speculator(Grower([], Priced(seconds)), FixedCost(NEARLY_FREE))
-    speculator.follow([0, 1])
+    speculator = Speculator([], FixedCost(NEARLY_FREE), model=Priced(seconds))
+    speculator.reset([0, 1])
     draft = speculator.propose(1, 9, 9)
     logits = np.zeros((len(draft.tree), VOCABULARY), np.float32)
-    one = speculator.observe(draft, VerifyResult((0,), 1), logits, 1, PassTimes(0.25, again, 0.0625))
+    one = speculator.observe(draft, VerifyResult((0,), 1), logits, 1, RoundTiming(0.25, again, 0.0625))
     assert one.note.startswith(note)
     assert bool(one.note) == bool(note)
     assert (one.draft_passes > 0) == (seconds == 0)
@@ -221,62 +220,64 @@ def test_a_round_tells_why_nothing_was_drafted(seconds: float, again: float, not
 
 def test_passes_refine_the_step_cost() -> None:
     cost = PassCost(NEARLY_FREE)
-    speculator = Speculator(Grower([OracleDrafter([1] * 300, 2)]), cost)
-    speculator.follow([0, 1])
+    speculator = Speculator([OracleDrafter([1] * 300, 2)], cost)
+    speculator.reset([0, 1])
     for _ in range(40):
         draft = speculator.propose(1, 9, 9)
         speculator.observe(
-            draft, VerifyResult((0,), 1), np.zeros((len(draft.tree), VOCABULARY), np.float32), 1, PassTimes(2.0)
+            draft, VerifyResult((0,), 1), np.zeros((len(draft.tree), VOCABULARY), np.float32), 1, RoundTiming(2.0)
         )
-        speculator.follow([0, 1])
+        speculator.reset([0, 1])
     assert cost.observed == 40
     assert cost.seconds(1, 100) == pytest.approx(2.0, rel=0.01)
 
 
-def rested(rest: Backoff, balance: Callable[[], float], rounds: int) -> list[tuple[int, int]]:
-    """(rounds of drafting, plain rounds) in turn, over that many rounds of drafting."""
-    spells, drafted = [], 0
+def spells(drafting: DraftingBalance, balance: Callable[[], float], rounds: int) -> list[tuple[int, int]]:
+    """(rounds of drafting, rounds of the wait after them) in turn, over that many rounds of drafting."""
+    found, drafted = [], 0
     for _ in range(rounds):
-        assert rest.left == 0
+        assert drafting.backoff.left == 0
         drafted += 1
-        rest.observe(balance())
-        if rest.left:
-            spells.append((drafted, rest.left))
-            rest.left = drafted = 0
-    return spells
+        drafting.observe(balance())
+        if drafting.backoff.left:
+            found.append((drafted, drafting.backoff.left))
+            drafting.backoff.cancel()
+            drafted = 0
+    return found
 
 
-def test_drafting_that_does_not_pay_rests_for_waits_that_double_up_to_a_limit() -> None:
+def test_drafting_that_does_not_pay_is_disabled_for_waits_that_double_up_to_a_limit() -> None:
     waits = [min(32 * 2**turn, 4096) for turn in range(10)]
-    assert rested(Backoff(), lambda: -0.01, 80) == [(8, wait) for wait in waits]
+    assert spells(DraftingBalance(), lambda: -0.01, 80) == [(8, wait) for wait in waits]
 
 
-def test_hopeless_drafting_rests_sooner_and_longer() -> None:
-    assert rested(Backoff(), lambda: -0.5, 18) == [(3, 256), (3, 512), (3, 1024), (3, 2048), (3, 4096), (3, 4096)]
+def test_hopeless_drafting_is_disabled_sooner_and_longer() -> None:
+    waits = (256, 512, 1024, 2048, 4096, 4096)
+    assert spells(DraftingBalance(), lambda: -0.5, 18) == [(3, wait) for wait in waits]
 
 
-def test_drafting_that_pays_never_rests_and_forgets_long_waits() -> None:
-    rest = Backoff()
-    assert rested(rest, lambda: 0.0, 500) == rested(rest, lambda: 0.3, 500) == []
-    rest = Backoff()
-    assert [wait for _, wait in rested(rest, lambda: -0.05, 24)] == [32, 64, 128]
-    assert rested(rest, lambda: 0.1, 40) == []
-    assert rested(rest, lambda: -0.05, 200)[0][1] == 32
+def test_drafting_that_pays_is_never_disabled_and_resets_the_waits() -> None:
+    drafting = DraftingBalance()
+    assert spells(drafting, lambda: 0.0, 500) == spells(drafting, lambda: 0.3, 500) == []
+    drafting = DraftingBalance()
+    assert [wait for _, wait in spells(drafting, lambda: -0.05, 24)] == [32, 64, 128]
+    assert spells(drafting, lambda: 0.1, 40) == []
+    assert spells(drafting, lambda: -0.05, 200)[0][1] == 32
 
 
-def test_one_bad_round_among_good_ones_is_no_reason_to_rest() -> None:
+def test_one_bad_round_among_good_ones_does_not_disable_drafting() -> None:
     balances = iter([*[0.2] * 30, -3.0, *[0.2] * 30])
-    assert rested(Backoff(), lambda: next(balances), 61) == []
+    assert spells(DraftingBalance(), lambda: next(balances), 61) == []
 
 
-def test_a_resting_speculator_drafts_again_after_its_wait() -> None:
+def test_a_disabled_speculator_drafts_again_after_its_wait() -> None:
     speculator = eager(OracleDrafter(plain([0, 1], 60)[2:], 2))
-    speculator.rest.left = 10
+    speculator.balance.backoff.left = 10
     text = [0, 1]
     rounds = write(speculator, text, 60)
     assert text == plain([0, 1], 60)
     assert [one is None for _, one in rounds[:12]] == [True] * 10 + [False] * 2
-    # The predictor was told what it missed.
+    # The drafter was given the tokens of the plain rounds.
     assert rounds[10][1].emitted == 16
 
 
@@ -285,13 +286,13 @@ def test_a_resting_speculator_wakes_where_the_text_repeats_itself_if_listening_i
     pass_s: float, wakes: bool
 ) -> None:
     cost = FixedCost({128: {1: pass_s, 2: 2 * pass_s}})
-    speculator = Speculator(Grower([SuffixDrafter()]), cost)
-    speculator.follow(list(range(40)))
+    speculator = Speculator([SuffixDrafter()], cost)
+    speculator.reset(list(range(40)))
     draft = speculator.propose(39, 10, 10)
-    speculator.observe(draft, VerifyResult((0,), 40), np.zeros((1, 60), np.float32), 39, PassTimes(pass_s))
-    speculator.rest.left = 1000
+    speculator.observe(draft, VerifyResult((0,), 40), np.zeros((1, 60), np.float32), 39, RoundTiming(pass_s))
+    speculator.balance.backoff.left = 1000
     for token in (50, 3, 4, 5):
-        speculator.skip(token)
-        assert speculator.resting
-    speculator.skip(6)
-    assert speculator.resting is not wakes
+        speculator.skip_round(token)
+        assert speculator.disabled
+    speculator.skip_round(6)
+    assert speculator.disabled is not wakes

@@ -16,7 +16,7 @@ from edgerun.edge.cli.main import main
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.pairing import find_draft, name_draft
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.draft_loading import load_own_draft
+from edgerun.runtime.speculation.draft_loading import load_layer_skip_draft
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 
 pytest.importorskip("onnx", reason="needs the export extra")
@@ -54,8 +54,8 @@ def engine(pair: Path) -> Iterator[Engine]:
     """An engine to which every guess of the draft's is worth its price."""
     with edgerun.load(pair, threads=1, cache=False) as engine:
         drafter_pool = engine.model.drafters
-        drafter_pool._cost = FixedCost(NEARLY_FREE)
-        drafter_pool._drafting = drafter_pool._make_drafting(drafter_pool._cost, trees=True)
+        drafter_pool._pass_cost = FixedCost(NEARLY_FREE)
+        drafter_pool._make_drafters()
         drafter_pool._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
         yield engine
 
@@ -92,8 +92,8 @@ def test_it_reads_tokens_that_its_head_lacks_and_says_the_targets(engine: Engine
     wanted = bound.forward(np.array(text), logits_for=np.arange(len(text)))
     said = 0
     for end in range(10, len(text)):
-        model.follow(text[:end])
-        (candidate,) = model.likely((), 1).tokens
+        model.reset(text[:end])
+        (candidate,) = model.top_tokens((), 1).tokens
         best = max(kept, key=lambda token: wanted[end - 1, token])
         assert candidate == best
         said += candidate == wanted[end - 1].argmax()
@@ -127,14 +127,16 @@ def own_guesses(folder: Path) -> np.ndarray:
     with edgerun.load(folder, cache=False) as llm:
         found = find_draft(llm.bundle)
         assert found is not None
-        draft = load_own_draft(found, llm.model.drafters._draft_config, llm.bundle, llm.graph_io, 64, cache=False)
+        draft = load_layer_skip_draft(
+            found, llm.model.drafters._draft_config, llm.bundle, llm.graph_io, 64, cache=False
+        )
         arena = llm.model._graph.arena(64)
         llm.model._graph.bind(arena).forward(text)
         arena.commit(text.size)
         draft.attach(arena)
         rows = []
         for end in range(1, 6):
-            draft.follow(text[:end].tolist())
+            draft.reset(text[:end].tolist())
             rows.append(draft.logits(()))
         return np.stack(rows)
 

@@ -24,7 +24,7 @@ SAMPLED = GenerateOptions(max_tokens=40, temperature=0.8, top_k=40, top_p=0.95, 
 @pytest.fixture(scope="module")
 def engine(tiny_bundle: Path) -> Iterator[Engine]:
     with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
-        engine.model.drafters._cost = FixedCost(NEARLY_FREE)
+        engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
         yield engine
 
 
@@ -71,7 +71,7 @@ def test_the_rounds_add_up_to_the_account(engine: Engine) -> None:
     assert len(stats.rounds) == stats.decode_passes
     rounds = [one for one in stats.rounds if one is not None]
     resting = len(stats.rounds) - len(rounds)
-    assert sum(one.rows - 1 for one in rounds) == stats.drafted
+    assert sum(one.width - 1 for one in rounds) == stats.drafted
     assert sum(sum(one.accepted) for one in rounds) == stats.accepted
     assert sum(one.emitted for one in rounds) + resting + 1 == stats.completion_tokens
     assert engine.generate("in the", max_tokens=5).stats.rounds == ()
@@ -191,7 +191,7 @@ def test_a_conversation_saved_after_a_stop_within_a_span_can_be_resumed(engine: 
 def test_the_context_ends_an_answer_where_it_ends_plain_ones(tiny_bundle: Path) -> None:
     for context in (12, 13, 20, 33):
         with edgerun.load(tiny_bundle, threads=1, cache=False, context=context) as engine:
-            engine.model.drafters._cost = FixedCost(NEARLY_FREE)
+            engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
             for options in (GenerateOptions(raw=True), SAMPLED.changed({"raw": True, "seed": 3, "max_tokens": None})):
                 for prompt in ("the the", "of the and the "):
                     plain = engine.generate(prompt, options, speculation=OFF)

@@ -109,15 +109,15 @@ def check_counts(steps: list[Step]) -> None:
         if one is None:
             assert len(step.tokens) <= 1
             continue
-        assert one.rows == 1 + sum(one.drafted)
+        assert one.width == 1 + sum(one.drafted)
         assert sum(one.drafted_by_depth) == sum(one.drafted)
         assert all(accepted <= drafted for accepted, drafted in zip(one.accepted, one.drafted, strict=True))
         assert all(drafted <= grown for drafted, grown in zip(one.drafted, one.candidates, strict=True))
         assert one.emitted == step.produced == sum(one.accepted) + 1
         assert sum(one.accepted) <= len(one.drafted_by_depth)
         assert step.target_passes >= 1
-        assert 1 <= one.expected <= one.rows
-        assert one.rows <= 16
+        assert 1 <= one.expected_tokens <= one.width
+        assert one.width <= 16
         assert min(one.draft_s, one.target_s, one.host_s) >= 0
 
 
@@ -206,7 +206,7 @@ def test_what_the_target_chose_is_what_is_recycled(graph: GraphSession, epsilon:
     text = [*prompt, *plain(graph, prompt, GREEDY, limits)]
     recycle, bound, sampler = RecyclingDrafter(VOCABULARY), bind(graph), Sampler(GREEDY, VOCABULARY)
     oracle = listening_to(adversaries(text, VOCABULARY, EOS)["nearly right"])
-    speculator = eager(*oracle.grower.predictors, recycle)
+    speculator = eager(*oracle.drafters, recycle)
     near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)
     done, chosen = list(prompt), dict[int, int]()
     for step in decode(bound, prompt, sampler, limits, speculator, near_ties):
@@ -251,7 +251,7 @@ def test_guesses_that_never_come_true_are_given_up(graph: GraphSession) -> None:
         bind(graph), prompt, GREEDY, limits, listening_to(adversaries(text, VOCABULARY, EOS)["always wrong"])
     )
     assert tokens_of(steps) == text[len(prompt) :]
-    early, late = (sum(step.round.rows for step in part if step.round) for part in (steps[1:41], steps[-40:]))
+    early, late = (sum(step.round.width for step in part if step.round) for part in (steps[1:41], steps[-40:]))
     assert late < early
 
 
@@ -370,5 +370,5 @@ def test_a_graph_without_a_mask_is_given_chains_only(
             speculator = listening_to(adversaries([*prompt, *expected], VOCABULARY, EOS)[name], trees=False)
             steps = steps_of(bind(chains), prompt, params, limits, speculator)
             assert tokens_of(steps) == expected
-            assert max(step.round.rows for step in steps if step.round) > 1
+            assert max(step.round.width for step in steps if step.round) > 1
             assert all(set(step.round.drafted_by_depth) <= {1} for step in steps if step.round)

@@ -20,7 +20,7 @@ def cells(mixer: Mixer, source: Source) -> list[tuple[int, int]]:
     """All evidence a source can give: for the token it guesses, and against others."""
     buckets = range(len(PRIORS[source]))
     return [(int(source), bucket) for bucket in buckets] + [
-        (int(source), mixer.against(source, bucket)) for bucket in buckets
+        (int(source), mixer.objection_cell(source, bucket)) for bucket in buckets
     ]
 
 
@@ -29,7 +29,7 @@ def test_before_anything_is_learned_a_source_alone_is_worth_its_prior() -> None:
     for source, shares in PRIORS.items():
         for bucket, share in enumerate(shares):
             assert mixer.predict([(source, bucket)]).probability == pytest.approx(share)
-            assert mixer.share(source, bucket) == pytest.approx(share)
+            assert mixer.acceptance_rate(source, bucket) == pytest.approx(share)
     # Cells against a token are cells of their own.
     assert len({cell for _, cell in cells(mixer, A)}) == 6
 
@@ -45,8 +45,8 @@ def test_a_bucket_becomes_the_share_of_its_guesses_that_come_true(frequency: flo
         mixer.learn(prediction, draw.random() < frequency)
     assert sum(seen[-2000:]) / 2000 == pytest.approx(frequency, abs=0.03)
     # The other buckets know nothing of it.
-    assert mixer.share(A, 1) == pytest.approx(0.5)
-    assert mixer.share(B, 0) == pytest.approx(0.3)
+    assert mixer.acceptance_rate(A, 1) == pytest.approx(0.5)
+    assert mixer.acceptance_rate(B, 0) == pytest.approx(0.3)
 
 
 def test_text_that_changes_is_learned_anew() -> None:
@@ -54,7 +54,7 @@ def test_text_that_changes_is_learned_anew() -> None:
     for frequency in (0.9, 0.1, 0.9):
         for _ in range(3000):
             mixer.learn(mixer.predict([(A, 1)]), draw.random() < frequency)
-        assert mixer.share(A, 1) == pytest.approx(frequency, abs=0.07)
+        assert mixer.acceptance_rate(A, 1) == pytest.approx(frequency, abs=0.07)
 
 
 def test_two_independent_sources_that_agree_are_worth_more_than_either() -> None:
@@ -70,8 +70,8 @@ def test_two_independent_sources_that_agree_are_worth_more_than_either() -> None
             agreed.append((prediction.probability, first))
         else:
             for evidence, right in (
-                ([(A, 0), (B, mixer.against(B, 0))], first),
-                ([(A, mixer.against(A, 0)), (B, 0)], second),
+                ([(A, 0), (B, mixer.objection_cell(B, 0))], first),
+                ([(A, mixer.objection_cell(A, 0)), (B, 0)], second),
             ):
                 prediction = mixer.predict(evidence)
                 mixer.learn(prediction, right)
@@ -131,7 +131,7 @@ def test_probabilities_lie_between_0_and_1_whatever_comes(priors, data) -> None:
         evidence = []
         for source in speaking:
             bucket = data.draw(st.integers(0, len(priors[source]) - 1))
-            evidence.append((source, mixer.against(source, bucket) if data.draw(st.booleans()) else bucket))
+            evidence.append((source, mixer.objection_cell(source, bucket) if data.draw(st.booleans()) else bucket))
         prediction = mixer.predict(evidence)
         assert 0 < prediction.probability < 1
         for _ in range(data.draw(st.sampled_from([1, 50]))):
@@ -145,7 +145,7 @@ def test_a_hundred_thousand_spiteful_outcomes_overflow_nothing(outcome: str) -> 
     combinations = [
         [(A, 1), (B, 1), (C, 1)],
         [(A, 0), (B, 0), (C, 0)],
-        [(A, 1), (B, mixer.against(B, 1)), (C, mixer.against(C, 0))],
+        [(A, 1), (B, mixer.objection_cell(B, 1)), (C, mixer.objection_cell(C, 0))],
     ]
     for step in range(100_000):
         prediction = mixer.predict(combinations[step % 3])

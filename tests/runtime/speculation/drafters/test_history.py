@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgerun.models.lock import locked
-from edgerun.runtime.speculation.drafters.evidence import EARLIER_TEXTS, Agreement, bucket
+from edgerun.runtime.speculation.drafters.evidence import EARLIER_CONVERSATIONS, Agreement, bucket
 from edgerun.runtime.speculation.drafters.history import HistoryDrafter
 from edgerun.runtime.speculation.drafters.history_index import NEIGHBOURS, REACH, Covered, HistoryIndex, encode
 from edgerun.runtime.speculation.drafters.history_store import HistoryStore
@@ -28,7 +28,7 @@ SEQUENCES = st.lists(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), max_
 APPEND = """
 import sys
 from pathlib import Path
-from edgerun.runtime.draft.history_store import HistoryStore
+from edgerun.runtime.speculation.drafters.history_store import HistoryStore
 folder, process, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 store = HistoryStore(folder, 1 << 20, print)
 print("ready", flush=True)
@@ -298,7 +298,7 @@ def test_a_damaged_index_is_left_aside(sequences: list[list[int]], bit: int, tex
             file.write(bytes([data[at] ^ 1 << bit % 8]))
         predictor = HistoryDrafter(store, VOCABULARY)
         for size in range(len(text) + 1):
-            predictor.follow(text[:size])
+            predictor.reset(text[:size])
             assert all(0 <= candidate.token < VOCABULARY for candidate in predictor.candidates(predictor.state()))
         # Damage that is there when it is opened.
         warnings: list[str] = []
@@ -364,7 +364,7 @@ def with_history(folder: Path, *sequences: list[int]) -> HistoryDrafter:
 
 def test_a_guess_is_what_followed_the_longest_match(tmp_path: Path) -> None:
     made: Drafter = with_history(tmp_path, [1, 2, 3, 4, 5], [9, 3, 8], [2, 3, 6])
-    made.follow([7, 1, 2, 3])
+    made.reset([7, 1, 2, 3])
     assert made.candidates(made.state()) == [
         Candidate(4, bucket(3, Agreement.ONCE, 0)),
         Candidate(6, bucket(2, Agreement.SPLIT, 1)),
@@ -403,11 +403,11 @@ def test_the_state_is_the_end_of_the_text(text: list[int]) -> None:
     with TemporaryDirectory() as place:
         store = HistoryStore(Path(place), LEAST, unexpected)
         whole, grown = HistoryDrafter(store, 10), HistoryDrafter(store, 10)
-        whole.follow(text)
+        whole.reset(text)
         for token in text:
             ahead = grown.after(grown.state(), token)
             grown.append(token)
             assert grown.state() == ahead
         assert grown.state() == whole.state() == tuple(text[-REACH:])
         assert grown.candidates(grown.state()) == []
-        assert len(grown.prior) == len(EARLIER_TEXTS)
+        assert len(grown.prior) == len(EARLIER_CONVERSATIONS)
