@@ -54,51 +54,27 @@ def show_rounds(rounds: Sequence[Round | None], graph_io: GraphIO) -> None:
     console.print(table)
 
 
-<<<<<<< HEAD
 def _kind(round_: Round | None) -> str | None:
     """Why a plain round drafted nothing; None for a round that gets a line of its own."""
     if round_ is None:
         return "plain: drafting is disabled for a while, because it cost more than it gained"
-    if round_.rows == 1 and not any(round_.candidates) and not round_.draft_passes:
+    if round_.width == 1 and not any(round_.candidates) and not round_.draft_passes:
         return f"plain: {round_.note or 'no candidates'}"
     return None
 
 
 def _cells(round_: Round) -> tuple[str, ...]:
     note = round_.note
-    if round_.rows == 1 and not note:
+    if round_.width == 1 and not note:
         note = "no candidate is worth its cost"
     return (
         _sources(round_.candidates),
-        f"{round_.expected:.2f}",
-        str(round_.rows),
-        f"{sum(round_.accepted)}/{round_.rows - 1} {_sources(round_.accepted)}".strip() if round_.rows > 1 else "",
+        f"{round_.expected_tokens:.2f}",
+        str(round_.width),
+        f"{sum(round_.accepted)}/{round_.width - 1} {_sources(round_.accepted)}".strip() if round_.width > 1 else "",
         f"{round_.draft_s * 1e3:.2f}" if round_.draft_passes else "",
         f"{round_.target_s * 1e3:.2f}",
         f"{round_.host_s * 1e3:.2f}",
-=======
-def _kind(one: Round | None) -> str | None:
-    """What rounds that can be told together have in common; None for a round with something of its own."""
-    if one is None:
-        return "plain: drafting rests, it promises less than it costs"
-    if one.width == 1 and not any(one.candidates) and not one.draft_passes:
-        return f"plain: {one.note or 'no candidates'}"
-    return None
-
-
-def _cells(one: Round) -> tuple[str, ...]:
-    note = one.note
-    if one.width == 1 and not note:
-        note = "no guess pays for its row"
-    return (
-        _sources(one.candidates),
-        f"{one.expected_tokens:.2f}",
-        str(one.width),
-        f"{sum(one.accepted)}/{one.width - 1} {_sources(one.accepted)}".strip() if one.width > 1 else "",
-        f"{one.draft_s * 1e3:.2f}" if one.draft_passes else "",
-        f"{one.target_s * 1e3:.2f}",
-        f"{one.host_s * 1e3:.2f}",
->>>>>>> 77faaeb (Drafting in two classes: DrafterPool hands out Speculators; one backoff; plain names)
         note,
     )
 

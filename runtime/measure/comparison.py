@@ -180,35 +180,20 @@ class Comparison:
     def _speculators(
         self, prompt: Sequence[int], plain: Answer, sampling: SamplingParams
     ) -> list[tuple[str, Speculator]]:
-<<<<<<< HEAD
         """Create speculators by name: new ones, which have neither learned nor disabled anything yet."""
         oracle = OracleDrafter(plain.token_ids, len(prompt))
         hiding = TreeDrafter(_HidingProposer(plain.token_ids, len(prompt), self._engine.graph_io.vocab_size))
         speculators = [
-            ("oracle", self._unpruned(Grower([oracle]))),
-            ("oracle tree", self._unpruned(Grower([hiding]))),
+            ("oracle", self._unpruned([oracle])),
+            ("oracle tree", self._unpruned([hiding])),
         ]
         auto = self._engine.model.drafters.speculator(GenerationRequest((), sampling), self._bound.arena)
         if auto is not None:
-            speculators.append(("auto", self._unpruned(auto.grower)))
+            speculators.append(("auto", self._unpruned(auto.drafters, auto.model)))
         return speculators
 
-    def _unpruned(self, grower: Grower) -> Speculator:
-        recycle = next((each for each in grower.predictors if isinstance(each, RecyclingDrafter)), None)
-        return Speculator(grower, _ConstantPassCost(_EQUAL_COST), trees=self._trees, recycle=recycle)
-=======
-        """By name, new ones: what was learned from another text, or laid to rest, would be missing here."""
-        foreseen = OracleDrafter(plain.tokens, len(prompt))
-        hidden = TreeDrafter(_Hidden(plain.tokens, len(prompt), self._engine.graph_io.vocab_size))
-        made = [("foreseen", self._eager([foreseen])), ("hidden", self._eager([hidden]))]
-        auto = self._engine.model.drafters.speculator(GenerationRequest((), params), self._bound.arena)
-        if auto is not None:
-            made.append(("auto", self._eager(auto.drafters, auto.model)))
-        return made
-
-    def _eager(self, drafters: Sequence[Drafter], model: CostlyDrafter | None = None) -> Speculator:
-        return Speculator(drafters, _FreeRows(_ROWS_FREE), model=model, trees=self._trees)
->>>>>>> 77faaeb (Drafting in two classes: DrafterPool hands out Speculators; one backoff; plain names)
+    def _unpruned(self, drafters: Sequence[Drafter], model: CostlyDrafter | None = None) -> Speculator:
+        return Speculator(drafters, _ConstantPassCost(_EQUAL_COST), model=model, trees=self._trees)
 
     def _decode(
         self, prompt: Sequence[int], sampling: SamplingParams, speculator: Speculator | None, epsilon: float | None
@@ -222,14 +207,8 @@ class Comparison:
         return Answer(
             tuple(token for step in steps for token in step.tokens),
             steps[-1].finish is FinishReason.STOP,
-<<<<<<< HEAD
             DraftCounts(sum(sum(each.drafted) for each in rounds), sum(sum(each.accepted) for each in rounds)),
-            0 if near_ties is None else near_ties.rows,
-=======
-            sum(sum(each.drafted) for each in rounds),
-            sum(sum(each.accepted) for each in rounds),
             0 if near_ties is None else near_ties.passes,
->>>>>>> 77faaeb (Drafting in two classes: DrafterPool hands out Speculators; one backoff; plain names)
         )
 
     def _rewind(self, prompt: Sequence[int]) -> None:

@@ -128,13 +128,13 @@ def test_a_text_that_differs_where_the_choice_was_clear_fails(
     """A verification that accepts a wrong token now and then."""
     from edgerun.runtime.speculation import speculator as speculate
 
-    match = speculate.match
+    verify = speculate.verify_tree
 
     def careless(tree: Any, logits: Any, sampler: Any, position: int, ends: Any, most: int) -> Any:
-        result = match(tree, logits, sampler, position, ends, most)
+        result = verify(tree, logits, sampler, position, ends, most)
         return dataclasses.replace(result, next_token=(result.next_token + 1) % 300) if position > 14 else result
 
-    monkeypatch.setattr(speculate, "match", careless)
+    monkeypatch.setattr(speculate, "verify_tree", careless)
     with edgerun.load(tiny_bundle) as engine:
         exactness_report = Comparison(engine, 24).report([TEXTS[0][:9]], lambda _: None)
     assert not exactness_report.passed
