@@ -55,7 +55,7 @@ class BenchConditions:
         """The draft model and its head in words; empty without a draft model."""
         if not self.draft:
             return ""
-        return self.draft if self.draft_head is None else f"{self.draft} with a head of {self.draft_head} tokens"
+        return self.draft if self.draft_head is None else f"{self.draft} (head of {self.draft_head} tokens)"
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class TurnRange:
             turns = cls(int(first), int(last) if last else None if dash else int(first))
             if 1 <= turns.first <= (turns.last or turns.first):
                 return turns
-        raise InputError(f"turns is {text!r}", "it must be all, a number such as 2, or a range such as 1-2 or 2-")
+        raise InputError(f"--turns is {text!r}", "give all, a number such as 2, or a range such as 1-2 or 2-")
 
     def __contains__(self, turn: int) -> bool:
         return self.first <= turn <= (self.last or turn)

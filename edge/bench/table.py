@@ -17,8 +17,8 @@ _MAX_DEPTH: Final = 8
 def show(console: Console, result: BenchResult) -> None:
     """Print the tables and notes of a measurement."""
     conditions = result.conditions
-    draft = f", draft {conditions.draft_shown}" if conditions.draft else ""
-    console.print(f"[bold]{conditions.model}[/bold]{draft}, {conditions.device}; {conditions.source}")
+    draft = f" with draft model {conditions.draft_shown}" if conditions.draft else ""
+    console.print(f"[bold]{conditions.model}[/bold]{draft} on {conditions.device}: {conditions.source}")
     for mode in result.modes:
         console.print(_categories(mode))
     if len(result.modes) > 1:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...models.bundle import Bundle
+from ...models.hub.local_store import in_bytes
 from ...models.manifest import WeightFormat
 from ...models.pairing import find_draft
 from ...runtime.engine import Engine
@@ -20,6 +21,7 @@ from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.exactness import EXACTNESS_REPORTS
 from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS
+from ..terminal.output import figures_text
 from ..terminal.plan_table import plan_table
 from .shared_options import AsJson, Debug, ModelArgument, ModelOptions, Tokenizer
 from .tune import context_label, describe_cost
@@ -49,7 +51,7 @@ def inspect(
     table.add_column(overflow="fold")
     for name, value in facts.items():
         if name != "quantization_plan":  # shown as a table of its own
-            table.add_row(name.replace("_", " "), _FORMATTERS.get(name, _formatted)(value))
+            table.add_row(name.replace("_", " "), _FORMATTERS.get(name, _formatted)(value) or "-")
     console = Console(highlight=False)
     console.print(table)
     manifest = engine.bundle.manifest
@@ -165,8 +167,6 @@ def _exactness(described: Mapping[str, Any] | None) -> str:
 
 
 def _formatted(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_formatted(part)}" for key, part in value.items()) or "-"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool):
@@ -176,7 +176,36 @@ def _formatted(value: Any) -> str:
     return "-" if value in (None, "") else str(value)
 
 
+def _counts_text(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.items())
+
+
+def _files_text(files: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {in_bytes(size)}" for name, size in files.items())
+
+
+def _draft_text(draft: Mapping[str, Any] | None) -> str:
+    if draft is None:
+        return "none"
+    parts = [str(draft["name"])]
+    if "bytes" in draft:
+        parts.append(in_bytes(draft["bytes"]))
+    if "skips" in draft:
+        parts.append(f"the model itself without {draft['skips']}")
+    if "weights" in draft:
+        parts.append(f"weights {_counts_text(draft['weights'])}")
+    if "head_tokens" in draft:
+        parts.append(f"a head of {draft['head_tokens']} tokens")
+    return ", ".join(parts)
+
+
 _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
+    "weights": _counts_text,
+    "methods": _counts_text,
+    "quality": figures_text,
+    "parity": figures_text,
+    "files": _files_text,
+    "draft": _draft_text,
     "calibration": _calibration,
     "pass_costs": _pass_costs,
     "exactness": _exactness,

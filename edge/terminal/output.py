@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -11,6 +12,15 @@ from ...runtime.result import Reply, Stats
 from ...runtime.speculation.choice import Speculation
 
 _CONTROLS: Final = {code: "\ufffd" for code in [*range(32), 127, *range(0x80, 0xA0)] if chr(code) not in "\n\t"}
+
+
+_FIGURE_NAMES: Final = {
+    "max_abs_diff": "largest logit difference",
+    "mean_kl": "mean KL",
+    "p99_kl": "99th percentile KL",
+    "top1_agreement": "top-1 agreement",
+    "float_perplexity": "float perplexity",
+}
 
 
 def for_terminal(text: str) -> str:
@@ -44,6 +54,11 @@ def stats_line(stats: Stats, load_s: float | None = None) -> str:
     if load_s is not None:
         parts.append(f"loaded in {load_s * 1e3:.0f} ms")
     return ", ".join(parts)
+
+
+def figures_text(figures: Mapping[str, float]) -> str:
+    """The figures of a model's quality in words, such as `mean KL 0.0012`."""
+    return ", ".join(f"{_FIGURE_NAMES.get(name, name)} {value:.4g}" for name, value in figures.items())
 
 
 def reply_json(reply: Reply, engine: Engine, speculation: Speculation, load_s: float) -> dict[str, Any]:

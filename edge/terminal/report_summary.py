@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from .output import figures_text
 from .plan_table import plan_table
 
 if TYPE_CHECKING:
     from ...export import ExportResult
     from ...export.report import ModelReport
 
-_PARITY: Final = {
-    "max_abs_diff": "largest logit difference",
-    "mean_kl": "mean KL",
-    "top1_agreement": "top-1 agreement",
-}
-
 
 def show_export(console: Console, result: ExportResult) -> None:
     """Print the figures of an export, and the notes it left."""
     size = sum(result.file_bytes.values()) / 1e6
-    parity = ", ".join(f"{_PARITY.get(name, name)} {value:.3g}" for name, value in result.parity.as_mapping().items())
     _line(
         console, f"{result.bundle}: {size:.1f} MB, {result.bits_per_weight:.2f} bits per weight, {result.seconds:.1f} s"
     )
-    _line(console, f"compared with the reference: {parity}")
+    _line(console, f"compared with the reference: {figures_text(result.parity.as_mapping())}")
     if result.report is not None:
         show_report(console, result.report)
     for note in result.notes:

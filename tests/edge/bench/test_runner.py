@@ -166,7 +166,7 @@ def test_turn_ranges(text: str, inside: tuple[int, ...], outside: tuple[int, ...
 
 @pytest.mark.parametrize("text", ["", "0", "-", "-2", "2-1", "1-2-3", "two", "²", "1.5", "999999999999"])
 def test_bad_turn_ranges(text: str) -> None:
-    with pytest.raises(InputError, match="it must be all, a number such as 2"):
+    with pytest.raises(InputError, match="give all, a number such as 2"):
         TurnRange.parse(text)
 
 
@@ -178,7 +178,7 @@ def test_bad_usage_is_a_one_line_error(tiny_bundle: Path, tmp_path: Path, capsys
     assert "--turns 2 selects no turn of prompts.jsonl" in refused(
         capsys, tiny_bundle, "--prompts", path, "--turns", "2"
     )
-    assert "it must be all" in refused(capsys, tiny_bundle, "--turns", "two")
+    assert "give all, a number" in refused(capsys, tiny_bundle, "--turns", "two")
     assert "'magic' is unknown" in refused(capsys, tiny_bundle, "--spec", "magic")
     assert "end the name in .html or .png" in refused(capsys, tiny_bundle, "--report", tmp_path / "report.pdf")
     assert "cannot be read" in refused(capsys, tiny_bundle, "--prompts", tmp_path / "nothing")

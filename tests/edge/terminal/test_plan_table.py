@@ -91,5 +91,5 @@ def test_inspect_prints_the_plan_and_the_calibration(
     assert main(["inspect", str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "written by the model: 900 tokens, 100 held out, AWQ scaling" in shown
-    assert "mean_kl 0.125" in shown
+    assert "mean KL 0.125" in shown
     assert "layer 1" in shown
