@@ -104,11 +104,11 @@ def _show(engine: Engine, report: ExactnessReport, prompts: Sequence[str]) -> No
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     widths = ", ".join(f"{width}: {value:.2g}" for width, value in noise.chains.items())
-    leak = "do not affect each other" if not noise.leak else f"change tokens that must not see them by {noise.leak:.2g}"
-    table.add_row("wider passes", f"change logits by at most (tokens of a pass: logits) {widths}")
-    table.add_row("token trees", f"change logits by at most {noise.trees:.2g}")
-    table.add_row("last cache bits", f"change logits by at most {noise.perturbed:.2g} if perturbed")
-    table.add_row("logits", f"have a standard deviation of {noise.spread:.2g}")
+    leak = "do not affect each other" if not noise.leak else f"change logits of other branches by {noise.leak:.2g}"
+    table.add_row("wider passes", f"logits differ by at most {widths} (tokens of a pass: difference)")
+    table.add_row("token trees", f"logits differ by at most {noise.trees:.2g}")
+    table.add_row("perturbed cache", f"logits differ by at most {noise.perturbed:.2g} when its last bits change")
+    table.add_row("logits", f"standard deviation {noise.spread:.2g}")
     table.add_row("tree branches", leak)
     for kind, name in _KINDS.items():
         count = getattr(report, kind)
