@@ -1,21 +1,21 @@
-"""Makes exports that other tools write, for tests to open: run by an interpreter that has those tools.
+"""Exports test models with other tools; run by an interpreter that has them.
 
-    python foreign_exports.py optimum|genai TOKENIZER OUT [FAMILY ...]
-    python foreign_exports.py decode FOLDER COUNT ID ...
+    python foreign_export_script.py optimum|genai TOKENIZER OUT [FAMILY ...]
+    python foreign_export_script.py decode FOLDER COUNT ID ...
 
-TOKENIZER is a folder with tokenizer.json and tokenizer_config.json of `VOCABULARY` tokens, token 0 the end of text. For
-each family OUT/<family>/checkpoint gets a seeded random model of transformers, OUT/<family>/greedy.json the tokens that
-transformers continues `PROMPT` with (float32), and beside them lie the exports:
+TOKENIZER is a folder with tokenizer.json and tokenizer_config.json of `VOCABULARY` tokens, where token 0 is the end
+of text. For each family, OUT/<family>/checkpoint gets a seeded random model of transformers, OUT/<family>/greedy.json
+the tokens with which transformers continues `PROMPT` (float32), and OUT/<family> the exports:
 
-- by optimum: `with_past` (one model.onnx), and for families in `LEGACY` the two forms that Optimum wrote before 1.14:
+- by optimum: `with_past` (one model.onnx), and for families in `LEGACY` two variants that Optimum wrote before 1.14:
   `separate` (decoder_model.onnx and decoder_with_past_model.onnx) and `merged` (decoder_model_merged.onnx with
   use_cache_branch);
 - by genai, the model builder of onnxruntime-genai: `fp32` and `int4`, and in int4.json the tokens that
   onnxruntime-genai itself decodes from the latter.
 
-The second form prints the COUNT tokens that onnxruntime-genai continues the given ones with, as JSON.
+The second command prints as JSON the COUNT tokens with which onnxruntime-genai continues the given ones.
 
-This file imports nothing of the project: the interpreters it runs in need not have it.
+This file imports nothing of the project, as the interpreters that run it need not have it.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 }
 """config.json by family; gemma2 attends to the last 32 positions in every other layer."""
 EXPORTERS: Final = {"optimum": tuple(SETTINGS), "genai": ("llama", "qwen2", "gemma2", "phi3")}
-"""Families that each exporter knows."""
+"""Families that each exporter supports."""
 LEGACY: Final = ("llama", "gpt2")
-"""Families that are exported in Optimum's old forms too."""
+"""Families that are also exported in Optimum's old variants."""
 ATTENTION: Final = {"optimum": "sdpa", "genai": "eager"}
-"""Whose tokens are of record. Optimum exports what transformers computes by default, which leaves out the soft cap of
-gemma2's attention; the model builder keeps it, as eager attention does."""
+"""Attention implementation of transformers that gives the expected tokens. Optimum exports the default one, which
+leaves out the soft cap of gemma2's attention; the model builder keeps it, as eager attention does."""
 
 
 def write_checkpoint(folder: Path, family: str, tokenizer: Path) -> None:
-    """A random model of transformers whose greedy tokens are well apart and never the end of text."""
+    """Write a random model of transformers whose greedy tokens have a clear margin and never end the text."""
     import torch
     import transformers
 
@@ -90,7 +90,7 @@ def write_checkpoint(folder: Path, family: str, tokenizer: Path) -> None:
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     with torch.no_grad():
-        # By name, so that two versions of transformers that order them differently make the same model.
+        # Sorted by name, as versions of transformers order the parameters differently.
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=random)
             if weight is table or weight is head:
@@ -109,7 +109,7 @@ def write_checkpoint(folder: Path, family: str, tokenizer: Path) -> None:
 
 
 def greedy_tokens(checkpoint: Path, prompt: list[int], attention: str) -> list[int]:
-    """What transformers continues `prompt` with, with that kind of attention."""
+    """The tokens with which transformers continues `prompt`, with that attention implementation."""
     import torch
     import transformers
 
@@ -123,16 +123,16 @@ def greedy_tokens(checkpoint: Path, prompt: list[int], attention: str) -> list[i
 
 
 def export_with_optimum(folder: Path, prompt: list[int]) -> None:
-    """All forms of `folder`/checkpoint that Optimum writes or wrote."""
+    """Export `folder`/checkpoint in all variants that Optimum writes or wrote."""
     from optimum.exporters.onnx import main_export
 
     main_export(str(folder / "checkpoint"), folder / "with_past", task="text-generation-with-past")
     if folder.name in LEGACY:
-        export_as_before(folder)
+        export_legacy(folder)
 
 
-def export_as_before(folder: Path) -> None:
-    """Optimum's old forms, from what is still there of the code that made them."""
+def export_legacy(folder: Path) -> None:
+    """Export Optimum's old variants, with those of its functions that still exist."""
     from optimum.exporters.onnx import export
     from optimum.exporters.tasks import TasksManager
     from optimum.onnx import merge_decoders
@@ -143,8 +143,8 @@ def export_as_before(folder: Path) -> None:
         "onnx", model=model, task="text-generation", library_name="transformers"
     )
     separate, merged = folder / "separate", folder / "merged"
-    for form in (separate, merged):
-        shutil.copytree(folder / "with_past", form, ignore=shutil.ignore_patterns("*.onnx*"))
+    for variant in (separate, merged):
+        shutil.copytree(folder / "with_past", variant, ignore=shutil.ignore_patterns("*.onnx*"))
     first, following = separate / "decoder_model.onnx", separate / "decoder_with_past_model.onnx"
     export(model, config(model.config, use_past=True, use_past_in_inputs=False), first)
     export(model, config(model.config, use_past=True, use_past_in_inputs=True), following)
@@ -152,7 +152,7 @@ def export_as_before(folder: Path) -> None:
 
 
 def export_with_genai(folder: Path, prompt: list[int]) -> None:
-    """Both precisions of `folder`/checkpoint by the model builder, and its runtime's tokens for int4."""
+    """Export `folder`/checkpoint in both precisions with the model builder, and write its runtime's tokens for int4."""
     from onnxruntime_genai.models.builder import create_model, parse_extra_options
 
     for precision in ("fp32", "int4"):
@@ -165,7 +165,7 @@ def export_with_genai(folder: Path, prompt: list[int]) -> None:
 
 
 def genai_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """What onnxruntime-genai continues `prompt` with, greedily."""
+    """The greedy tokens with which onnxruntime-genai continues `prompt`."""
     import onnxruntime_genai
 
     model = onnxruntime_genai.Model(str(folder))
@@ -179,7 +179,7 @@ def genai_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
 
 
 def main(exporter: str, tokenizer: Path, out: Path, families: tuple[str, ...]) -> None:
-    """Make everything one exporter writes."""
+    """Make all exports of one exporter."""
     import tokenizers
 
     prompt = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode(PROMPT).ids

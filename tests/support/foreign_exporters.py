@@ -1,7 +1,8 @@
-"""Other tools' exports for tests (`foreign_exports`), made once a run by an interpreter that has the tool.
+"""Exports of other tools, made once per test run by an interpreter that has the tool.
 
-That interpreter is what EDGERUN_OPTIMUM_PYTHON or EDGERUN_GENAI_PYTHON names, else the running one where it has the
-packages. EDGERUN_FOREIGN_EXPORTS names a folder that holds what the script made earlier, as OUT/optimum and OUT/genai.
+That interpreter is named by EDGERUN_OPTIMUM_PYTHON or EDGERUN_GENAI_PYTHON, or else the running one if it has the
+packages. EDGERUN_FOREIGN_EXPORTS may name a folder of earlier results of `foreign_export_script`, with the subfolders
+optimum and genai.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ import pytest
 
 from support.foreign_export_script import LEGACY
 
-SCRIPT = Path(__file__).with_name("foreign_exports.py")
+SCRIPT = Path(__file__).with_name("foreign_export_script.py")
 
 
 class Exporter(Enum):
-    """A tool that writes models; the value is its name for the script."""
+    """A tool that exports models; the value is its name in the script."""
 
     OPTIMUM = "optimum"
     GENAI = "genai"
 
     @property
     def interpreter(self) -> str | None:
-        """The Python that has it."""
+        """Path of a Python interpreter that has the tool; None without one."""
         modules = {Exporter.OPTIMUM: ("optimum.onnx",), Exporter.GENAI: ("onnxruntime_genai", "transformers")}[self]
         named = os.environ.get(f"EDGERUN_{self.name}_PYTHON")
         return named or (sys.executable if all(_has(module) for module in modules) else None)
 
-    def forms(self, family: str) -> tuple[str, ...]:
-        """Folders it makes of a family."""
+    def variants(self, family: str) -> tuple[str, ...]:
+        """Names of the exports that it makes of a family."""
         if self is Exporter.GENAI:
             return "fp32", "int4"
         return ("with_past", "separate", "merged") if family in LEGACY else ("with_past",)
@@ -44,22 +45,22 @@ class Exporter(Enum):
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """What one tool made of one family."""
+    """The exports of one family by one tool."""
 
     folder: Path
 
-    def form(self, name: str) -> Path:
-        """The export of that name."""
+    def variant(self, name: str) -> Path:
+        """The folder of the export of that name."""
         return self.folder / name
 
-    def tokens(self, record: str = "greedy") -> list[int]:
-        """The tokens of record after the prompt: transformers' (`greedy`), or onnxruntime-genai's own (`int4`)."""
-        tokens: list[int] = json.loads((self.folder / f"{record}.json").read_text(encoding="utf-8"))
+    def tokens(self, source: str = "greedy") -> list[int]:
+        """The expected tokens after the prompt: those of transformers (`greedy`) or of onnxruntime-genai (`int4`)."""
+        tokens: list[int] = json.loads((self.folder / f"{source}.json").read_text(encoding="utf-8"))
         return tokens
 
 
 class ForeignExports:
-    """All exports, each tool's made when it is first asked for."""
+    """All exports; those of a tool are made when the first of them is needed."""
 
     def __init__(self, folder: Path, tokenizer: Path) -> None:
         self._folder = folder
@@ -67,7 +68,7 @@ class ForeignExports:
         self._made: dict[Exporter, Path] = {}
 
     def of(self, exporter: Exporter, family: str) -> ForeignModel:
-        """One family's; skips the test where the tool is not at hand."""
+        """The exports of one family; skips the test if the tool is missing."""
         if exporter not in self._made:
             self._made[exporter] = self._make(exporter)
         return ForeignModel(self._made[exporter] / family)
@@ -81,13 +82,13 @@ class ForeignExports:
 
 
 def run_in(exporter: Exporter, *arguments: str) -> str:
-    """Run Python with these arguments where the tool is and return what it printed; skips the test without the tool."""
+    """Run the tool's Python with these arguments and return its output; skips the test if the tool is missing."""
     interpreter = exporter.interpreter
     if interpreter is None:
         pytest.skip(f"needs {exporter.value}: name an interpreter that has it in EDGERUN_{exporter.name}_PYTHON")
-    done = subprocess.run([interpreter, *arguments], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    result = subprocess.run([interpreter, *arguments], capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
 
 
 def _has(module: str) -> bool:

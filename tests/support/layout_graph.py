@@ -1,4 +1,4 @@
-"""The tiny llama as an ONNX graph in any `Layout`, node by node as exporters write it."""
+"""Writes the tiny llama as an ONNX graph in any `Layout`, node by node as exporters do."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from support.layout_kinds import (
     Cache,
     CacheType,
     Layout,
+    LogitOutput,
     Mask,
     Positions,
-    Rows,
 )
 from support.layout_nodes import Nodes
 from support.layout_reference import INT8_SCALE
@@ -36,14 +36,15 @@ _CACHE_TYPES: Final = {
 
 
 @dataclass(frozen=True)
-class Text:
-    """What all layers of one pass share: names of values."""
+class SharedValues:
+    """Names of values that all layers of a pass use."""
 
     new: str
-    """Number of new rows, int64 [1]."""
+    """Number of new tokens, int64 [1]."""
     past: str | None
-    """Number of rows in the cache, int64 [1]; None when there is no cache."""
+    """Number of cached tokens, int64 [1]; None without a cache."""
     total: str
+    """Their sum, int64 [1]."""
     cosine: str
     """[batch, 1, new, 16], or tables [1024, 8] for the fused operator."""
     sine: str
@@ -53,30 +54,30 @@ class Text:
     positions: str | None
 
 
-class Writer:
-    """Builds the graph of one layout."""
+class LayoutWriter:
+    """Builds the graphs of one layout."""
 
     def __init__(self, layout: Layout, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
         self.layout = layout
         self.weights = weights
-        self.whole = TensorProto.INT32 if layout.narrow_ids else TensorProto.INT64
+        self.integer_type = TensorProto.INT32 if layout.int32_ids else TensorProto.INT64
         self.fused = layout.attention is Attention.FUSED
 
     def model(self, *, cached: bool = True, merged: bool = False) -> onnx.ModelProto:
-        """The graph; without a cache it is a prompt's, merged it is both with an `If` between them."""
+        """Build the graph: with cache inputs, without them, or merged: both as branches of an `If`."""
         nodes = Nodes(self.layout.opset)
         inputs = self._inputs(cached=cached)
         outputs = self._outputs()
         if merged:
-            flag = self.layout.port("use_cache_branch")
+            flag = self.layout.name_of("use_cache_branch")
             inputs.append(helper.make_tensor_value_info(flag, TensorProto.BOOL, [1]))
             branches = {}
             for name, with_past in (("then_branch", True), ("else_branch", False)):
                 inner = nodes.inner(f"{name}/")
-                ports = {value.name: f"{name}/{value.name}" for value in outputs}
-                self._pass(inner, ports, cached=with_past)
-                ends = [self._renamed(value, ports[value.name]) for value in outputs]
-                branches[name] = helper.make_graph(inner.nodes, name, [], ends)
+                output_names = {value.name: f"{name}/{value.name}" for value in outputs}
+                self._pass(inner, output_names, cached=with_past)
+                renamed = [self._renamed(value, output_names[value.name]) for value in outputs]
+                branches[name] = helper.make_graph(inner.nodes, name, [], renamed)
             nodes.op("If", flag, outputs=[value.name for value in outputs], **branches)
         else:
             self._pass(nodes, {value.name: value.name for value in outputs}, cached=cached)
@@ -85,75 +86,75 @@ class Writer:
         opsets = [helper.make_opsetid("", self.layout.opset), helper.make_opsetid("com.microsoft", 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=8, producer_name="layouts")
 
-    # Ports
+    # Inputs and outputs
 
     def _inputs(self, *, cached: bool) -> list[onnx.ValueInfoProto]:
         layout = self.layout
         batch = 1 if layout.fixed_batch else "batch_size"
         total = "total_sequence_length" if cached else "sequence_length"
-        ports: list[tuple[str, int, list[int | str]]] = [("input_ids", self.whole, [batch, "sequence_length"])]
-        if layout.mask in (Mask.WHOLE_TEXT, Mask.NOT_CAUSAL):
-            ports.append(("attention_mask", self.whole, [batch, total]))
-        elif layout.mask in (Mask.CELLS, Mask.SEEN, Mask.HIDDEN):
-            kind = TensorProto.FLOAT if layout.mask is Mask.CELLS else TensorProto.BOOL
-            ports.append(("attention_mask", kind, [batch, 1, "sequence_length", total]))
+        inputs: list[tuple[str, int, list[int | str]]] = [("input_ids", self.integer_type, [batch, "sequence_length"])]
+        if layout.mask in (Mask.TOKENS, Mask.NOT_CAUSAL):
+            inputs.append(("attention_mask", self.integer_type, [batch, total]))
+        elif layout.mask in (Mask.BIAS, Mask.BOOL_ATTENDED, Mask.BOOL_BLOCKED):
+            kind = TensorProto.FLOAT if layout.mask is Mask.BIAS else TensorProto.BOOL
+            inputs.append(("attention_mask", kind, [batch, 1, "sequence_length", total]))
         elif layout.mask is Mask.LENGTHS:
-            ports += [("past_seq_len", TensorProto.INT32, [1, 1]), ("total_seq_len", TensorProto.INT32, [1])]
+            inputs += [("past_seq_len", TensorProto.INT32, [1, 1]), ("total_seq_len", TensorProto.INT32, [1])]
         if layout.positions is not Positions.LENGTH:
             three: list[int | str] = [3] if layout.positions is Positions.THREE else []
-            ports.append(("position_ids", self.whole, [*three, batch, "sequence_length"]))
-        if layout.rows is Rows.CHOSEN:
-            ports.append(("num_logits_to_keep", TensorProto.INT64, []))
-        values = [helper.make_tensor_value_info(layout.port(name), kind, shape) for name, kind, shape in ports]
-        return values + (self._cache_ports("past") if cached else [])
+            inputs.append(("position_ids", self.integer_type, [*three, batch, "sequence_length"]))
+        if layout.logit_output is LogitOutput.LAST_N:
+            inputs.append(("num_logits_to_keep", TensorProto.INT64, []))
+        values = [helper.make_tensor_value_info(layout.name_of(name), kind, shape) for name, kind, shape in inputs]
+        return values + (self._cache_values("past") if cached else [])
 
     def _outputs(self) -> list[onnx.ValueInfoProto]:
         layout = self.layout
         vocabulary: int | str = "vocab_size" if layout.open_vocabulary else VOCABULARY
         shape: list[int | str] = [1 if layout.fixed_batch else "batch_size", "logit_rows", vocabulary]
-        if layout.rows is Rows.LAST:
+        if layout.logit_output is LogitOutput.LAST:
             shape[1] = 1
-        elif layout.rows is Rows.LAST_FLAT:
+        elif layout.logit_output is LogitOutput.LAST_FLAT:
             del shape[1]
-        kind = TensorProto.FLOAT16 if layout.half_logits else TensorProto.FLOAT
-        logits = helper.make_tensor_value_info(layout.port("logits"), kind, shape)
-        return [logits, *self._cache_ports("present")]
+        kind = TensorProto.FLOAT16 if layout.float16_logits else TensorProto.FLOAT
+        logits = helper.make_tensor_value_info(layout.name_of("logits"), kind, shape)
+        return [logits, *self._cache_values("present")]
 
-    def _cache_ports(self, side: str) -> list[onnx.ValueInfoProto]:
+    def _cache_values(self, side: str) -> list[onnx.ValueInfoProto]:
         layout = self.layout
         batch: int | str = 1 if layout.fixed_batch else "batch_size"
         heads: int | str = "num_heads" if layout.open_heads else layout.kv_heads
         dim: int | str = "kv_cache_dim" if layout.open_heads else HEAD_DIM
-        ports = []
+        values = []
         for layer in range(LAYERS):
-            rows: int | str = "past_sequence_length" if side == "past" else "total_sequence_length"
+            slots: int | str = "past_sequence_length" if side == "past" else "total_sequence_length"
             if layout.window_cache and layer % 2 == 1:
-                rows = layout.window_rows or "window_length"
+                slots = layout.window_slots or "window_length"
             if layout.capacity is not None:
-                rows = layout.capacity
+                slots = layout.capacity
             shapes: Mapping[Cache, list[list[int | str]]] = {
-                Cache.SPLIT: [[batch, heads, rows, dim]] * 2,
-                Cache.NUMBERED: [[batch, heads, rows, dim]] * 2,
-                Cache.BOTH_STACKED: [[2, batch, heads, rows, dim]],
-                Cache.BOTH_JOINED: [[batch, rows, 2 * HEAD_DIM]],
-                Cache.KEYS_TRANSPOSED: [[batch, heads, dim, rows], [batch, heads, rows, dim]],
+                Cache.SPLIT: [[batch, heads, slots, dim]] * 2,
+                Cache.NUMBERED: [[batch, heads, slots, dim]] * 2,
+                Cache.STACKED: [[2, batch, heads, slots, dim]],
+                Cache.JOINED: [[batch, slots, 2 * HEAD_DIM]],
+                Cache.KEYS_TRANSPOSED: [[batch, heads, dim, slots], [batch, heads, slots, dim]],
             }
             kind = _CACHE_TYPES[layout.cache_type]
             for name, shape in zip(self._cache_names(side, layer), shapes[layout.cache], strict=True):
-                ports.append(helper.make_tensor_value_info(name, kind, shape))
-        return ports
+                values.append(helper.make_tensor_value_info(name, kind, shape))
+        return values
 
     def _cache_names(self, side: str, layer: int) -> list[str]:
         cache = self.layout.cache
-        if cache is Cache.BOTH_STACKED:
+        if cache is Cache.STACKED:
             names = [f"{side}_{{}}"]
         elif cache is Cache.NUMBERED:
             names = [f"{side}_keys_{{}}", f"{side}_values_{{}}"]
         else:
             stem = "past_key_values" if side == "past" else "present"
-            kinds = ["key_value"] if cache is Cache.BOTH_JOINED else ["key", "value"]
+            kinds = ["key_value"] if cache is Cache.JOINED else ["key", "value"]
             names = [f"{stem}.{{}}.{kind}" for kind in kinds]
-        return [self.layout.port(name, layer) for name in names]
+        return [self.layout.name_of(name, layer) for name in names]
 
     @staticmethod
     def _renamed(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
@@ -164,31 +165,31 @@ class Writer:
 
     # Nodes
 
-    def _pass(self, nodes: Nodes, ports: Mapping[str, str], *, cached: bool) -> None:
-        """One pass of the decoder; `ports` says what the outputs are called in here."""
+    def _pass(self, nodes: Nodes, output_names: Mapping[str, str], *, cached: bool) -> None:
+        """One pass of the decoder; `output_names` are the names of the outputs in this graph or branch."""
         weights, layout = self.weights, self.layout
-        ids = layout.port("input_ids")
+        ids = layout.name_of("input_ids")
         table = nodes.constant(weights["model.embed_tokens.weight"], np.float32, "model.embed_tokens.weight")
-        text = self._text(nodes, ids, cached=cached)
+        shared = self._shared_values(nodes, ids, cached=cached)
         hidden = nodes.op("Gather", table, ids, axis=0)
         for layer in range(LAYERS):
             name = f"model.layers.{layer}"
             normed = self._norm(nodes, hidden, f"{name}.input_layernorm.weight")
-            hidden = nodes.op("Add", hidden, self._attention(nodes, text, ports, layer, normed))
+            hidden = nodes.op("Add", hidden, self._attention(nodes, shared, output_names, layer, normed))
             normed = self._norm(nodes, hidden, f"{name}.post_attention_layernorm.weight")
             gate, up = (self._linear(nodes, normed, f"{name}.mlp.{part}_proj.weight") for part in ("gate", "up"))
             wide = nodes.op("Mul", nodes.op("Mul", gate, nodes.op("Sigmoid", gate)), up)
             hidden = nodes.op("Add", hidden, self._linear(nodes, wide, f"{name}.mlp.down_proj.weight"))
         hidden = self._norm(nodes, hidden, "model.norm.weight")
-        if layout.rows is Rows.CHOSEN:
-            first = nodes.op("Reshape", nodes.op("Neg", layout.port("num_logits_to_keep")), nodes.constant([1]))
+        if layout.logit_output is LogitOutput.LAST_N:
+            first = nodes.op("Reshape", nodes.op("Neg", layout.name_of("num_logits_to_keep")), nodes.constant([1]))
             last = nodes.constant([np.iinfo(np.int64).max])
             hidden = nodes.op("Slice", hidden, first, last, nodes.constant([1]))
-        elif layout.rows is not Rows.ALL:
-            index = [-1] if layout.rows is Rows.LAST else -1
+        elif layout.logit_output is not LogitOutput.ALL:
+            index = [-1] if layout.logit_output is LogitOutput.LAST else -1
             hidden = nodes.op("Gather", hidden, nodes.constant(index), axis=1)
-        target = ports[layout.port("logits")]
-        if layout.half_logits:
+        target = output_names[layout.name_of("logits")]
+        if layout.float16_logits:
             logits = self._linear(nodes, hidden, "model.embed_tokens.weight")
             nodes.op("Cast", logits, to=TensorProto.FLOAT16, outputs=[target])
         else:
@@ -201,16 +202,16 @@ class Writer:
     def _linear(self, nodes: Nodes, value: str, name: str) -> str:
         return nodes.linear(value, name, self.weights[name])
 
-    def _text(self, nodes: Nodes, ids: str, *, cached: bool) -> Text:
+    def _shared_values(self, nodes: Nodes, ids: str, *, cached: bool) -> SharedValues:
         layout = self.layout
         new = nodes.extent(ids, 1)
         past = None
         total = new
-        if cached and not (self.fused and layout.mask is not Mask.SHAPE):
-            axis = {Cache.BOTH_STACKED: 3, Cache.BOTH_JOINED: 1, Cache.KEYS_TRANSPOSED: 3}.get(layout.cache, 2)
+        if cached and not (self.fused and layout.mask is not Mask.NONE):
+            axis = {Cache.STACKED: 3, Cache.JOINED: 1, Cache.KEYS_TRANSPOSED: 3}.get(layout.cache, 2)
             past = nodes.extent(self._cache_names("past", 0)[0], axis)
             total = nodes.op("Add", past, new)
-        positions = None if layout.positions is Positions.LENGTH else layout.port("position_ids")
+        positions = None if layout.positions is Positions.LENGTH else layout.name_of("position_ids")
         if self.fused:
             angles = np.arange(CONTEXT)[:, None] * 10000.0 ** (-2 * np.arange(HEAD_DIM // 2) / HEAD_DIM)
             dtype = np.float16 if layout.cache_type is CacheType.FLOAT16 else np.float32
@@ -220,23 +221,23 @@ class Writer:
             if layout.bias_inside:
                 past = nodes.op("Sub", total, new)
                 bias = self._bias(nodes, past, new, total)
-            return Text(new, past, total, cosine, sine, bias, lengths, positions)
+            return SharedValues(new, past, total, cosine, sine, bias, lengths, positions)
         cosine, sine = self._angles(nodes, positions, past, new, total)
-        return Text(new, past, total, cosine, sine, self._bias(nodes, past, new, total), None, positions)
+        return SharedValues(new, past, total, cosine, sine, self._bias(nodes, past, new, total), None, positions)
 
     def _lengths(self, nodes: Nodes, total: str) -> tuple[tuple[str, str], str]:
         """`seqlens_k` int32 [1] and `total_sequence_length` int32, and the latter as int64 [1]."""
         layout, int32 = self.layout, TensorProto.INT32
         scalar = nodes.constant([], np.int64, "no_dimensions")
         if layout.mask is Mask.LENGTHS:
-            before = nodes.op("Reshape", layout.port("past_seq_len"), nodes.constant([1]))
-            total = layout.port("total_seq_len")
+            before = nodes.op("Reshape", layout.name_of("past_seq_len"), nodes.constant([1]))
+            total = layout.name_of("total_seq_len")
             whole = nodes.op("Cast", total, to=TensorProto.INT64)
             return (before, nodes.op("Reshape", total, scalar)), whole
-        if layout.mask is Mask.SHAPE:
+        if layout.mask is Mask.NONE:
             before = nodes.op("Cast", nodes.op("Sub", total, nodes.constant([1])), to=int32)
             return (before, nodes.op("Cast", nodes.op("Reshape", total, scalar), to=int32)), total
-        mask = nodes.op("Cast", layout.port("attention_mask"), to=TensorProto.INT64)
+        mask = nodes.op("Cast", layout.name_of("attention_mask"), to=TensorProto.INT64)
         seen = nodes.op("ReduceSum", mask, nodes.constant([1]), keepdims=0)
         before = nodes.op("Cast", nodes.op("Sub", seen, nodes.constant([1])), to=int32)
         total = nodes.extent(mask, 1)
@@ -253,7 +254,7 @@ class Writer:
             table = nodes.constant(function(angles), np.float32, f"{function.__name__}_cached")
             rows = nodes.op("Gather", table, positions, axis=0)
             if self.layout.positions is Positions.THREE:
-                # Channels are dealt to time, height and width in sections.
+                # Sections of the channels belong to time, height and width.
                 parts = [f"{nodes.prefix}{function.__name__}_section_{i}" for i in range(3)]
                 nodes.op("Split", rows, nodes.constant([2, 3, 3]), outputs=parts, axis=-1)
                 own = [nodes.op("Gather", part, nodes.constant(i), axis=0) for i, part in enumerate(parts)]
@@ -263,18 +264,18 @@ class Writer:
         return turned[0], turned[1]
 
     def _bias(self, nodes: Nodes, past: str | None, new: str, total: str) -> str:
-        """float32 [batch or 1, 1, new or 1, total]: zero, or what hides a row."""
+        """float32 [batch or 1, 1, new or 1, total]: zero where a token is attended to, else a large negative number."""
         layout = self.layout
-        if layout.mask is Mask.CELLS:
-            return layout.port("attention_mask")
+        if layout.mask is Mask.BIAS:
+            return layout.name_of("attention_mask")
         zero = nodes.constant([0])
         lowest = float(np.finfo(np.float32).min)
-        if layout.mask in (Mask.SEEN, Mask.HIDDEN):
-            added = (0, lowest) if layout.mask is Mask.SEEN else (lowest, 0)
-            return nodes.op("Where", layout.port("attention_mask"), *(nodes.constant(x, np.float32) for x in added))
+        if layout.mask in (Mask.BOOL_ATTENDED, Mask.BOOL_BLOCKED):
+            added = (0, lowest) if layout.mask is Mask.BOOL_ATTENDED else (lowest, 0)
+            return nodes.op("Where", layout.name_of("attention_mask"), *(nodes.constant(x, np.float32) for x in added))
         seen: str | None = None
-        if layout.mask is not Mask.SHAPE and not self.fused:
-            mask = nodes.op("Cast", layout.port("attention_mask"), to=TensorProto.BOOL)
+        if layout.mask is not Mask.NONE and not self.fused:
+            mask = nodes.op("Cast", layout.name_of("attention_mask"), to=TensorProto.BOOL)
             seen = nodes.op("Unsqueeze", mask, nodes.constant([1, 2]))
         if layout.mask is not Mask.NOT_CAUSAL or past is None:
             rows = nodes.op("Unsqueeze", nodes.span(past or zero, total), nodes.constant([1]))
@@ -286,25 +287,29 @@ class Writer:
         lowest = float(np.finfo(dtype).min)
         return nodes.op("Where", seen, nodes.constant(0, dtype), nodes.constant(lowest, dtype))
 
-    def _attention(self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, normed: str) -> str:
+    def _attention(
+        self, nodes: Nodes, shared: SharedValues, output_names: Mapping[str, str], layer: int, normed: str
+    ) -> str:
         name = f"model.layers.{layer}.self_attn"
         query, key, value = (self._linear(nodes, normed, f"{name}.{part}_proj.weight") for part in "qkv")
         if self.fused:
-            attended = self._fused(nodes, text, ports, layer, (query, key, value))
+            attended = self._fused(nodes, shared, output_names, layer, (query, key, value))
         else:
-            attended = self._unfused(nodes, text, ports, layer, (query, key, value))
+            attended = self._unfused(nodes, shared, output_names, layer, (query, key, value))
         return self._linear(nodes, attended, f"{name}.o_proj.weight")
 
-    def _fused(self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, projected: Sequence[str]) -> str:
+    def _fused(
+        self, nodes: Nodes, shared: SharedValues, output_names: Mapping[str, str], layer: int, projected: Sequence[str]
+    ) -> str:
         layout = self.layout
         half = layout.cache_type is CacheType.FLOAT16
         if half:
             projected = [nodes.op("Cast", part, to=TensorProto.FLOAT16) for part in projected]
-        assert text.lengths is not None
-        inputs = [*projected, *self._cache_names("past", layer), *text.lengths, text.cosine, text.sine]
+        assert shared.lengths is not None
+        inputs = [*projected, *self._cache_names("past", layer), *shared.lengths, shared.cosine, shared.sine]
         attributes: dict[str, Any] = {"num_heads": HEADS, "kv_num_heads": layout.kv_heads, "do_rotary": 1}
         if layout.bias_inside:
-            inputs += [text.positions or "", text.bias or ""]
+            inputs += [shared.positions or "", shared.bias or ""]
         if layout.window is not None and layer % 2 == 1:
             attributes |= {"local_window_size": layout.window, "sliding_window_cache": int(layout.window_cache)}
         if layout.cache_type is CacheType.INT8:
@@ -312,18 +317,20 @@ class Writer:
             inputs += [""] * (12 - len(inputs)) + [scale, scale]
             attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
         output = f"{nodes.prefix}attended_{layer}"
-        outputs = [output, *(ports[port] for port in self._cache_names("present", layer))]
+        outputs = [output, *(output_names[name] for name in self._cache_names("present", layer))]
         nodes.op("GroupQueryAttention", *inputs, outputs=outputs, domain="com.microsoft", **attributes)
         return nodes.op("Cast", output, to=TensorProto.FLOAT) if half else output
 
-    def _unfused(self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, projected: Sequence[str]) -> str:
+    def _unfused(
+        self, nodes: Nodes, shared: SharedValues, output_names: Mapping[str, str], layer: int, projected: Sequence[str]
+    ) -> str:
         layout = self.layout
         apart = nodes.constant([0, 0, -1, HEAD_DIM])
         query, key, value = (
             nodes.op("Transpose", nodes.op("Reshape", part, apart), perm=[0, 2, 1, 3]) for part in projected
         )
-        query, key = self._rotate(nodes, text, query), self._rotate(nodes, text, key)
-        key, value = self._cached(nodes, text, ports, layer, key, value)
+        query, key = self._rotate(nodes, shared, query), self._rotate(nodes, shared, key)
+        key, value = self._cached(nodes, shared, output_names, layer, key, value)
         repeats = HEADS // layout.kv_heads
         for_heads = []
         for part in (key, value):
@@ -339,25 +346,25 @@ class Writer:
             for_heads.append(nodes.op("Reshape", wide, nodes.constant([0, HEADS, -1, HEAD_DIM])))
         turned = nodes.op("Transpose", for_heads[0], perm=[0, 1, 3, 2])
         scores = nodes.op("Mul", nodes.op("MatMul", query, turned), nodes.constant(1 / np.sqrt(HEAD_DIM), np.float32))
-        assert text.bias is not None
-        odds = nodes.op("Softmax", nodes.op("Add", scores, text.bias), axis=-1)
-        attended = nodes.op("Transpose", nodes.op("MatMul", odds, for_heads[1]), perm=[0, 2, 1, 3])
+        assert shared.bias is not None
+        probs = nodes.op("Softmax", nodes.op("Add", scores, shared.bias), axis=-1)
+        attended = nodes.op("Transpose", nodes.op("MatMul", probs, for_heads[1]), perm=[0, 2, 1, 3])
         return nodes.op("Reshape", attended, nodes.constant([0, 0, HEADS * HEAD_DIM]))
 
     def _cached(
-        self, nodes: Nodes, text: Text, ports: Mapping[str, str], layer: int, key: str, value: str
+        self, nodes: Nodes, shared: SharedValues, output_names: Mapping[str, str], layer: int, key: str, value: str
     ) -> tuple[str, str]:
-        """Keys and values of the whole text, and the present ports."""
+        """Keys and values of cached and new tokens; also writes the present outputs."""
         layout = self.layout
         half = layout.cache_type is CacheType.FLOAT16
         past = self._cache_names("past", layer)
-        present = [ports[name] for name in self._cache_names("present", layer)]
+        present = [output_names[name] for name in self._cache_names("present", layer)]
         if half:
             key, value = (nodes.op("Cast", part, to=TensorProto.FLOAT16) for part in (key, value))
-        if text.past is not None:
-            if layout.cache is Cache.BOTH_STACKED:
+        if shared.past is not None:
+            if layout.cache is Cache.STACKED:
                 earlier = [nodes.op("Gather", past[0], nodes.constant(i), axis=0) for i in (0, 1)]
-            elif layout.cache is Cache.BOTH_JOINED:
+            elif layout.cache is Cache.JOINED:
                 halves = [f"{nodes.prefix}{past[0]}.{kind}" for kind in ("key", "value")]
                 nodes.op("Split", past[0], nodes.constant([HEAD_DIM, HEAD_DIM]), outputs=halves, axis=-1)
                 earlier = [nodes.op("Unsqueeze", part, nodes.constant([1])) for part in halves]
@@ -366,10 +373,10 @@ class Writer:
             else:
                 earlier = past
             key, value = (nodes.op("Concat", old, now, axis=2) for old, now in zip(earlier, (key, value), strict=True))
-        if layout.cache is Cache.BOTH_STACKED:
+        if layout.cache is Cache.STACKED:
             both = (nodes.op("Unsqueeze", part, nodes.constant([0])) for part in (key, value))
             nodes.op("Concat", *both, axis=0, outputs=present)
-        elif layout.cache is Cache.BOTH_JOINED:
+        elif layout.cache is Cache.JOINED:
             both = (nodes.op("Squeeze", part, nodes.constant([1])) for part in (key, value))
             nodes.op("Concat", *both, axis=-1, outputs=present)
         else:
@@ -384,10 +391,10 @@ class Writer:
         return key, value
 
     @staticmethod
-    def _rotate(nodes: Nodes, text: Text, value: str) -> str:
+    def _rotate(nodes: Nodes, shared: SharedValues, value: str) -> str:
         half, end = nodes.constant([HEAD_DIM // 2]), nodes.constant([HEAD_DIM])
         axis = nodes.constant([3])
         first = nodes.op("Slice", value, nodes.constant([0]), half, axis)
         second = nodes.op("Slice", value, half, end, axis)
         turned = nodes.op("Concat", nodes.op("Neg", second), first, axis=-1)
-        return nodes.op("Add", nodes.op("Mul", value, text.cosine), nodes.op("Mul", turned, text.sine))
+        return nodes.op("Add", nodes.op("Mul", value, shared.cosine), nodes.op("Mul", turned, shared.sine))

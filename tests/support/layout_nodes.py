@@ -1,4 +1,4 @@
-"""Nodes of a graph, one after the other."""
+"""Builds the nodes of an ONNX graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class Nodes:
-    """Nodes in order, and the constants they read."""
+    """Nodes in order, and the constants that they use."""
 
     opset: int
     prefix: str = ""
@@ -24,7 +24,7 @@ class Nodes:
     nodes: list[onnx.NodeProto] = field(default_factory=list)
 
     def inner(self, prefix: str) -> Nodes:
-        """An empty list for a branch, which shares the constants."""
+        """An empty list of nodes for a branch, sharing the constants."""
         return Nodes(self.opset, prefix, self.constants)
 
     def op(self, kind: str, *inputs: str, outputs: Sequence[str] = (), domain: str = "", **attributes: Any) -> str:
@@ -34,14 +34,14 @@ class Nodes:
         return names[0]
 
     def constant(self, value: Any, dtype: npt.DTypeLike = np.int64, name: str = "") -> str:
-        """An initializer; equal small ones are one."""
+        """Add an initializer; equal ones share a name unless one is given."""
         array = np.asarray(value, dtype)
         name = name or f"constant_{array.dtype}_{array.shape}_{array.tolist()}".replace(" ", "")
         self.constants[name] = array
         return name
 
     def linear(self, value: str, name: str, weight: Array) -> str:
-        """value @ weight.T; the weight is stored transposed, as tracing leaves it."""
+        """value @ weight.T, with the weight stored transposed, as tracing exporters do."""
         return self.op("MatMul", value, self.constant(weight.T, np.float32, f"{name}.transposed"))
 
     def norm(self, value: str, name: str, weight: Array, *, fused: bool) -> str:
@@ -59,11 +59,11 @@ class Nodes:
         return self.op("Mul", scale, self.op("Mul", value, inverse))
 
     def extent(self, value: str, axis: int) -> str:
-        """A dimension as int64 [1]."""
+        """The size of a dimension, int64 [1]."""
         return self.op("Gather", self.op("Shape", value), self.constant([axis]), axis=0)
 
     def span(self, start: str, end: str) -> str:
-        """start .. end-1 as int64 [n], both given as [1]."""
+        """start .. end-1 as int64 [n]; both are int64 [1]."""
         scalar = self.constant([], np.int64, "no_dimensions")
         first, last = self.op("Reshape", start, scalar), self.op("Reshape", end, scalar)
         return self.op("Range", first, last, self.constant(1))

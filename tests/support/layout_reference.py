@@ -1,6 +1,6 @@
-"""Greedy text of the tiny llama, in float64 NumPy with a cache: what every layout has to say.
+"""Greedy tokens of the tiny llama in float64 NumPy, which every layout has to give.
 
-It knows two things the plain reference decoder does not: windows and int8 caches.
+Unlike the exporter's reference decoder, it supports sliding windows and int8 caches, and it has a cache.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from support.tiny_models import tiny_config, tiny_weights
 
 Array = npt.NDArray[Any]
 INT8_SCALE = 0.05
-"""What one step of an int8 cache stands for."""
+"""Scale of an int8 cache."""
 
 
-def weights_of(layout: Layout, seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
-    """The tensors of a layout's model by their Hugging Face names."""
+def layout_weights(layout: Layout, seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
+    """Weights of a layout's model by their Hugging Face names."""
     return tiny_weights(tiny_config("llama", **layout.overrides), seed)
 
 
 def greedy_tokens(layout: Layout, prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
-    """The `count` tokens after `prompt` of highest score."""
-    about = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, seed)
-    return list(_greedy(*about, tuple(prompt), count)[0])
+    """The `count` greedy tokens after `prompt`."""
+    key = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, seed)
+    return list(_greedy(*key, tuple(prompt), count)[0])
 
 
-def closest_call(layout: Layout, prompt: Sequence[int], count: int, seed: int = 0) -> float:
-    """The smallest distance between the two highest scores on the way: what rounding may cost without a difference."""
-    about = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, seed)
-    return _greedy(*about, tuple(prompt), count)[1]
+def smallest_margin(layout: Layout, prompt: Sequence[int], count: int, seed: int = 0) -> float:
+    """The smallest difference between the two highest logits: rounding errors below half of it change no token."""
+    key = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, seed)
+    return _greedy(*key, tuple(prompt), count)[1]
 
 
 @cache
 def _greedy(
-    kv_heads: int, window: int | None, rounded: bool, seed: int, prompt: tuple[int, ...], count: int
+    kv_heads: int, window: int | None, int8_cache: bool, seed: int, prompt: tuple[int, ...], count: int
 ) -> tuple[tuple[int, ...], float]:
     weights = tiny_weights(tiny_config("llama", num_key_value_heads=kv_heads), seed)
-    decoder = Decoder(weights, kv_heads, window, rounded=rounded)
+    decoder = Decoder(weights, kv_heads, window, int8_cache=int8_cache)
     logits = decoder.forward(prompt)[-1]
     tokens: list[int] = []
     margin = np.inf
@@ -56,17 +56,17 @@ def _greedy(
 
 
 class Decoder:
-    """A llama with a cache that only grows."""
+    """A llama decoder with a growing cache."""
 
-    def __init__(self, weights: Mapping[str, Array], kv_heads: int, window: int | None, *, rounded: bool) -> None:
+    def __init__(self, weights: Mapping[str, Array], kv_heads: int, window: int | None, *, int8_cache: bool) -> None:
         self.weights = {name: value.astype(np.float64) for name, value in weights.items()}
         self.kv_heads = kv_heads
         self.window = window
-        self.rounded = rounded
+        self.int8_cache = int8_cache
         self.cache: list[list[Array]] = [[np.zeros((0, kv_heads, HEAD_DIM))] * 2 for _ in range(LAYERS)]
 
     def forward(self, tokens: Sequence[int]) -> Array:
-        """Logits [n, vocabulary] of the tokens after those given before."""
+        """Logits [n, vocabulary] of `tokens`, which follow those of earlier calls."""
         weights = self.weights
         past = len(self.cache[0][0])
         positions = past + np.arange(len(tokens))
@@ -82,25 +82,25 @@ class Decoder:
 
     def _attention(self, layer: int, normed: Array, positions: npt.NDArray[np.int64]) -> Array:
         name = f"model.layers.{layer}.self_attn"
-        rows = len(positions)
+        length = len(positions)
         query, key, value = (
-            (normed @ self.weights[f"{name}.{part}_proj.weight"].T).reshape(rows, -1, HEAD_DIM) for part in "qkv"
+            (normed @ self.weights[f"{name}.{part}_proj.weight"].T).reshape(length, -1, HEAD_DIM) for part in "qkv"
         )
         query, key = _rotate(query, positions), _rotate(key, positions)
-        if self.rounded:
+        if self.int8_cache:
             key, value = (np.clip(np.rint(x / INT8_SCALE), -128, 127) * INT8_SCALE for x in (key, value))
         keys, values = (np.concatenate([old, new]) for old, new in zip(self.cache[layer], (key, value), strict=True))
         self.cache[layer] = [keys, values]
         distance = positions[:, None] - np.arange(len(keys))
-        hidden = distance < 0
+        masked = distance < 0
         if self.window is not None and layer % 2 == 1:
-            hidden |= distance >= self.window
+            masked |= distance >= self.window
         heads = []
         for head in range(HEADS):
             group = head * self.kv_heads // HEADS
-            scores = np.where(hidden, -np.inf, query[:, head] @ keys[:, group].T / np.sqrt(HEAD_DIM))
-            odds = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            heads.append(odds / odds.sum(axis=-1, keepdims=True) @ values[:, group])
+            scores = np.where(masked, -np.inf, query[:, head] @ keys[:, group].T / np.sqrt(HEAD_DIM))
+            exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            heads.append(exponentials / exponentials.sum(axis=-1, keepdims=True) @ values[:, group])
         return np.concatenate(heads, axis=-1) @ self.weights[f"{name}.o_proj.weight"].T
 
 

@@ -1,7 +1,7 @@
-"""Every foreign layout that edge-run opens, as tiny graphs of one model: `write_layout` puts one in a folder.
+"""All foreign layouts that edge-run opens, as tiny graphs of one model.
 
-All are the tiny llama of `tiny`, so all of them have to say what `layout_oracle` says. Where a layout is met is told
-beside it; none of these files is a copy of anything.
+All are the tiny llama of `tiny_models`, so all have to give the tokens of `layout_reference`. Comments say which tools
+and models use a layout; `write_layout` writes one, copied from none of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 import onnx
 from onnx.external_data_helper import set_external_data
 
-from support.layout_graph import Writer
+from support.layout_graph import LayoutWriter
 from support.layout_kinds import (
     CONTEXT,
     HEAD_DIM,
@@ -26,13 +26,13 @@ from support.layout_kinds import (
     CacheType,
     Decoders,
     Layout,
+    LogitOutput,
     Mask,
     Positions,
-    Rows,
     Settings,
     Weights,
 )
-from support.layout_reference import weights_of
+from support.layout_reference import layout_weights
 from support.tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_config, tiny_tokenizer, write_json
 
 OPTIMUM: Final = Layout()
@@ -45,7 +45,7 @@ GENAI: Final = Layout(
     shares_buffers=True,
     opset=21,
 )
-"""What the model builder of ONNX Runtime GenAI writes: `kv_cache_dim` for the head size, `model.onnx.data`."""
+"""Layout of the model builder of ONNX Runtime GenAI: `kv_cache_dim` for the head size, `model.onnx.data`."""
 COMMUNITY: Final = Layout(
     attention=Attention.FUSED,
     bias_inside=True,
@@ -60,7 +60,7 @@ _GRAPHS: Final[Mapping[Decoders, tuple[str, ...]]] = {
     Decoders.MERGED: ("decoder_model_merged.onnx",),
     Decoders.TWO: ("decoder_model.onnx", "decoder_with_past_model.onnx"),
 }
-"""Files by what they serve: the prompt, if that has a graph of its own, and what follows."""
+"""Graph files: of the first pass, if it has a graph of its own, and of later passes."""
 
 LAYOUTS: Final[Mapping[str, Layout]] = {
     # Optimum 1.14 and later, `optimum-cli export onnx --task text-generation-with-past`.
@@ -68,47 +68,47 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "optimum-opset-14": replace(OPTIMUM, opset=14, fixed_batch=True),
     "optimum-opset-21": replace(OPTIMUM, opset=21, open_vocabulary=True),
     "optimum-open-heads": replace(OPTIMUM, open_heads=True),
-    # Families whose positions are counted inside: bloom, older opt and gpt2 exports.
+    # Families that compute positions in the graph: bloom, older opt and gpt2 exports.
     "optimum-no-positions": replace(OPTIMUM, positions=Positions.LENGTH),
-    "optimum-no-mask": replace(OPTIMUM, mask=Mask.SHAPE),
-    # ONNX Runtime's own converters (convert_to_onnx, Olive's optimizer) ask for int32.
-    "optimum-int32": replace(OPTIMUM, narrow_ids=True),
+    "optimum-no-mask": replace(OPTIMUM, mask=Mask.NONE),
+    # ONNX Runtime's own converters (convert_to_onnx, Olive's optimizer) use int32.
+    "optimum-int32": replace(OPTIMUM, int32_ids=True),
     # Qwen2-VL and Qwen3.5 text decoders of onnx-community: rotary positions of time, height and width.
     "optimum-three-positions": replace(OPTIMUM, positions=Positions.THREE),
     # `--dtype fp16`, and model_fp16.onnx / model_q4f16.onnx of transformers.js.
-    "optimum-float16": replace(OPTIMUM, cache_type=CacheType.FLOAT16, half_logits=True),
-    # PrunedDraft heads: GenAI's `prune_lm_head`, OpenVINO's sliced logits; TensorRT-LLM style exports flatten them.
-    "optimum-last-row": replace(OPTIMUM, rows=Rows.LAST),
-    "optimum-last-row-flat": replace(OPTIMUM, rows=Rows.LAST_FLAT),
+    "optimum-float16": replace(OPTIMUM, cache_type=CacheType.FLOAT16, float16_logits=True),
+    # Pruned heads: GenAI's `prune_lm_head`, OpenVINO's sliced logits; TensorRT-LLM style exports flatten them.
+    "optimum-last-token": replace(OPTIMUM, logit_output=LogitOutput.LAST),
+    "optimum-last-token-flat": replace(OPTIMUM, logit_output=LogitOutput.LAST_FLAT),
     # transformers.js conversions of 2024 and later (Llama 3.2, SmolLM2, Gemma 2).
-    "optimum-chosen-rows": replace(OPTIMUM, rows=Rows.CHOSEN),
-    # Optimum before 1.14, and intel/ITREX: one graph with both, or two.
+    "optimum-last-n": replace(OPTIMUM, logit_output=LogitOutput.LAST_N),
+    # Optimum before 1.14, and intel/ITREX: one graph with both branches, or two graphs.
     "optimum-merged": replace(OPTIMUM, decoders=Decoders.MERGED),
     "optimum-two-decoders": replace(OPTIMUM, decoders=Decoders.TWO),
-    # torch.onnx.export traced with one new token and a mask built by arithmetic on the traced length: Optimum 1.7 to
-    # 1.13 for llama and others.
+    # torch.onnx.export traced with one new token, whose causal mask depends on the traced length: Optimum 1.7 to 1.13
+    # for llama and others.
     "optimum-two-traced-at-one": replace(OPTIMUM, decoders=Decoders.TWO, mask=Mask.NOT_CAUSAL),
     "optimum-merged-traced-at-one": replace(OPTIMUM, decoders=Decoders.MERGED, mask=Mask.NOT_CAUSAL),
     # Hand-written exports for fixed pipelines (Qualcomm AI Hub, Rockchip, executorch-like): the mask is a bias.
-    "optimum-mask-cells": replace(OPTIMUM, mask=Mask.CELLS),
-    "optimum-mask-cells-no-positions": replace(OPTIMUM, mask=Mask.CELLS, positions=Positions.LENGTH),
-    # transformers 4.53 and later with dynamo: a truth value for each pair of rows.
-    "optimum-mask-cells-seen": replace(OPTIMUM, mask=Mask.SEEN, opset=18),
+    "optimum-bias-mask": replace(OPTIMUM, mask=Mask.BIAS),
+    "optimum-bias-mask-no-positions": replace(OPTIMUM, mask=Mask.BIAS, positions=Positions.LENGTH),
+    # transformers 4.53 and later with dynamo: a boolean for each pair of tokens.
+    "optimum-bool-mask": replace(OPTIMUM, mask=Mask.BOOL_ATTENDED, opset=18),
     # Large weights.
     "optimum-external": replace(OPTIMUM, weights=Weights.ONE_FILE),
     "optimum-external-many": replace(OPTIMUM, weights=Weights.MANY_FILES),
-    # Without a config.json the context has to be given.
+    # Without a config.json, --context is required.
     "optimum-bare": replace(OPTIMUM, settings=Settings.NONE),
     # onnxruntime.transformers.models.gpt2, and the tiny-random-gpt2 models of onnxruntime-genai's tests.
-    "stacked": replace(OPTIMUM, cache=Cache.BOTH_STACKED),
-    "stacked-genai": replace(OPTIMUM, cache=Cache.BOTH_STACKED, settings=Settings.GENAI),
+    "stacked": replace(OPTIMUM, cache=Cache.STACKED),
+    "stacked-genai": replace(OPTIMUM, cache=Cache.STACKED, settings=Settings.GENAI),
     # gpt_bigcode (StarCoder) by Optimum.
-    "joined": replace(OPTIMUM, cache=Cache.BOTH_JOINED),
+    "joined": replace(OPTIMUM, cache=Cache.JOINED),
     # bloom by Optimum.
     "keys-transposed": replace(OPTIMUM, cache=Cache.KEYS_TRANSPOSED, positions=Positions.LENGTH),
-    # Names of QNN pipelines in GenAI (`past_keys_%d`), with and without a genai_config.json that tells them.
+    # Names of QNN pipelines in GenAI (`past_keys_%d`), with and without a genai_config.json that names them.
     "numbered": replace(OPTIMUM, cache=Cache.NUMBERED),
-    # genai_config.json may rename every port (decoder.inputs, decoder.outputs).
+    # genai_config.json may rename all inputs and outputs (decoder.inputs, decoder.outputs).
     "renamed-genai": replace(
         GENAI,
         positions=Positions.LENGTH,
@@ -129,7 +129,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
         | {"past_key_values.{}.key": "a{}", "past_key_values.{}.value": "b{}"}
         | {"present.{}.key": "c{}", "present.{}.value": "d{}"},
     ),
-    # Exports made by hand: other common words for the same things, nothing that tells them.
+    # Exports made by hand: other common names, without a file that lists them.
     "renamed": replace(
         OPTIMUM,
         names={
@@ -143,8 +143,8 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "genai": GENAI,
     "genai-growing": replace(GENAI, shares_buffers=False),
     "genai-hugging-face": replace(GENAI, settings=Settings.HUGGING_FACE, open_heads=False),
-    "genai-float16": replace(GENAI, cache_type=CacheType.FLOAT16, half_logits=True),
-    "genai-last-row": replace(GENAI, rows=Rows.LAST),
+    "genai-float16": replace(GENAI, cache_type=CacheType.FLOAT16, float16_logits=True),
+    "genai-last-token": replace(GENAI, logit_output=LogitOutput.LAST),
     "genai-positions": replace(GENAI, bias_inside=True, positions=Positions.INPUT),
     "genai-window": replace(GENAI, window=24, open_heads=False),
     "genai-window-cache": replace(GENAI, window=24, window_cache=True),
@@ -157,32 +157,35 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     ),
     # onnx-community.
     "community": COMMUNITY,
-    "community-chosen-rows": replace(COMMUNITY, rows=Rows.CHOSEN),
-    "community-float16": replace(COMMUNITY, cache_type=CacheType.FLOAT16, half_logits=True),
+    "community-last-n": replace(COMMUNITY, logit_output=LogitOutput.LAST_N),
+    "community-float16": replace(COMMUNITY, cache_type=CacheType.FLOAT16, float16_logits=True),
     "community-external-many": replace(COMMUNITY, weights=Weights.MANY_FILES),
     "community-unfused": replace(OPTIMUM, subfolder="onnx"),
 }
 
 LIMITED: Final[Mapping[str, Layout]] = {
-    # Caches of a fixed size that evict what has left the window: what is written into them cannot all be rewound.
-    "window-cache-fixed": replace(GENAI, window=24, window_cache=True, window_rows=24, shares_buffers=False),
-    "window-cache-slack": replace(GENAI, window=24, window_cache=True, window_rows=64),
+    # Caches of a fixed size that evict slots outside the window, after which they cannot be rewound.
+    "window-cache-fixed": replace(GENAI, window=24, window_cache=True, window_slots=24, shares_buffers=False),
+    "window-cache-slack": replace(GENAI, window=24, window_cache=True, window_slots=64),
 }
-"""Layouts that hold only as many tokens as their smallest cache has rows."""
+"""Layouts whose context is limited to the slots of their smallest cache."""
 
 
 def write_layout(folder: Path, layout: Layout, *, seed: int = 0) -> Path:
-    """Write the model in a layout, its settings and its tokenizer; returns `folder`, which is made if need be.
+    """Write the model in a layout, with its settings and tokenizer.
 
     Args:
-        folder: of the settings; the graph lies in it or, where the layout says so, in a folder below.
-        layout: what to write.
-        seed: of the weights.
+        folder: folder of the settings, made if necessary. The graph is in it or in the layout's subfolder.
+        layout: the layout.
+        seed: seed of the random weights.
+
+    Returns:
+        `folder`.
     """
-    place = folder / layout.subfolder
-    place.mkdir(parents=True, exist_ok=True)
-    writer = Writer(layout, weights_of(layout, seed))
-    *first, last = (place / name for name in _GRAPHS[layout.decoders])
+    graph_folder = folder / layout.subfolder
+    graph_folder.mkdir(parents=True, exist_ok=True)
+    writer = LayoutWriter(layout, layout_weights(layout, seed))
+    *first, last = (graph_folder / name for name in _GRAPHS[layout.decoders])
     for path in first:
         _save(writer.model(cached=False), path, layout)
     _save(writer.model(merged=layout.decoders is Decoders.MERGED), last, layout)
@@ -198,15 +201,15 @@ def write_layout(folder: Path, layout: Layout, *, seed: int = 0) -> Path:
 
 
 def genai_config(layout: Layout) -> dict[str, Any]:
-    """genai_config.json as the model builder writes it, with the ports the layout has."""
-    words = {"input_ids": "input_ids", "attention_mask": "attention_mask", "position_ids": "position_ids"}
+    """genai_config.json as the model builder writes it, with the inputs and outputs of the layout."""
+    names = {"input_ids": "input_ids", "attention_mask": "attention_mask", "position_ids": "position_ids"}
     if layout.positions is Positions.LENGTH:
-        del words["position_ids"]
+        del names["position_ids"]
     if layout.mask is Mask.LENGTHS:
-        del words["attention_mask"]
-        words |= {"past_sequence_length": "past_seq_len", "total_sequence_length": "total_seq_len"}
+        del names["attention_mask"]
+        names |= {"past_sequence_length": "past_seq_len", "total_sequence_length": "total_seq_len"}
     caches = {
-        Cache.BOTH_STACKED: (["past_names"], ["past_{}"], ["present_names"], ["present_{}"]),
+        Cache.STACKED: (["past_names"], ["past_{}"], ["present_names"], ["present_{}"]),
         Cache.NUMBERED: (
             *(["past_key_names", "past_value_names"], ["past_keys_{}", "past_values_{}"]),
             *(["present_key_names", "present_value_names"], ["present_keys_{}", "present_values_{}"]),
@@ -222,7 +225,7 @@ def genai_config(layout: Layout) -> dict[str, Any]:
     def pattern(name: str) -> str:
         return layout.names.get(name, name).replace("{}", "%d")
 
-    inputs = {key: pattern(name) for key, name in words.items()}
+    inputs = {key: pattern(name) for key, name in names.items()}
     inputs |= {key: pattern(name) for key, name in zip(caches[0], caches[1], strict=True)}
     outputs = {"logits": pattern("logits")}
     outputs |= {key: pattern(name) for key, name in zip(caches[2], caches[3], strict=True)}
@@ -241,7 +244,7 @@ def genai_config(layout: Layout) -> dict[str, Any]:
         windows = {"window_size": layout.window, "slide_key_value_cache": False, "slide_inputs": False}
         decoder["sliding_window"] = windows | {
             "layers": [1],
-            "cache_slack": (layout.window_rows or layout.window) - layout.window,
+            "cache_slack": (layout.window_slots or layout.window) - layout.window,
         }
     model = {"bos_token_id": 0, "context_length": CONTEXT, "decoder": decoder, "eos_token_id": 0, "pad_token_id": 0}
     search = {"do_sample": False, "max_length": CONTEXT, "past_present_share_buffer": layout.shares_buffers}

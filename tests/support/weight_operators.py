@@ -1,4 +1,4 @@
-"""ONNX Runtime's own reading of weights in few bits."""
+"""Runs ONNX Runtime's low-bit operators on quantized weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ FORMATS = [
 
 
 def run_operators(quantized: QuantizedRows, columns: int, form: WeightFormat, accuracy_level: int = 1, inputs=None):
-    """MatMulNBits of `inputs` or the identity, which is the transposed weight; GatherBlockQuantized of every row."""
+    """Run both operators on quantized weights [N, K].
+
+    Returns:
+        MatMulNBits of `inputs` [m, K] (by default the identity, which gives the transposed weights), and
+        GatherBlockQuantized of every row.
+    """
     rows = len(quantized.packed)
-    # Fed from outside: a product of constants would be computed while the graph is loaded, by other kernels.
+    # An input of the graph: a product of constants would be computed at load time, by other kernels.
     inputs = np.eye(columns, dtype=np.float32) if inputs is None else inputs
     points = quantized.zero_points
     product = helper.make_node(

@@ -25,10 +25,10 @@ from edgerun.export.upgrade.parity import require_same, run_reference
 from edgerun.models.manifest import GraphLayout, Manifest, WeightFormat
 from edgerun.runtime.result import Reply
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
-from support.broken_layouts import UNFIT, write_unfit
-from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Rows, Weights
-from support.layout_reference import closest_call, greedy_tokens
+from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, LogitOutput, Weights
+from support.layout_reference import greedy_tokens, smallest_margin
 from support.layouts import COMMUNITY, GENAI, LAYOUTS, LIMITED, OPTIMUM, write_layout
+from support.unsupported_graphs import UNSUPPORTED, write_unsupported
 
 MAX_TOKENS = 48
 MIN_MARGIN = 0.02
@@ -43,8 +43,8 @@ DECODED = {
     "genai-window-cache": LAYOUTS["genai-window-cache"],
     "genai-fixed-capacity": LAYOUTS["genai-fixed-capacity"],
     "renamed-genai": LAYOUTS["renamed-genai"],
-    "community-float16": replace(COMMUNITY, cache_type=CacheType.FLOAT16, half_logits=True),
-    "community-last-row": replace(COMMUNITY, rows=Rows.LAST),
+    "community-float16": replace(COMMUNITY, cache_type=CacheType.FLOAT16, float16_logits=True),
+    "community-last-token": replace(COMMUNITY, logit_output=LogitOutput.LAST),
 }
 """Layouts whose upgrades are compared by decoding; the others are checked by the upgrade itself."""
 REFUSED = {
@@ -53,12 +53,12 @@ REFUSED = {
 """Layouts that run but cannot be upgraded, with the message."""
 CHECKED = (
     *("optimum-opset-14", "optimum-open-heads", "optimum-no-positions", "optimum-no-mask", "optimum-int32"),
-    *("optimum-three-positions", "optimum-last-row-flat", "optimum-chosen-rows", "optimum-two-decoders"),
+    *("optimum-three-positions", "optimum-last-token-flat", "optimum-last-n", "optimum-two-decoders"),
     *("stacked-genai", "joined", "keys-transposed", "optimum-two-traced-at-one"),
-    *("optimum-mask-cells", "optimum-mask-cells-no-positions", "optimum-mask-cells-seen"),
+    *("optimum-bias-mask", "optimum-bias-mask-no-positions", "optimum-bool-mask"),
     *("optimum-external-many", "optimum-bare", "numbered", "renamed", "renamed-genai-positions"),
     *("genai-float16", "genai-positions", "genai-window", "genai-lengths", "genai-fixed-capacity-numbered"),
-    *("community-chosen-rows", "community-unfused", "window-cache-fixed"),
+    *("community-last-n", "community-unfused", "window-cache-fixed"),
 )
 """Layouts that are only upgraded, which includes the comparison with the source."""
 
@@ -71,7 +71,7 @@ def unambiguous_prompt(layout: Layout) -> list[int]:
     """A random prompt after which every greedy token has a clear margin."""
     for seed in range(200):
         prompt: list[int] = np.random.default_rng(seed).integers(5, VOCABULARY, 12).tolist()
-        if closest_call(layout, prompt, MAX_TOKENS) > MIN_MARGIN:
+        if smallest_margin(layout, prompt, MAX_TOKENS) > MIN_MARGIN:
             return prompt
     raise AssertionError("every prompt has a near tie")
 
@@ -275,9 +275,9 @@ def test_damaged_model_gives_a_one_line_error_and_no_files(name: str, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_graph_that_is_not_a_decoder_gives_a_one_line_error(name: str, tmp_path: Path) -> None:
-    folder = write_unfit(tmp_path / "m", UNFIT[name])
+    folder = write_unsupported(tmp_path / "m", UNSUPPORTED[name])
     with pytest.raises(EdgeError) as caught:
         upgrade_model(ExportRequest(folder, tmp_path / "out", ExportRecipe(FP32)))
     assert "\n" not in str(caught.value)

@@ -76,7 +76,7 @@ def clip_ids(model: ModelProto) -> None:
 
 
 def test_int32_token_ids_are_converted_for_operators_that_need_them(tmp_path: Path) -> None:
-    layout = replace(OPTIMUM, narrow_ids=True)
+    layout = replace(OPTIMUM, int32_ids=True)
     source = changed(tmp_path / "m", layout, clip_ids)
     upgraded(source, FP32)
     require_same_text(tmp_path / "upgraded", layout)

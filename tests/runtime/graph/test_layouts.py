@@ -1,4 +1,4 @@
-"""Every foreign layout decodes to the text of its model: read at once or in parts, guessed at, rewound, put aside."""
+"""Every foreign layout gives its model's tokens: in wide and single passes, with drafts, after rewinds and restores."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Speculator
 from support.adversarial_drafters import adversaries, eager, listening_to
-from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, Mask, Rows, Settings
-from support.layout_reference import Decoder, closest_call, greedy_tokens, weights_of
+from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, LogitOutput, Mask, Settings
+from support.layout_reference import Decoder, greedy_tokens, layout_weights, smallest_margin
 from support.layouts import LAYOUTS, write_layout
 from support.tiny_models import tiny_config, write_json
 
 TOKENS = 62
-CLEAR = 0.02
-"""Distance between the two highest scores that half precision does not bridge."""
-TREES = {"optimum-mask-cells", "optimum-mask-cells-seen"}
+MIN_MARGIN = 0.02
+"""Difference between the two highest logits that float16 rounding does not exceed."""
+TREES = {"optimum-bias-mask", "optimum-bool-mask"}
 IN_PLACE = {name for name in LAYOUTS if name.startswith(("genai", "community", "renamed-genai"))} - {
     "renamed-genai-positions",
     "community-unfused",
 }
 ENGINES = [
-    *("optimum", "optimum-float16", "optimum-last-row", "optimum-chosen-rows", "optimum-two-traced-at-one"),
-    *("optimum-mask-cells", "optimum-merged", "stacked-genai", "joined", "renamed-genai"),
+    *("optimum", "optimum-float16", "optimum-last-token", "optimum-last-n", "optimum-two-traced-at-one"),
+    *("optimum-bias-mask", "optimum-merged", "stacked-genai", "joined", "renamed-genai"),
     *("genai", "genai-window-cache", "genai-int8-cache", "genai-fixed-capacity", "community"),
 ]
-DRAFTS = ["optimum", "optimum-last-row", "optimum-two-traced-at-one", "genai-float16", "genai-fixed-capacity"]
+DRAFTS = ["optimum", "optimum-last-token", "optimum-two-traced-at-one", "genai-float16", "genai-fixed-capacity"]
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +74,17 @@ def bind(graph: GraphSession) -> BoundSession:
 
 
 def prompt_of(layout: Layout, length: int, count: int = TOKENS, salt: int = 0) -> list[int]:
-    """Random tokens after which every choice is clear."""
+    """Random tokens after which no greedy choice is close."""
     for seed in range(200):
         random = np.random.default_rng((length, salt, seed))
         prompt: list[int] = random.integers(5, VOCABULARY, length).tolist()
-        if closest_call(layout, prompt, count) > CLEAR:
+        if smallest_margin(layout, prompt, count) > MIN_MARGIN:
             return prompt
-    raise AssertionError("no prompt is clear enough")
+    raise AssertionError("every prompt has a close choice")
 
 
 def lengths_of(layout: Layout, lengths: tuple[int, ...]) -> list[int]:
-    """Those that leave room for an answer."""
+    """Those lengths that leave room for an answer."""
     return [length for length in lengths if length + TOKENS < (layout.capacity or CONTEXT)]
 
 
@@ -98,8 +98,8 @@ def tokens_of(steps: list[Step]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_greedy_tokens_are_the_models(name: str, graph_of) -> None:
-    """Prompts of one pass and of several, answers over which every buffer grows."""
+def test_greedy_tokens_match_the_reference(name: str, graph_of) -> None:
+    """Prompts of one pass and of several, and answers during which every buffer grows."""
     layout, graph = LAYOUTS[name], graph_of(name)
     bound = bind(graph)
     for length in lengths_of(layout, (1, 2, 130, 300)):
@@ -109,14 +109,18 @@ def test_greedy_tokens_are_the_models(name: str, graph_of) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_a_graph_can_do_is_found_out(name: str, graph_of) -> None:
+def test_capabilities_are_detected(name: str, graph_of) -> None:
     layout, graph_io = LAYOUTS[name], graph_of(name).graph_io
     assert graph_io.vocab_size == VOCABULARY
     assert graph_io.layers == 2
     assert graph_io.cache_mode is (CacheMode.IN_PLACE if name in IN_PLACE else CacheMode.GROWING)
     assert graph_io.capacity == layout.capacity
-    one_row = {Rows.LAST: LogitsMode.LAST, Rows.LAST_FLAT: LogitsMode.LAST, Rows.CHOSEN: LogitsMode.LAST_N}
-    assert graph_io.logits_mode is one_row.get(layout.rows, LogitsMode.ALL)
+    logits_modes = {
+        LogitOutput.LAST: LogitsMode.LAST,
+        LogitOutput.LAST_FLAT: LogitsMode.LAST,
+        LogitOutput.LAST_N: LogitsMode.LAST_N,
+    }
+    assert graph_io.logits_mode is logits_modes.get(layout.logit_output, LogitsMode.ALL)
     assert graph_io.supports_wide_passes == (layout.mask is not Mask.NOT_CAUSAL)
     assert graph_io.supports_trees == (name in TREES)
     assert graph_io.supports_verification == (
@@ -125,20 +129,20 @@ def test_what_a_graph_can_do_is_found_out(name: str, graph_of) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_guesses_do_not_change_the_text(name: str, graph_of) -> None:
+def test_drafts_do_not_change_the_text(name: str, graph_of) -> None:
     layout, graph = LAYOUTS[name], graph_of(name)
     prompt = prompt_of(layout, 40, salt=1)
     expected = greedy_tokens(layout, prompt, TOKENS)
     trees = graph.graph_io.supports_trees
-    guessing = adversaries([*prompt, *expected], VOCABULARY, 0)
+    drafters = adversaries([*prompt, *expected], VOCABULARY, 0)
     bound = bind(graph)
     speculators = {
-        "own": eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=trees),
-        **{each: listening_to(guessing[each], trees=trees) for each in ("oracle", "nearly right")},
+        "free drafters": eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=trees),
+        **{each: listening_to(drafters[each], trees=trees) for each in ("oracle", "nearly right")},
     }
     if trees:
         speculators["chains"] = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=False)
-        speculators["wide"] = listening_to(guessing["wide"])
+        speculators["wide"] = listening_to(drafters["wide"])
     passes = {}
     for drafter, speculator in speculators.items():
         bound.arena.rewind_to(0)
@@ -153,8 +157,7 @@ def test_guesses_do_not_change_the_text(name: str, graph_of) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rewinding_forgets(name: str, graph_of) -> None:
-    """Any beginning of a text can be kept, and another text continued from it."""
+def test_another_text_continues_after_a_rewind(name: str, graph_of) -> None:
     layout, graph = LAYOUTS[name], graph_of(name)
     bound = bind(graph)
     first = prompt_of(layout, 40, salt=2)
@@ -163,41 +166,44 @@ def test_rewinding_forgets(name: str, graph_of) -> None:
         bound.arena.rewind_to(min(kept, bound.arena.length))
         for seed in range(100):
             other = [*text[:kept], *np.random.default_rng(seed).integers(5, VOCABULARY, 3).tolist()]
-            if len(other) + TOKENS < (layout.capacity or CONTEXT) and closest_call(layout, other, TOKENS) > CLEAR:
+            if (
+                len(other) + TOKENS < (layout.capacity or CONTEXT)
+                and smallest_margin(layout, other, TOKENS) > MIN_MARGIN
+            ):
                 assert tokens_of(steps_of(bound, other)) == greedy_tokens(layout, other, TOKENS), kept
                 break
-        # The text as it was, for the next cut.
+        # Restore the original text for the next rewind.
         bound.arena.rewind_to(min(kept, bound.arena.length))
         bound.forward(text[bound.arena.length : -1])
         bound.arena.commit(len(text) - 1 - bound.arena.length)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_put_aside_come_back(name: str, graph_of) -> None:
+def test_a_snapshot_restores_into_another_arena(name: str, graph_of) -> None:
     layout, graph = LAYOUTS[name], graph_of(name)
     prompt = prompt_of(layout, 40, salt=3)
     expected = greedy_tokens(layout, prompt, TOKENS)
     before = bind(graph)
     steps_of(before, prompt)
     before.arena.rewind_to(len(prompt) + 20)
-    rows = before.arena.snapshot()
+    snapshot = before.arena.snapshot()
     after = bind(graph)
-    after.arena.restore(rows)
+    after.arena.restore(snapshot)
     assert after.arena.length == len(prompt) + 20
     assert tokens_of(steps_of(after, [*prompt, *expected[:21]]))[: TOKENS - 21] == expected[21:]
 
 
-@pytest.mark.parametrize("drafting", DRAFTS)
-@pytest.mark.parametrize("name", ["optimum", "optimum-mask-cells", "genai"])
-def test_a_draft_model_of_any_layout_guesses(name: str, drafting: str, graph_of) -> None:
-    """The same weights in another layout: guesses come true, until the draft's own context ends."""
+@pytest.mark.parametrize("draft_name", DRAFTS)
+@pytest.mark.parametrize("name", ["optimum", "optimum-bias-mask", "genai"])
+def test_a_draft_model_may_have_any_layout(name: str, draft_name: str, graph_of) -> None:
+    """A draft model with the same weights: its tokens are accepted until its own context ends."""
     layout, graph = LAYOUTS[name], graph_of(name)
-    draft = DraftModel(bind(graph_of(drafting)), PassCost({0: {1: 1e-6, 2: 1e-6}}), VOCABULARY)
+    draft = DraftModel(bind(graph_of(draft_name)), PassCost({0: {1: 1e-6, 2: 1e-6}}), VOCABULARY)
     prompt = prompt_of(layout, 90, salt=5)
     speculator = eager(ModelDrafter(draft), trees=graph.graph_io.supports_trees)
     steps = steps_of(bind(graph), prompt, speculator)
     assert tokens_of(steps) == greedy_tokens(layout, prompt, TOKENS)
-    capacity = LAYOUTS[drafting].capacity
+    capacity = LAYOUTS[draft_name].capacity
     if capacity is None:
         assert len(steps) < TOKENS / 2
     else:
@@ -206,7 +212,7 @@ def test_a_draft_model_of_any_layout_guesses(name: str, drafting: str, graph_of)
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
-def test_a_tree_scores_its_paths(name: str, graph_of) -> None:
+def test_tree_logits_equal_those_of_the_paths(name: str, graph_of) -> None:
     layout, graph = LAYOUTS[name], graph_of(name)
     prompt, nodes = list(range(20, 45)), [10, 20, 30, 40, 50, 60]
     paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 4, 5]]
@@ -219,22 +225,22 @@ def test_a_tree_scores_its_paths(name: str, graph_of) -> None:
     positions = [len(prompt) + len(path) - 1 for path in paths]
     logits = bound.forward(nodes, positions=positions, tree_mask=mask)
 
-    def scored(tokens: list[int]) -> np.ndarray:
-        return Decoder(weights_of(layout), layout.kv_heads, None, rounded=False).forward(tokens)[-1]
+    def expected_logits(tokens: list[int]) -> np.ndarray:
+        return Decoder(layout_weights(layout), layout.kv_heads, None, int8_cache=False).forward(tokens)[-1]
 
     for node, path in enumerate(paths):
-        np.testing.assert_allclose(logits[node], scored([*prompt, *(nodes[i] for i in path)]), atol=1e-4)
+        np.testing.assert_allclose(logits[node], expected_logits([*prompt, *(nodes[i] for i in path)]), atol=1e-4)
     bound.arena.compact(len(prompt), paths[5])
     following = bound.forward([70])[0]
-    np.testing.assert_allclose(following, scored([*prompt, *(nodes[i] for i in paths[5]), 70]), atol=1e-4)
+    np.testing.assert_allclose(following, expected_logits([*prompt, *(nodes[i] for i in paths[5]), 70]), atol=1e-4)
 
 
-def test_what_is_kept_of_a_graph_is_of_its_reading(tmp_path: Path) -> None:
-    """Settings that change what the ports are taken for are not helped by what was found out before."""
+def test_a_stored_probe_result_is_ignored_once_settings_change(tmp_path: Path) -> None:
+    """Settings beside the graph decide what its inputs mean, so that an earlier probe no longer applies."""
     layout = LAYOUTS["renamed-genai"]
     folder = write_layout(tmp_path, layout)
     prompt = prompt_of(layout, 40, salt=1)
-    for _ in range(2):  # what is kept from the first time serves the second
+    for _ in range(2):  # the second run uses what the first stored
         with edgerun.load(folder, threads=1) as engine:
             assert tokens_of(steps_of(engine.model.new_sequence().bound, prompt)) == greedy_tokens(
                 layout, prompt, TOKENS
@@ -248,7 +254,7 @@ def test_what_is_kept_of_a_graph_is_of_its_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["optimum", "optimum-external-many", "optimum-merged", "optimum-float16", "genai"])
-def test_weights_packed_for_the_machine_say_the_same(name: str, folder_of) -> None:
+def test_loading_with_the_cache_gives_the_same_tokens(name: str, folder_of) -> None:
     layout = LAYOUTS[name]
     prompt = prompt_of(layout, 40, salt=1)
     for _ in range(2):
@@ -264,12 +270,12 @@ def engine_of(folder: Path, layout: Layout) -> Engine:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_answers_and_resumes(name: str, folder_of, tmp_path: Path) -> None:
+def test_an_engine_answers_and_resumes_conversations(name: str, folder_of, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     with engine_of(folder_of(name), layout) as engine:
         prompt = prompt_of(layout, 30, salt=4)
         expected = greedy_tokens(layout, prompt, TOKENS)
-        assert 0 not in expected, "the end of the text comes too early for a test"
+        assert 0 not in expected, "the end-of-text token ends the answer too early for this test"
         for speculation in (Speculation.AUTO, Speculation.OFF):
             options = GenerateOptions(max_tokens=TOKENS, speculation=speculation)
             reply = Reply.of(engine.model.answer(None, prompt, options))
@@ -282,14 +288,14 @@ def test_an_engine_answers_and_resumes(name: str, folder_of, tmp_path: Path) -> 
         with engine.session() as chat:
             chat.send("the other", max_tokens=12)
             chat.save(tmp_path / "chat.kv")
-            told = chat.send("and in", max_tokens=12)
+            first = chat.send("and in", max_tokens=12)
         with engine.session(resume=tmp_path / "chat.kv") as again:
             reply = again.send("and in", max_tokens=12)
-            assert reply.text == told.text
-            assert reply.stats.reused_tokens == told.stats.reused_tokens > 0
+            assert reply.text == first.text
+            assert reply.stats.reused_tokens == first.stats.reused_tokens > 0
 
 
-def test_a_conversation_of_another_layout_is_refused(folder_of, tmp_path: Path) -> None:
+def test_a_conversation_of_another_layout_is_rejected(folder_of, tmp_path: Path) -> None:
     with engine_of(folder_of("optimum"), LAYOUTS["optimum"]) as engine, engine.session() as chat:
         chat.send("the", max_tokens=3)
         chat.save(tmp_path / "chat.kv")
@@ -315,8 +321,8 @@ TAMPERED: dict[str, Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]] = 
 
 
 @pytest.mark.parametrize("change", TAMPERED)
-def test_a_tampered_conversation_is_refused(change: str, folder_of, tmp_path: Path) -> None:
-    """Of a layout whose keys and values differ in shape."""
+def test_a_tampered_conversation_is_rejected(change: str, folder_of, tmp_path: Path) -> None:
+    """Uses a layout whose keys and values differ in shape."""
     name = "keys-transposed"
     with engine_of(folder_of(name), LAYOUTS[name]) as engine:
         with engine.session() as chat:
@@ -330,7 +336,7 @@ def test_a_tampered_conversation_is_refused(change: str, folder_of, tmp_path: Pa
         assert "\n" not in str(caught.value)
 
 
-def test_without_settings_the_context_has_to_be_given(folder_of) -> None:
+def test_the_context_is_required_without_settings(folder_of) -> None:
     folder = folder_of("optimum-bare")
     with pytest.raises(InputError) as caught:
         edgerun.load(folder)
@@ -341,8 +347,8 @@ def test_without_settings_the_context_has_to_be_given(folder_of) -> None:
         assert engine.context == 50
 
 
-def test_settings_of_genai_end_texts_and_limit_them(tmp_path: Path) -> None:
-    """ONNX Runtime GenAI folds what other folders say in three files into one."""
+def test_genai_config_gives_end_tokens_and_context(tmp_path: Path) -> None:
+    """genai_config.json replaces three files of other folders."""
     folder = write_layout(tmp_path, LAYOUTS["genai"])
     settings = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
     settings["model"] |= {"eos_token_id": [0, 7], "context_length": 99}
@@ -371,22 +377,20 @@ def test_a_graph_of_fixed_capacity_limits_the_context(folder_of) -> None:
 
 
 @pytest.mark.parametrize("file", ["onnx/model.onnx", ""])
-def test_a_graph_below_its_settings_finds_them(file: str, folder_of) -> None:
-    """Published for transformers.js: config.json and the tokenizer are a folder above the graphs."""
+def test_settings_are_found_in_the_parent_folder(file: str, folder_of) -> None:
+    """In models for transformers.js, config.json and the tokenizer are in the parent folder of the graphs."""
     with edgerun.load(folder_of("community") / file, cache=False) as engine:
         assert engine.context == CONTEXT
         assert engine.template is not None
 
 
-def test_the_oracle_is_the_reference_decoder() -> None:
+def test_the_layout_reference_equals_the_reference_decoder() -> None:
     from edgerun.export.check.reference import reference_logits
 
     layout = LAYOUTS["optimum"]
 
-    class Held:
-        """Tensors in memory, as the reference decoder reads them."""
-
-        tensors = weights_of(layout)
+    class WeightsInMemory:
+        tensors = layout_weights(layout)
 
         def read(self, name: str):
             return self.tensors[name]
@@ -398,8 +402,8 @@ def test_the_oracle_is_the_reference_decoder() -> None:
             yield self.tensors[name]
 
     tokens = np.random.default_rng(8).integers(0, VOCABULARY, 50)
-    expected = reference_logits(Held(), tiny_config("llama", **layout.overrides), tokens, CONTEXT)
-    decoder = Decoder(weights_of(layout), 2, None, rounded=False)
+    expected = reference_logits(WeightsInMemory(), tiny_config("llama", **layout.overrides), tokens, CONTEXT)
+    decoder = Decoder(layout_weights(layout), 2, None, int8_cache=False)
     found = np.concatenate([decoder.forward(tokens[:20].tolist()), decoder.forward(tokens[20:].tolist())])
     np.testing.assert_allclose(found, expected, atol=1e-9)
     assert CacheType.INT8 in {each.cache_type for each in LAYOUTS.values()}

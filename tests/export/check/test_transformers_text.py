@@ -1,4 +1,4 @@
-"""The whole road, checkpoint to text, against transformers (oracle extra)."""
+"""Export and decoding of a checkpoint give the text of transformers (needs the oracle extra)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="needs the oracle extra")
 transformers = pytest.importorskip("transformers", reason="needs the oracle extra")
 
 
-def greedy_of_transformers(checkpoint: Path, prompt: str, count: int) -> str:
-    """Text that transformers continues `prompt` with, in float32."""
+def transformers_text(checkpoint: Path, prompt: str, count: int) -> str:
+    """The text with which transformers continues `prompt` in float32."""
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
@@ -27,22 +27,22 @@ def greedy_of_transformers(checkpoint: Path, prompt: str, count: int) -> str:
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def greedy_of_edge_run(checkpoint: Path, folder: Path, prompt: str, count: int) -> str:
+def edge_run_text(checkpoint: Path, folder: Path, prompt: str, count: int) -> str:
     bundle = export_checkpoint(ExportRequest(checkpoint, folder, ExportRecipe(FP32))).bundle
     with edgerun.load(bundle) as llm:
         return llm.generate(prompt, raw=True, temperature=0, max_tokens=count).text
 
 
-def test_stories_are_those_of_transformers(tmp_path: Path) -> None:
+def test_a_trained_model_writes_the_text_of_transformers(tmp_path: Path) -> None:
     source = data_path("weights/stories260K-hf")
-    expected = greedy_of_transformers(source, "Once upon a time", 180)
-    assert greedy_of_edge_run(source, tmp_path / "bundle", "Once upon a time", 180) == expected
+    expected = transformers_text(source, "Once upon a time", 180)
+    assert edge_run_text(source, tmp_path / "bundle", "Once upon a time", 180) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_tiny_models_write_what_transformers_writes(tmp_path: Path, family: str) -> None:
+def test_tiny_models_write_the_text_of_transformers(tmp_path: Path, family: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", family)
-    expected = greedy_of_transformers(source, "the other", 100)
-    actual = greedy_of_edge_run(source, tmp_path / "bundle", "the other", 100)
+    expected = transformers_text(source, "the other", 100)
+    actual = edge_run_text(source, tmp_path / "bundle", "the other", 100)
     assert expected.startswith(actual)
     assert actual

@@ -1,4 +1,4 @@
-"""Models that other tools exported, as they are and upgraded: the tokens are those of record, guessed at or not."""
+"""Models exported by other tools give the expected tokens as they are and upgraded, with and without speculation."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from support.foreign_exporters import Exporter, ForeignExports
 from support.shared_data import data_path
 
 SPECULATIONS = (Speculation.OFF, Speculation.AUTO)
-FORMS = [
-    pytest.param(exporter, family, form, id=f"{exporter.value}-{family}-{form}")
+VARIANTS = [
+    pytest.param(exporter, family, variant, id=f"{exporter.value}-{family}-{variant}")
     for exporter in Exporter
     for family in EXPORTERS[exporter.value]
-    for form in exporter.forms(family)
+    for variant in exporter.variants(family)
 ]
 
 
 def tokens_of(llm: Engine, prompt: list[int], speculation: Speculation) -> tuple[list[int], Reply]:
-    """The greedy tokens that continue `prompt`; the last of them has no row in the cache, but it is among them."""
+    """The greedy tokens after `prompt`, and the reply."""
     text = llm.model.new_sequence()
     options = GenerateOptions(max_tokens=GREEDY_TOKENS, temperature=0, speculation=speculation)
     reply = Reply.of(llm.model.answer(text, prompt, options))
     return text.token_ids[len(prompt) :], reply
 
 
-@pytest.mark.parametrize(("exporter", "family", "form"), FORMS)
-def test_tokens_are_those_of_record(
-    foreign_exports: ForeignExports, exporter: Exporter, family: str, form: str
+@pytest.mark.parametrize(("exporter", "family", "variant"), VARIANTS)
+def test_tokens_are_the_expected_ones(
+    foreign_exports: ForeignExports, exporter: Exporter, family: str, variant: str
 ) -> None:
-    """transformers' tokens for float32; for int4, those that onnxruntime-genai decodes from the same file."""
+    """For float32 those of transformers; for int4 those that onnxruntime-genai decodes from the same file."""
     model = foreign_exports.of(exporter, family)
-    check_tokens(model.form(form), model.tokens("int4" if form == "int4" else "greedy"))
+    check_tokens(model.variant(variant), model.tokens("int4" if variant == "int4" else "greedy"))
 
 
-@pytest.mark.parametrize(("exporter", "family", "form"), FORMS)
-def test_tokens_stay_when_it_is_upgraded(
-    foreign_exports: ForeignExports, tmp_path: Path, exporter: Exporter, family: str, form: str
+@pytest.mark.parametrize(("exporter", "family", "variant"), VARIANTS)
+def test_upgraded_models_give_the_same_tokens(
+    foreign_exports: ForeignExports, tmp_path: Path, exporter: Exporter, family: str, variant: str
 ) -> None:
     model = foreign_exports.of(exporter, family)
-    quantized = form == "int4"
+    quantized = variant == "int4"
     recipe = ExportRecipe(None if quantized else FP32)
-    bundle = export_model(ExportRequest(model.form(form), tmp_path / "upgraded", recipe)).bundle
+    bundle = export_model(ExportRequest(model.variant(variant), tmp_path / "upgraded", recipe)).bundle
     assert check_tokens(bundle, model.tokens("int4" if quantized else "greedy")).supports_trees
 
 
 def check_tokens(folder: Path, expected: list[int]) -> GraphIO:
-    """Decode with and without guesses; returns what the model is."""
+    """Decode with and without speculation; returns the graph's inputs and outputs."""
     assert len(expected) == GREEDY_TOKENS
     with edgerun.load(folder, threads=1, cache=False) as llm:
         llm.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
@@ -71,13 +71,17 @@ def check_tokens(folder: Path, expected: list[int]) -> GraphIO:
         return llm.graph_io
 
 
-@pytest.mark.parametrize(("exporter", "form"), [(Exporter.OPTIMUM, "with_past"), (Exporter.GENAI, "fp32")])
+@pytest.mark.parametrize(("exporter", "variant"), [(Exporter.OPTIMUM, "with_past"), (Exporter.GENAI, "fp32")])
 @pytest.mark.parametrize("speculation", ["off", "auto"])
-def test_the_command_line_opens_them(
-    foreign_exports: ForeignExports, exporter: Exporter, form: str, speculation: str, capsys: pytest.CaptureFixture[str]
+def test_the_command_line_opens_foreign_exports(
+    foreign_exports: ForeignExports,
+    exporter: Exporter,
+    variant: str,
+    speculation: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = foreign_exports.of(exporter, "llama")
-    folder = model.form(form)
+    folder = model.variant(variant)
     expected = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(model.tokens())
     options = ["--raw", "-n", str(GREEDY_TOKENS), "--spec", speculation, "--json"]
     assert main([str(folder), "-p", PROMPT, *options]) == 0
@@ -86,13 +90,13 @@ def test_the_command_line_opens_them(
     assert (reply["text"], reply["usage"]["completion_tokens"], err) == (expected, GREEDY_TOKENS, "")
 
 
-def test_an_old_decoder_with_fused_past_and_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_decoder_with_stacked_cache_and_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = data_path("onnx/tiny-random-gpt2-fp32")
     tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
     tokenizer = tmp_path / "tokenizer.json"
     tiny.tiny_tokenizer(1000).save(str(tokenizer))
     prompt = Tokenizer.from_file(str(tokenizer)).encode(PROMPT).ids
-    expected = fused_past_greedy(folder / "past.onnx", prompt, GREEDY_TOKENS)
+    expected = greedy_with_stacked_cache(folder / "past.onnx", prompt, GREEDY_TOKENS)
     assert len(set(expected)) > 3
     with edgerun.load(folder, threads=1, cache=False, tokenizer=tokenizer) as llm:
         llm.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
@@ -102,29 +106,31 @@ def test_an_old_decoder_with_fused_past_and_no_tokenizer(tmp_path: Path, capsys:
     assert json.loads(capsys.readouterr().out)["text"] == Tokenizer.from_file(str(tokenizer)).decode(expected[:20])
 
 
-def fused_past_greedy(graph: Path, prompt: list[int], count: int) -> list[int]:
-    """Greedy tokens of a graph with int32 inputs and `past_i` [2, 1, heads, rows, size], one pass a token."""
+def greedy_with_stacked_cache(graph: Path, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of a graph with int32 inputs and `past_i` [2, 1, heads, slots, size], one pass per token."""
     session = onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
     past = {
-        port.name: np.zeros((2, 1, port.shape[2], 0, port.shape[4]), np.float32)
-        for port in session.get_inputs()
-        if port.name.startswith("past_")
+        value.name: np.zeros((2, 1, value.shape[2], 0, value.shape[4]), np.float32)
+        for value in session.get_inputs()
+        if value.name.startswith("past_")
     }
-    new, seen, tokens = prompt, 0, []
+    new, cached, tokens = prompt, 0, []
     while len(tokens) < count:
-        total = seen + len(new)
+        total = cached + len(new)
         feeds = {
             "input_ids": np.array([new], np.int32),
-            "position_ids": np.arange(seen, total, dtype=np.int32)[None],
+            "position_ids": np.arange(cached, total, dtype=np.int32)[None],
             "attention_mask": np.ones((1, total), np.int32),
         }
         logits, *present = session.run(None, feeds | past)
-        past = {name.replace("present", "past"): value for name, value in zip(names_of(session), present, strict=True)}
-        new, seen = [int(logits[0, -1].argmax())], total
+        past = {
+            name.replace("present", "past"): value for name, value in zip(cache_outputs(session), present, strict=True)
+        }
+        new, cached = [int(logits[0, -1].argmax())], total
         tokens += new
     return tokens
 
 
-def names_of(session: onnxruntime.InferenceSession) -> list[str]:
-    """The outputs after the first, logits."""
-    return [port.name for port in session.get_outputs()][1:]
+def cache_outputs(session: onnxruntime.InferenceSession) -> list[str]:
+    """Names of the outputs after the first, the logits."""
+    return [value.name for value in session.get_outputs()][1:]

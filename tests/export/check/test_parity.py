@@ -1,4 +1,4 @@
-"""The check that guards every export: it passes what is right and catches what is not."""
+"""The parity check of every export accepts correct graphs and rejects wrong ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def swap_sine_and_cosine(model: onnx.ModelProto) -> None:
             node.input[7], node.input[8] = node.input[8], node.input[7]
 
 
-def forget_residual(model: onnx.ModelProto) -> None:
+def use_wrong_residual(model: onnx.ModelProto) -> None:
     node = next(node for node in model.graph.node if node.name == "asked.residual")
     node.input[0] = next(n for n in model.graph.node if n.name == "layers.0.mlp_norm").output[3]
 
@@ -61,24 +61,24 @@ def interleave_rotation(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize("form", [FP32, INT8, INT4], ids=str)
 @pytest.mark.parametrize(
     "defect",
-    [drop_norm, swap_gate_and_up, change_epsilon, swap_sine_and_cosine, forget_residual, interleave_rotation],
+    [drop_norm, swap_gate_and_up, change_epsilon, swap_sine_and_cosine, use_wrong_residual, interleave_rotation],
 )
-def test_a_miswired_graph_is_not_written(tmp_path, monkeypatch, form, defect) -> None:
+def test_a_miswired_graph_is_rejected(tmp_path, monkeypatch, form, defect) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3")
-    right = graph_module.build_graph
+    build_graph = graph_module.build_graph
 
-    def wrong(*arguments):
-        model = right(*arguments)
+    def build_wrong_graph(*arguments):
+        model = build_graph(*arguments)
         defect(model)
         return model
 
-    monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", wrong)
+    monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", build_wrong_graph)
     with pytest.raises(ExportError, match=r"differs from the reference by .* in a logit, 0\.00\d+ is allowed"):
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(form)))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_misplaced_codes_are_caught(tmp_path, monkeypatch) -> None:
+def test_swapped_codes_are_rejected(tmp_path, monkeypatch) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
 
     class Swapped(Checkpoint):
@@ -86,66 +86,66 @@ def test_misplaced_codes_are_caught(tmp_path, monkeypatch) -> None:
             quantized = super().quantized(rows, form)
             return quantized._replace(packed=(quantized.packed >> 4 | quantized.packed << 4).astype(np.uint8))
 
-    # Only what the graph is built from: the reference keeps the right codes.
-    place = "edgerun.export.bundle_writer.Initializers"
-    monkeypatch.setattr(place, lambda _, *rest: Initializers(Swapped(source), *rest))
+    # Only the graph gets the wrong codes, not the reference.
+    target = "edgerun.export.bundle_writer.Initializers"
+    monkeypatch.setattr(target, lambda _, *rest: Initializers(Swapped(source), *rest))
     with pytest.raises(ExportError, match="differs from the reference"):
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4)))
 
 
-def test_kernels_that_compute_something_else_are_caught(tmp_path, monkeypatch) -> None:
-    """The graph with float activations is right, the one that ships is not: a broken low-bit kernel looks like this."""
+def test_wrong_low_bit_kernels_are_detected(tmp_path, monkeypatch) -> None:
+    """With a broken kernel, the graph with float activations is correct but the shipped one is not."""
     source = write_checkpoint(tmp_path / "checkpoint")
-    right = ContractSession.forward
+    forward = ContractSession.forward
 
-    def noisy(self: ContractSession, tokens, rows):
-        logits = right(self, tokens, rows)
-        if self.ships:
+    def noisy_forward(self: ContractSession, tokens, logits_for):
+        logits = forward(self, tokens, logits_for)
+        if self.is_shipped_graph:
             logits = logits + np.random.default_rng(0).normal(0, logits.std(), logits.shape).astype(np.float32)
         return logits
 
-    constructed = ContractSession.__init__
+    initialize = ContractSession.__init__
 
     def construct(self: ContractSession, bundle, config, capacity, graph=None) -> None:
-        constructed(self, bundle, config, capacity, graph)
-        self.ships = graph is None
+        initialize(self, bundle, config, capacity, graph)
+        self.is_shipped_graph = graph is None
 
     monkeypatch.setattr(ContractSession, "__init__", construct)
-    monkeypatch.setattr(ContractSession, "forward", noisy)
+    monkeypatch.setattr(ContractSession, "forward", noisy_forward)
     with pytest.raises(ExportError, match=r"correlate by only 0\.\d+ with the reference's on this machine"):
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT8)))
 
 
-def test_tolerance_leaves_room_for_arithmetic_only(tmp_path) -> None:
+def test_correct_graphs_are_far_below_the_tolerance(tmp_path) -> None:
     for form in (FP32, INT8, INT4):
         bundle: Path = write_bundle(tmp_path / str(form.bits), "qwen2", weights=form)
         report = export_checkpoint(ExportRequest(tmp_path / str(form.bits) / "checkpoint", bundle, ExportRecipe(form)))
         assert report.parity.max_abs_diff < TOLERANCE / 20
 
 
-def test_fewer_bits_cost_more(tmp_path) -> None:
+def test_fewer_bits_give_a_higher_kl(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    costs = [
+    kls = [
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(form))).parity.mean_kl
         for form in (FP32, INT8, INT4)
     ]
-    assert costs[0] < 1e-9
-    assert costs[0] < costs[1] < costs[2]
+    assert kls[0] < 1e-9
+    assert kls[0] < kls[1] < kls[2]
 
 
 @pytest.mark.parametrize("form", [INT8, WeightFormat(2, 64)], ids=str)
-def test_a_graph_on_the_slow_path_is_not_written(tmp_path, monkeypatch, capfd, form) -> None:
+def test_a_graph_with_slow_kernels_is_rejected(tmp_path, monkeypatch, capfd, form) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    right = graph_module.build_graph
+    build_graph = graph_module.build_graph
 
-    def with_float_inputs(*arguments):
-        model = right(*arguments)
+    def build_with_float_inputs(*arguments):
+        model = build_graph(*arguments)
         for node in model.graph.node:
             if node.name in ("layers.0.o", "layers.1.down"):
                 node.attribute.remove(next(each for each in node.attribute if each.name == "accuracy_level"))
         return model
 
-    monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", with_float_inputs)
+    monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", build_with_float_inputs)
     message = f"no fast kernel on this machine for some of {form}: 2 products of a pass would expand their matrices"
     with pytest.raises(ExportError, match=message):
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(form)))
@@ -153,23 +153,23 @@ def test_a_graph_on_the_slow_path_is_not_written(tmp_path, monkeypatch, capfd, f
     assert "onnxruntime" not in capfd.readouterr().err
 
 
-def test_what_is_written_while_a_graph_is_watched_is_shown(tmp_path, capfd) -> None:
+def test_other_output_during_log_capture_is_shown(tmp_path, capfd) -> None:
     bundle = write_bundle(tmp_path, weights=INT4)
     session = ContractSession(bundle, read_config(bundle), 8)
-    right = session.run
+    run = session.run
 
-    def with_a_note(*arguments):
+    def run_with_note(*arguments):
         os.write(2, b"a note\n")
-        return right(*arguments)
+        return run(*arguments)
 
-    session.run = with_a_note
+    session.run = run_with_note
     logits, expanded = session.forward_counting_expansions(np.arange(3), np.arange(3))
     assert logits.shape == (3, 300)
     assert expanded == 0
     assert capfd.readouterr().err == "a note\n"
 
 
-def test_a_process_without_standard_error_exports_all_the_same(tmp_path) -> None:
+def test_export_works_without_standard_error(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     program = (
         "import os, pathlib, sys; os.close(2); sys.stderr = None\n"

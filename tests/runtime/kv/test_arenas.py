@@ -1,4 +1,4 @@
-"""All arenas keep the same rows whatever is committed, rewound and compacted; they differ in where."""
+"""All arenas hold the same slots after any sequence of commits, rewinds and compactions."""
 
 from __future__ import annotations
 
@@ -15,63 +15,64 @@ from edgerun.runtime.kv.arena import CacheTensorType, InPlaceArena, KVArena
 from edgerun.runtime.kv.borrowed import BorrowedArena
 from edgerun.runtime.kv.growing import GrowingArena
 
-FLOAT = np.dtype(np.float32)
-USUAL = CacheTensorType(FLOAT, (1, 3, 0, 4), 2)
-FUSED = CacheTensorType(np.dtype(np.float16), (2, 1, 3, 0, 4), 3)
-TURNED = CacheTensorType(np.dtype(np.int8), (1, 3, 4, 0), 3)
-FORMS = (USUAL, USUAL, FUSED, TURNED)
+FLOAT32_4D = CacheTensorType(np.dtype(np.float32), (1, 3, 0, 4), 2)
+FLOAT16_5D = CacheTensorType(np.dtype(np.float16), (2, 1, 3, 0, 4), 3)
+INT8_TRANSPOSED = CacheTensorType(np.dtype(np.int8), (1, 3, 4, 0), 3)
+TENSOR_TYPES = (FLOAT32_4D, FLOAT32_4D, FLOAT16_5D, INT8_TRANSPOSED)
 
 
-class Lent(BorrowedArena):
-    """All but the first of the tensors of an arena that nobody else uses."""
+class WithOwner(BorrowedArena):
+    """A borrowed arena over all tensors but the first of an owner of its own."""
 
-    def __init__(self, forms: tuple[CacheTensorType, ...], limit: int) -> None:
-        super().__init__(forms, range(1, len(forms) + 1), limit)
-        self.owner = InPlaceArena((USUAL, *forms), limit)
+    def __init__(self, tensor_types: tuple[CacheTensorType, ...], limit: int) -> None:
+        super().__init__(tensor_types, range(1, len(tensor_types) + 1), limit)
+        self.owner = InPlaceArena((FLOAT32_4D, *tensor_types), limit)
         self.borrow(self.owner)
 
 
-ARENAS: tuple[Callable[[tuple[CacheTensorType, ...], int], KVArena], ...] = (InPlaceArena, GrowingArena, Lent)
+ARENAS: tuple[Callable[[tuple[CacheTensorType, ...], int], KVArena], ...] = (InPlaceArena, GrowingArena, WithOwner)
 
 
 def write(arena: KVArena, numbers: npt.NDArray[np.int64]) -> None:
-    """What a pass does: write rows that hold these numbers everywhere after the committed ones, uncommitted."""
+    """Write uncommitted slots that hold these numbers everywhere, as a pass would."""
     arena.reserve(numbers.size)
     if isinstance(arena, InPlaceArena | BorrowedArena):
-        for tensor, form in zip(arena.tensors(), arena.tensor_types, strict=True):
-            rows = np.moveaxis(tensor, form.axis, -1)
-            rows[..., arena.length : arena.length + numbers.size] = numbers
+        for tensor, tensor_type in zip(arena.tensors(), arena.tensor_types, strict=True):
+            slots = np.moveaxis(tensor, tensor_type.axis, -1)
+            slots[..., arena.length : arena.length + numbers.size] = numbers
     elif isinstance(arena, GrowingArena):
-        for past, present, form in zip(arena.past(), arena.present(numbers.size), arena.tensor_types, strict=True):
-            rows = np.moveaxis(present, form.axis, -1)
-            rows[..., : arena.length] = np.moveaxis(past, form.axis, -1)
-            rows[..., arena.length :] = numbers
+        for past, present, tensor_type in zip(
+            arena.past(), arena.present(numbers.size), arena.tensor_types, strict=True
+        ):
+            slots = np.moveaxis(present, tensor_type.axis, -1)
+            slots[..., : arena.length] = np.moveaxis(past, tensor_type.axis, -1)
+            slots[..., arena.length :] = numbers
         arena.finish_pass(numbers.size)
 
 
-def filled(kind: Callable[..., KVArena], rows: int, limit: int = 1000) -> KVArena:
-    """An arena whose row at slot s holds the number s (below 100 for int8) everywhere."""
-    arena = kind(FORMS, limit)
-    write(arena, np.arange(rows) % 100)
-    arena.commit(rows)
+def filled(kind: Callable[..., KVArena], length: int, limit: int = 1000) -> KVArena:
+    """An arena whose slot s holds the number s % 100 everywhere (int8 allows no more)."""
+    arena = kind(TENSOR_TYPES, limit)
+    write(arena, np.arange(length) % 100)
+    arena.commit(length)
     return arena
 
 
-def held(arena: KVArena) -> list[int]:
-    """The numbers of the committed rows; every tensor has to agree."""
+def contents(arena: KVArena) -> list[int]:
+    """The numbers in the committed slots, which must be the same in every tensor."""
     found = []
-    for stack, form in zip(arena.snapshot(), arena.groups, strict=True):
-        rows = np.moveaxis(stack, form.axis + 1, 0).reshape(arena.length, stack.size // max(arena.length, 1))
-        assert (rows == rows[:, :1]).all()
-        found.append(rows[:, :1].astype(int).ravel().tolist())
-    assert all(rows == found[0] for rows in found)
+    for stack, tensor_type in zip(arena.snapshot(), arena.groups, strict=True):
+        slots = np.moveaxis(stack, tensor_type.axis + 1, 0).reshape(arena.length, stack.size // max(arena.length, 1))
+        assert (slots == slots[:, :1]).all()
+        found.append(slots[:, :1].astype(int).ravel().tolist())
+    assert all(each == found[0] for each in found)
     return found[0]
 
 
 @pytest.mark.parametrize("kind", ARENAS)
 @given(data=st.data())
-def test_rows_are_those_of_a_list(kind: Callable[..., KVArena], data: st.DataObject) -> None:
-    arena = kind(FORMS, 400)
+def test_slots_behave_like_a_list(kind: Callable[..., KVArena], data: st.DataObject) -> None:
+    arena = kind(TENSOR_TYPES, 400)
     model: list[int] = []
     for step in range(data.draw(st.integers(1, 8), "steps")):
         width = data.draw(st.integers(1, min(90, 400 - len(model))), "width")
@@ -90,14 +91,14 @@ def test_rows_are_those_of_a_list(kind: Callable[..., KVArena], data: st.DataObj
                 length = data.draw(st.integers(0, len(model)), "length")
                 arena.rewind_to(length)
                 del model[length:]
-        assert held(arena) == model
+        assert contents(arena) == model
         if len(model) == 400:
             break
 
 
 @pytest.mark.parametrize("kind", ARENAS)
 @pytest.mark.parametrize("path", [[], [1], [0, 2, 1], [0, 0], [0, 300]])
-def test_compact_refuses_what_is_no_path(kind: Callable[..., KVArena], path: list[int]) -> None:
+def test_compact_rejects_invalid_paths(kind: Callable[..., KVArena], path: list[int]) -> None:
     arena = filled(kind, 10)
     arena.rewind_to(5)
     with pytest.raises(ValueError, match="path"):
@@ -105,15 +106,15 @@ def test_compact_refuses_what_is_no_path(kind: Callable[..., KVArena], path: lis
     assert arena.length == 5
 
 
-def test_growth_doubles_keeps_rows_and_stops_at_the_limit() -> None:
-    arena = InPlaceArena(FORMS, 700)
+def test_growth_doubles_the_capacity_up_to_the_limit() -> None:
+    arena = InPlaceArena(TENSOR_TYPES, 700)
     assert arena.capacity == 256
     write(arena, np.arange(256) % 100)
     arena.commit(256)
     before = arena.generation
     arena.reserve(1)
     assert (arena.capacity, arena.generation) == (512, before + 1)
-    assert held(arena) == [slot % 100 for slot in range(256)]
+    assert contents(arena) == [slot % 100 for slot in range(256)]
     arena.reserve(400)
     assert arena.capacity == 700
     with pytest.raises(ContextError, match="701 tokens do not fit the model's context of 700"):
@@ -121,40 +122,40 @@ def test_growth_doubles_keeps_rows_and_stops_at_the_limit() -> None:
     assert arena.length == 256
 
 
-def test_a_cache_of_fixed_size_is_that_large_from_the_start_and_limits_the_text() -> None:
-    arena = InPlaceArena(FORMS, 1000, 64)
+def test_a_fixed_capacity_limits_the_context() -> None:
+    arena = InPlaceArena(TENSOR_TYPES, 1000, 64)
     assert (arena.capacity, arena.limit) == (64, 64)
     with pytest.raises(ContextError, match="65 tokens do not fit the model's context of 64"):
         arena.reserve(65)
-    short = InPlaceArena(FORMS, 10, 64)
+    short = InPlaceArena(TENSOR_TYPES, 10, 64)
     assert (short.capacity, short.limit) == (64, 10)
     with pytest.raises(ContextError):
         short.reserve(11)
 
 
-def test_a_growing_arena_keeps_rows_as_it_grows() -> None:
+def test_a_growing_arena_keeps_its_slots_when_it_grows() -> None:
     arena = filled(GrowingArena, 60)
     arena.rewind_to(50)
     write(arena, np.arange(200) % 100)
     arena.commit(200)
     assert arena.capacity == 256
-    assert held(arena) == [*range(50), *(slot % 100 for slot in range(200))]
+    assert contents(arena) == [*range(50), *(slot % 100 for slot in range(200))]
     with pytest.raises(ContextError, match="1001 tokens do not fit"):
         arena.reserve(751)
 
 
 @pytest.mark.parametrize("kind", ARENAS)
-def test_rewind_moves_only_backwards(kind: Callable[..., KVArena]) -> None:
+def test_rewind_rejects_later_positions(kind: Callable[..., KVArena]) -> None:
     arena = filled(kind, 10)
     arena.rewind_to(4)
-    assert held(arena) == [0, 1, 2, 3]
+    assert contents(arena) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="cannot rewind"):
         arena.rewind_to(5)
 
 
 @pytest.mark.parametrize("kind", ARENAS)
-def test_commit_never_passes_what_was_written(kind: Callable[..., KVArena]) -> None:
-    arena = kind(FORMS, 5)
+def test_commit_rejects_slots_that_were_not_written(kind: Callable[..., KVArena]) -> None:
+    arena = kind(TENSOR_TYPES, 5)
     with pytest.raises(ValueError, match="cannot commit"):
         arena.commit(6)
 
@@ -162,25 +163,25 @@ def test_commit_never_passes_what_was_written(kind: Callable[..., KVArena]) -> N
 @pytest.mark.parametrize("kind", ARENAS)
 @pytest.mark.parametrize("other", ARENAS)
 def test_snapshot_restores_into_another_arena(kind: Callable[..., KVArena], other: Callable[..., KVArena]) -> None:
-    rows = filled(kind, 300).snapshot()
-    arena = other(FORMS, 400)
-    arena.restore(rows)
-    assert held(arena) == [slot % 100 for slot in range(300)]
-    for array in rows:
+    snapshot = filled(kind, 300).snapshot()
+    arena = other(TENSOR_TYPES, 400)
+    arena.restore(snapshot)
+    assert contents(arena) == [slot % 100 for slot in range(300)]
+    for array in snapshot:
         array[:] = -1
-    assert held(arena) == [slot % 100 for slot in range(300)]
+    assert contents(arena) == [slot % 100 for slot in range(300)]
 
 
 @pytest.mark.parametrize("kind", ARENAS)
-def test_padding_makes_rows_without_a_pass(kind: Callable[..., KVArena]) -> None:
+def test_padding_commits_slots_without_a_pass(kind: Callable[..., KVArena]) -> None:
     arena = filled(kind, 3)
     arena.pad_to(70, 1.0)
-    assert held(arena) == [0, 1, 2, *[1] * 67]
+    assert contents(arena) == [0, 1, 2, *[1] * 67]
 
 
 @pytest.mark.parametrize("kind", ARENAS)
-def test_restore_refuses_other_shapes(kind: Callable[..., KVArena]) -> None:
-    arena = kind((USUAL, USUAL), 400)
+def test_restore_rejects_other_shapes(kind: Callable[..., KVArena]) -> None:
+    arena = kind((FLOAT32_4D, FLOAT32_4D), 400)
     for wrong in (
         (np.zeros((2, 1, 3, 5, 8), np.float32),),
         (np.zeros((2, 1, 3, 5, 4), np.float16),),

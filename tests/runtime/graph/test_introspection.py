@@ -1,4 +1,4 @@
-"""What a graph's ports say: every kind that cannot work is refused by name, in one line that says what to do."""
+"""Introspection of inputs and outputs; unsupported graphs are rejected with one line that says what to do."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from edgerun import BundleError, ContextError
 from edgerun.runtime.graph.graph_io import CacheMode, GraphValue, InputRole, LogitsMode
 from edgerun.runtime.graph.introspection import introspect
 from edgerun.runtime.graph.model_metadata import ModelMetadata
-from support.broken_layouts import UNFIT, write_unfit
 from support.layouts import LIMITED, write_layout
+from support.unsupported_graphs import UNSUPPORTED, write_unsupported
 
 ANOTHER = "choose another variant of it"
 OURS = f"export the model with edge-run export, or {ANOTHER}"
@@ -25,12 +25,12 @@ ATTENTION_ONLY = "choose a model whose layers are all attention"
 NO_PAGES = "export it again without paged attention"
 TEXT_ONLY = "choose a text-only model"
 ONE_GRAPH = "edge-run runs decoders of text that are one graph; look for a text-only export of this model"
-CUT_UP = (
+SPLIT_MODEL = (
     "takes embeddings (inputs_embeds) instead of token ids: it is one part of a model that was split up; "
     "choose an export whose decoder takes input_ids"
 )
 
-REFUSALS = {
+EXPECTED_ERRORS = {
     "no-cache": (
         "{graph} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
         f"its cache where it cannot be rewound; export it with a cache "
@@ -56,10 +56,10 @@ REFUSALS = {
         "{graph} is part of an encoder-decoder model (it takes past_key_values.0.decoder.key); "
         "edge-run runs decoder-only language models"
     ),
-    "embeddings-in": f"{{graph}} {CUT_UP}",
+    "embeddings-in": f"{{graph}} {SPLIT_MODEL}",
     "embeddings-in-parts": f"{{folder}} is a model of images and text (vision_encoder.onnx says so); {ONE_GRAPH}",
     "pixels-in": f"{{graph}} is part of a model for images or audio (it takes pixel_values); {TEXT_ONLY}",
-    "genai-vision": f"{{graph}} {CUT_UP}",
+    "genai-vision": f"{{graph}} {SPLIT_MODEL}",
     "audio-in": f"{{graph}} is part of a model for images or audio (it takes audio_features); {TEXT_ONLY}",
     "hidden-states-in": (
         "{graph} continues from another model's hidden states (it takes hidden_states): it is a draft head; "
@@ -87,23 +87,23 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_what_cannot_work_is_named(name: str, tmp_path: Path) -> None:
-    folder = write_unfit(tmp_path, UNFIT[name])
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_graphs_are_rejected(name: str, tmp_path: Path) -> None:
+    folder = write_unsupported(tmp_path, UNSUPPORTED[name])
     with pytest.raises(BundleError) as caught:
         edgerun.load(folder)
     message = str(caught.value)
     assert "\n" not in message
-    if name == "unknown-operator":  # ONNX Runtime's own words
+    if name == "unknown-operator":  # the message is ONNX Runtime's
         assert message.startswith(f"{folder / 'model.onnx'} cannot be loaded: ")
         assert "No Op registered for Frobnicate" in message
     else:
-        assert message == REFUSALS[name].format(folder=folder, graph=folder / UNFIT[name].file)
+        assert message == EXPECTED_ERRORS[name].format(folder=folder, graph=folder / UNSUPPORTED[name].file)
 
 
-def test_operators_in_branches_and_functions_count(tmp_path: Path) -> None:
-    """A program for one device is found wherever a graph hides it; a function of the model's own is no library."""
-    folder = write_unfit(tmp_path, UNFIT["compiled-qnn"])
+def test_operators_in_branches_are_checked(tmp_path: Path) -> None:
+    """An operator compiled for one device is found in a branch of an `If` too."""
+    folder = write_unsupported(tmp_path, UNSUPPORTED["compiled-qnn"])
     model = onnx.load(folder / "model.onnx")
     hidden = next(node for node in model.graph.node if node.op_type == "EPContext")
     inner = onnx.helper.make_graph([hidden], "branch", [], [onnx.ValueInfoProto(name=hidden.output[0])])
@@ -117,56 +117,56 @@ def test_operators_in_branches_and_functions_count(tmp_path: Path) -> None:
         edgerun.load(folder)
 
 
-# Ports alone
+# Inputs and outputs alone
 
-TEXT = ("batch_size", "sequence_length")
-WHOLE = ("batch_size", "total_sequence_length")
+NEW = ("batch_size", "sequence_length")
+TOTAL = ("batch_size", "total_sequence_length")
 PAST = ("batch_size", 2, "past_sequence_length", 16)
 PRESENT = ("batch_size", 2, "total_sequence_length", 16)
 
 
-def port(name: str, shape: Sequence[int | str | None], type_: str = "tensor(float)") -> GraphValue:
+def value(name: str, shape: Sequence[int | str | None], type_: str = "tensor(float)") -> GraphValue:
     return GraphValue(name, type_, tuple(shape))
 
 
-INS = {
+INPUTS = {
     each.name: each
     for each in (
-        port("input_ids", TEXT, "tensor(int64)"),
-        port("attention_mask", WHOLE, "tensor(int64)"),
-        port("position_ids", TEXT, "tensor(int64)"),
-        port("past_key_values.0.key", PAST),
-        port("past_key_values.0.value", PAST),
+        value("input_ids", NEW, "tensor(int64)"),
+        value("attention_mask", TOTAL, "tensor(int64)"),
+        value("position_ids", NEW, "tensor(int64)"),
+        value("past_key_values.0.key", PAST),
+        value("past_key_values.0.value", PAST),
     )
 }
-OUTS = {
+OUTPUTS = {
     each.name: each
     for each in (
-        port("logits", (*TEXT, 300)),
-        port("present.0.key", PRESENT),
-        port("present.0.value", PRESENT),
+        value("logits", (*NEW, 300)),
+        value("present.0.key", PRESENT),
+        value("present.0.value", PRESENT),
     )
 }
 
 
-def spec_of(ins: dict[str, GraphValue], outs: dict[str, GraphValue], metadata: ModelMetadata | None = None):
-    return introspect(list(ins.values()), list(outs.values()), "F", metadata or ModelMetadata())
+def graph_io_of(inputs: dict[str, GraphValue], outputs: dict[str, GraphValue], metadata: ModelMetadata | None = None):
+    return introspect(list(inputs.values()), list(outputs.values()), "F", metadata or ModelMetadata())
 
 
-def changed(ports: dict[str, GraphValue], name: str, **changes: object) -> dict[str, GraphValue]:
-    return {**ports, name: replace(ports[name], **changes)}
+def changed(values: dict[str, GraphValue], name: str, **changes: object) -> dict[str, GraphValue]:
+    return {**values, name: replace(values[name], **changes)}
 
 
-def without(ports: dict[str, GraphValue], *names: str) -> dict[str, GraphValue]:
-    return {name: each for name, each in ports.items() if name not in names}
+def without(values: dict[str, GraphValue], *names: str) -> dict[str, GraphValue]:
+    return {name: each for name, each in values.items() if name not in names}
 
 
-def added(ports: dict[str, GraphValue], *more: GraphValue) -> dict[str, GraphValue]:
-    return ports | {each.name: each for each in more}
+def added(values: dict[str, GraphValue], *more: GraphValue) -> dict[str, GraphValue]:
+    return values | {each.name: each for each in more}
 
 
-def test_the_usual_ports_are_read() -> None:
-    graph_io = spec_of(INS, OUTS)
+def test_usual_inputs_and_outputs() -> None:
+    graph_io = graph_io_of(INPUTS, OUTPUTS)
     assert (graph_io.vocab_size, graph_io.layers, graph_io.capacity) == (300, 1, None)
     assert graph_io.cache_mode is CacheMode.GROWING
     assert graph_io.logits_mode is LogitsMode.ALL
@@ -179,101 +179,109 @@ def test_the_usual_ports_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ins", "outs", "message"),
+    ("inputs", "outputs", "message"),
     [
-        (without(INS, "input_ids"), OUTS, f"F has no input for token ids (input_ids); {OURS}"),
+        (without(INPUTS, "input_ids"), OUTPUTS, f"F has no input for token ids (input_ids); {OURS}"),
         (
-            without(INS, "past_key_values.0.key", "past_key_values.0.value"),
-            OUTS,
-            REFUSALS["no-cache"].format(graph="F"),
+            without(INPUTS, "past_key_values.0.key", "past_key_values.0.value"),
+            OUTPUTS,
+            EXPECTED_ERRORS["no-cache"].format(graph="F"),
         ),
         (
-            INS,
-            without(OUTS, "present.0.value"),
+            INPUTS,
+            without(OUTPUTS, "present.0.value"),
             f"F has no output for its cache input past_key_values.0.value; {OURS}",
         ),
         (
-            INS,
-            changed(OUTS, "present.0.key", type="tensor(float16)"),
+            INPUTS,
+            changed(OUTPUTS, "present.0.key", type="tensor(float16)"),
             f"F takes past_key_values.0.key as tensor(float) and gives present.0.key as tensor(float16); {OURS}",
         ),
         (
-            changed(INS, "past_key_values.0.key", type="tensor(string)"),
-            changed(OUTS, "present.0.key", type="tensor(string)"),
+            changed(INPUTS, "past_key_values.0.key", type="tensor(string)"),
+            changed(OUTPUTS, "present.0.key", type="tensor(string)"),
             f"F has a cache of type tensor(string) (past_key_values.0.key), which is not supported; {OURS}",
         ),
         (
-            changed(INS, "past_key_values.0.key", shape=("n", 16)),
-            changed(OUTS, "present.0.key", shape=("n", 16)),
+            changed(INPUTS, "past_key_values.0.key", shape=("n", 16)),
+            changed(OUTPUTS, "present.0.key", shape=("n", 16)),
             f"F has a cache of 2 dimensions (past_key_values.0.key): ['n', 16]; {OURS}",
         ),
         (
-            changed(INS, "past_key_values.0.key", shape=("b", "h", "t", "d")),
-            changed(OUTS, "present.0.key", shape=("b", "h", "t", "d")),
+            changed(INPUTS, "past_key_values.0.key", shape=("b", "h", "t", "d")),
+            changed(OUTPUTS, "present.0.key", shape=("b", "h", "t", "d")),
             "F leaves the sizes of its cache open: past_key_values.0.key is [b, h, t, d]; "
             "put the model's config.json beside it",
         ),
         (
-            changed(INS, "past_key_values.0.key", shape=(4, 2, "t", 16)),
-            OUTS,
+            changed(INPUTS, "past_key_values.0.key", shape=(4, 2, "t", 16)),
+            OUTPUTS,
             f"F has a fixed batch size of 4 (past_key_values.0.key is [4, 2, t, 16]); {OURS}",
         ),
         (
-            changed(INS, "past_key_values.0.key", shape=(1, 2, 63, 16)),
-            changed(OUTS, "present.0.key", shape=(1, 2, 64, 16)),
+            changed(INPUTS, "past_key_values.0.key", shape=(1, 2, 63, 16)),
+            changed(OUTPUTS, "present.0.key", shape=(1, 2, 64, 16)),
             "F takes a cache of exactly 63 slots (past_key_values.0.key) and returns one of another size; "
             "choose a variant of the model for the CPU",
         ),
         (
-            added(INS, port("past_key_0", PAST)),
-            OUTS,
+            added(INPUTS, value("past_key_0", PAST)),
+            OUTPUTS,
             f"F has two cache tensors for the same layer and content: past_key_values.0.key and past_key_0; {OURS}",
         ),
-        (added(INS, port("tokens", TEXT)), OUTS, f"F has two inputs of the same meaning: input_ids and tokens; {OURS}"),
-        (added(INS, port("z", TEXT), port("a", TEXT)), OUTS, f"F has inputs that edge-run does not know: a, z; {OURS}"),
         (
-            changed(INS, "input_ids", type="tensor(float)"),
-            OUTS,
+            added(INPUTS, value("tokens", NEW)),
+            OUTPUTS,
+            f"F has two inputs of the same meaning: input_ids and tokens; {OURS}",
+        ),
+        (
+            added(INPUTS, value("z", NEW), value("a", NEW)),
+            OUTPUTS,
+            f"F has inputs that edge-run does not know: a, z; {OURS}",
+        ),
+        (
+            changed(INPUTS, "input_ids", type="tensor(float)"),
+            OUTPUTS,
             f"F takes input_ids as tensor(float) of 2 dimensions, which is not supported; {OURS}",
         ),
         (
-            changed(INS, "attention_mask", shape=("a", "b", "c")),
-            OUTS,
+            changed(INPUTS, "attention_mask", shape=("a", "b", "c")),
+            OUTPUTS,
             f"F takes attention_mask as tensor(int64) of 3 dimensions, which is not supported; {OURS}",
         ),
         (
-            changed(INS, "attention_mask", type="tensor(string)"),
-            OUTS,
+            changed(INPUTS, "attention_mask", type="tensor(string)"),
+            OUTPUTS,
             f"F takes attention_mask as tensor(string) of 2 dimensions, which is not supported; {OURS}",
         ),
-        (changed(INS, "input_ids", shape=(2, "n")), OUTS, f"F has a fixed batch size of 2 (input_ids); {OURS}"),
+        (changed(INPUTS, "input_ids", shape=(2, "n")), OUTPUTS, f"F has a fixed batch size of 2 (input_ids); {OURS}"),
         (
-            changed(INS, "attention_mask", shape=(1, 4096)),
-            OUTS,
+            changed(INPUTS, "attention_mask", shape=(1, 4096)),
+            OUTPUTS,
             f"F takes exactly 4096 tokens per pass (attention_mask), as models for an NPU do; {FOR_CPU}",
         ),
         (
-            INS,
-            added(without(OUTS, "logits"), port("hidden", (*TEXT, 64)), port("scores", (*TEXT, 300))),
+            INPUTS,
+            added(without(OUTPUTS, "logits"), value("hidden", (*NEW, 64)), value("scores", (*NEW, 300))),
             "F has no output for logits of 2 or 3 dimensions; beside its cache it gives hidden, scores; " + OURS,
         ),
         (
-            INS,
-            changed(OUTS, "logits", type="tensor(int64)"),
+            INPUTS,
+            changed(OUTPUTS, "logits", type="tensor(int64)"),
             "F has no output for logits of 2 or 3 dimensions; beside its cache it gives logits; " + OURS,
         ),
         (
-            INS,
-            changed(OUTS, "logits", shape=(*TEXT, "vocab_size")),
+            INPUTS,
+            changed(OUTPUTS, "logits", shape=(*NEW, "vocab_size")),
             "F leaves the size of its vocabulary open; put the model's config.json beside it",
         ),
     ],
 )
-def test_ports_that_do_not_fit_are_refused(
-    ins: dict[str, GraphValue], outs: dict[str, GraphValue], message: str
+def test_unsupported_inputs_and_outputs_are_rejected(
+    inputs: dict[str, GraphValue], outputs: dict[str, GraphValue], message: str
 ) -> None:
     with pytest.raises(BundleError) as caught:
-        spec_of(ins, outs)
+        graph_io_of(inputs, outputs)
     assert str(caught.value) == message
 
 
@@ -292,15 +300,15 @@ def test_ports_that_do_not_fit_are_refused(
         ("input_past_key_values.{}.key", "input_past_key_values.{}.value"),
     ],
 )
-def test_caches_are_known_by_many_names(keys: str, values: str) -> None:
-    """Layers are counted, not sorted as text: the tenth comes after the second."""
-    ins = without(INS, "past_key_values.0.key", "past_key_values.0.value")
-    outs = without(OUTS, "present.0.key", "present.0.value")
+def test_caches_are_recognised_by_many_names(keys: str, values: str) -> None:
+    """Layers are sorted as numbers: the tenth comes after the second."""
+    inputs = without(INPUTS, "past_key_values.0.key", "past_key_values.0.value")
+    outputs = without(OUTPUTS, "present.0.key", "present.0.value")
     for layer in (10, 2, 0):
         for kind, name in (("key", keys), ("value", values)):
-            ins = added(ins, port(name.format(layer), PAST))
-            outs = added(outs, port(f"present.{layer}.{kind}", PRESENT))
-    graph_io = spec_of(ins, outs)
+            inputs = added(inputs, value(name.format(layer), PAST))
+            outputs = added(outputs, value(f"present.{layer}.{kind}", PRESENT))
+    graph_io = graph_io_of(inputs, outputs)
     assert graph_io.layers == 3
     assert [(tensor.past, tensor.present) for tensor in graph_io.cache] == [
         *((keys.format(layer), f"present.{layer}.key") for layer in (0, 2, 10)),
@@ -308,12 +316,12 @@ def test_caches_are_known_by_many_names(keys: str, values: str) -> None:
     ]
 
 
-def test_settings_fill_in_what_ports_leave_open() -> None:
-    ins, outs = dict(INS), changed(OUTS, "logits", shape=(*TEXT, "vocab_size"))
+def test_settings_give_sizes_that_the_graph_leaves_open() -> None:
+    inputs, outputs = dict(INPUTS), changed(OUTPUTS, "logits", shape=(*NEW, "vocab_size"))
     for name in ("past_key_values.0.key", "past_key_values.0.value"):
-        ins = changed(ins, name, shape=("b", "heads", "t", "width"))
+        inputs = changed(inputs, name, shape=("b", "heads", "t", "width"))
     for name in ("present.0.key", "present.0.value"):
-        outs = changed(outs, name, shape=(None, None, None, None))
+        outputs = changed(outputs, name, shape=(None, None, None, None))
     config = {"vocab_size": 300, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     genai = {"vocab_size": 300, "decoder": {"num_key_value_heads": 2, "head_size": 16}}
     for metadata in (
@@ -321,14 +329,14 @@ def test_settings_fill_in_what_ports_leave_open() -> None:
         ModelMetadata(config={**config, "head_dim": 16, "hidden_size": 1}),
         ModelMetadata(genai=genai),
     ):
-        graph_io = spec_of(ins, outs, metadata)
+        graph_io = graph_io_of(inputs, outputs, metadata)
         assert graph_io.vocab_size == 300
         assert [tensor.tensor_type.shape_of(5) for tensor in graph_io.cache] == [(1, 2, 5, 16)] * 2
 
 
-def test_what_the_graph_says_counts_more_than_what_lies_beside_it() -> None:
+def test_the_graph_takes_precedence_over_settings() -> None:
     metadata = ModelMetadata(config={"vocab_size": 7, "num_key_value_heads": 9, "head_dim": 99})
-    graph_io = spec_of(INS, OUTS, metadata)
+    graph_io = graph_io_of(INPUTS, OUTPUTS, metadata)
     assert graph_io.vocab_size == 300
     assert graph_io.cache[0].tensor_type.shape_of(1) == (1, 2, 1, 16)
 
@@ -336,17 +344,17 @@ def test_what_the_graph_says_counts_more_than_what_lies_beside_it() -> None:
 @pytest.mark.parametrize(
     "genai", [{"decoder": 3}, {"decoder": {"inputs": 3, "outputs": []}}, {"decoder": {"inputs": {"a": 1}}}]
 )
-def test_settings_that_make_no_sense_are_passed_over(genai: dict[str, object]) -> None:
-    assert spec_of(INS, OUTS, ModelMetadata(genai=genai)).layers == 1
+def test_invalid_settings_are_ignored(genai: dict[str, object]) -> None:
+    assert graph_io_of(INPUTS, OUTPUTS, ModelMetadata(genai=genai)).layers == 1
 
 
 @pytest.mark.parametrize("name", LIMITED)
-def test_a_cache_that_evicts_limits_the_context(name: str, tmp_path: Path) -> None:
+def test_a_cache_that_evicts_slots_limits_the_context(name: str, tmp_path: Path) -> None:
     layout = LIMITED[name]
-    assert layout.window_rows is not None
+    assert layout.window_slots is not None
     with edgerun.load(write_layout(tmp_path, layout), cache=False) as engine:
-        assert engine.context == layout.window_rows
-        reply = engine.generate("the", raw=True, max_tokens=layout.window_rows)
-        assert reply.stats.prompt_tokens + reply.stats.completion_tokens <= layout.window_rows
-        with pytest.raises(ContextError, match=f"the model's context is {layout.window_rows}; shorten it"):
-            engine.generate("the " * layout.window_rows * 2, raw=True)
+        assert engine.context == layout.window_slots
+        reply = engine.generate("the", raw=True, max_tokens=layout.window_slots)
+        assert reply.stats.prompt_tokens + reply.stats.completion_tokens <= layout.window_slots
+        with pytest.raises(ContextError, match=f"the model's context is {layout.window_slots}; shorten it"):
+            engine.generate("the " * layout.window_slots * 2, raw=True)

@@ -1,7 +1,7 @@
-"""Graphs that edge-run cannot decode with, each with the ports its kind is known by: `write_unfit` writes one.
+"""Kinds of graphs that edge-run cannot decode with; `write_unsupported` writes one.
 
-They compute next to nothing. What counts is what their ports, operators and settings say, and that each of them loads
-wherever its kind would load.
+They compute next to nothing. What matters is their inputs, outputs, operators and settings, and that ONNX Runtime loads
+each of them if it would load a real graph of its kind.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _LOGITS: Final[Mapping[str, tuple[str, Shape]]] = {"logits": ("float", ("batch_s
 
 
 @dataclass(frozen=True)
-class Unfit:
-    """A graph by its ports: name to element type and shape."""
+class UnsupportedGraph:
+    """A graph, described by its inputs and outputs: name to element type and shape."""
 
     inputs: Mapping[str, tuple[str, Shape]]
     outputs: Mapping[str, tuple[str, Shape]] = field(default_factory=lambda: dict(_LOGITS))
     operator: tuple[str, str] | None = None
-    """Domain and name of an operator that ONNX Runtime does not have, or cannot run here."""
+    """Domain and name of an operator that ONNX Runtime does not have or cannot run here."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    """Of that operator."""
+    """Attributes of that operator."""
     file: str = "model.onnx"
     beside: Sequence[str] = ()
-    """Other graphs in the folder."""
+    """Names of other graphs in the folder."""
     genai: Mapping[str, Any] | None = None
-    """What genai_config.json has below `model`, beside the usual."""
+    """Additional settings of the `model` section of genai_config.json; None to write config.json instead."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What config.json has beside the usual."""
+    """Additional settings of config.json."""
 
 
 def caches(past: str = "past_key_values.{}.{}", kinds: Sequence[str] = ("key", "value")) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def presents(present: str = "present.{}.{}", kinds: Sequence[str] = ("key", "val
 
 
 def states(names: Sequence[str], shape: Shape) -> dict[str, Any]:
-    """Ports of a state that is not a cache of rows."""
+    """Inputs or outputs that hold a state other than a KV cache."""
     return {name.format(layer): ("float", shape) for name in names for layer in range(LAYERS)}
 
 
@@ -76,23 +76,23 @@ _EMBEDDED: Final[Mapping[str, tuple[str, Shape]]] = {
 }
 _BOTH_KINDS: Final = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
 
-UNFIT: Final[Mapping[str, Unfit]] = {
-    # `optimum-cli export onnx --task text-generation`: the whole text again for every token.
-    "no-cache": Unfit(_TEXT),
-    # optimum-intel and OpenVINO model server: state inside, reordered by beam_idx.
-    "openvino-stateful": Unfit({**_TEXT, "beam_idx": ("int32", ("batch_size",))}),
+UNSUPPORTED: Final[Mapping[str, UnsupportedGraph]] = {
+    # `optimum-cli export onnx --task text-generation`: processes the whole text again for every token.
+    "no-cache": UnsupportedGraph(_TEXT),
+    # optimum-intel and OpenVINO model server: the state is inside, reordered by beam_idx.
+    "openvino-stateful": UnsupportedGraph({**_TEXT, "beam_idx": ("int32", ("batch_size",))}),
     # sentence-transformers and classifiers.
-    "encoder": Unfit(
+    "encoder": UnsupportedGraph(
         {**_TEXT, "token_type_ids": ("int64", ("batch_size", "sequence_length"))},
         {"last_hidden_state": ("float", ("batch_size", "sequence_length", 64))},
     ),
     # onnx-community/LFM2-*-ONNX.
-    "lfm2": Unfit(
+    "lfm2": UnsupportedGraph(
         {**_TEXT, **states(["past_conv.{}"], ("batch_size", 64, 3)), **caches()},
         {**_LOGITS, **states(["present_conv.{}"], ("batch_size", 64, 3)), **presents()},
     ),
     # Qwen3-Next and Granite 4 of the GenAI model builder.
-    "genai-recurrent": Unfit(
+    "genai-recurrent": UnsupportedGraph(
         {
             **_TEXT,
             **states(["past.{}.conv"], ("batch_size", 64, 3)),
@@ -105,7 +105,7 @@ UNFIT: Final[Mapping[str, Unfit]] = {
         },
     ),
     # Mamba by Optimum.
-    "mamba": Unfit(
+    "mamba": UnsupportedGraph(
         {
             "input_ids": _TEXT["input_ids"],
             **states(["past_conv_states.{}"], ("batch_size", 64, 4)),
@@ -118,7 +118,7 @@ UNFIT: Final[Mapping[str, Unfit]] = {
         },
     ),
     # `paged_attention` of the GenAI model builder.
-    "paged": Unfit(
+    "paged": UnsupportedGraph(
         {
             "input_ids": ("int64", ("num_tokens",)),
             "block_table": ("int32", ("batch_size", "max_num_blocks")),
@@ -132,12 +132,12 @@ UNFIT: Final[Mapping[str, Unfit]] = {
         },
     ),
     # vLLM-like exports.
-    "paged-slots": Unfit(
+    "paged-slots": UnsupportedGraph(
         {**_TEXT, "slot_mapping": ("int32", ("num_tokens",)), **caches("key_cache_{}", ("",))},
         {**_LOGITS, **presents("new_key_cache_{}", ("",))},
     ),
     # T5, BART, Marian by Optimum and transformers.js: the decoder alone.
-    "encoder-decoder": Unfit(
+    "encoder-decoder": UnsupportedGraph(
         {
             "input_ids": _TEXT["input_ids"],
             "encoder_hidden_states": ("float", ("batch_size", "encoder_sequence_length", 64)),
@@ -148,59 +148,59 @@ UNFIT: Final[Mapping[str, Unfit]] = {
         file="decoder_model_merged.onnx",
         beside=("encoder_model.onnx",),
     ),
-    # A with-past decoder of the same: the encoder's words are in its caches only.
-    "encoder-decoder-with-past": Unfit(
+    # A with-past decoder of the same: only the names of its caches mention the encoder.
+    "encoder-decoder-with-past": UnsupportedGraph(
         {"input_ids": _TEXT["input_ids"], **caches(kinds=_BOTH_KINDS)},
         {**_LOGITS, **presents(kinds=_BOTH_KINDS[:2])},
         file="decoder_with_past_model.onnx",
     ),
     # Language parts of vision models (onnx-community/Qwen2-VL-2B-Instruct, GenAI's phi-3-vision and gemma 3).
-    "embeddings-in": Unfit({**_EMBEDDED, **caches()}, {**_LOGITS, **presents()}),
-    "embeddings-in-parts": Unfit(
+    "embeddings-in": UnsupportedGraph({**_EMBEDDED, **caches()}, {**_LOGITS, **presents()}),
+    "embeddings-in-parts": UnsupportedGraph(
         {**_EMBEDDED, **caches()},
         {**_LOGITS, **presents()},
         file="decoder_model_merged.onnx",
         beside=("embed_tokens.onnx", "vision_encoder.onnx"),
     ),
-    "pixels-in": Unfit(
+    "pixels-in": UnsupportedGraph(
         {**_TEXT, "pixel_values": ("float", ("batch_size", 3, 224, 224)), **caches()}, {**_LOGITS, **presents()}
     ),
-    "genai-vision": Unfit(
+    "genai-vision": UnsupportedGraph(
         {**_EMBEDDED, **caches()},
         {**_LOGITS, **presents()},
         genai={"type": "phi3v", "vision": {"filename": "vision.onnx"}, "embedding": {"filename": "embedding.onnx"}},
     ),
     # Whisper by GenAI.
-    "audio-in": Unfit(
+    "audio-in": UnsupportedGraph(
         {"audio_features": ("float", ("batch_size", 80, 3000)), "input_ids": _TEXT["input_ids"], **caches()},
         {**_LOGITS, **presents()},
     ),
     # Heads for GenAI's own speculation (`mtp.onnx`, EAGLE): they continue another model's hidden states.
-    "hidden-states-in": Unfit(
+    "hidden-states-in": UnsupportedGraph(
         {**_TEXT, "hidden_states": ("float", ("batch_size", "sequence_length", 64)), **caches()},
         {**_LOGITS, **presents()},
     ),
     # Ryzen AI hybrids (amd/*-onnx-ryzenai-hybrid).
-    "custom-operator": Unfit(
+    "custom-operator": UnsupportedGraph(
         {**_TEXT, **caches()}, {**_LOGITS, **presents()}, operator=("com.ryzenai", "SSMLP"), attributes={"K": 64}
     ),
-    "unknown-operator": Unfit({**_TEXT, **caches()}, {**_LOGITS, **presents()}, operator=("", "Frobnicate")),
+    "unknown-operator": UnsupportedGraph({**_TEXT, **caches()}, {**_LOGITS, **presents()}, operator=("", "Frobnicate")),
     # Compiled for one device: QNN, OpenVINO and Vitis AI context binaries.
-    "compiled-qnn": Unfit(
+    "compiled-qnn": UnsupportedGraph(
         {**_TEXT, **caches()},
         {**_LOGITS, **presents()},
         operator=("com.microsoft", "EPContext"),
         attributes={"embed_mode": 0, "ep_cache_context": "model_qnn.bin", "source": "Qnn", "main_context": 1},
     ),
-    "compiled-openvino": Unfit(
+    "compiled-openvino": UnsupportedGraph(
         {**_TEXT, **caches()},
         {**_LOGITS, **presents()},
         operator=("com.microsoft", "EPContext"),
         attributes={"embed_mode": 0, "ep_cache_context": "model.blob", "source": "OpenVINOExecutionProvider"},
     ),
-    # Stages of a QNN pipeline: windows of 64 for the prompt, of 1 for what follows.
+    # Stages of a QNN pipeline: 64 tokens per prefill pass, then 1.
     **{
-        f"fixed-window-{width}": Unfit(
+        f"fixed-window-{width}": UnsupportedGraph(
             {
                 "input_ids": ("int32", (1, width)),
                 "past_seq_len": ("int32", (1, 1)),
@@ -222,7 +222,7 @@ UNFIT: Final[Mapping[str, Unfit]] = {
         )
         for width in (1, 64)
     },
-    "genai-pipeline": Unfit(
+    "genai-pipeline": UnsupportedGraph(
         _TEXT,
         file="embeddings.onnx",
         beside=("context.onnx", "iterator.onnx", "lm_head.onnx"),
@@ -239,7 +239,7 @@ UNFIT: Final[Mapping[str, Unfit]] = {
         },
     ),
     # `int8` and `int4` caches per token of the GenAI model builder, CUDA only.
-    "scales-per-token": Unfit(
+    "scales-per-token": UnsupportedGraph(
         {
             **_TEXT,
             **{name: ("uint8", shape) for name, (_, shape) in caches().items()},
@@ -251,22 +251,24 @@ UNFIT: Final[Mapping[str, Unfit]] = {
             **{f"{name}_scale": ("float", shape[:3]) for name, (_, shape) in presents().items()},
         },
     ),
-    # Compiled for several texts at once.
-    "batch-of-four": Unfit({"input_ids": ("int64", (4, "sequence_length")), **caches()}, {**_LOGITS, **presents()}),
-    # Not language models at all.
-    "image-classifier": Unfit(
+    # Compiled for a batch of several sequences.
+    "batch-of-four": UnsupportedGraph(
+        {"input_ids": ("int64", (4, "sequence_length")), **caches()}, {**_LOGITS, **presents()}
+    ),
+    # Models that are not language models.
+    "image-classifier": UnsupportedGraph(
         {"pixel_values": ("float", ("batch_size", 3, 224, 224))}, {"logits": ("float", ("batch_size", 1000))}
     ),
-    "no-logits": Unfit({**_TEXT, **caches()}, presents()),
+    "no-logits": UnsupportedGraph({**_TEXT, **caches()}, presents()),
 }
 
 
-def write_unfit(folder: Path, kind: Unfit) -> Path:
-    """Write a graph and what lies beside it; returns `folder`, which is made if need be."""
+def write_unsupported(folder: Path, kind: UnsupportedGraph) -> Path:
+    """Write a graph and the files beside it; returns `folder`, which is made if necessary."""
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(_model(kind), folder / kind.file)
     for name in kind.beside:
-        onnx.save(_model(Unfit(_TEXT)), folder / name)
+        onnx.save(_model(UnsupportedGraph(_TEXT)), folder / name)
     if kind.genai is None:
         write_json(folder / "config.json", {**tiny_config("llama", max_position_embeddings=CONTEXT), **kind.config})
     else:
@@ -278,11 +280,11 @@ def write_unfit(folder: Path, kind: Unfit) -> Path:
     return folder
 
 
-def _model(kind: Unfit) -> onnx.ModelProto:
-    """Every output is zeros of its type, of the shape it declares with 1 for what is open."""
+def _model(kind: UnsupportedGraph) -> onnx.ModelProto:
+    """A model whose outputs are zeros of their declared types and shapes, with 1 for open dimensions."""
     inputs, outputs = (
-        [helper.make_tensor_value_info(name, _TYPES[dtype], list(shape)) for name, (dtype, shape) in ports.items()]
-        for ports in (kind.inputs, kind.outputs)
+        [helper.make_tensor_value_info(name, _TYPES[dtype], list(shape)) for name, (dtype, shape) in values.items()]
+        for values in (kind.inputs, kind.outputs)
     )
     nodes, constants = [], []
     for name, (dtype, shape) in kind.outputs.items():
@@ -299,7 +301,7 @@ def _model(kind: Unfit) -> onnx.ModelProto:
         )
         onnx_shape = ["batch_size", "sequence_length"]
         outputs.append(helper.make_tensor_value_info(f"{operator}/out", _TYPES["float"], onnx_shape))
-    graph = helper.make_graph(nodes, "unfit", inputs, outputs, constants)
+    graph = helper.make_graph(nodes, "unsupported", inputs, outputs, constants)
     opsets = [
         helper.make_opsetid("", 17),
         helper.make_opsetid("com.microsoft", 1),
