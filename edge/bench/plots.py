@@ -200,8 +200,8 @@ def _depth(axes: Axes, result: BenchResult, palette: Palette) -> None:
             continue
         depths = np.arange(1, len(counts) + 1)
         rates = [100 * each.acceptance_rate if each.drafted else np.nan for each in counts]
-        most = max(each.drafted for each in counts)
-        sizes = [10 + 90 * each.drafted / most for each in counts]
+        largest = max(each.drafted for each in counts)
+        sizes = [10 + 90 * each.drafted / largest for each in counts]
         colour = _colour(number, palette)
         axes.plot(depths, rates, color=colour, linewidth=1.4, label=mode.name)
         axes.scatter(depths, rates, sizes, color=colour, zorder=3)

@@ -1,15 +1,14 @@
-"""Recorded conversations, for replay: what models really answered.
+"""Recorded conversations with the answers of a model, for replay.
 
 Two formats:
 
 * JSON lines with `category` and `turns`, a list of `{"prompt", "response"}`.
 * A chat history of aider, the code-editing assistant (`.aider.chat.history.md`). A line `# aider chat started at ...`
-  begins a session. Lines that begin with `#### ` are the user's, those that begin with `> ` are aider's own notes, and
-  what stands outside both is either the assistant's text or the output of a command. They can be told apart: the note
-  after an assistant's answer says `Tokens: N sent, M received`. Notes between two answers are what the second answers
-  (a failed test, a lint error), so they take the user's place. A user's `/clear` begins a new conversation, because
-  aider forgets the old one there. The files that aider shows a model are not in its history: what an answer copies from
-  them cannot be found in the conversation, so a replay of it understates what there is to copy.
+  begins a session. Lines that begin with `#### ` are the user's, and lines that begin with `> ` are notes of aider.
+  Other lines are the assistant's answer if the next note says `Tokens: N sent, M received`, else the output of a
+  command. Notes between two answers, such as a failed test, are the prompt of the second answer. `/clear` begins a new
+  conversation. The history lacks the files that aider showed the model, so a replay understates how much of an answer
+  can be copied from the conversation.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _CATEGORY: Final = "code editing"
 
 
 def read_recording(path: Path) -> list[Conversation]:
-    """The conversations of a recording; every exchange has its answer.
+    """Read the conversations of a recording; every exchange has an answer.
 
     Raises:
-        InputError: the file cannot be read, holds no answer, or has a line that is not like its first.
+        InputError: the file cannot be read, contains no answer, or has a line of another format than its first.
     """
     text = read_text(path)
     if text.lstrip().startswith("{"):
@@ -42,7 +41,7 @@ def read_recording(path: Path) -> list[Conversation]:
     if _SESSION.search(text):
         if conversations := list(_aider(text)):
             return conversations
-        raise InputError(f"{path} holds no answer", "give a chat history in which a model answered")
+        raise InputError(f"{path} contains no answer", "give a chat history in which a model answered")
     hint = "give JSON lines with turns of prompt and response, or a chat history of aider"
     raise InputError(f"{path} is not a recording", hint)
 
@@ -65,7 +64,7 @@ class _Speaker(Enum):
 
 @dataclass
 class _Block:
-    """Neighbouring lines of one speaker."""
+    """Consecutive lines of one speaker."""
 
     speaker: _Speaker
     lines: list[str] = field(default_factory=list)
@@ -85,23 +84,23 @@ class _Block:
 def _aider(text: str) -> Iterator[Conversation]:
     for session in _SESSION.split(text):
         exchanges: list[Exchange] = []
-        asked = ""
+        prompt = ""
         blocks = list(_blocks(session))
         for number, block in enumerate(blocks):
             if block.speaker is _Speaker.USER and "/clear" in block.lines:
                 if exchanges:
                     yield Conversation(_CATEGORY, tuple(exchanges))
                 exchanges = []
-                asked = "\n".join(block.lines[block.lines.index("/clear") + 1 :]).strip()
+                prompt = "\n".join(block.lines[block.lines.index("/clear") + 1 :]).strip()
             elif block.speaker is _Speaker.USER:
-                asked = block.text
+                prompt = block.text
             elif block.speaker is _Speaker.NOTE:
-                # The user's words count before aider's, and a note alone only where it follows an answer.
-                asked = asked or (block.text if exchanges else "")
+                # The user's prompt takes precedence over a note, and a note counts only after an answer.
+                prompt = prompt or (block.text if exchanges else "")
             elif number + 1 < len(blocks) and blocks[number + 1].ends_an_answer:
-                if asked and block.text:
-                    exchanges.append(Exchange(asked, block.text))
-                asked = ""
+                if prompt and block.text:
+                    exchanges.append(Exchange(prompt, block.text))
+                prompt = ""
         if exchanges:
             yield Conversation(_CATEGORY, tuple(exchanges))
 
@@ -114,7 +113,7 @@ def _blocks(session: str) -> Iterator[_Block]:
         elif line == ">" or line.startswith("> "):
             speaker, content = _Speaker.NOTE, line[2:].rstrip()
         elif not line.strip() and (block is None or block.speaker is not _Speaker.TEXT):
-            continue  # history separates its blocks by blank lines
+            continue  # blank lines separate blocks
         else:
             speaker, content = _Speaker.TEXT, line
         if block is None or speaker is not block.speaker:

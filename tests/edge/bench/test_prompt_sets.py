@@ -108,7 +108,7 @@ def test_a_json_recording_has_an_answer_to_every_prompt(tmp_path: Path) -> None:
         ('{"turns": [{"prompt": "a"}]}', "row 1: response is None"),
         ('{"turns": [{"prompt": "a", "response": ""}]}', "row 1: response is ''"),
         ("just text", "is not a recording; give JSON lines"),
-        ("# aider chat started at 2024-08-05 19:33:02\n\n#### hi  \n", "holds no answer"),
+        ("# aider chat started at 2024-08-05 19:33:02\n\n#### hi  \n", "contains no answer"),
     ],
 )
 def test_a_bad_recording_raises_a_one_line_error(tmp_path: Path, content: str, message: str) -> None:
@@ -178,11 +178,11 @@ def test_an_aider_history_is_split_by_speaker(tmp_path: Path) -> None:
     path.write_text(AIDER)
     first, second = read_recording(path)
     assert first.category == second.category == "code editing"
-    asked, repaired = first.exchanges
-    assert asked.prompt == "Use the Spinner instead\nof the inlined one"
-    assert asked.answer is not None
-    assert asked.answer.startswith("Certainly! Here it is:\n\naider/utils.py\n```python\n<<<<<<< SEARCH\n")
-    assert asked.answer.endswith(">>>>>>> REPLACE\n```")
+    edited, repaired = first.exchanges
+    assert edited.prompt == "Use the Spinner instead\nof the inlined one"
+    assert edited.answer is not None
+    assert edited.answer.startswith("Certainly! Here it is:\n\naider/utils.py\n```python\n<<<<<<< SEARCH\n")
+    assert edited.answer.endswith(">>>>>>> REPLACE\n```")
     assert repaired == Exchange("Applied edit to aider/utils.py\nerror: no such name", "To fix the error, rename it.")
     assert second.exchanges == (Exchange("now something else", "Another answer."),)
 

@@ -1,4 +1,4 @@
-"""The command line: answers, JSON, errors of one line, exit codes."""
+"""The command line: answers, JSON, one-line errors, exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli.main import 
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Run arguments that cannot work: exit code 2, nothing on stdout, one line on stderr, which is returned."""
+    """Run with bad arguments; returns the one line on standard error, and checks the exit code."""
     assert main([str(argument) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -46,7 +46,7 @@ def test_one_answer_is_streamed_to_stdout(tiny_bundle: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == out
 
 
-def test_json_is_one_object_with_the_promised_fields(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tiny_bundle), "-p", "the", "-n", "5", "--json"]) == 0
     out, err = capsys.readouterr()
     reply = json.loads(out)
@@ -130,11 +130,13 @@ def test_stop_may_be_repeated(tiny_bundle: Path, capsys: pytest.CaptureFixture[s
         (["-p", "a", "--resume", "nothing.kv"], "nothing.kv cannot be read: No such file"),
     ],
 )
-def test_bad_usage_is_one_line(tiny_bundle: Path, capsys: pytest.CaptureFixture[str], arguments, message: str) -> None:
+def test_bad_usage_is_a_one_line_error(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], arguments, message: str
+) -> None:
     assert message in fails(capsys, tiny_bundle, *arguments)
 
 
-def test_bad_models_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_models_are_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         fails(capsys, tmp_path / "no", "-p", "a")
         == f"{tmp_path / 'no'} does not exist; give an .onnx file or a model folder"
@@ -164,7 +166,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"edge-run {edgerun.__version__}\n"
 
 
-def test_inspect_says_what_a_model_is(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_describes_a_model(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tiny_bundle), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["family"], facts["layers"], facts["vocabulary"], facts["context"]) == ("llama", 2, 300, 256)
@@ -204,14 +206,14 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
         (["--context", "0"], "greater than or equal to 1"),
     ],
 )
-def test_bad_export_options_are_one_line(
+def test_bad_export_options_are_a_one_line_error(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert message in fails(capsys, "export", tiny_bundle.parent / "checkpoint", tmp_path / "out", *options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_never_replaces_what_is_no_bundle(
+def test_export_does_not_replace_a_folder_that_is_not_a_bundle(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
@@ -243,7 +245,7 @@ def test_ctrl_c_keeps_the_partial_text_and_exits_130(tmp_path: Path) -> None:
     ("redirection", "code", "message"),
     [("| head -c 1", 1, b""), (">/dev/full", 1, b"No space left on device"), (">&-", 1, b"standard output is closed")],
 )
-def test_an_output_that_takes_nothing_ends_the_program(
+def test_a_broken_standard_output_ends_the_program(
     tiny_bundle: Path, redirection: str, code: int, message: bytes
 ) -> None:
     command = f"{shlex.join([*COMMAND, str(tiny_bundle), '-p', 'the', '-n', '150'])} {redirection}"
@@ -280,5 +282,5 @@ def test_closed_standard_input_is_an_empty_prompt(
     assert "the prompt is empty" in fails(capsys, tiny_bundle)
 
 
-def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+def test_control_characters_do_not_reach_the_terminal() -> None:
     assert for_terminal("a\x1b[2Jb\x07\r\nc\td\x9b") == "a\ufffd[2Jb\ufffd\ufffd\nc\td\ufffd"

@@ -1,4 +1,4 @@
-"""Exports from the command line that write a report: page, JSON, manifest and terminal say the same."""
+"""Exports that write a report: page, JSON, manifest and terminal output agree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def exported(checkpoint: Path, out: Path, *options: str) -> None:
     assert main(["export", str(checkpoint), str(out), "--calibration-tokens", "1100", *options]) == 0
 
 
-def test_an_observed_export_is_reported(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_calibrated_export_has_a_report(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     exported(checkpoint, out, "--weights", "int4", "--block", "64", "--method", "awq+gptq")
     shown = capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_an_observed_export_is_reported(checkpoint: Path, tmp_path: Path, capsys
     assert "than rounded to nearest" in shown
 
 
-def test_any_checkpoint_can_be_reported_and_reported_bundles_are_replaced(
+def test_report_option_and_replacing_a_bundle_with_a_report(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Commands that take models from the Hugging Face Hub, against a server that answers as the hub does."""
+"""Commands that use models of the Hugging Face Hub, with a local server in its place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IN_ANOTHER_PROCESS = "import sys; from edgerun.edge.cli.main import main; sys.ex
 
 @pytest.fixture
 def hub(tmp_path: Path, tiny_bundle: Path) -> Iterator[HubServer]:
-    """A hub with one model of our own, and the same model as transformers.js has it."""
+    """A hub with a model in edge-run's layout, and the same model in that of transformers.js."""
     with own_hub(tmp_path / "hf") as server:
         files = files_of(tiny_bundle)
         server.repo("org/tiny", files)
@@ -45,13 +45,13 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 
 
 def test_a_model_on_the_hub_answers(hub: HubServer, tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["-p", "ab", "-n", "12", "--spec", "off"]
-    expected = run([str(tiny_bundle), *asked], capsys)
+    answer_options = ["-p", "ab", "-n", "12", "--spec", "off"]
+    expected = run([str(tiny_bundle), *answer_options], capsys)
     assert expected[0] == 0
     for name in ("org/tiny", "org/js", "org/js:fp32", "org/tiny@main"):
-        assert run([name, *asked], capsys) == expected
-    assert run(["org/tiny", *asked[:4], "--draft", "org/tiny"], capsys) == expected
-    assert run(["org/tiny", *asked, "--offline"], capsys) == expected
+        assert run([name, *answer_options], capsys) == expected
+    assert run(["org/tiny", *answer_options[:4], "--draft", "org/tiny"], capsys) == expected
+    assert run(["org/tiny", *answer_options, "--offline"], capsys) == expected
     code, out, err = run(["inspect", "org/js", "--json"], capsys)
     assert (code, err) == (0, "")
     assert json.loads(out)["layers"] == 2
@@ -59,18 +59,18 @@ def test_a_model_on_the_hub_answers(hub: HubServer, tiny_bundle: Path, capsys: p
 
 
 @pytest.mark.parametrize("layout", ["community-external-many", "optimum-two-decoders"])
-def test_what_others_export_answers_from_the_hub_as_from_a_folder(
+def test_foreign_exports_answer_alike_from_the_hub_and_from_a_folder(
     hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
 ) -> None:
     folder = write_layout(tmp_path / layout, LAYOUTS[layout])
     hub.repo("org/foreign", files_of(folder))
-    asked = ["-p", "ab", "-n", "12", "--raw", "--spec", "off"]
-    expected = run([str(folder), *asked], capsys)
+    answer_options = ["-p", "ab", "-n", "12", "--raw", "--spec", "off"]
+    expected = run([str(folder), *answer_options], capsys)
     assert expected[0] == 0
-    assert run(["org/foreign", *asked], capsys) == expected
+    assert run(["org/foreign", *answer_options], capsys) == expected
 
 
-def test_pull_says_where_a_model_lies(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_prints_the_folder_of_a_model(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(["pull", "org/js", "--json"], capsys)
     facts = json.loads(out)
     assert (code, err) == (0, "")
@@ -87,7 +87,7 @@ def test_pull_says_where_a_model_lies(hub: HubServer, capsys: pytest.CaptureFixt
     ]
 
 
-def test_what_was_pulled_is_found_where_a_folder_has_its_first_name(
+def test_a_pulled_model_is_found_despite_a_folder_of_its_owners_name(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -98,7 +98,7 @@ def test_what_was_pulled_is_found_where_a_folder_has_its_first_name(
     assert run(["org/tiny", "-p", "ab", "-n", "2", "--spec", "off"], capsys)[0] == 0
 
 
-def test_pull_names_what_it_left_behind(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_names_older_commits(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     repo = hub.repos["org/tiny"]
     old = repo.refs["main"]
     assert main(["pull", "org/tiny"]) == 0
@@ -137,9 +137,13 @@ def test_pull_names_what_it_left_behind(hub: HubServer, capsys: pytest.CaptureFi
         (
             ["pull", "org/tiny", "--offline"],
             1,
-            "org/tiny is not downloaded, and the hub may not be asked (offline); run",
+            "org/tiny is not downloaded, and the hub may not be answer_options (offline); run",
         ),
-        (["org/tiny", "-p", "a", "--offline"], 1, "org/tiny is not downloaded, and the hub may not be asked (offline)"),
+        (
+            ["org/tiny", "-p", "a", "--offline"],
+            1,
+            "org/tiny is not downloaded, and the hub may not be answer_options (offline)",
+        ),
         (["models", "--remove", "org/tiny"], 2, "org/tiny is not downloaded; edge-run models lists what is"),
         (
             ["models", "--remove", "../tiny"],
@@ -148,7 +152,7 @@ def test_pull_names_what_it_left_behind(hub: HubServer, capsys: pytest.CaptureFi
         ),
     ],
 )
-def test_what_goes_wrong_is_one_line(
+def test_failures_are_a_one_line_error(
     hub: HubServer, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     got, out, err = run(arguments, capsys)
@@ -190,7 +194,7 @@ def test_models_are_listed_and_removed(hub: HubServer, tmp_path: Path, capsys: p
     assert [path.name for path in (tmp_path / "hf" / "assets" / "edge-run" / "models").iterdir()] == ["org--tiny"]
 
 
-def test_an_export_takes_its_checkpoint_from_the_hub(
+def test_export_downloads_its_checkpoint_from_the_hub(
     hub: HubServer, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.repo("org/ckpt", {**files_of(tiny_bundle.parent / "checkpoint"), "README.md": b"-"})
@@ -201,8 +205,8 @@ def test_an_export_takes_its_checkpoint_from_the_hub(
     assert (code, err) == (0, "")
     made_by = json.loads((tmp_path / "out" / "edge.json").read_text())["command"]
     assert made_by == "edge-run export org/ckpt out --weights fp32"
-    asked = ["-p", "ab", "-n", "12", "--spec", "off"]
-    assert run([str(tmp_path / "out"), *asked], capsys) == run([str(tiny_bundle), *asked], capsys)
+    answer_options = ["-p", "ab", "-n", "12", "--spec", "off"]
+    assert run([str(tmp_path / "out"), *answer_options], capsys) == run([str(tiny_bundle), *answer_options], capsys)
 
 
 @pytest.mark.parametrize("command", ["pull", "models"])
@@ -213,7 +217,7 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def start(arguments: list[str], tmp_path: Path) -> subprocess.Popen[bytes]:
-    """`edge-run` in another process, which takes its package and its hub from this one."""
+    """Start `edge-run` in another process, with the package and the hub of this one."""
     here = tmp_path / "package"
     if not here.exists():
         here.mkdir()
@@ -223,7 +227,7 @@ def start(arguments: list[str], tmp_path: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_a_killed_download_is_gone_on_with(hub: HubServer, tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_killed_download_is_resumed(hub: HubServer, tiny_bundle: Path, tmp_path: Path) -> None:
     files = {name: data for name, data in files_of(tiny_bundle).items() if name != "edge.json"}
     # The library writes ten million bytes at a time.
     files["model.onnx.data"] += bytes(14 << 20)
@@ -249,7 +253,7 @@ def test_a_killed_download_is_gone_on_with(hub: HubServer, tiny_bundle: Path, tm
     assert not partial.exists()
 
 
-def test_the_hub_library_is_loaded_only_where_it_is_asked(hub: HubServer, tiny_bundle: Path, tmp_path: Path) -> None:
+def test_the_hub_library_is_imported_only_when_needed(hub: HubServer, tiny_bundle: Path, tmp_path: Path) -> None:
     program = (
         "import sys, edgerun; edgerun.load(sys.argv[1]); from edgerun.edge.cli.main import main; main(['models']);"
         "sys.exit('huggingface_hub' in sys.modules)"

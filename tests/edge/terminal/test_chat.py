@@ -1,4 +1,4 @@
-"""The chat on a real pseudo-terminal."""
+"""The chat on a pseudo-terminal."""
 
 from __future__ import annotations
 

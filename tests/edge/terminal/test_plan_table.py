@@ -1,4 +1,4 @@
-"""The plan of a bundle as `inspect` prints it: folding loses nothing, and neighbours that are alike are one row."""
+"""The quantization plan that `inspect` prints: equal neighbouring layers share a row."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def printed(plan: dict[str, WeightFormat]) -> str:
 
 
 @given(plans)
-def test_folding_loses_nothing(layers: list[tuple[WeightFormat, ...]]) -> None:
+def test_layer_runs_expand_to_the_plan(layers: list[tuple[WeightFormat, ...]]) -> None:
     runs = layer_runs(plan_of(layers))
-    unfolded = [run.linears for run in runs for _ in range(run.first, run.last + 1)]
-    assert unfolded == [dict(zip(PARTS, map(str, forms), strict=True)) for forms in layers]
+    expanded = [run.linears for run in runs for _ in range(run.first, run.last + 1)]
+    assert expanded == [dict(zip(PARTS, map(str, forms), strict=True)) for forms in layers]
     assert all(before.linears != after.linears for before, after in pairwise(runs))
     assert [run.first for run in runs] == [0, *(run.last + 1 for run in runs[:-1])]
 
 
-def test_layers_count_as_numbers_and_methods_are_named_where_they_differ() -> None:
+def test_layers_are_in_numeric_order_and_differing_methods_are_named() -> None:
     plan = {f"layers.{at}.qkv": FORMATS[0] for at in range(11)}
     assert [run.label for run in layer_runs(plan)] == ["layers 0 to 10"]
     assert "gptq" not in printed(plan)
@@ -56,7 +56,7 @@ def test_layers_count_as_numbers_and_methods_are_named_where_they_differ() -> No
     assert [run.label for run in layer_runs(plan)] == ["layers 0 to 4", "layers 6 to 9", "layer 10"]
 
 
-def test_a_layer_without_a_part_says_so() -> None:
+def test_a_missing_linear_is_shown_as_a_dash() -> None:
     shown = printed({"layers.0.o": FORMATS[0], "layers.1.qkv": FORMATS[1], "layers.0.odd": FORMATS[2]})
     assert shown.index("qkv") < shown.index(" o ") < shown.index("odd")
     assert "-" in shown

@@ -1,4 +1,4 @@
-"""A report on the terminal."""
+"""The result of an export on the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shown(report: ModelReport, width: int = 100) -> list[str]:
     return captured.get().splitlines()
 
 
-def test_plans_stand_by_size_and_what_the_search_came_by_is_left_out() -> None:
+def test_plans_are_sorted_by_size_without_intermediate_ones() -> None:
     report = whole_report(6)
     lines = shown(report)
     names = [plan.name for plan in sorted(report.plans, key=lambda plan: plan.bytes_read)]
@@ -32,7 +32,7 @@ def test_plans_stand_by_size_and_what_the_search_came_by_is_left_out() -> None:
     assert sum(line.startswith("│ layer") for line in lines) == 6
 
 
-def test_figures_are_a_line_each() -> None:
+def test_each_figure_has_a_line() -> None:
     lines = shown(whole_report(2))
     assert "mean KL: 0.0812 (50% less than uniform plans of its size)" in lines
     assert "with its draft: 1.69 times (2.34 tokens a pass)" in lines
@@ -40,7 +40,7 @@ def test_figures_are_a_line_each() -> None:
     assert lines[-1] == "2 units were repaired with factors of rank 16."
 
 
-def test_an_export_without_measurements_has_its_layers_and_its_size() -> None:
+def test_an_export_without_measurements_shows_layers_and_size() -> None:
     report = whole_report(3)
     (chosen,) = [dataclasses.replace(plan, kl=None) for plan in report.plans if plan.kind is PlanKind.CHOSEN]
     lines = shown(ModelReport("m", "c", report.linears, [chosen], 1, {}))
