@@ -61,7 +61,7 @@ def inspect(
 
 def describe(engine: Engine) -> dict[str, Any]:
     """A loaded model as plain values."""
-    spec, manifest = engine.graph_io, engine.bundle.manifest
+    graph_io, manifest = engine.graph_io, engine.bundle.manifest
     facts: dict[str, Any] = {"model": str(engine.bundle.folder), "graph": engine.bundle.graph.name}
     if manifest is not None:
         architecture = manifest.architecture
@@ -73,23 +73,29 @@ def describe(engine: Engine) -> dict[str, Any]:
             "tied_head": architecture.tied_head,
         }
     facts |= {
-        "layers": spec.layers,
-        "cache": _cache(spec),
-        "vocabulary": spec.vocab_size,
+        "layers": graph_io.layers,
+        "cache": _cache(graph_io),
+        "vocabulary": graph_io.vocab_size,
         "context": engine.context,
-        "cache_bytes_per_token": spec.cache_bytes_per_token,
-        "token_trees": spec.supports_trees,
+        "cache_bytes_per_token": graph_io.cache_bytes_per_token,
+        "token_trees": graph_io.supports_trees,
         "chat_template": engine.template is not None,
         "end_tokens": sorted(engine.tokenizer.eos),
     }
     if manifest is not None:
         facts |= {
-            "weights": dict(Counter(str(form) for form in manifest.weights.values())),
-            "methods": dict(Counter(_method(form) for form in manifest.weights.values() if form.bits < _FLOAT_BITS)),
+            "weights": dict(Counter(str(weight_format) for weight_format in manifest.weights.values())),
+            "methods": dict(
+                Counter(
+                    _method(weight_format)
+                    for weight_format in manifest.weights.values()
+                    if weight_format.bits < _FLOAT_BITS
+                )
+            ),
             "embedding_weights": str(manifest.weights.get("embedding", manifest.weights["head"])),
             "head_weights": str(manifest.weights["head"]),
             "bits_per_weight": round(manifest.bits_per_weight, 3),
-            "quantization_plan": {name: _described(form) for name, form in manifest.weights.items()},
+            "quantization_plan": {name: _described(weight_format) for name, weight_format in manifest.weights.items()},
             "calibration": None if manifest.calibration is None else asdict(manifest.calibration),
             "quality": dict(manifest.quality),
             "parity": dict(manifest.parity),
@@ -116,30 +122,30 @@ def _draft(bundle: Bundle) -> dict[str, Any] | None:
     elif bundle.manifest is not None and bundle.manifest.draft is not None:
         facts["skips"] = ", ".join(bundle.manifest.draft.skips)
     if pair.draft.manifest is not None:
-        facts["weights"] = dict(Counter(str(form) for form in pair.draft.manifest.weights.values()))
+        facts["weights"] = dict(Counter(str(weight_format) for weight_format in pair.draft.manifest.weights.values()))
     if pair.target_ids is not None:
         facts["head_tokens"] = pair.target_ids.size
     return facts
 
 
-def _method(form: WeightFormat) -> str:
+def _method(weight_format: WeightFormat) -> str:
     """How the weights were quantized; not recorded where they came quantized, or from an older edge-run."""
-    return "not recorded" if form.method is None else form.method.value
+    return "not recorded" if weight_format.method is None else weight_format.method.value
 
 
-def _described(form: WeightFormat) -> dict[str, Any]:
+def _described(weight_format: WeightFormat) -> dict[str, Any]:
     """A weight format as plain values."""
-    values = {**asdict(form), "method": None if form.method is None else form.method.value}
-    return {"format": str(form), **{name: value for name, value in values.items() if value}}
+    values = {**asdict(weight_format), "method": None if weight_format.method is None else weight_format.method.value}
+    return {"format": str(weight_format), **{name: value for name, value in values.items() if value}}
 
 
-def _cache(spec: GraphIO) -> str:
+def _cache(graph_io: GraphIO) -> str:
     """Type and shape of the cache tensors, and whether the graph updates them in place."""
-    tensors = [
-        f"{form.dtype} [{', '.join('slots' if at == form.axis else str(size) for at, size in enumerate(form.shape))}]"
-        for form in dict.fromkeys(spec.tensor_types)
-    ]
-    return f"{', '.join(tensors)}, {'in place' if spec.cache_mode is CacheMode.IN_PLACE else 'growing'}"
+    tensors = []
+    for tensor_type in dict.fromkeys(graph_io.tensor_types):
+        sizes = ["slots" if axis == tensor_type.axis else str(size) for axis, size in enumerate(tensor_type.shape)]
+        tensors.append(f"{tensor_type.dtype} [{', '.join(sizes)}]")
+    return f"{', '.join(tensors)}, {'in place' if graph_io.cache_mode is CacheMode.IN_PLACE else 'growing'}"
 
 
 def _pass_costs(described: list[dict[str, Any]] | None) -> str:

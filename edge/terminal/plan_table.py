@@ -64,8 +64,9 @@ def _order(part: str) -> tuple[int, str]:
 
 
 def _format_texts(weights: Mapping[str, WeightFormat]) -> dict[str, str]:
-    methods = {form.method for name, form in weights.items() if form.bits != 32 and _LAYER_LINEAR.fullmatch(name)}
+    in_layers = [each for name, each in weights.items() if each.bits != 32 and _LAYER_LINEAR.fullmatch(name)]
+    several = len({each.method for each in in_layers}) > 1
     return {
-        name: f"{form} {form.method.value}" if form.method is not None and len(methods) > 1 else str(form)
-        for name, form in weights.items()
+        name: f"{each} {each.method.value}" if each.method is not None and several else str(each)
+        for name, each in weights.items()
     }
