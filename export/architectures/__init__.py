@@ -1,1 +1,1 @@
-"""One declarative file per Hugging Face `model_type`; see `family`."""
+"""One declarative file for each supported Hugging Face `model_type`; see `family`."""

@@ -1,8 +1,8 @@
-"""What one Hugging Face model family does differently from the others.
+"""How the Hugging Face model families differ.
 
-Every family is a decoder of the same plan: RMS norm, grouped-query attention with rotary positions, RMS norm, gated
-feed-forward. `architectures/<model_type>.py` holds one `Family` that says where it departs from that plan; a new
-family of this plan is a new file there and nothing else.
+Every family is a decoder of the same architecture: RMS norm, grouped-query attention with rotary positions, RMS norm,
+gated feed-forward. `architectures/<model_type>.py` holds one `Family` that states its differences. Support for a new
+family of this architecture takes such a file and nothing else.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _SHARED_MODULES: Final = frozenset(("family", "windows"))
 
 @dataclass(frozen=True)
 class ConfigFlag:
-    """A choice that config.json makes: the boolean of that name, false when absent."""
+    """A choice made by a boolean of config.json, false when absent."""
 
     name: str
 
     def read(self, config: Mapping[str, Any]) -> bool:
-        """The flag's value in a parsed config.json."""
+        """Return the value in a parsed config.json."""
         return bool(config.get(self.name, False))
 
 
 @dataclass(frozen=True)
 class Always:
-    """A choice the family makes for all its checkpoints."""
+    """A choice that is the same for all checkpoints of the family."""
 
     value: bool
 
     def read(self, config: Mapping[str, Any]) -> bool:  # noqa: ARG002 -- same call as ConfigFlag.read
-        """The family's value, whatever config.json says."""
+        """Return the family's value, whatever config.json says."""
         return self.value
 
 
@@ -52,26 +52,23 @@ Choice = ConfigFlag | Always
 
 @dataclass(frozen=True)
 class Power:
-    """A factor: the number of that name in config.json, 1 when absent, raised to an exponent."""
+    """A factor: a number of config.json (1 when absent) raised to an exponent."""
 
     name: str
     exponent: float = 1.0
 
     def read(self, config: Mapping[str, Any]) -> float:
-        """The factor of a parsed config.json.
+        """Return the factor for a parsed config.json.
 
         Raises:
-            CheckpointError: it is not a positive number.
+            CheckpointError: the setting is not a positive number.
         """
         return float(number(config, self.name, default=1.0) ** self.exponent)
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Names, inside a layer, of the RMS norms of what goes into its two parts and of what comes out of them.
-
-    None where there is no such norm.
-    """
+    """Module names of a layer's RMS norms before and after attention and feed-forward; None for an absent norm."""
 
     before_attention: str | None = None
     after_attention: str | None = None
@@ -91,113 +88,114 @@ NORMS_AROUND: Final = Norms(
 
 @dataclass(frozen=True)
 class Experts:
-    """The settings of a feed-forward that is, in most layers, a choice among experts for each token."""
+    """The mixture-of-experts feed-forward of a family, by the names of its settings in config.json."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
-    """How many there are; the first of these settings that is there says it."""
-    chosen: str = "num_experts_per_tok"
-    width: str = "moe_intermediate_size"
-    """Channels between an expert's projections."""
+    """Number of experts per layer; the first of these settings that is present applies."""
+    top_k: str = "num_experts_per_tok"
+    """Number of experts that are selected for each token."""
+    intermediate_size: str = "moe_intermediate_size"
+    """Channels between the projections of an expert."""
     normalized: Choice = ConfigFlag("norm_topk_prob")
-    """Whether the chosen experts' shares are made to sum to 1."""
+    """Whether the weights of the selected experts are normalized to sum to 1."""
     router: str = "gate"
-    """Module that chooses."""
+    """Module name of the router."""
     router_bias: bool = False
-    biased: bool = False
-    """Whether the experts' projections add biases."""
+    bias: bool = False
+    """Whether the projections of the experts have biases."""
     stacked: bool = False
-    """Whether one tensor holds all experts of a layer, rows of gate and up in turns (`stacked_experts`)."""
-    steepness: str | None = None
-    """The setting that holds a in gate * sigmoid(a * gate); None stands for 1."""
-    bound: str | None = None
-    """The setting that bounds gate from above, and up on both sides."""
+    """Whether one tensor holds all experts of a layer, with alternating rows of gate and up (see `stacked_experts`)."""
+    alpha: str | None = None
+    """Setting of alpha in gate * sigmoid(alpha * gate); None for an alpha of 1."""
+    limit: str | None = None
+    """Setting of the gate's upper bound, which also bounds the magnitude of up; None for no bound."""
     up_offset: float = 0.0
-    """What is added to up."""
+    """Constant added to up."""
     period: str = "decoder_sparse_step"
-    """Every so many layers have experts."""
-    without: str = "mlp_only_layers"
-    """Numbers of layers that have none all the same."""
+    """Setting n by which every n-th layer has experts."""
+    dense_layers: str = "mlp_only_layers"
+    """Setting that lists layers without experts."""
 
 
 class HeadNorm(Enum):
-    """How queries and keys are RMS-normalized before the rotation (`q_norm`, `k_norm`)."""
+    """How queries and keys are RMS-normalized before rotation (`q_norm`, `k_norm`)."""
 
     NONE = auto()
     EACH_HEAD = auto()
-    """Every head by itself, all with the same weights."""
+    """Each head by itself, all with the same weights."""
     WHOLE = auto()
-    """All heads of the queries together, and all of the keys."""
+    """All query heads together, and all key heads together."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family departs from the common plan."""
+    """How a family differs from the common architecture."""
 
     qkv_bias: Choice = Always(False)
-    """Whether the query, key and value projections add a bias."""
+    """Whether the query, key and value projections have a bias."""
     output_bias: Choice = Always(False)
-    """Whether the attention's output projection adds a bias."""
+    """Whether the output projection of attention has a bias."""
     mlp_bias: Choice = Always(False)
-    """Whether the gate, up and down projections add a bias."""
+    """Whether the gate, up and down projections have a bias."""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Modules that hold the query, key and value projections: one each, or one for all."""
+    """Modules of the query, key and value projections: one each, or one for all."""
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """Modules that hold the gate and up projections: one each, or one for both."""
+    """Modules of the gate and up projections: one each, or one for both."""
     experts: Experts | None = None
-    """None where the feed-forward is the same for every token."""
-    stored_as: str | None = None
-    """The `quant_method` of quantized checkpoints that can be read all the same."""
+    """None for a dense feed-forward."""
+    quant_method: str | None = None
+    """The `quant_method` of quantized checkpoints that can be read; None for none."""
     sinks: bool = False
-    """Whether each head's attention has a part that goes to no token (`sinks`)."""
+    """Whether attention has a learned sink logit per head (`sinks`)."""
     norms: Norms = NORMS_BEFORE
     norms_add_one: bool = False
     """Whether norms scale by 1 + weight."""
     head_norm: HeadNorm = HeadNorm.NONE
     activation: str = "hidden_act"
-    """The setting that names the activation."""
+    """Setting that names the activation."""
     windows: Windows = field(default_factory=Never)
-    """Which layers see a sliding window only."""
+    """Which layers use a sliding window."""
     unrotated: bool = False
-    """Whether there are layers without rotary positions (`no_rope_layers`)."""
+    """Whether some layers have no rotary positions (`no_rope_layers`)."""
     local_rope_base: str | None = None
-    """The setting that holds theta of the layers with a window; None where all layers turn alike."""
+    """Setting of theta in sliding-window layers; None where all layers share one theta."""
     partial_rotary: bool = False
-    """Whether `partial_rotary_factor` may leave channels unrotated."""
+    """Whether `partial_rotary_factor` is supported, which leaves channels unrotated."""
     attention_scale: Power | None = None
-    """Factor on the attention scores; None stands for 1 / sqrt(head_dim)."""
+    """Factor on the attention scores; None for 1 / sqrt(head_dim)."""
     attention_softcap: str | None = None
-    """The setting that bounds attention scores: cap * tanh(score / cap)."""
+    """Setting of the soft cap on attention scores, cap * tanh(score / cap)."""
     logits_softcap: str | None = None
-    """The setting that bounds logits in the same way."""
+    """Setting of the soft cap on logits."""
     embedding_scale: Power | None = None
-    """Factor on the embedded tokens."""
+    """Factor on the token embeddings."""
     residual_scale: Power | None = None
-    """Factor on what attention and feed-forward add to the residual."""
+    """Factor on the outputs of attention and feed-forward before they are added to the residual."""
     logits_scale: Power | None = None
     """Factor on the logits."""
     nested: str | None = None
-    """The setting of a multimodal model's config.json that holds its text model's settings."""
+    """Setting of a multimodal config.json that nests the settings of the text model; None for text models."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What settings are when config.json does not name them, where that differs from the common plan."""
+    """Defaults of settings that config.json may omit, where they differ from the common ones."""
 
 
 def supported_families() -> list[str]:
-    """The `model_type`s that have an architecture file, sorted."""
+    """Return the `model_type`s that have an architecture file, sorted."""
     names = {module.name for module in pkgutil.iter_modules(architectures.__path__)}
     return sorted(names - _SHARED_MODULES)
 
 
 def find_family(model_type: str) -> Family:
-    """The family of that Hugging Face `model_type`.
+    """Return the family of a Hugging Face `model_type`.
 
     Raises:
-        CheckpointError: there is no architecture file for it.
+        CheckpointError: no architecture file exists for it.
     """
-    known = supported_families()
-    if model_type not in known:
+    supported = supported_families()
+    if model_type not in supported:
         raise CheckpointError(
             f"model_type {model_type!r} is not a supported architecture",
-            f"supported are {', '.join(known)}; Optimum exports more: {OPTIMUM}",
+            f"supported are {', '.join(supported)}; Optimum exports more: {OPTIMUM}",
         )
     family = importlib.import_module(f"{architectures.__name__}.{model_type}").FAMILY
     if not isinstance(family, Family):

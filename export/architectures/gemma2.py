@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after each part, soft caps, a window in every second layer, scaled embeddings."""
+"""Gemma 2: norms around each part, soft caps, sliding windows in alternate layers."""
 
 from typing import Final
 

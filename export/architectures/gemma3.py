@@ -1,4 +1,4 @@
-"""The language model of the multimodal Gemma 3 checkpoints, whose image part is left out."""
+"""Language model of multimodal Gemma 3 checkpoints; the image part is not exported."""
 
 from dataclasses import replace
 from typing import Final

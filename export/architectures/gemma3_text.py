@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2 with normalized heads for soft caps; five layers in six have a window and their own theta."""
+"""Gemma 3 (text): head norms; five of six layers have a sliding window and their own theta."""
 
 from typing import Final
 
@@ -17,7 +17,7 @@ FAMILY: Final = Family(
     attention_scale=Power("query_pre_attn_scalar", -0.5),
     logits_softcap="final_logit_softcapping",
     embedding_scale=Power("hidden_size", 0.5),
-    # All of them: the multimodal checkpoints name only what differs.
+    # All settings are listed because multimodal checkpoints only state what differs.
     defaults={
         "vocab_size": 262208,
         "hidden_size": 2304,

@@ -1,4 +1,4 @@
-"""gpt-oss: experts in MXFP4, attention sinks, biases everywhere, a window in every second layer."""
+"""gpt-oss: MXFP4 experts, attention sinks, biases, a sliding window in every second layer."""
 
 from typing import Final
 
@@ -10,17 +10,17 @@ FAMILY: Final = Family(
     output_bias=ConfigFlag("attention_bias"),
     experts=Experts(
         count=("num_local_experts",),
-        width="intermediate_size",
+        intermediate_size="intermediate_size",
         normalized=Always(True),
         router="router",
         router_bias=True,
-        biased=True,
+        bias=True,
         stacked=True,
-        steepness="swiglu_alpha",
-        bound="swiglu_limit",
+        alpha="swiglu_alpha",
+        limit="swiglu_limit",
         up_offset=1.0,
     ),
-    stored_as="mxfp4",
+    quant_method="mxfp4",
     sinks=True,
     windows=AllButEvery("sliding_window_pattern"),
     defaults={

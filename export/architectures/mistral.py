@@ -1,4 +1,4 @@
-"""Mistral 7B, Nemo, Small (text) and their kin; the first one slides a window over every layer."""
+"""Mistral 7B, Nemo and Small (text); the first 7B uses a sliding window in every layer."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after each part instead of before it, and over all query and all key heads together."""
+"""OLMo 2: norms after each part instead of before it, and across all heads."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): RMS-normalized query and key heads, 128 channels a head unless config.json says otherwise."""
+"""Qwen3 (dense): RMS-normalized query and key heads of 128 channels by default."""
 
 from typing import Final
 

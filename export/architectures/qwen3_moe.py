@@ -1,4 +1,4 @@
-"""Qwen3 with experts: a feed-forward chosen for each token, otherwise Qwen3."""
+"""Qwen3 with a mixture-of-experts feed-forward."""
 
 from dataclasses import replace
 from typing import Final

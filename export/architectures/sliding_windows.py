@@ -1,6 +1,7 @@
-"""Which layers of a model see only a sliding window: the newest so many tokens, their own included.
+"""Which layers use sliding-window attention.
 
-Newer checkpoints list it (`layer_types`); of older ones it is the model type's rule.
+Newer checkpoints list the layers in `layer_types`; for older ones the rule depends on the model type. A token attends
+to the `sliding_window` most recent tokens, including itself.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class Windows(Protocol):
-    """A model type's rule."""
+    """The rule of a model type."""
 
     def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
-        """Every layer's window; None where it sees everything.
+        """Return the window of each layer, None for full attention.
 
         Raises:
-            CheckpointError: the settings contradict each other or mean something that is not supported.
+            CheckpointError: the settings contradict each other or are not supported.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Never:
-    """All layers see everything."""
+    """Full attention in all layers."""
 
     def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
         """See `Windows.of_layers`."""
-        if any(_listed(config, layers) or []):
+        if any(_layer_types(config, layers) or []):
             raise CheckpointError(
                 f"this {config['model_type']} checkpoint uses sliding-window attention",
                 "supported is full attention in every layer",
@@ -45,7 +46,7 @@ class Never:
 
 @dataclass(frozen=True)
 class EveryLayer:
-    """All layers have the window, where there is one; `layer_types` is not asked."""
+    """A window in all layers if `sliding_window` is set; `layer_types` is ignored."""
 
     def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
         """See `Windows.of_layers`."""
@@ -54,55 +55,58 @@ class EveryLayer:
 
 @dataclass(frozen=True)
 class LayersFrom:
-    """With `use_sliding_window`, the layers from a number on."""
+    """With `use_sliding_window`, a window in all layers from a certain one on."""
 
     first: str = "max_window_layers"
-    """The setting that holds the first one's number; 0 when absent."""
+    """Setting of the first such layer; 0 when absent."""
 
     def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
         """See `Windows.of_layers`."""
-        slides = _listed(config, layers)
-        if slides is None:
+        sliding = _layer_types(config, layers)
+        if sliding is None:
             if not config.get("use_sliding_window") or config.get(WINDOW) is None:
                 return [None] * layers
-            first = count(config, self.first, default=0, least=0)
-            slides = [layer >= first for layer in range(layers)]
-        return _windows(config, slides)
+            first = count(config, self.first, default=0, minimum=0)
+            sliding = [layer >= first for layer in range(layers)]
+        return _windows(config, sliding)
 
 
 @dataclass(frozen=True)
 class AllButEvery:
-    """All layers but every so many."""
+    """A window in all layers except every n-th one."""
 
     period: str
-    """The setting that holds how many."""
+    """Setting of n."""
 
     def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
         """See `Windows.of_layers`."""
-        slides = _listed(config, layers)
-        if slides is None:
+        sliding = _layer_types(config, layers)
+        if sliding is None:
             period = count(config, self.period)
-            slides = [(layer + 1) % period != 0 for layer in range(layers)]
-        return _windows(config, slides)
+            sliding = [(layer + 1) % period != 0 for layer in range(layers)]
+        return _windows(config, sliding)
 
 
 @dataclass(frozen=True)
 class UnrotatedLayers:
-    """With `use_sliding_window`, the layers without rotary positions."""
+    """With `use_sliding_window`, a window in the layers without rotary positions."""
 
     def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
         """See `Windows.of_layers`."""
         if not config.get("use_sliding_window") or config.get(WINDOW) is None:
             return [None] * layers
-        slides = _listed(config, layers)
-        return _windows(config, [not turns for turns in rotated_layers(config, layers)] if slides is None else slides)
+        sliding = _layer_types(config, layers)
+        return _windows(
+            config, [not rotated for rotated in rotated_layers(config, layers)] if sliding is None else sliding
+        )
 
 
 def rotated_layers(config: Mapping[str, Any], layers: int) -> list[bool]:
-    """Of a model with unrotated layers: whether each layer has rotary positions.
+    """Whether each layer has rotary positions, in a model where some do not.
 
     Raises:
-        CheckpointError: `no_rope_layers` is no list of zeros and ones, or `no_rope_layer_interval` no number.
+        CheckpointError: `no_rope_layers` is not a list of zeros and ones, or `no_rope_layer_interval` is not an
+        integer.
     """
     listed = optional_list(config, "no_rope_layers", layers)
     if listed is None:
@@ -113,13 +117,13 @@ def rotated_layers(config: Mapping[str, Any], layers: int) -> list[bool]:
     return [bool(entry) for entry in listed]
 
 
-def _windows(config: Mapping[str, Any], slides: list[bool]) -> list[int | None]:
-    window = count(config, WINDOW) if any(slides) else None
-    return [window if sliding else None for sliding in slides]
+def _windows(config: Mapping[str, Any], sliding: list[bool]) -> list[int | None]:
+    window = count(config, WINDOW) if any(sliding) else None
+    return [window if is_sliding else None for is_sliding in sliding]
 
 
-def _listed(config: Mapping[str, Any], layers: int) -> list[bool] | None:
-    """Whether each layer slides as `layer_types` has it; None where there is no such list."""
+def _layer_types(config: Mapping[str, Any], layers: int) -> list[bool] | None:
+    """Whether each layer is a sliding one in `layer_types`; None without that list."""
     kinds = optional_list(config, "layer_types", layers)
     if kinds is None:
         return None

@@ -1,4 +1,4 @@
-"""SmolLM3: every fourth layer without positions."""
+"""SmolLM3: every fourth layer has no rotary positions."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face checkpoint, read into the numbers the graph is built from."""
+"""config.json of a Hugging Face checkpoint as a `DecoderConfig`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from ..graph.rope import LongRope, Rope
 from .json_fields import count, number, optional_number, read_json
 from .rope_settings import max_positions, read_rotations
 
-MOST_LAYERS: Final = 10_000
-"""Of a model; ten times as many as any has."""
-MOST_EXPERTS: Final = 10_000
-"""Of a layer, likewise."""
+MAX_LAYERS: Final = 10_000
+MAX_EXPERTS: Final = 10_000
+"""Limit on the experts of a layer."""
 
 
 class Activation(Enum):
-    """What the gate goes through."""
+    """Activation function of the gate."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
@@ -34,37 +33,39 @@ _ACTIVATIONS: Final = {"swish": Activation.SILU, **{each.value: each for each in
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What the attention of one layer does differently from that of others."""
+    """Properties of attention that may differ between layers."""
 
     rope: Rope | None
-    """None where the layer has no positions."""
+    """Rotary embedding; None for a layer without positions."""
     window: int | None
-    """How many of the newest tokens, its own included, a token sees; None where it sees all."""
+    """Number of most recent tokens, including itself, that a token attends to; None for all."""
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A feed-forward that chooses experts for each token."""
+    """A mixture-of-experts feed-forward."""
 
     count: int
-    chosen: int
-    width: int
-    """Channels between an expert's projections."""
+    """Number of experts per layer."""
+    top_k: int
+    """Number of experts that the router selects for each token."""
+    intermediate_size: int
+    """Channels between the projections of an expert."""
     normalized: bool
-    """Whether the chosen ones' shares are made to sum to 1."""
-    steepness: float
-    """The a in gate * sigmoid(a * gate)."""
-    bound: float | None
-    """Of gate from above, and of up on both sides."""
+    """Whether the weights of the selected experts are normalized to sum to 1."""
+    alpha: float
+    """The alpha in gate * sigmoid(alpha * gate)."""
+    limit: float | None
+    """Upper bound of the gate, and bound of the magnitude of up; None for no bound."""
     up_offset: float
-    """What is added to up."""
+    """Constant added to up."""
     layers: tuple[bool, ...]
     """Whether each layer has experts."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder-only transformer of the common plan (see `family`)."""
+    """Architecture of a decoder-only transformer (see `architectures.family`)."""
 
     family: str
     traits: Family
@@ -76,13 +77,13 @@ class DecoderConfig:
     kv_heads: int
     head_dim: int
     rotated_channels: int
-    """Channels of a head that turn with the position, from the first on."""
+    """Number of leading channels of a head that are rotated."""
     attention: tuple[LayerAttention, ...]
-    """Layer by layer."""
+    """One entry per layer."""
     experts: ExpertsConfig | None
     max_positions: int
     default_positions: int
-    """How far the model's usual rotation reaches; to serve longer texts it has another, for all positions."""
+    """Longest context of the default rotary table; LongRoPE has another table for longer contexts."""
     norm_epsilon: float
     activation: Activation
     tied_head: bool
@@ -90,7 +91,7 @@ class DecoderConfig:
     output_bias: bool
     mlp_bias: bool
     attention_scale: float | None
-    """Factor on the attention scores; None stands for 1 / sqrt(head_dim)."""
+    """Factor on the attention scores; None for 1 / sqrt(head_dim)."""
     attention_softcap: float | None
     logits_softcap: float | None
     embedding_scale: float
@@ -104,7 +105,7 @@ class DecoderConfig:
 
     @property
     def kv_width(self) -> int:
-        """Channels of all key heads together; of the value heads just as many."""
+        """Channels of all key heads together, and of all value heads."""
         return self.kv_heads * self.head_dim
 
 
@@ -112,12 +113,12 @@ def read_config(folder: Path) -> DecoderConfig:
     """Read `folder`/config.json.
 
     Raises:
-        CheckpointError: it is absent, not JSON, lacks a number, or describes a model that is not supported.
+        CheckpointError: the file is absent, damaged or incomplete, or describes a model that is not supported.
     """
     config: Mapping[str, Any] = read_json(folder / "config.json")
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise CheckpointError(f"{folder / 'config.json'} names no model_type", "download the checkpoint again")
+        raise CheckpointError(f"{folder / 'config.json'} has no model_type", "download the checkpoint again")
     family = find_family(model_type)
     config = {**family.defaults, **_text_settings(config, family)}
     _refuse_unsupported(config, family)
@@ -131,10 +132,10 @@ def read_config(folder: Path) -> DecoderConfig:
         raise CheckpointError(
             f"head_dim {head_dim} is not a multiple of 8", "ONNX Runtime's GroupQueryAttention needs one that is"
         )
-    layers = count(config, "num_hidden_layers", most=MOST_LAYERS)
+    layers = count(config, "num_hidden_layers", maximum=MAX_LAYERS)
     rotations = read_rotations(config, family, head_dim)
     windows = family.windows.of_layers(config, layers)
-    turns = rotated_layers(config, layers) if family.unrotated else [True] * layers
+    rotated = rotated_layers(config, layers) if family.unrotated else [True] * layers
     scaling = rotations.rope.scaling
     return DecoderConfig(
         family=model_type,
@@ -148,8 +149,8 @@ def read_config(folder: Path) -> DecoderConfig:
         head_dim=head_dim,
         rotated_channels=rotations.channels,
         attention=tuple(
-            LayerAttention((rotations.rope if window is None else rotations.local) if turn else None, window)
-            for window, turn in zip(windows, turns, strict=True)
+            LayerAttention((rotations.rope if window is None else rotations.local_rope) if is_rotated else None, window)
+            for window, is_rotated in zip(windows, rotated, strict=True)
         ),
         experts=_read_experts(config, family.experts, layers) if family.experts else None,
         max_positions=max_positions(config),
@@ -170,13 +171,13 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def _text_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """The settings of the language model, which a multimodal model keeps apart."""
+    """Return the settings of the language model, which are nested in a multimodal model."""
     if family.nested is None:
         return config
     nested = config.get(family.nested)
     if not isinstance(nested, Mapping):
         raise CheckpointError(f"config.json: {family.nested} must be an object, found {shown(nested)}")
-    # Whether the head is tied is said outside or not at all.
+    # tie_word_embeddings is only ever set outside the nested object.
     return {**{name: config[name] for name in ("tie_word_embeddings",) if name in config}, **nested}
 
 
@@ -185,33 +186,33 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         method = method if isinstance(method, str) else "unknown"
-        if method != family.stored_as:
+        if method != family.quant_method:
             raise CheckpointError(
                 f"the checkpoint is already quantized ({method})",
                 "export the original float checkpoint: float32, float16 and bfloat16 are supported",
             )
     if config.get("use_bidirectional_attention"):
         raise CheckpointError(
-            "use_bidirectional_attention is not supported", "supported are decoders, which see earlier tokens only"
+            "use_bidirectional_attention is not supported", "only decoders with causal attention are supported"
         )
 
 
 def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> ExpertsConfig:
-    counted = next((name for name in settings.count if config.get(name) is not None), settings.count[0])
-    many = count(config, counted, most=MOST_EXPERTS)
+    setting = next((name for name in settings.count if config.get(name) is not None), settings.count[0])
+    experts_count = count(config, setting, maximum=MAX_EXPERTS)
     period = count(config, settings.period, default=1)
-    without = config.get(settings.without) or []
-    if not isinstance(without, list):
-        raise CheckpointError(f"config.json: {settings.without} must be a list, found {shown(without)}")
+    dense = config.get(settings.dense_layers) or []
+    if not isinstance(dense, list):
+        raise CheckpointError(f"config.json: {settings.dense_layers} must be a list, found {shown(dense)}")
     return ExpertsConfig(
-        count=many,
-        chosen=count(config, settings.chosen, most=many),
-        width=count(config, settings.width),
+        count=experts_count,
+        top_k=count(config, settings.top_k, maximum=experts_count),
+        intermediate_size=count(config, settings.intermediate_size),
         normalized=settings.normalized.read(config),
-        steepness=number(config, settings.steepness) if settings.steepness else 1.0,
-        bound=number(config, settings.bound) if settings.bound else None,
+        alpha=number(config, settings.alpha) if settings.alpha else 1.0,
+        limit=number(config, settings.limit) if settings.limit else None,
         up_offset=settings.up_offset,
-        layers=tuple((layer + 1) % period == 0 and layer not in without for layer in range(layers)),
+        layers=tuple((layer + 1) % period == 0 and layer not in dense for layer in range(layers)),
     )
 
 

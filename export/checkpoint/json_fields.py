@@ -1,4 +1,4 @@
-"""Reading config.json: every setting is checked where it is read, and what is wrong is said in one line."""
+"""Reading and checking single settings of config.json."""
 
 from __future__ import annotations
 
@@ -10,45 +10,49 @@ from typing import Any, Final
 from ...errors import CheckpointError
 from ...models.json_file import is_finite, is_whole, read_json_object, shown
 
-LARGEST_COUNT: Final = (1 << 31) - 1
-"""Of a whole number in config.json: the graph's operators count in 32 bits."""
-LARGEST_NUMBER: Final = 1e30
-"""Of a real number in config.json; larger ones mean nothing and their powers overflow."""
+MAX_COUNT: Final = (1 << 31) - 1
+"""Limit on integers, which the graph's operators store in 32 bits."""
+MAX_NUMBER: Final = 1e30
+"""Limit on real numbers; powers of larger ones overflow."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint.
+    """Read the object in a JSON file of a checkpoint.
 
     Raises:
         CheckpointError: the file is absent, unreadable or not a JSON object.
     """
     if not os.path.exists(path):  # Path.exists raises for names that are too long
-        raise CheckpointError(f"{path.parent} holds no {path.name}", "give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(
+            f"{path.parent} does not contain {path.name}", "give the folder of a Hugging Face checkpoint"
+        )
     return read_json_object(path, CheckpointError, "download the checkpoint again")
 
 
 def count(
-    config: Mapping[str, Any], name: str, default: int | None = None, least: int = 1, most: int = LARGEST_COUNT
+    config: Mapping[str, Any], name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_COUNT
 ) -> int:
-    """A whole number; `default` stands for one that is absent or null.
+    """Return an integer setting; `default` replaces one that is absent or null.
 
     Raises:
-        CheckpointError: it is none, or not from `least` to `most`.
+        CheckpointError: the value is not an integer from `minimum` to `maximum`.
     """
     value = config.get(name)
     value = default if value is None else value
-    if value is None or not is_whole(value, least) or value > most:
-        kind = "positive whole number" if least == 1 else f"whole number of at least {least}"
-        kind += f", at most {most}" if value is not None and is_whole(value, most) else ""
-        raise CheckpointError(f"config.json: {name} must be a {kind}, found {shown(value)}")
+    if value is None or not is_whole(value, minimum) or value > maximum:
+        kind = "positive integer" if minimum == 1 else f"integer of at least {minimum}"
+        kind += f", at most {maximum}" if value is not None and is_whole(value, maximum) else ""
+        raise CheckpointError(
+            f"config.json: {name} must be {'an' if kind.startswith('integer') else 'a'} {kind}, found {shown(value)}"
+        )
     return value
 
 
 def number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A number above zero; `default` stands for one that is absent or null.
+    """Return a positive number; `default` replaces one that is absent or null.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the value is not a positive number.
     """
     value = optional_number(config, name)
     value = default if value is None else value
@@ -58,24 +62,24 @@ def number(config: Mapping[str, Any], name: str, default: float | None = None) -
 
 
 def optional_number(config: Mapping[str, Any], name: str) -> float | None:
-    """A number, or None where it is absent or null.
+    """Return a number, or None where it is absent or null.
 
     Raises:
-        CheckpointError: it is not a number, not finite or too large.
+        CheckpointError: the value is not a number, not finite or too large.
     """
     value = config.get(name)
     if value is None:
         return None
-    if not is_finite(value) or abs(value) > LARGEST_NUMBER:
-        raise CheckpointError(f"config.json: {name} must be a number, at most {LARGEST_NUMBER:g}, found {shown(value)}")
+    if not is_finite(value) or abs(value) > MAX_NUMBER:
+        raise CheckpointError(f"config.json: {name} must be a number, at most {MAX_NUMBER:g}, found {shown(value)}")
     return float(value)
 
 
 def optional_list(config: Mapping[str, Any], name: str, length: int) -> list[Any] | None:
-    """A list of that many entries, or None where it is absent or null.
+    """Return a list of `length` entries, or None where it is absent or null.
 
     Raises:
-        CheckpointError: it is not a list, or of another length.
+        CheckpointError: the value is not a list, or has another length.
     """
     value = config.get(name)
     if value is None:

@@ -1,7 +1,7 @@
-"""Where a checkpoint of the common plan keeps its weights, and how they are fused into units.
+"""The linears and norms of a model, and their checkpoint tensors.
 
-A unit is one linear of the graph: the smallest thing that has a weight format of its own. Its matrix is that of its
-checkpoint tensors, one under the other.
+A fused linear is one linear of the graph and the smallest part with its own weight format. Its matrix stacks one or
+more checkpoint tensors, one under the other.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ QuantPlan: TypeAlias = Mapping[str, WeightFormat]
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """A fused linear: `modules[j]` gives `rows[j]` of its outputs."""
+    """A linear of the graph: `modules[j]` of the checkpoint computes `rows[j]` of its outputs."""
 
     name: str
     modules: tuple[str, ...]
     rows: tuple[int, ...]
     columns: int
-    """Inputs (K)."""
+    """Number of inputs (K)."""
     biased: bool = False
     exact: bool = False
-    """Whether it stays in float32 whatever the recipe says."""
+    """Whether it stays in float32 whatever the recipe."""
     experts: int = 0
-    """How many experts of a layer it stacks, each of as many modules; 0 for a linear that all tokens share."""
+    """Number of experts it stacks, each with the same number of modules; 0 for a dense linear."""
     stacked: bool = False
-    """Whether the experts are stacked in the checkpoint already, in a tensor that is named like a module."""
+    """Whether the checkpoint already stacks the experts, in a tensor that is named like a module."""
 
     @property
     def interleaved(self) -> bool:
-        """Whether the rows of an expert's two modules alternate."""
+        """Whether the rows of each expert's two modules alternate."""
         return self.experts > 0 and len(self.modules) == 2 * self.experts
 
     @property
@@ -56,19 +56,19 @@ class FusedLinear:
 
     @property
     def weights(self) -> list[str]:
-        """Checkpoint names of the matrices, top to bottom."""
+        """Checkpoint names of the matrices, from top to bottom."""
         return list(self.modules) if self.stacked else [f"{module}.weight" for module in self.modules]
 
     @property
     def biases(self) -> list[str]:
-        """Checkpoint names of the biases, in the same order; none where the unit has no bias."""
-        ending = "_bias" if self.stacked else ".bias"
-        return [f"{module}{ending}" for module in self.modules] if self.biased else []
+        """Checkpoint names of the biases, in the same order; empty for a linear without bias."""
+        suffix = "_bias" if self.stacked else ".bias"
+        return [f"{module}{suffix}" for module in self.modules] if self.biased else []
 
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMS norm: the name of its weights and how many there are."""
+    """An RMS norm: the name and the number of its weights."""
 
     weight: str
     width: int
@@ -76,16 +76,16 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layer:
-    """The units and norms of one decoder layer; None for a norm it does not have."""
+    """The linears and norms of one decoder layer; None for a norm that the layer lacks."""
 
     qkv: FusedLinear
     output: FusedLinear
     gate_up: FusedLinear
     down: FusedLinear
     router: FusedLinear | None
-    """Chooses among experts, which gate_up and down then stack; None where the layer has none."""
+    """Selects the experts, which gate_up and down then stack; None for a dense layer."""
     sinks: str | None
-    """Scores of each head that go to no token."""
+    """Checkpoint name of the attention sinks, one logit per head; None where the family has none."""
     before_attention: Norm | None
     query_norm: Norm | None
     key_norm: Norm | None
@@ -95,19 +95,19 @@ class Layer:
 
     @property
     def linears(self) -> tuple[FusedLinear, ...]:
-        """All of them, in the order of the graph."""
+        """All linears, in the order of the graph."""
         router = () if self.router is None else (self.router,)
         return self.qkv, self.output, *router, self.gate_up, self.down
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        """Those it has."""
+        """All norms that the layer has."""
         before, after = (self.before_attention, self.before_mlp), (self.after_attention, self.after_mlp)
         return tuple(norm for norm in (*before, *after, self.query_norm, self.key_norm) if norm is not None)
 
 
 def layer_layout(config: DecoderConfig, index: int) -> Layer:
-    """Units and norms of layer `index`."""
+    """Return the linears and norms of layer `index`."""
     linear, module, traits = f"layers.{index}", f"model.layers.{index}", config.traits
     attention, hidden = f"{module}.self_attn", config.hidden_size
     router, gate_up, down = _feed_forward(config, index)
@@ -138,7 +138,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
 
 
 def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None, FusedLinear, FusedLinear]:
-    """Router, if there is one, gate and up, and down of layer `index`."""
+    """Return the router, if there is one, gate_up and down of layer `index`."""
     linear, mlp, hidden, experts = f"layers.{index}", f"model.layers.{index}.mlp", config.hidden_size, config.experts
     if experts is None or config.traits.experts is None or not experts.layers[index]:
         wide, biased = config.intermediate_size, config.mlp_bias
@@ -148,12 +148,12 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
             _fused(f"{linear}.gate_up", modules, (wide, wide), hidden, biased),
             FusedLinear(f"{linear}.down", (f"{mlp}.down_proj",), (hidden,), wide, biased),
         )
-    many, wide, traits = experts.count, experts.width, config.traits.experts
-    # A rounded router chooses other experts; it is a thousandth of them in size.
+    experts_count, wide, traits = experts.count, experts.intermediate_size, config.traits.experts
+    # A quantized router selects other experts, and it is only a thousandth of their size.
     router = FusedLinear(
-        f"{linear}.router", (f"{mlp}.{traits.router}",), (many,), hidden, traits.router_bias, exact=True
+        f"{linear}.router", (f"{mlp}.{traits.router}",), (experts_count,), hidden, traits.router_bias, exact=True
     )
-    each = [f"{mlp}.experts.{expert}" for expert in range(many)]
+    each = [f"{mlp}.experts.{expert}" for expert in range(experts_count)]
     both = [f"{expert}.{name}" for expert in each for name in config.traits.gate_up]
     downs = [f"{expert}.down_proj" for expert in each]
     if traits.stacked:
@@ -162,10 +162,10 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
         FusedLinear(
             f"{linear}.{name}",
             tuple(modules),
-            (many * rows // len(modules),) * len(modules),
+            (experts_count * rows // len(modules),) * len(modules),
             columns,
-            traits.biased,
-            experts=many,
+            traits.bias,
+            experts=experts_count,
             stacked=traits.stacked,
         )
         for name, modules, rows, columns in (("gate_up", both, 2 * wide, hidden), ("down", downs, hidden, wide))
@@ -174,7 +174,7 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
 
 
 def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> FusedLinear:
-    """A unit of several projections, each in a module of its own or all in one already."""
+    """Fuse several projections, each in a module of its own or all in one."""
     return FusedLinear(name, modules, rows if len(modules) == len(rows) else (sum(rows),), columns, biased)
 
 
@@ -189,23 +189,23 @@ def _head_norm(config: DecoderConfig, weight: str, width: int) -> Norm | None:
 
 
 def final_norm(config: DecoderConfig) -> Norm:
-    """The norm before the head."""
+    """The norm before the LM head."""
     return Norm(FINAL_NORM, config.hidden_size)
 
 
 def embedding_layout(config: DecoderConfig) -> FusedLinear:
-    """The token embedding, a unit of vocabulary x hidden."""
+    """The token embedding as a linear of vocab_size x hidden_size."""
     return FusedLinear("embedding", (EMBEDDING.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
 
 
 def head_layout(config: DecoderConfig) -> FusedLinear:
-    """The LM head; the embedding's matrix where the two are tied."""
+    """The LM head, which shares the embedding's matrix where the two are tied."""
     source = EMBEDDING if config.tied_head else HEAD
     return FusedLinear("head", (source.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
 
 
 def fused_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
-    """Every unit, in the order of the graph; a tied head comes after the embedding it shares."""
+    """Yield all linears in the order of the graph; a tied head comes after the embedding."""
     yield embedding_layout(config)
     for index in range(config.layers):
         yield from layer_layout(config, index).linears
@@ -213,7 +213,7 @@ def fused_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
 
 
 def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor the graph needs, made one by one: config.json may claim any number of layers."""
+    """Yield name and shape of each tensor that the graph needs, lazily: config.json may claim any number of layers."""
     yield from _tensors_of(embedding_layout(config))
     for index in range(config.layers):
         layer = layer_layout(config, index)

@@ -1,4 +1,4 @@
-"""A model to export, opened and found complete."""
+"""Opening the source of a model and checking that it is complete."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from .tokenizer_files import require_config_files, require_tokenizer
 
 @contextmanager
 def open_source(source: Path) -> Iterator[tuple[DecoderConfig, ModelSource]]:
-    """A model to export, with everything there that is needed.
+    """Open a checkpoint folder or a GGUF file until the context ends.
+
+    Yields:
+        The model's configuration and its tensors, all of which are present with the right shapes.
 
     Raises:
-        CheckpointError: it is damaged, incomplete or not supported.
+        CheckpointError: the model is damaged, incomplete or not supported.
     """
     if not is_gguf(source):
-        yield _complete(read_config(source), Checkpoint(source))
+        yield _check_complete(read_config(source), Checkpoint(source))
         return
     with open_gguf(source) as model:
-        yield _complete(read_config(model.folder), model)
+        yield _check_complete(read_config(model.folder), model)
 
 
-def _complete(config: DecoderConfig, checkpoint: ModelSource) -> tuple[DecoderConfig, ModelSource]:
+def _check_complete(config: DecoderConfig, checkpoint: ModelSource) -> tuple[DecoderConfig, ModelSource]:
     for name, shape in expected_tensors(config):
         checkpoint.require(name, shape)
     require_tokenizer(checkpoint.folder, config.vocab_size)

@@ -1,4 +1,4 @@
-"""Work on the pieces of a tensor a little ahead of where they are used."""
+"""Processing parts of a tensor ahead of their use, on two threads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _Result = TypeVar("_Result")
 
 
 def in_order(work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> Iterator[_Result]:
-    """Results of `work` in the order of `parts`, made on two threads that keep a few parts ahead.
+    """Yield the results of `work` in the order of `parts`; two threads work a few parts ahead.
 
-    File reads and NumPy release the interpreter's lock, so this uses two cores; a few results are in memory at a time.
+    File reads and NumPy release the interpreter lock, so this uses two cores. Only a few results are in memory at once.
     """
     with ThreadPoolExecutor(_WORKERS) as pool:
         ahead: deque[Future[_Result]] = deque()

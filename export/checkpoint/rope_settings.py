@@ -1,5 +1,7 @@
-"""A checkpoint's rotary settings, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5
-(`rope_parameters`)."""
+"""The rotary settings of config.json.
+
+Transformers 4 calls them `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters`.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +19,39 @@ from .json_fields import count, number, optional_list, optional_number
 
 SUPPORTED_SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
-"""The kinds of layers that `rope_parameters` may tell apart."""
+"""Layer types for which `rope_parameters` may have separate settings."""
 
 
 @dataclass(frozen=True)
 class Rotations:
-    """How the heads of a model turn."""
+    """The rotary embeddings of a model."""
 
     channels: int
-    """Channels of a head that turn, from the first on."""
+    """Number of leading channels of a head that are rotated."""
     rope: Rope
-    local: Rope
-    """In layers with a window; the same one where the family makes no difference."""
+    local_rope: Rope
+    """Rotary embedding of sliding-window layers; that of other layers where the family has only one."""
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
-    """The longest text the checkpoint is made for.
+    """Return max_position_embeddings, the longest context the checkpoint supports.
 
     Raises:
-        CheckpointError: config.json does not say it.
+        CheckpointError: config.json lacks the setting.
     """
-    return count(config, "max_position_embeddings", least=SHORTEST_CONTEXT)
+    return count(config, "max_position_embeddings", minimum=SHORTEST_CONTEXT)
 
 
 def read_rotations(config: Mapping[str, Any], family: Family, head_dim: int) -> Rotations:
-    """The rotary settings of a parsed config.json, for heads of that many channels.
+    """Read the rotary settings of a parsed config.json.
 
     Raises:
-        CheckpointError: they are malformed, or not supported.
+        CheckpointError: the settings are malformed or not supported.
     """
     settings = _settings(config)
     local: Mapping[str, Any] = {}
     if family.local_rope_base is not None:
-        # The scaling of transformers 4 is that of the other layers.
+        # In transformers 4, rope_scaling applies only to the other layers.
         local = {"rope_theta": number(config, family.local_rope_base)}
         if _GLOBAL in settings or _LOCAL in settings:
             settings, local = (
@@ -72,10 +74,10 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _settings_of(settings: Mapping[str, Any], kind: str, default: Mapping[str, Any]) -> Mapping[str, Any]:
-    chosen = settings.get(kind) or {}
-    if not isinstance(chosen, Mapping):
-        raise CheckpointError(f"config.json: rotary settings of {kind} must be an object, found {shown(chosen)}")
-    return {**default, **chosen}
+    found = settings.get(kind) or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: rotary settings of {kind} must be an object, found {shown(found)}")
+    return {**default, **found}
 
 
 def _rotated_channels(config: Mapping[str, Any], settings: Mapping[str, Any], family: Family, head_dim: int) -> int:
@@ -88,7 +90,7 @@ def _rotated_channels(config: Mapping[str, Any], settings: Mapping[str, Any], fa
     if channels % 2 or not 4 <= channels <= head_dim:
         raise CheckpointError(
             f"partial_rotary_factor {shown(share)} rotates {channels} of {head_dim} channels",
-            "supported is an even number of them, at least 4",
+            "supported is an even number of at least 4",
         )
     return channels
 
@@ -103,7 +105,7 @@ def _read_rope(config: Mapping[str, Any], settings: Mapping[str, Any], channels:
 def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channels: int) -> RopeScaling:
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "su" or (kind == "yarn" and "short_factor" in settings):
-        kind = "longrope"  # as the first Phi-3 checkpoints call it
+        kind = "longrope"  # its name in the first Phi-3 checkpoints
     longest = max_positions(config)
     match kind:
         case "default":
@@ -146,7 +148,7 @@ def _read_yarn(settings: Mapping[str, Any], longest: int) -> Yarn:
 
 def _read_longrope(config: Mapping[str, Any], settings: Mapping[str, Any], channels: int, longest: int) -> LongRope:
     name = "original_max_position_embeddings"
-    original = count(config if config.get(name) is not None else settings, name, default=longest, least=2)
+    original = count(config if config.get(name) is not None else settings, name, default=longest, minimum=2)
     growth = longest / original
     magnitude = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(original))
     return LongRope(

@@ -1,7 +1,7 @@
-"""What an export needs of a model: named tensors in float32 or as codes, and a folder with its small files.
+"""The source of a model: its tensors, float32 or quantized, and its folder.
 
-A checkpoint folder (`checkpoint.Checkpoint`) and a GGUF file (`gguf`) are the two kinds; everything after, graph,
-quantization, parity and manifest, is the same for both.
+The two kinds are a checkpoint folder (`safetensors_files.Checkpoint`) and a GGUF file (`gguf.gguf_model.GgufModel`).
+Graph, quantization, parity check and manifest are the same for both.
 """
 
 from __future__ import annotations
@@ -30,80 +30,77 @@ class RowRange:
 
 
 class LowRankFactors(NamedTuple):
-    """Two thin matrices, in `quantization.codes.factor_format`, whose product is added to rows of rounded weights."""
+    """A low-rank correction `up` @ `down` of rounded weights, quantized in `quantization.codes.factor_format`."""
 
     down_codes: UInt8Array
-    """Of the matrix [rank, K] that inputs meet first, uint8 [rank, blocks, block]; the same for all rows of a unit."""
+    """Codes of `down` [rank, K], uint8 [rank, blocks, block]; all rows of a linear share it."""
     down_scales: Float32Array
-    """[rank, blocks]."""
+    """Scales of `down`, [rank, blocks]."""
     up_codes: UInt8Array
-    """Of the rows of the other one [rows, rank], uint8 [rows, blocks, block]."""
+    """Codes of `up` [rows, rank], uint8 [rows, blocks, block]."""
     up_scales: Float32Array
-    """[rows, blocks]."""
+    """Scales of `up`, [rows, blocks]."""
 
 
 class QuantizedRows(NamedTuple):
-    """Rows of a matrix in few bits (see `quantization.codes`)."""
+    """Quantized rows of a matrix (see `quantization.codes`)."""
 
     packed: UInt8Array
-    """Codes, uint8 [rows, blocks, block * bits / 8]."""
+    """Packed codes, uint8 [rows, blocks, block * bits / 8]."""
     scales: Float32Array
     """[rows, blocks]."""
     offsets: Float32Array | None = None
-    """[rows, blocks], where the format has them."""
+    """[rows, blocks]; None where the format has no offsets."""
     zero_points: UInt8Array | None = None
-    """The codes that stand for 0, packed along the blocks of a row, uint8 [rows, ceil(blocks * bits / 8)]; None where
-    that is the middle code, 2 ** (bits - 1)."""
+    """Zero points packed along the blocks of a row, uint8 [rows, ceil(blocks * bits / 8)]; None where all of them are
+    the middle code, 2 ** (bits - 1)."""
     factors: LowRankFactors | None = None
-    """What repairs these rows, where the format has a rank."""
+    """Low-rank correction of these rows; None where the format has none."""
 
 
 class ModelSource(Protocol):
-    """The tensors of a model by their Hugging Face names. Methods raise CheckpointError for what cannot be read."""
+    """The tensors of a model by their Hugging Face names; methods raise CheckpointError for unreadable tensors."""
 
     @property
     def folder(self) -> Path:
-        """Where config.json, tokenizer.json and the other `COMPANIONS` lie."""
+        """The folder of config.json, tokenizer.json and the other tokenizer and config files."""
         ...
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that a tensor is there, of that shape and of a type that can be read."""
+        """Check that a tensor exists with that shape and a supported type."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's dimensions."""
+        """The shape of a tensor."""
         ...
 
     def read(self, name: str) -> Float32Array:
-        """A whole tensor, finite."""
+        """Read a whole tensor, float32; all values are finite."""
         ...
 
     def read_rows(self, rows: RowRange) -> Float32Array:
-        """Some rows of a matrix, float32 [stop - start, columns], finite."""
+        """Read rows of a matrix, float32 [stop - start, columns]; all values are finite."""
         ...
 
     def row_ranges(self, name: str) -> Iterator[RowRange]:
-        """Ranges that cover a matrix from top to bottom, each of about a million weights."""
+        """Yield ranges that cover a matrix from top to bottom, each of about a million weights."""
         ...
 
     def chunks(self, name: str) -> Iterator[Float32Array]:
-        """A matrix from top to bottom, about a million weights at a time."""
+        """Yield a matrix from top to bottom, about a million weights at a time."""
         ...
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
-        """Some rows of a matrix in few bits.
-
-        Those of the file itself where it has them in that form, else such as the form's method chooses.
-        """
+        """Return rows in a format: the stored codes if the source has it, else those of the format's method."""
         ...
 
     def stored_format(self, name: str) -> WeightFormat:
-        """The format of the operators that comes nearest to how a matrix is stored."""
+        """The weight format of the operators that is nearest to how a matrix is stored."""
         ...
 
 
 class ModelSourceWrapper:
-    """A `ModelSource` that hands everything to the one it is made of."""
+    """Base of sources that override some methods of another `ModelSource`."""
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""The small files a bundle takes over from its checkpoint: a runtime must be able to read them as they are."""
+"""Checking the tokenizer and config files that a bundle copies."""
 
 from __future__ import annotations
 
@@ -12,81 +12,81 @@ from ...errors import CheckpointError
 from ...models.json_file import is_finite, is_whole, shown
 from .json_fields import read_json
 
-_AGAIN: Final = "download the checkpoint again"
-_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
-_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_DOWNLOAD_AGAIN: Final = "download the checkpoint again"
+_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SAMPLING_SETTINGS: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-_SAVE_FAST: Final = "save one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+_SAVE_TOKENIZER: Final = "save one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
 
 
 def require_tokenizer(folder: Path, vocab_size: int) -> None:
     """Check `folder`/tokenizer.json against the model's vocabulary.
 
     Raises:
-        CheckpointError: it is absent, does not load, or has a token id of `vocab_size` or more.
+        CheckpointError: the file is absent or damaged, or has a token id outside the vocabulary.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} holds no tokenizer.json", _SAVE_FAST)
+        raise CheckpointError(f"{folder} does not contain tokenizer.json", _SAVE_TOKENIZER)
     try:  # the library raises bare Exception for every defect
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
-        raise CheckpointError(f"{path} is not a tokenizer: {error}", "download the checkpoint again") from error
+        raise CheckpointError(f"{path} is not a tokenizer: {error}", _DOWNLOAD_AGAIN) from error
     ids = tokenizer.get_vocab(with_added_tokens=True)
     last = max(ids, key=ids.__getitem__, default=None)
     if last is not None and ids[last] >= vocab_size:
         raise CheckpointError(
-            f"tokenizer.json has token {last!r} with id {ids[last]}, config.json a vocab_size of {vocab_size}",
-            "tokenizer and weights are not of the same model",
+            f"tokenizer.json has token {last!r} with id {ids[last]}, but config.json has vocab_size {vocab_size}",
+            "the tokenizer and the weights belong to different models",
         )
 
 
 def require_config_files(folder: Path, vocab_size: int) -> None:
-    """Check what a checkpoint has of tokenizer_config.json, generation_config.json and chat_template.jinja.
+    """Check tokenizer_config.json, generation_config.json and chat_template.jinja, where the checkpoint has them.
 
     Raises:
-        CheckpointError: one is not JSON or not UTF-8, has a setting of the wrong type, or names an end-of-text token
-            that the model does not have.
+        CheckpointError: a file is not valid JSON or UTF-8, has a setting of the wrong type, or names an end-of-text
+            token outside the vocabulary.
     """
-    generation = _read(folder, "generation_config.json")
-    for name in _SAMPLING:
+    generation = _read_if_present(folder, "generation_config.json")
+    for name in _SAMPLING_SETTINGS:
         if generation.get(name) is not None and not is_finite(generation[name]):
             raise CheckpointError(f"generation_config.json: {name} must be a number, found {shown(generation[name])}")
-    _require_eos(generation, _read(folder, "config.json"), vocab_size)
-    _require_texts(_read(folder, "tokenizer_config.json"))
+    _require_eos(generation, _read_if_present(folder, "config.json"), vocab_size)
+    _require_strings(_read_if_present(folder, "tokenizer_config.json"))
     template = folder / "chat_template.jinja"
     if template.is_file():
         try:
             template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{template} cannot be read: {error}", _AGAIN) from error
+            raise CheckpointError(f"{template} cannot be read: {error}", _DOWNLOAD_AGAIN) from error
 
 
-def _read(folder: Path, name: str) -> Mapping[str, Any]:
+def _read_if_present(folder: Path, name: str) -> Mapping[str, Any]:
     return read_json(folder / name) if (folder / name).is_file() else {}
 
 
 def _require_eos(generation: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> None:
-    """What ends a text is asked of generation_config.json first, then of config.json."""
+    # The end-of-text ids in generation_config.json take precedence over those in config.json.
     name = "config.json" if generation.get("eos_token_id") is None else "generation_config.json"
     value = (config if name == "config.json" else generation).get("eos_token_id")
-    listed = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(is_whole(token, 0) and token < vocab_size for token in listed):
+    token_ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(is_whole(token, 0) and token < vocab_size for token in token_ids):
         raise CheckpointError(
-            f"{name}: eos_token_id must be an id, or a list of ids, below {vocab_size}, found {shown(value)}"
+            f"{name}: eos_token_id must be a token id, or a list of token ids, below {vocab_size}, found {shown(value)}"
         )
 
 
-def _require_texts(settings: Mapping[str, Any]) -> None:
-    for name in _NAMED_TOKENS:
+def _require_strings(settings: Mapping[str, Any]) -> None:
+    for name in _SPECIAL_TOKENS:
         token = settings.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if text is not None and not isinstance(text, str):
             raise CheckpointError(f"tokenizer_config.json: {name} must be text, found {shown(token)}")
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = [entry.get("template") for entry in template if isinstance(entry, dict)]
-        template = None if all(text is None or isinstance(text, str) for text in named) else named
+        templates = [entry.get("template") for entry in template if isinstance(entry, dict)]
+        template = None if all(text is None or isinstance(text, str) for text in templates) else templates
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"tokenizer_config.json: chat_template must be text, found {shown(template)}")

@@ -1,4 +1,4 @@
-"""Attention in the graph: one GroupQueryAttention a layer on the caller's key-value buffers."""
+"""Attention in the graph: one GroupQueryAttention per layer on the caller's KV cache."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .nodes import MICROSOFT, Nodes
 from .rope import Rope
 
 _ROTARY_MULTIPLE: Final = 16
-"""GroupQueryAttention rotates heads of a multiple of this many channels, and of those a multiple of as many from the
-first on; others are rotated in front of it."""
+"""GroupQueryAttention can only rotate if head size and rotated channels are multiples of this; otherwise a
+RotaryEmbedding node precedes it."""
 _MASKED: Final = -1e9
 
 
 class Attention:
-    """Appends the attention of each layer; rotary tables and masks are made once for all layers alike."""
+    """Appends the attention of each layer; layers share rotary tables and window masks."""
 
     def __init__(self, nodes: Nodes, context: int) -> None:
-        """`context` is the positions in the rotary tables."""
+        """`context` is the number of positions in the rotary tables."""
         self._nodes = nodes
         self._tables: dict[Rope, tuple[str, str]] = {}
         self._biases: dict[int, str] = {}
@@ -34,14 +34,14 @@ class Attention:
                 nodes.weights.constant(f"{name}.cos", cosines),
                 nodes.weights.constant(f"{name}.sin", sines),
             )
-        in_heads = config.head_dim % _ROTARY_MULTIPLE == 0 and config.rotated_channels % _ROTARY_MULTIPLE == 0
-        self._rotates_inside = in_heads
+        rotates_inside = config.head_dim % _ROTARY_MULTIPLE == 0 and config.rotated_channels % _ROTARY_MULTIPLE == 0
+        self._rotates_inside = rotates_inside
 
     def append(self, index: int, layer: Layer, normed: str) -> str:
-        """All heads' attention of layer `index`, [1, M, heads * head_dim], before the output projection."""
+        """Append layer `index` without its output projection; returns the name of [1, M, heads * head_dim]."""
         nodes, config, name = self._nodes, self._nodes.config, f"layers.{index}"
-        kind = config.attention[index]
-        table = None if kind.rope is None else self._tables[kind.rope]
+        settings = config.attention[index]
+        table = None if settings.rope is None else self._tables[settings.rope]
         inside = table if self._rotates_inside else None
         query, key, value = nodes.linear(layer.qkv, normed), "", ""
         if layer.query_norm is not None or table is not inside:
@@ -51,9 +51,9 @@ class Attention:
         if table is not None and inside is None:
             query, key = self._rotate(query, config.heads, table), self._rotate(key, config.kv_heads, table)
         rotary = ["", "", ""] if inside is None else [*inside, "position_ids"]
-        bias = "attention_bias" if kind.window is None else self._window_bias(kind.window)
+        bias = "attention_bias" if settings.window is None else self._window_bias(settings.window)
         attended = f"{name}.attended"
-        nodes.add_of_many(
+        nodes.add_multi_output(
             "GroupQueryAttention",
             [
                 *(query, key, value),
@@ -74,15 +74,15 @@ class Attention:
 
     def _score_attributes(self) -> dict[str, float]:
         config = self._nodes.config
-        named = {"scale": config.attention_scale, "softcap": config.attention_softcap}
-        return {name: value for name, value in named.items() if value is not None}
+        attributes = {"scale": config.attention_scale, "softcap": config.attention_softcap}
+        return {name: value for name, value in attributes.items() if value is not None}
 
     def _widths(self) -> str:
         config = self._nodes.config
         return self._nodes.integers("heads.widths", config.query_width, config.kv_width, config.kv_width)
 
     def _norm_heads(self, heads: str, norm: Norm) -> str:
-        """RMS norm of queries or keys; GroupQueryAttention's own norm inputs are refused on CPU."""
+        """Append the RMS norm of queries or keys; the CPU GroupQueryAttention does not support its own norm inputs."""
         nodes = self._nodes
         if nodes.config.traits.head_norm is HeadNorm.WHOLE:
             return nodes.norm(heads, norm, f"{heads}.normed")
@@ -106,10 +106,10 @@ class Attention:
         )
 
     def _window_bias(self, window: int) -> str:
-        """The caller's bias, and tokens that lie `window` positions back or more masked: [1, 1, M, T].
+        """Append the caller's bias with all tokens masked that are at least `window` positions back, [1, 1, M, T].
 
-        The operator has a window of its own (`local_window_size`), which counts slots. In a token tree a slot lies
-        further on than its position, so that window would end too early; on CPU it is no faster either.
+        The operator's own window (`local_window_size`) counts slots. In a token tree the slot of a token is further on
+        than its position, so that window would end too early. It is not faster on CPU either.
         """
         if window not in self._biases:
             name = f"window.{window}"
@@ -121,20 +121,20 @@ class Attention:
         return self._biases[window]
 
     def _distances(self) -> str:
-        """By how many positions each of the T rows lies before each of the M new ones, int64 [M, T].
+        """Append the distances in positions from the M new tokens back to all T tokens, int64 [M, T].
 
-        A cached row's slot is its position; the new rows' positions are given.
+        The position of a cached token is its slot; the positions of the new tokens are an input.
         """
         nodes = self._nodes
         if self._biases:
             return "window.distances"
-        nothing, one = nodes.scalar_integer("window.zero", 0), nodes.scalar_integer("window.one", 1)
+        zero, one = nodes.scalar_integer("window.zero", 0), nodes.scalar_integer("window.one", 1)
         first, last = nodes.integers("window.first", 0), nodes.integers("window.last", -1)
         new = nodes.add("Squeeze", ["position_ids", first], "window.new")
-        rows = nodes.add("Size", [new], "window.rows")
+        new_tokens = nodes.add("Size", [new], "window.rows")
         total = nodes.add("Cast", ["total_sequence_length"], "window.total", to=TensorProto.INT64)
-        cached = nodes.add("Sub", [total, rows], "window.cached")
-        slots = nodes.add("Range", [nothing, cached, one], "window.slots")
+        cached = nodes.add("Sub", [total, new_tokens], "window.cached")
+        slots = nodes.add("Range", [zero, cached, one], "window.slots")
         keys = nodes.add("Concat", [slots, new], "window.keys", axis=0)
         queries = nodes.add("Unsqueeze", [new, last], "window.queries")
         return nodes.add("Sub", [queries, keys], "window.distances")

@@ -1,4 +1,4 @@
-"""The two ends of the graph: the embedding of tokens, and the head that makes logits of rows."""
+"""The token embedding and the LM head in the graph."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from .nodes import MICROSOFT, Nodes
 
 
 class EmbeddingAndHead:
-    """Appends embedding and head, which may share one matrix."""
+    """Appends embedding and LM head, which may share one matrix."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._matrix = ""
-        """The embedding's initializer in float32, for a tied head."""
+        """Name of the embedding's float32 initializer, for a tied head."""
         self._table = StoredMatrix("", "")
-        """The embedding's initializers in few bits, for a tied head."""
+        """The embedding's quantized initializers, for a tied head."""
 
     def append_embedding(self) -> str:
-        """Rows of the embedding, scaled, [1, M, hidden]."""
-        # The scale is a node of its own, not part of the matrix, which may be the head's too.
+        """Append the embedding of the tokens, scaled; returns the name of [1, M, hidden]."""
+        # The scale is a separate node because the head may share the matrix.
         return self._nodes.scaled(
-            self._rows(), self._nodes.config.embedding_scale, "embedding.scale", "embedded.scaled"
+            self._embedded(), self._nodes.config.embedding_scale, "embedding.scale", "embedded.scaled"
         )
 
-    def _rows(self) -> str:
+    def _embedded(self) -> str:
         nodes, linear = self._nodes, embedding_layout(self._nodes.config)
         weight_format = nodes.plan[linear.name]
         if weight_format.bits == 32:
-            self._matrix = nodes.weights.plain(linear)
+            self._matrix = nodes.weights.float32(linear)
             return nodes.add("Gather", [self._matrix, "input_ids"], "embedded", axis=0)
         head = head_layout(nodes.config).name if nodes.config.tied_head else ""
         stored, self._table = nodes.weights.gathered(linear, weight_format, head)
@@ -56,24 +56,24 @@ class EmbeddingAndHead:
         return nodes.add("Slice", [joined, *bounds], "embedded")
 
     def append_head(self, normed: str) -> None:
-        """Logits, [R, vocabulary], of normed rows [1, R, hidden]."""
+        """Append the logits [R, vocabulary] of normed hidden states [1, R, hidden]."""
         nodes, config = self._nodes, self._nodes.config
-        rows = nodes.add("Squeeze", [normed, nodes.integers("head.axes", 0)], "head.rows")
+        hidden = nodes.add("Squeeze", [normed, nodes.integers("head.axes", 0)], "head.rows")
         cap = config.logits_softcap
-        # What divides the logits may as well divide the rows, which are shorter. In float arithmetic that differs by
-        # rounding alone, and not at all for Granite's powers of two.
-        rows = nodes.scaled(rows, config.logits_scale / (cap or 1.0), "head.scale", "head.scaled")
+        # Scaling the hidden states instead of the logits is cheaper. It differs only by float rounding, and not at all
+        # for Granite's powers of two.
+        hidden = nodes.scaled(hidden, config.logits_scale / (cap or 1.0), "head.scale", "head.scaled")
         if cap is None:
-            self._product(rows, inputs_outputs.LOGITS)
+            self._product(hidden, inputs_outputs.LOGITS)
         else:
-            bounded = nodes.add("Tanh", [self._product(rows, "head.product")], "head.tanh")
-            nodes.add("Mul", [bounded, nodes.scalar("head.cap", cap)], inputs_outputs.LOGITS)
+            capped = nodes.add("Tanh", [self._product(hidden, "head.product")], "head.tanh")
+            nodes.add("Mul", [capped, nodes.scalar("head.cap", cap)], inputs_outputs.LOGITS)
 
-    def _product(self, rows: str, output: str) -> str:
+    def _product(self, hidden: str, output: str) -> str:
         nodes, linear, tied = self._nodes, head_layout(self._nodes.config), self._nodes.config.tied_head
         weight_format = nodes.plan[linear.name]
         if weight_format.bits == 32:
-            matrix = self._matrix if tied else nodes.weights.plain(linear)
-            return nodes.add("Gemm", [rows, matrix], output, transB=1)
+            matrix = self._matrix if tied else nodes.weights.float32(linear)
+            return nodes.add("Gemm", [hidden, matrix], output, transB=1)
         stored = self._table if tied else nodes.weights.quantized(linear, weight_format)
-        return nodes.matmul_nbits(linear.shape, weight_format, [rows, *stored.inputs()], output)
+        return nodes.matmul_nbits(linear.shape, weight_format, [hidden, *stored.inputs()], output)

@@ -1,4 +1,4 @@
-"""The feed-forward of a layer in the graph: activation(gate) * up, projected down, for all tokens or by experts."""
+"""The feed-forward of a layer in the graph, dense or by experts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..checkpoint.layout import FusedLinear, Layer
 from .nodes import INT8_ACTIVATIONS, MICROSOFT, Nodes
 
 _INTERLEAVED: Final = 1
-"""The one order of an expert's gate and up rows that the operators have on CPU: in turns."""
+"""Alternating rows of gate and up, the only order that the CPU operators support."""
 
 
 def append_feed_forward(nodes: Nodes, index: int, layer: Layer, normed: str) -> str:
-    """Append layer `index`'s; [1, M, hidden]."""
+    """Append the feed-forward of layer `index`, down(activation(gate) * up); returns the name of [1, M, hidden]."""
     if layer.router is not None and nodes.config.experts is not None:
         return _append_experts(nodes, f"layers.{index}", layer, layer.router, nodes.config.experts, normed)
     name, width = f"layers.{index}", nodes.config.intermediate_size
@@ -25,7 +25,7 @@ def append_feed_forward(nodes: Nodes, index: int, layer: Layer, normed: str) -> 
 def _activated(nodes: Nodes, name: str, gate: str) -> str:
     match nodes.config.activation:
         case Activation.SILU:
-            # QuickGelu is x * sigmoid(alpha * x): SiLU in one node.
+            # QuickGelu computes x * sigmoid(alpha * x), which is SiLU in one node.
             return nodes.add("QuickGelu", [gate], f"{name}.silu", domain=MICROSOFT, alpha=1.0)
         case Activation.GELU_TANH:
             return nodes.add("Gelu", [gate], f"{name}.gelu", approximate="tanh")
@@ -34,19 +34,19 @@ def _activated(nodes: Nodes, name: str, gate: str) -> str:
 def _append_experts(
     nodes: Nodes, name: str, layer: Layer, router: FusedLinear, experts: ExpertsConfig, normed: str
 ) -> str:
-    """One operator that runs each token's experts only: QMoE at accuracy level 4, or MoE in float32."""
+    """Append one operator that runs only the selected experts: QMoE at accuracy level 4, or MoE in float32."""
     scores = nodes.linear(router, normed)
     flat = nodes.add("Reshape", [scores, nodes.integers("router.flat", -1, experts.count)], f"{name}.scores")
     first, second = _stack(nodes, layer.gate_up), _stack(nodes, layer.down)
     weight_format = nodes.plan[layer.gate_up.name]
     attributes: dict[str, Any] = {
-        "k": experts.chosen,
+        "k": experts.top_k,
         "activation_type": "swiglu",  # gate * sigmoid(alpha * gate) * (up + beta)
-        "activation_alpha": experts.steepness,
+        "activation_alpha": experts.alpha,
         "activation_beta": experts.up_offset,
         "swiglu_fusion": _INTERLEAVED,
         "normalize_routing_weights": 1,
-        **({} if experts.bound is None else {"swiglu_limit": experts.bound}),
+        **({} if experts.limit is None else {"swiglu_limit": experts.limit}),
     }
     if weight_format.bits == 32:
         inputs = _trimmed([normed, flat, first[0], first[2], second[0], second[2]])
@@ -63,28 +63,28 @@ def _append_experts(
             accuracy_level=INT8_ACTIVATIONS,
             weights_prepacked=0,
         )
-    return output if experts.normalized else _in_shares(nodes, name, experts, scores, output)
+    return output if experts.normalized else _weighted_by_shares(nodes, name, experts, scores, output)
 
 
 def _stack(nodes: Nodes, linear: FusedLinear) -> tuple[str, str, str]:
-    """A unit's experts: weights or codes, scales or nothing, biases or nothing."""
+    """Add the experts of a linear; returns the names of weights or codes, scales and biases, "" for absent ones."""
     codes, scales = nodes.weights.experts(linear, nodes.plan[linear.name])
     return codes, scales, nodes.weights.vector(f"{linear.name}.bias", linear.biases) if linear.biased else ""
 
 
 def _trimmed(inputs: list[str]) -> list[str]:
-    """Without what is absent at the end."""
+    """Drop absent inputs at the end."""
     return inputs if inputs[-1] else _trimmed(inputs[:-1])
 
 
-def _in_shares(nodes: Nodes, name: str, experts: ExpertsConfig, scores: str, output: str) -> str:
-    """What the chosen experts make, by their shares among all experts.
+def _weighted_by_shares(nodes: Nodes, name: str, experts: ExpertsConfig, scores: str, output: str) -> str:
+    """Multiply the output of the selected experts by their total probability among all experts.
 
-    The operators offer that themselves (`normalize_routing_weights=0`). On CPU, QMoE then takes shares among the chosen
-    ones all the same, and MoE clears its output before it reads the input, which may be the same memory.
+    The operators have an option for it (`normalize_routing_weights=0`), which does not work on CPU: QMoE normalizes
+    nevertheless, and MoE clears its output before it reads the input, which may share its memory.
     """
     shares = nodes.add("Softmax", [scores], f"{name}.shares", axis=-1)
     chosen = [f"{name}.chosen", f"{name}.which"]
-    nodes.add_of_many("TopK", [shares, nodes.integers("router.chosen", experts.chosen)], chosen, chosen[0])
+    nodes.add_multi_output("TopK", [shares, nodes.integers("router.chosen", experts.top_k)], chosen, chosen[0])
     total = nodes.add("ReduceSum", [chosen[0], nodes.integers("router.axis", -1)], f"{name}.total", keepdims=1)
     return nodes.add("Mul", [output, total], f"{name}.shared")

@@ -1,7 +1,7 @@
-"""The graph contract: names, types and shapes of the exported graph's inputs and outputs (docs/graph-contract.md).
+"""Names, types and shapes of the exported graph's inputs and outputs (docs/graph-contract.md).
 
-M new rows meet T - M cached ones; R of the M rows get logits. The key-value buffers are the caller's: `past` and
-`present` of a layer are bound to one buffer, in which the graph writes rows T - M to T - 1.
+A pass has M new tokens and T - M cached ones; R of the M positions get logits. The caller owns the KV cache: `past` and
+`present` of a layer are bound to one buffer, in which the graph writes slots T - M to T - 1.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ LOGITS: Final = "logits"
 
 
 def past_key(layer: int) -> str:
-    """Input: cached keys of a layer, rotated."""
+    """Name of the input with the cached, rotated keys of a layer."""
     return f"past_key_values.{layer}.key"
 
 
 def past_value(layer: int) -> str:
-    """Input: cached values of a layer."""
+    """Name of the input with the cached values of a layer."""
     return f"past_key_values.{layer}.value"
 
 
 def present_key(layer: int) -> str:
-    """Output: the keys with the new rows."""
+    """Name of the output with cached and new keys of a layer."""
     return f"present.{layer}.key"
 
 
 def present_value(layer: int) -> str:
-    """Output: the values with the new rows."""
+    """Name of the output with cached and new values of a layer."""
     return f"present.{layer}.value"
 
 
-def inputs(config: DecoderConfig) -> list[ValueInfoProto]:
-    """The graph's inputs."""
+def graph_inputs(config: DecoderConfig) -> list[ValueInfoProto]:
+    """All inputs of the graph."""
     buffers = [
         helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config))
         for layer in range(config.layers)
@@ -46,7 +46,7 @@ def inputs(config: DecoderConfig) -> list[ValueInfoProto]:
 
 
 def pass_inputs() -> list[ValueInfoProto]:
-    """The inputs that are new in every pass: all but the buffers."""
+    """The inputs that are new in every pass, that is, all but the KV cache."""
     declare, float32, int32, int64 = (
         helper.make_tensor_value_info,
         TensorProto.FLOAT,
@@ -63,8 +63,8 @@ def pass_inputs() -> list[ValueInfoProto]:
     ]
 
 
-def outputs(config: DecoderConfig) -> list[ValueInfoProto]:
-    """The graph's outputs."""
+def graph_outputs(config: DecoderConfig) -> list[ValueInfoProto]:
+    """All outputs of the graph."""
     logits = helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, ["R", config.vocab_size])
     buffers = [
         helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config))

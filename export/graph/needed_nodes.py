@@ -1,4 +1,4 @@
-"""Leaving out of a graph what its outputs do not need."""
+"""Removing nodes that the outputs of a graph do not need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from onnx import NodeProto
 
 
 def needed_nodes(nodes: Sequence[NodeProto], outputs: Iterable[str]) -> list[NodeProto]:
-    """Those of `nodes`, which are in order, that `outputs` need."""
+    """Return the nodes on which `outputs` depend; `nodes` are in topological order."""
     needed = set(outputs)
     kept = []
     for node in reversed(nodes):

@@ -1,8 +1,8 @@
-"""Rotary position embeddings: the angle table a graph carries.
+"""Rotary position embedding: the cosine and sine tables of the graph.
 
-Of the `dim` channels of a head that turn, pair i (channels i and i + dim/2) turns by `position * frequency[i]`. The
-scalings that stretch a model's context change the frequencies and, in two cases, multiply the table by an attention
-factor. Definitions follow the models' authors as Hugging Face transformers states them (`modeling_rope_utils`).
+Of the `dim` rotated channels of a head, pair i (channels i and i + dim/2) is rotated by `position * frequency[i]`. Rope
+scalings extend a model's context; they change the frequencies and, in two cases, multiply the tables by an attention
+factor. Source: Hugging Face transformers, `modeling_rope_utils`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Frequencies = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rotation:
-    """Radians per position for every channel pair, float64 [dim / 2], and the factor on cosine and sine."""
+    """Frequency of each channel pair in radians per position, float64 [dim / 2], and the factor on cosine and sine."""
 
     frequencies: Frequencies
     attention_factor: float = 1.0
 
 
 class RopeScaling(Protocol):
-    """How a model's context is stretched beyond what it was first trained on."""
+    """A method of extending the context beyond the one the model was first trained with."""
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:
-        """The rotation for heads of `dim` channels, theta `base`, in a graph that serves `context` positions."""
+        """Return the rotation for `dim` channels and theta `base` in a graph that serves `context` positions."""
         ...
 
 
@@ -57,8 +57,8 @@ class Linear:
 class Dynamic:
     """Dynamic NTK: the base grows with the sequence once it is longer than `max_positions`.
 
-    A cached key cannot be rotated again when the sequence grows, so the base is the one for the whole exported context;
-    up to `max_positions` that is the plain base.
+    A cached key cannot be rotated again when the sequence grows, so the base is computed for the whole exported
+    context; up to `max_positions` it does not change.
     """
 
     factor: float
@@ -73,7 +73,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -82,16 +82,16 @@ class Llama3:
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
         """See `RopeScaling.rotation`."""
-        plain = _frequencies(base, dim)
-        turns = self.original_positions * plain / (2 * math.pi)
+        unscaled = _frequencies(base, dim)
+        turns = self.original_positions * unscaled / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = np.clip(kept, 0.0, 1.0)
-        return Rotation(kept * plain + (1 - kept) * plain / self.factor)
+        return Rotation(kept * unscaled + (1 - kept) * unscaled / self.factor)
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """Peng et al. 2023 (YaRN): interpolation by wavelength, and logits scaled through the table."""
+    """Peng et al. 2023 (YaRN): interpolation by wavelength, and attention scores scaled through the tables."""
 
     factor: float
     original_positions: int
@@ -104,19 +104,19 @@ class Yarn:
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
         """See `RopeScaling.rotation`."""
-        plain = _frequencies(base, dim)
-        low, high = self._pair_of_turns(self.beta_fast, base, dim), self._pair_of_turns(self.beta_slow, base, dim)
+        unscaled = _frequencies(base, dim)
+        low, high = self._pair_at(self.beta_fast, base, dim), self._pair_at(self.beta_slow, base, dim)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         if low == high:
-            high += 0.001  # a step instead of a ramp, without dividing by zero
+            high += 0.001  # avoids a division by zero
         interpolated = np.clip((np.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
-        frequencies = plain * (1 - interpolated) + plain / self.factor * interpolated
+        frequencies = unscaled * (1 - interpolated) + unscaled / self.factor * interpolated
         return Rotation(frequencies, self._attention_factor())
 
-    def _pair_of_turns(self, turns: float, base: float, dim: int) -> float:
-        """The (fractional) channel pair that turns that many times over the original context."""
+    def _pair_at(self, turns: float, base: float, dim: int) -> float:
+        """Return the (fractional) channel pair that makes that many turns over the original context."""
         return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     def _attention_factor(self) -> float:
@@ -129,10 +129,10 @@ class Yarn:
 
 @dataclass(frozen=True)
 class LongRope:
-    """Ding et al. 2024 (LongRoPE): each channel pair is slowed by a factor of its own.
+    """Ding et al. 2024 (LongRoPE): the frequency of each channel pair is divided by its own factor.
 
-    One list of factors is for texts of up to `original_positions`, another for longer ones. A cached key cannot be
-    rotated again when the text grows from one to the other, so the exported context decides.
+    One list of factors applies up to `original_positions`, another to longer contexts. A cached key cannot be rotated
+    again when the sequence outgrows the first, so the exported context determines which list applies.
     """
 
     short: tuple[float, ...]
@@ -148,13 +148,13 @@ class LongRope:
 
 @dataclass(frozen=True)
 class Rope:
-    """A model's rotary positions: theta and scaling."""
+    """Theta and scaling of a rotary position embedding."""
 
     base: float
     scaling: RopeScaling
 
     def table(self, dim: int, context: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Cosines and sines, float32 [context, dim / 2] each, computed in float64."""
+        """Compute cosines and sines in float64; returns float32 [context, dim / 2] each."""
         rotation = self.scaling.rotation(self.base, dim, context)
         angles = np.arange(context, dtype=np.float64)[:, None] * rotation.frequencies
         cosines = (np.cos(angles) * rotation.attention_factor).astype(np.float32)

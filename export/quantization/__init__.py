@@ -1,1 +1,1 @@
-"""Weights in few bits: the operators' packing, and the ways of choosing codes and scales."""
+"""Weight quantization: the operators' packing, and methods of choosing codes and scales."""

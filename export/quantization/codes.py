@@ -1,29 +1,29 @@
-"""Weights of 2, 4 and 8 bits: rounding to nearest, and the operators' packing.
+"""Weights of 2, 4 and 8 bits: round-to-nearest, and the operators' packing.
 
-A weight matrix [N, K] is cut along K into blocks. A block's scale puts its weight of largest magnitude on code 0:
+A weight matrix [N, K] is divided along K into blocks. A block's scale maps its weight of largest magnitude to code 0:
 
     scale = extreme / -half            with half = 2 ** (bits - 1); negative when the extreme is positive
     code = round(w / scale) + half     clipped to 2 * half - 1
     w ~ (code - half) * scale
 
-All codes are used and no zero points are stored. This is ONNX Runtime's signed full-range form (`MatMulNBits`,
-`GatherBlockQuantized`). A tail block shorter than the rest is padded with zeros. Other methods (`k_quant`, `hqq`)
-choose other scales for the same form.
+All codes are used and no zero points are stored. This is ONNX Runtime's signed full-range format (`MatMulNBits`,
+`GatherBlockQuantized`). A shorter last block is padded with zeros. Other methods (`k_quant`, `hqq`) choose other scales
+for the same format.
 
-With zero points each block says which code stands for 0, a whole number, and codes run from its least weight to its
-greatest, 0 included:
+With zero points, each block has an integer code for 0, and codes range from its smallest to its largest weight, 0
+included:
 
-    scale = (greatest - least) / (2 ** bits - 1)
+    scale = (largest - smallest) / (2 ** bits - 1)
     w ~ (code - zero) * scale
 
-Scales may also be powers of two, perhaps negative (`powers_of_two`). They are made so before codes are chosen.
+Scales may also be powers of two, possibly negative (`powers_of_two`). They are rounded to such before codes are chosen.
 
-Blocks that come with a minimum of their own have an offset beside the scale, w ~ (code - half) * scale + offset. Zero
-points, which are whole codes, cannot say that; but what the offsets add to a product is another product, of the sums of
-the inputs block by block with the matrix of the offsets, [N, blocks]. That one is kept in `OFFSETS`.
+Blocks of GGUF types with a minimum have an offset beside the scale, w ~ (code - half) * scale + offset. Integer zero
+points cannot represent it. But what the offsets add to a product is another product: the block sums of the inputs times
+the matrix of offsets [N, blocks], which is stored in the format `OFFSETS`.
 
-Weights with a rank are those of their codes and the product of two thin matrices besides (`qera`), which are rounded to
-nearest in their turn.
+A format with a rank adds a low-rank correction to the weights of the codes (`low_rank_correction`), whose factors are
+rounded to nearest too.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
 
 OFFSETS: Final = WeightFormat(8, 32)
-"""How the matrix of a unit's offsets is stored in its turn."""
+"""Format of the matrix of a linear's offsets."""
 _FACTORS: Final = WeightFormat(8, 32)
 
 _NEGLIGIBLE: Final = np.float32(1e-30)
-"""A block whose largest weight is smaller is stored as zeros: the reciprocal of its scale would overflow."""
-_TURN: Final = {2: 0.75, 4: 0.75, 8: 0.5}
-"""By bits, which power of two stands for a usual scale (see `powers_of_two`). The one below cuts the largest weights
-off, the one above makes steps wider; of 8 bits, whose steps are narrow, cutting off costs fifty times as much."""
+"""Blocks with only smaller weights are stored as zeros, since the reciprocal of their scale would overflow."""
+_ROUND_UP_ABOVE: Final = {2: 0.75, 4: 0.75, 8: 0.5}
+"""By bits, where scales are rounded up to a power of two (see `powers_of_two`). Rounding down clips the largest
+weights, rounding up widens the steps; at 8 bits, whose steps are narrow, clipping costs fifty times as much."""
 
 
 def blocks_of(columns: int, weight_format: WeightFormat) -> int:
-    """Blocks in a row of that many columns, the last one perhaps padded."""
+    """Number of blocks in a row of that many columns; the last one may be padded."""
     return -(-columns // weight_format.block)
 
 
 def factor_format(weight_format: WeightFormat) -> WeightFormat:
-    """How the two thin matrices are stored that repair weights of that format."""
+    """Format of the factors of a low-rank correction of weights in that format."""
     return replace(_FACTORS, powers_of_two=weight_format.powers_of_two)
 
 
@@ -66,7 +66,7 @@ def quantize_rows(weights: Float32Array, weight_format: WeightFormat) -> tuple[U
 
     Args:
         weights: float32 [N, K], finite.
-        weight_format: 2, 4 or 8 bits and the block; without zero points.
+        weight_format: 2, 4 or 8 bits and the block size; without zero points.
 
     Returns:
         Packed codes, uint8 [N, blocks, block * bits / 8], and scales, float32 [N, blocks].
@@ -77,51 +77,51 @@ def quantize_rows(weights: Float32Array, weight_format: WeightFormat) -> tuple[U
 
 
 def default_scales(grouped: Float32Array, weight_format: WeightFormat) -> tuple[Float32Array, Float32Array | None]:
-    """The scales that rounding to nearest takes for blocks [..., block], and their zero points where they have any.
+    """Scales and zero points of round-to-nearest for blocks [..., block].
 
     Returns:
-        Scales, float32 [...]; and the codes that stand for 0, whole numbers in float32 [...], or None.
+        Scales, float32 [...]; and zero points, integers in float32 [...], or None where the format has none.
     """
     if weight_format.zero_points:
         scales = _steps(grouped, (1 << weight_format.bits) - 1)
     else:
         scales = extremes(grouped) * np.float32(-1 / (1 << (weight_format.bits - 1)))
     if weight_format.powers_of_two:
-        scales = powers_of_two(scales, _TURN[weight_format.bits])
+        scales = powers_of_two(scales, _ROUND_UP_ABOVE[weight_format.bits])
     return scales, centred_zeros(grouped, scales, weight_format.bits) if weight_format.zero_points else None
 
 
-def powers_of_two(scales: Float32Array, turn: float = 0.75) -> Float32Array:
-    """A power of two for each number, with its sign; 0 stays 0.
+def powers_of_two(scales: Float32Array, round_up_above: float = 0.75) -> Float32Array:
+    """Round numbers to powers of two, keeping signs; 0 stays 0.
 
-    `turn`, as a share of the power of two above, is what a number has to exceed to take that one: with 0.75 it is the
-    nearer one, with 0.5 always the one above.
+    A number is rounded up if it exceeds `round_up_above` times the next power of two: 0.75 rounds to the nearer one,
+    0.5 always up.
     """
     fraction, exponent = np.frexp(scales)
-    upper = np.abs(fraction) > np.float32(turn)
+    upper = np.abs(fraction) > np.float32(round_up_above)
     nearest: Float32Array = np.copysign(np.ldexp(np.float32(0.5), exponent + upper), scales)
     nearest[scales == 0] = 0
     return nearest
 
 
 def _steps(grouped: Float32Array, steps: int) -> Float32Array:
-    """From the least to the greatest number on the last axis, 0 included, in so many steps; 0 where negligible."""
-    share = np.float32(1 / steps)
-    size: Float32Array = np.maximum(grouped.max(axis=-1), 0) * share - np.minimum(grouped.min(axis=-1), 0) * share
+    """Step size that divides the range of the last axis, 0 included, into that many steps; 0 where negligible."""
+    inverse = np.float32(1 / steps)
+    size: Float32Array = np.maximum(grouped.max(axis=-1), 0) * inverse - np.minimum(grouped.min(axis=-1), 0) * inverse
     size[size < _NEGLIGIBLE] = 0
     return size
 
 
 def centred_zeros(grouped: Float32Array, scales: Float32Array, bits: int) -> Float32Array:
-    """The zero points that put the middle of what blocks [..., block] span, 0 included, on the middle of the codes.
+    """Zero points that map the middle of the range of blocks [..., block], 0 included, to the middle of the codes.
 
     Args:
         grouped: float32 [..., block].
         scales: float32 [...].
-        bits: of the codes.
+        bits: bits per code.
 
     Returns:
-        Whole numbers from 0 to 2 ** bits - 1 in float32 [...]; the middle code where the scale is 0.
+        Integers from 0 to 2 ** bits - 1 in float32 [...]; the middle code where the scale is 0.
     """
     last = (1 << bits) - 1
     middles = (np.maximum(grouped.max(axis=-1), 0) + np.minimum(grouped.min(axis=-1), 0)) * np.float32(0.5)
@@ -131,7 +131,7 @@ def centred_zeros(grouped: Float32Array, scales: Float32Array, bits: int) -> Flo
 
 
 def in_blocks(weights: Float32Array, weight_format: WeightFormat) -> Float32Array:
-    """Rows [N, K] as [N, blocks, block], the last block perhaps padded with zeros."""
+    """Reshape rows [N, K] to [N, blocks, block], padding the last block with zeros."""
     rows, columns = weights.shape
     blocks = blocks_of(columns, weight_format)
     if blocks * weight_format.block != columns:
@@ -140,7 +140,7 @@ def in_blocks(weights: Float32Array, weight_format: WeightFormat) -> Float32Arra
 
 
 def extremes(grouped: Float32Array) -> Float32Array:
-    """The number of largest magnitude on the last axis, with its sign; 0 where that is negligible."""
+    """The signed number of largest magnitude on the last axis; 0 where negligible."""
     highest, lowest = grouped.max(axis=-1), grouped.min(axis=-1)
     extreme: Float32Array = np.where(highest > -lowest, highest, lowest)
     extreme[np.abs(extreme) < _NEGLIGIBLE] = 0
@@ -150,18 +150,18 @@ def extremes(grouped: Float32Array) -> Float32Array:
 def nearest_codes(
     grouped: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array | None = None
 ) -> UInt8Array:
-    """Packed codes of blocks [N, blocks, block], each the nearest to its weight.
+    """Return packed codes that are nearest to the weights.
 
     Args:
         grouped: float32 [N, blocks, block].
         scales: float32 [N, blocks].
-        bits: of the codes.
-        zeros: the codes that stand for 0, whole numbers in float32 [N, blocks]; None for the middle code.
+        bits: bits per code.
+        zeros: zero points, integers in float32 [N, blocks]; None for the middle code.
     """
     half = 1 << (bits - 1)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
     codes = grouped * inverse[:, :, None]
-    # Truncation to integer then rounds to nearest.
+    # With the added 0.5, the conversion to integer rounds to nearest.
     codes += np.float32(half + 0.5) if zeros is None else (zeros + np.float32(0.5))[:, :, None]
     np.clip(codes, 0, np.float32(2 * half - 1), out=codes)
     return pack_codes(codes.astype(np.uint8), bits)
@@ -175,11 +175,11 @@ def dequantize_rows(
     offsets: Float32Array | None = None,
     zero_points: UInt8Array | None = None,
 ) -> Float32Array:
-    """The weights that packed codes stand for, float32 [N, columns]; the inverse of `quantize_rows` up to rounding.
+    """Return the weights of packed codes, float32 [N, columns].
 
-    Offsets and zero points are those of a `QuantizedRows`.
+    Codes, scales, offsets and zero points are those of `QuantizedRows`.
     """
-    # Changed in place: of an embedding a second copy would be a gigabyte.
+    # Computed in place: a second copy of an embedding would take a gigabyte.
     weights: Float32Array = unpack_codes(packed, weight_format.bits).astype(np.float32)
     if zero_points is None:
         weights -= np.float32(1 << (weight_format.bits - 1))
@@ -192,7 +192,7 @@ def dequantize_rows(
 
 
 def dequantized(quantized: QuantizedRows, columns: int, weight_format: WeightFormat) -> Float32Array:
-    """The weights a graph computes with, float32 [N, columns]; offsets and factors are taken as once stored."""
+    """Return the weights that a graph computes with, float32 [N, columns], with rounded offsets and corrections."""
     offsets = None if quantized.offsets is None else rounded_offsets(quantized.offsets)
     weights = dequantize_rows(
         quantized.packed, quantized.scales, columns, weight_format, offsets, quantized.zero_points
@@ -203,7 +203,7 @@ def dequantized(quantized: QuantizedRows, columns: int, weight_format: WeightFor
 
 
 def low_rank_product(factors: LowRankFactors, columns: int, weight_format: WeightFormat) -> Float32Array:
-    """What factors add to weights of that format, float32 [N, columns]."""
+    """Return the low-rank correction of weights in that format, float32 [N, columns]."""
     stored = factor_format(weight_format)
     up = dequantize_rows(factors.up_codes, factors.up_scales, weight_format.rank, stored)
     product: Float32Array = up @ dequantize_rows(factors.down_codes, factors.down_scales, columns, stored)
@@ -211,12 +211,12 @@ def low_rank_product(factors: LowRankFactors, columns: int, weight_format: Weigh
 
 
 def rounded_offsets(offsets: Float32Array) -> Float32Array:
-    """Offsets [N, blocks] as they are once stored."""
+    """Round offsets [N, blocks] as a bundle stores them."""
     return dequantize_rows(*quantize_rows(offsets, OFFSETS), offsets.shape[1], OFFSETS)
 
 
 def pack_codes(codes: UInt8Array, bits: int) -> UInt8Array:
-    """Codes [..., block] to bytes [..., block * bits / 8], the first code in the lowest bits."""
+    """Pack codes [..., block] into bytes [..., block * bits / 8], the first code in the lowest bits."""
     while bits < 8:
         pairs = codes.view("<u2")  # low byte: even code, high byte: odd code
         codes = (pairs | pairs >> (8 - bits)).astype(np.uint8)
@@ -232,9 +232,9 @@ def unpack_codes(packed: UInt8Array, bits: int) -> UInt8Array:
 
 
 def pack_zero_points(zeros: UInt8Array, bits: int) -> UInt8Array:
-    """Zero points [N, blocks] to bytes [N, ceil(blocks * bits / 8)], packed like codes, a row at a time."""
-    spare = -zeros.shape[1] % (8 // bits)
-    return pack_codes(np.pad(zeros, ((0, 0), (0, spare))), bits)
+    """Pack zero points [N, blocks] into bytes [N, ceil(blocks * bits / 8)], each row like codes."""
+    padding = -zeros.shape[1] % (8 // bits)
+    return pack_codes(np.pad(zeros, ((0, 0), (0, padding))), bits)
 
 
 def unpack_zero_points(packed: UInt8Array, blocks: int, bits: int) -> UInt8Array:

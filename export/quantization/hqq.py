@@ -1,13 +1,13 @@
-"""HQQ, half-quadratic quantization (Badri and Shaji, 2023).
+"""HQQ, half-quadratic quantization (Source: Badri and Shaji, 2023).
 
-The error's p-norm with p < 1 is minimized, which forgives a few large errors for many small ones. By turns: codes are
-rounded; what they leave is split into a sparse part, by the shrinkage of the p-norm, and a rest; and the one thing that
-is not fixed is fitted to the weights without the sparse part.
+It minimizes the p-norm of the error with p < 1, which accepts a few large errors in exchange for many small ones. Each
+round computes codes, splits their error into a sparse part (by the shrinkage of the p-norm) and a dense part, and fits
+the free parameter to the weights without the sparse part.
 
-With zero points that is, as in the original, the zero point in fractions of a code, for the usual scale. The fast
-kernels take whole ones, so it is rounded at the end. Without, the zero point stays in the middle and the scale is what
-moves. Lengths are measured in steps of a block's usual scale. At the end the scale is fitted by least squares, and that
-of rounding to nearest is kept where it leaves less squared error.
+With zero points, the free parameter is the zero point in fractions of a code, as in the paper, at the scale of
+round-to-nearest. The fast kernels need integers, so it is rounded at the end. Without zero points, the free parameter
+is the scale. Weights are normalized by the scale of round-to-nearest. At the end the scale is fitted by least squares;
+round-to-nearest is kept where its squared error is smaller.
 """
 
 from __future__ import annotations
@@ -26,80 +26,80 @@ _NORM: Final = 0.7
 _STIFFNESS: Final = 10.0
 _STIFFENING: Final = 1.01
 _ROUNDS: Final = 20
-_SETTLED: Final = 1e-4
-"""A block whose scale or zero point moves by no more is done."""
+_CONVERGED: Final = 1e-4
+"""Blocks whose scale or zero point changes by no more are finished."""
 
 
 def hqq_rows(
     weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None = None
 ) -> QuantizedRows:
-    """Rows in few bits; see `methods.Quantizer`."""
+    """Quantize rows by HQQ; see `methods.Quantizer`."""
     return search_scales(weights, weight_format, inputs, _search_zeros if weight_format.zero_points else _search)
 
 
 def _search(candidates: Candidates) -> None:
-    linears, shares, bits = candidates.linears, candidates.shares, candidates.weight_format.bits
-    scales = np.ones(len(linears), np.float32)
+    normalized, importance, bits = candidates.normalized, candidates.importance, candidates.weight_format.bits
+    scales = np.ones(len(normalized), np.float32)
     candidates.offer(scales)
     stiffness = _STIFFNESS
-    moving = np.arange(len(linears))
+    active = np.arange(len(normalized))
     for _ in range(_ROUNDS):
-        # A block stops for itself: its scale must not depend on which rows are rounded together.
-        part = None if shares is None else shares[moving]
-        fitted = _fitted_scales(linears[moving], part, scales[moving], bits, stiffness)
-        moved = np.abs(fitted - scales[moving]) > _SETTLED
-        scales[moving] = fitted
-        moving = moving[moved]
+        # Each block stops by itself: its scale must not depend on which rows are quantized together.
+        part = None if importance is None else importance[active]
+        fitted = _fitted_scales(normalized[active], part, scales[active], bits, stiffness)
+        changed = np.abs(fitted - scales[active]) > _CONVERGED
+        scales[active] = fitted
+        active = active[changed]
         stiffness *= _STIFFENING
     candidates.offer(powers_of_two(scales) if candidates.weight_format.powers_of_two else scales)
 
 
 def _fitted_scales(
-    linears: Float32Array, shares: Float32Array | None, scales: Float32Array, bits: int, stiffness: float
+    normalized: Float32Array, importance: Float32Array | None, scales: Float32Array, bits: int, stiffness: float
 ) -> Float32Array:
-    """The scales after one round."""
-    codes = rounded(linears, scales, bits)
-    dense = linears - _shrunk(linears - codes * scales[:, None], stiffness)
-    match, power = fit(dense, codes, shares)
+    """Return the scales after one round."""
+    codes = rounded(normalized, scales, bits)
+    dense = normalized - _sparse_part(normalized - codes * scales[:, None], stiffness)
+    match, power = fit(dense, codes, importance)
     fitted: Float32Array = scales.copy()
     np.divide(match, power, out=fitted, where=power > 0)
     return fitted
 
 
 def _search_zeros(candidates: Candidates) -> None:
-    linears, shares, bits = candidates.linears, candidates.shares, candidates.weight_format.bits
+    normalized, importance, bits = candidates.normalized, candidates.importance, candidates.weight_format.bits
     last = (1 << bits) - 1
-    ones = np.ones(len(linears), np.float32)
-    zeros = centred_zeros(linears, ones, bits)
+    ones = np.ones(len(normalized), np.float32)
+    zeros = centred_zeros(normalized, ones, bits)
     candidates.offer(ones, zeros)
     stiffness = _STIFFNESS
-    moving = np.arange(len(linears))
+    active = np.arange(len(normalized))
     for _ in range(_ROUNDS):
         fitted = _fitted_zeros(
-            linears[moving], None if shares is None else shares[moving], zeros[moving], last, stiffness
+            normalized[active], None if importance is None else importance[active], zeros[active], last, stiffness
         )
-        moved = np.abs(fitted - zeros[moving]) > _SETTLED
-        zeros[moving] = fitted
-        moving = moving[moved]
+        changed = np.abs(fitted - zeros[active]) > _CONVERGED
+        zeros[active] = fitted
+        active = active[changed]
         stiffness *= _STIFFENING
     candidates.offer(ones, np.clip(np.rint(zeros), 0, last))
 
 
 def _fitted_zeros(
-    linears: Float32Array, shares: Float32Array | None, zeros: Float32Array, last: int, stiffness: float
+    normalized: Float32Array, importance: Float32Array | None, zeros: Float32Array, last: int, stiffness: float
 ) -> Float32Array:
-    """The zero points, in fractions of a code, after one round with scales of 1."""
-    codes = np.clip(np.rint(linears + zeros[:, None]), 0, last)
-    dense = linears - _shrunk(linears - (codes - zeros[:, None]), stiffness)
-    shares = np.ones_like(linears) if shares is None else shares
-    fitted: Float32Array = ((codes - dense) * shares).sum(axis=1) / shares.sum(axis=1)
+    """Return the zero points, in fractions of a code, after one round with scales of 1."""
+    codes = np.clip(np.rint(normalized + zeros[:, None]), 0, last)
+    dense = normalized - _sparse_part(normalized - (codes - zeros[:, None]), stiffness)
+    importance = np.ones_like(normalized) if importance is None else importance
+    fitted: Float32Array = ((codes - dense) * importance).sum(axis=1) / importance.sum(axis=1)
     return fitted
 
 
-def _shrunk(left: Float32Array, stiffness: float) -> Float32Array:
-    """The sparse part of what codes leave: |r| - |r| ** (p - 1) / stiffness with r's sign, 0 where that is negative."""
-    size: Float32Array = np.maximum(np.abs(left), np.float32(1e-6))
+def _sparse_part(errors: Float32Array, stiffness: float) -> Float32Array:
+    """Sparse part of errors r: |r| - |r| ** (p - 1) / stiffness with the sign of r, or 0 where that is negative."""
+    size: Float32Array = np.maximum(np.abs(errors), np.float32(1e-6))
     size -= size ** np.float32(_NORM - 1) * np.float32(1 / stiffness)
     np.maximum(size, 0, out=size)
-    np.copysign(size, left, out=size)
+    np.copysign(size, errors, out=size)
     return size

@@ -1,4 +1,4 @@
-"""What is known of a linear's inputs when its weights are put into few bits."""
+"""Statistics of the inputs of a linear, used to quantize its weights."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class InputStatistics:
-    """Averages over the tokens of a calibration text, of the K inputs x of one linear."""
+    """Averages over the calibration tokens of the K inputs x of a linear."""
 
     mean_square: Float32Array
-    """E[x_j ** 2], float32 [K]: how much an error in a column of the weights costs."""
+    """E[x_j ** 2], float32 [K]: the cost of an error in a column of the weights."""
     mean_magnitude: Float32Array
     """E[|x_j|], float32 [K]."""
     second_moment: Float32Array | None = None
-    """E[x xT], float32 [K, K], symmetric; None where no method asked for it, since it is large."""
+    """E[x xT], float32 [K, K], symmetric; large, so None where no method needs it."""
     tokens: int = 0
-    """How many tokens it is an average of."""
+    """Number of tokens averaged over."""
 
 
 class CorrectionTarget(NamedTuple):
-    """What a linear should compute, of the inputs it gets."""
+    """What a quantized and corrected linear should approximate."""
 
     weights: Float32Array
-    """[N, K]."""
+    """Weights, float32 [N, K]."""
     inputs: InputStatistics | None
-    """None where nothing is known of them."""
+    """Statistics of the linear's inputs; None where unknown."""

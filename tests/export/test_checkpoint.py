@@ -152,18 +152,18 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 ROPE = {"rope_type": "spiral", "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 BAD = [
-    (remove("config.json"), r"holds no config\.json; give the folder of a Hugging Face checkpoint"),
+    (remove("config.json"), r"does not contain config\.json; give the folder of a Hugging Face checkpoint"),
     (write_text("config.json", "{not json"), r"config\.json is not valid JSON: .*; download"),
     (write_text("config.json", "[1]"), r"config\.json does not hold a JSON object"),
-    (write_text("config.json", "{}"), r"config\.json names no model_type"),
+    (write_text("config.json", "{}"), r"config\.json has no model_type"),
     (
         edit_config(model_type="mixtral"),
         r"model_type 'mixtral' is not a supported architecture; supported are gemma2, .*, smollm3; Optimum exports "
         r'more: pip install "edge-run\[optimum\]"$',
     ),
     (edit_config(model_type="../llama"), r"'\.\./llama' is not a supported architecture"),
-    (edit_config(hidden_size=None), r"hidden_size must be a positive whole number, found None"),
-    (edit_config(num_hidden_layers=-1), r"num_hidden_layers must be a positive whole number, found -1"),
+    (edit_config(hidden_size=None), r"hidden_size must be a positive integer, found None"),
+    (edit_config(num_hidden_layers=-1), r"num_hidden_layers must be a positive integer, found -1"),
     (edit_config(num_attention_heads="four"), r"num_attention_heads must be .*'four'"),
     (edit_config(num_key_value_heads=3), r"num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     (edit_config(rms_norm_eps="small"), r"rms_norm_eps must be a number, at most 1e\+30, found 'small'"),
@@ -186,16 +186,16 @@ BAD = [
         edit_config(layer_types=["full_attention", "linear_attention"]),
         r"layer_types has 'linear_attention'; supported are full_attention and sliding_attention",
     ),
-    (edit_config(use_bidirectional_attention=True), r"use_bidirectional_attention is not supported; supported are dec"),
+    (edit_config(use_bidirectional_attention=True), r"use_bidirectional_attention is not supported; only decoders with causal"),
     (
         edit_config(quantization_config={"quant_method": "gptq"}),
         r"already quantized \(gptq\); export the original float checkpoint",
     ),
-    (remove("model.safetensors"), r"holds no model\.safetensors; give the folder"),
-    (pickled_only, r"pickled weights only.*; save the checkpoint as safetensors"),
+    (remove("model.safetensors"), r"does not contain model\.safetensors; give the folder"),
+    (pickled_only, r"only contains pickled weights.*; save the checkpoint as safetensors"),
     (shard_gone, r"shard model-00002-of-00003\.safetensors is missing"),
-    (index_of("{}"), r"index\.json holds no weight_map"),
-    (index_of('{"weight_map": {"model.norm.weight": 3}}'), r"index\.json holds no weight_map"),
+    (index_of("{}"), r"index\.json has no weight_map"),
+    (index_of('{"weight_map": {"model.norm.weight": 3}}'), r"index\.json has no weight_map"),
     (index_of("{"), r"index\.json is not valid JSON"),
     (cut("model.safetensors", 5), r"truncated or not a safetensors file"),
     (cut("model.safetensors", 500), r"truncated or not a safetensors file"),
@@ -212,18 +212,18 @@ BAD = [
     ),
     (
         drop_weight("model.layers.1.self_attn.k_proj.weight"),
-        r"holds no tensor model\.layers\.1\.self_attn\.k_proj\.weight; the checkpoint is incomplete",
+        r"lacks the tensor model\.layers\.1\.self_attn\.k_proj\.weight; the checkpoint is incomplete",
     ),
-    (edit_config(tie_word_embeddings=False), r"holds no tensor lm_head\.weight"),
+    (edit_config(tie_word_embeddings=False), r"lacks the tensor lm_head\.weight"),
     (
         edit_weights(model__norm__weight=np.ones(65, np.float32)),
-        r"model\.norm\.weight has shape \[65\], config\.json asks for \[64\]",
+        r"model\.norm\.weight has shape \[65\], but config\.json implies \[64\]",
     ),
-    (edit_weights(model__norm__weight=np.ones(64, np.int32)), r"is of type I32; supported are F32, F16 and BF16"),
+    (edit_weights(model__norm__weight=np.ones(64, np.int32)), r"has type I32; supported are F32, F16 and BF16"),
     (poison(float("nan")), r"up_proj\.weight holds NaN or infinite weights"),
     (poison(float("inf")), r"up_proj\.weight holds NaN or infinite weights"),
     (poison(float("-inf")), r"up_proj\.weight holds NaN or infinite weights"),
-    (remove("tokenizer.json"), r"holds no tokenizer\.json; save one with AutoTokenizer"),
+    (remove("tokenizer.json"), r"does not contain tokenizer\.json; save one with AutoTokenizer"),
     (write_text("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
     (write_text("tokenizer.json", "not json"), r"tokenizer\.json is not a tokenizer"),
     (write_text("config.json", DEEP), r"config\.json is not valid JSON: it is nested too deeply"),
@@ -242,13 +242,13 @@ BAD = [
         edit_config(rope_scaling={**LLAMA3, "low_freq_factor": 4.0, "original_max_position_embeddings": 64}),
         r"high_freq_factor 4\.0 must be greater than low_freq_factor 4\.0",
     ),
-    (edit_config(max_position_embeddings=1), r"max_position_embeddings must be a whole number of at least 2, found 1"),
+    (edit_config(max_position_embeddings=1), r"max_position_embeddings must be an integer of at least 2, found 1"),
     (edit_config(layer_types=5), r"layer_types must be a list, found 5"),
     (
         edit_config(num_hidden_layers=10**7),
-        r"num_hidden_layers must be a positive whole number, at most 10000, found 1",
+        r"num_hidden_layers must be a positive integer, at most 10000, found 1",
     ),
-    (edit_config(num_hidden_layers=9999), r"holds no tensor model\.layers\.2\.self_attn\.q_proj\.weight"),
+    (edit_config(num_hidden_layers=9999), r"lacks the tensor model\.layers\.2\.self_attn\.q_proj\.weight"),
     (header_of(DEEP), r"has a damaged header: it is not valid JSON: it is nested too deeply"),
     (header_of("[]"), r"has a damaged header: it does not hold a JSON object"),
     (header_of('{"model.x": 3}'), r"has a damaged header: model\.x is 3"),
@@ -265,7 +265,7 @@ BAD = [
     (index_of(json.dumps({"weight_map": {"a": "x" * 5000}})), r"shard x+ is missing"),
     (edit_generation(eos_token_id=300), r"generation_config\.json: eos_token_id must be .* below 300, found 300"),
     (edit_generation(eos_token_id=[0, -1]), r"generation_config\.json: eos_token_id must be .*found \[0, -1\]"),
-    (edit_generation(eos_token_id="<|end|>"), r"generation_config\.json: eos_token_id must be an id, or a list"),
+    (edit_generation(eos_token_id="<|end|>"), r"generation_config\.json: eos_token_id must be a token id, or a list"),
     (edit_generation(temperature="hot"), r"generation_config\.json: temperature must be a number, found 'hot'"),
     (write_text("generation_config.json", "{"), r"generation_config\.json is not valid JSON"),
     (write_text("tokenizer_config.json", "[]"), r"tokenizer_config\.json does not hold a JSON object"),
@@ -306,7 +306,7 @@ def test_settings_that_are_null_have_their_defaults(tmp_path) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere holds no config\.json"):
+    with pytest.raises(CheckpointError, match=r"nowhere does not contain config\.json"):
         export_checkpoint(ExportRequest(tmp_path / "nowhere", tmp_path / "bundle", ExportRecipe(FP32)))
 
 
@@ -315,7 +315,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
     other = write_checkpoint(tmp_path / "other", vocab_size=301)
     (source / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
     with pytest.raises(
-        CheckpointError, match=r"has token '.*' with id 300, config\.json a vocab_size of 300; tokenizer"
+        CheckpointError, match=r"has token '.*' with id 300, but config\.json has vocab_size 300; the tokenizer"
     ):
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
 
@@ -335,21 +335,21 @@ FAMILY_BAD = [
     (
         "qwen3",
         {"layer_types": ["sliding_attention"] * 2},
-        r"sliding_window must be a positive whole number, found None",
+        r"sliding_window must be a positive integer, found None",
     ),
-    ("qwen3_moe", {"num_experts": 10**6}, r"num_experts must be a positive whole number, at most 10000, found 1000000"),
+    ("qwen3_moe", {"num_experts": 10**6}, r"num_experts must be a positive integer, at most 10000, found 1000000"),
     ("qwen3_moe", {"num_experts_per_tok": 6}, r"num_experts_per_tok must be .*, at most 5, found 6"),
     ("qwen3_moe", {"mlp_only_layers": 1}, r"mlp_only_layers must be a list, found 1"),
     ("qwen3_moe", {"moe_intermediate_size": None}, r"moe_intermediate_size must be .*, found None"),
     ("gpt_oss", {"swiglu_limit": 0}, r"swiglu_limit must be a positive number, found 0"),
-    ("gpt_oss", {"num_local_experts": None}, r"num_local_experts must be a positive whole number, found None"),
+    ("gpt_oss", {"num_local_experts": None}, r"num_local_experts must be a positive integer, found None"),
     (
         "gpt_oss",
         {"quantization_config": {"quant_method": "gptq"}},
         r"already quantized \(gptq\); export the original float checkpoint",
     ),
-    ("mistral", {"sliding_window": 0}, r"sliding_window must be a positive whole number, found 0"),
-    ("gemma2", {"sliding_window_pattern": 0}, r"sliding_window_pattern must be a positive whole number, found 0"),
+    ("mistral", {"sliding_window": 0}, r"sliding_window must be a positive integer, found 0"),
+    ("gemma2", {"sliding_window_pattern": 0}, r"sliding_window_pattern must be a positive integer, found 0"),
     ("gemma2", {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar must be a positive number, found 0"),
     ("gemma2", {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping must be a positive number, found -1\.0"),
     ("gemma2", {"final_logit_softcapping": "30"}, r"final_logit_softcapping must be a number, at most .*, found '30'"),
@@ -381,7 +381,7 @@ FAMILY_BAD = [
     (
         "phi3",
         {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
-        r"original_max_position_embeddings must be a whole number of at least 2, found 1",
+        r"original_max_position_embeddings must be an integer of at least 2, found 1",
     ),
 ]
 

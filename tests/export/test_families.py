@@ -243,16 +243,16 @@ STACK = "model.layers.1.mlp.experts.down_proj"
 DAMAGED = [
     (
         lambda weights: weights.pop(f"{STACK}_scales"),
-        r"holds no tensor .*down_proj_scales; the checkpoint is incomplete",
+        r"lacks the tensor .*down_proj_scales; the checkpoint is incomplete",
     ),
-    (lambda weights: weights.pop(f"{STACK}_blocks"), r"holds no tensor .*down_proj; the checkpoint is incomplete"),
+    (lambda weights: weights.pop(f"{STACK}_blocks"), r"lacks the tensor .*down_proj; the checkpoint is incomplete"),
     (
         lambda weights: weights.update({f"{STACK}_scales": weights[f"{STACK}_scales"][:, :1]}),
-        r"down_proj is not in the MXFP4 form of gpt-oss; download",
+        r"down_proj does not have the MXFP4 layout of gpt-oss; download",
     ),
     (
         lambda weights: weights.update({f"{STACK}_blocks": weights[f"{STACK}_blocks"].astype(np.float32)}),
-        r"down_proj is not in the MXFP4 form of gpt-oss; download",
+        r"down_proj does not have the MXFP4 layout of gpt-oss; download",
     ),
     (
         lambda weights: weights.update(
@@ -309,7 +309,7 @@ def test_the_language_model_of_a_multimodal_checkpoint(tmp_path, rename: dict[st
 def test_a_multimodal_checkpoint_without_its_language_model_is_refused(tmp_path) -> None:
     source = nested(tmp_path / "nested", {"model.": "decoder."})
     with pytest.raises(
-        CheckpointError, match=r"holds no tensor model\.embed_tokens\.weight; the checkpoint is incompl"
+        CheckpointError, match=r"lacks the tensor model\.embed_tokens\.weight; the checkpoint is incompl"
     ):
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
 

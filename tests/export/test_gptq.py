@@ -109,7 +109,7 @@ def test_channels_that_are_dead_or_twice_there() -> None:
 @pytest.mark.parametrize("moments", [np.eye(31), np.full((32, 32), np.nan), np.ones((32, 1))])
 def test_moments_that_are_none(moments) -> None:
     even = np.ones(32, np.float32)
-    with pytest.raises(InputError, match="second moments of 32 columns must be as many rows of as many finite numbers"):
+    with pytest.raises(InputError, match="second moments of 32 inputs must be 32 x 32 finite numbers"):
         gptq_rows(
             np.ones((1, 32), np.float32), WeightFormat(4, 32), InputStatistics(even, even, moments.astype(np.float32))
         )

@@ -83,7 +83,7 @@ def test_importance_moves_the_error_to_columns_that_matter_less(form: WeightForm
 
 @pytest.mark.parametrize("importance", [np.ones(31), np.full(32, -1.0), np.full(32, np.nan), np.full(32, np.inf)])
 def test_importance_that_is_none(importance) -> None:
-    with pytest.raises(InputError, match="importance of 32 columns must be as many finite numbers from 0 up"):
+    with pytest.raises(InputError, match="importance of 32 columns must be 32 finite numbers of at least 0"):
         QUANTIZERS[Method.K_QUANT](np.ones((1, 32), np.float32), INT4, inputs(importance.astype(np.float32)))
 
 

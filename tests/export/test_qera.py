@@ -7,7 +7,7 @@ import pytest
 
 from edgerun.errors import InputError
 from edgerun.export.quantization.input_statistics import InputStatistics
-from edgerun.export.quantization.low_rank_correction import repair
+from edgerun.export.quantization.low_rank_correction import low_rank_correction
 from support.correlated_inputs import correlated_inputs, random_rows
 
 
@@ -29,14 +29,14 @@ def by_decomposition(errors, inputs: InputStatistics, rank: int):
 @pytest.mark.parametrize("rank", [1, 8, 24])
 def test_as_good_as_the_decomposition_of_the_paper(rows: int, rank: int) -> None:
     errors, inputs = random_rows(rows, rows, 64), correlated_inputs(rank, 64)
-    found = repair(errors, inputs, rank)
+    found = low_rank_correction(errors, inputs, rank)
     assert found.down.shape == (rank, 64)
     assert found.up.shape == (rows, rank)
     np.testing.assert_allclose(found.up.T @ found.up, np.eye(rank), atol=1e-5)
     whole, left = cost(errors, inputs), cost(errors - found.up @ found.down, inputs)
     expected = cost(errors - by_decomposition(errors, inputs, rank), inputs)
     assert left <= expected * 1.001 + 1e-6 * whole
-    assert found.left == pytest.approx(left / whole, abs=1e-4)
+    assert found.residual_error == pytest.approx(left / whole, abs=1e-4)
     if rank < min(rows, 64):
         # A rank of the plain errors, which knows nothing of the inputs, leaves more.
         u, s, v = np.linalg.svd(errors, full_matrices=False)
@@ -46,11 +46,11 @@ def test_as_good_as_the_decomposition_of_the_paper(rows: int, rank: int) -> None
 def test_errors_of_low_rank_are_repaired_wholly() -> None:
     errors = (random_rows(0, 50, 3) @ random_rows(1, 3, 40)).astype(np.float32)
     for each in (errors, errors.T.copy()):
-        found = repair(each, correlated_inputs(0, each.shape[1]), 3)
+        found = low_rank_correction(each, correlated_inputs(0, each.shape[1]), 3)
         np.testing.assert_allclose(found.up @ found.down, each, atol=1e-3)
-    nothing = repair(np.zeros((50, 40), np.float32), correlated_inputs(0, 40), 3)
+    nothing = low_rank_correction(np.zeros((50, 40), np.float32), correlated_inputs(0, 40), 3)
     assert not (nothing.up @ nothing.down).any()
-    assert nothing.left == 0
+    assert nothing.residual_error == 0
 
 
 @pytest.mark.parametrize("rows", [24, 100])
@@ -59,7 +59,7 @@ def test_moments_of_fewer_tokens_than_columns(rows: int) -> None:
     moment = inputs.second_moment.copy()
     moment[np.diag_indices(64)] -= 1e-6 * np.diagonal(moment).max()  # as sums in float32 may come out
     few = InputStatistics(inputs.mean_square, inputs.mean_magnitude, moment)
-    found = repair(errors, few, 8)
+    found = low_rank_correction(errors, few, 8)
     assert np.isfinite(found.up).all()
     assert cost(errors - found.up @ found.down, inputs) < 1e-4 * cost(errors, inputs)
 
@@ -68,15 +68,17 @@ def test_inputs_of_which_only_the_sizes_are_known() -> None:
     errors, inputs = random_rows(0, 30, 40), correlated_inputs(0, 40)
     alone = InputStatistics(inputs.mean_square, inputs.mean_magnitude)
     unrelated = InputStatistics(inputs.mean_square, inputs.mean_magnitude, np.diag(inputs.mean_square))
-    np.testing.assert_array_equal(repair(errors, alone, 4).down, repair(errors, unrelated, 4).down)
+    np.testing.assert_array_equal(
+        low_rank_correction(errors, alone, 4).down, low_rank_correction(errors, unrelated, 4).down
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 31])
 def test_ranks_that_do_not_exist(rank: int) -> None:
-    with pytest.raises(InputError, match=f"a matrix of 30 x 40 has no repair of rank {rank}"):
-        repair(random_rows(0, 30, 40), correlated_inputs(0, 40), rank)
+    with pytest.raises(InputError, match=f"a matrix of 30 x 40 cannot have a correction of rank {rank}"):
+        low_rank_correction(random_rows(0, 30, 40), correlated_inputs(0, 40), rank)
 
 
 def test_moments_of_other_columns() -> None:
-    with pytest.raises(InputError, match="second moments of 40 columns"):
-        repair(random_rows(0, 30, 40), correlated_inputs(0, 32), 2)
+    with pytest.raises(InputError, match="second moments of 40 inputs"):
+        low_rank_correction(random_rows(0, 30, 40), correlated_inputs(0, 32), 2)

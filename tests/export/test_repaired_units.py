@@ -38,7 +38,7 @@ from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph import decoder as graph_module
 from edgerun.export.quantization.codes import dequantized, factor_format, low_rank_product
 from edgerun.export.quantization.input_statistics import CorrectionTarget, InputStatistics
-from edgerun.export.quantization.low_rank_correction import correction_factors, repair
+from edgerun.export.quantization.low_rank_correction import correction_factors, low_rank_correction
 from edgerun.export.quantization.methods import nearest_rows
 from edgerun.export.recipe import DEFAULT_METHODS
 from edgerun.models.manifest import FileDigest, GraphLayout, Manifest
@@ -126,7 +126,11 @@ def test_factors_lower_the_error_of_the_output(shape: tuple[int, int], powers_of
         left = cost(weights - repaired)
         assert left < (1 if powers_of_two else 0.9) * before
         # Eight bits of the factors are nearly as good as they are exactly; powers of two lose some.
-        assert left <= repair(errors, inputs, rank).left * whole + (0.02 if powers_of_two else 0.002) * whole
+        assert (
+            left
+            <= low_rank_correction(errors, inputs, rank).residual_error * whole
+            + (0.02 if powers_of_two else 0.002) * whole
+        )
         before = left
 
 
