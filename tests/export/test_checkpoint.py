@@ -186,7 +186,10 @@ BAD = [
         edit_config(layer_types=["full_attention", "linear_attention"]),
         r"layer_types has 'linear_attention'; supported are full_attention and sliding_attention",
     ),
-    (edit_config(use_bidirectional_attention=True), r"use_bidirectional_attention is not supported; only decoders with causal"),
+    (
+        edit_config(use_bidirectional_attention=True),
+        r"use_bidirectional_attention is not supported; only decoders with causal",
+    ),
     (
         edit_config(quantization_config={"quant_method": "gptq"}),
         r"already quantized \(gptq\); export the original float checkpoint",
