@@ -1,4 +1,4 @@
-"""Attention and rotary embedding in plain operators are recognized by what they compute, or refused."""
+"""Attention and rotary embedding in variant operators are recognized by what they compute, or refused."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from edgerun.export.upgrade.patterns.plain_operators import fuse_operators
 from edgerun.export.upgrade.patterns.rotary_pattern import Rotation, find_rotation
 from edgerun.export.upgrade.selected_logits import select_positions
 from edgerun.export.upgrade.subgraph_runner import SubgraphRunner
-from support.naive_decoder import VOCABULARY, Masking, Plain, Turning, plain_decoder
+from support.attention_variants import VOCABULARY, DecoderVariant, Masking, RotaryPairs, plain_decoder
 
 CONTEXT = 96
 NOWHERE = Path()
 CANNOT = "such a graph cannot be upgraded; edge-run may run it as it is"
 
 
-def graph_of(plain: Plain) -> EditableGraph:
-    return EditableGraph(plain_decoder(plain), NOWHERE)
+def graph_of(variant: DecoderVariant) -> EditableGraph:
+    return EditableGraph(plain_decoder(variant), NOWHERE)
 
 
-def found(plain: Plain) -> tuple[Attention, Rotation | None]:
-    runner = SubgraphRunner(graph_of(plain))
+def found(variant: DecoderVariant) -> tuple[Attention, Rotation | None]:
+    runner = SubgraphRunner(graph_of(variant))
     (attention,) = find_attention(runner, CONTEXT)
     return attention, find_rotation(runner, attention, CONTEXT, [])
 
 
-def upgraded(plain: Plain) -> EditableGraph:
-    return check_upgrade(plain_decoder(plain))
+def upgraded(variant: DecoderVariant) -> EditableGraph:
+    return check_upgrade(plain_decoder(variant))
 
 
 def check_upgrade(model: onnx.ModelProto) -> EditableGraph:
@@ -63,7 +63,7 @@ def check_upgrade(model: onnx.ModelProto) -> EditableGraph:
     both=st.booleans(),
     softcap=st.sampled_from([0.0, 5.0, 50.0]),
     window=st.sampled_from([0, 2, 7, 40, 95, 96, 200]),
-    masking=st.sampled_from([Masking.ADDED, Masking.CHOSEN]),
+    masking=st.sampled_from([Masking.ADDED, Masking.SELECTED]),
 )
 def test_heads_scale_cap_and_window_are_found(
     heads: tuple[int, int],
@@ -74,7 +74,7 @@ def test_heads_scale_cap_and_window_are_found(
     window: int,
     masking: Masking,
 ) -> None:
-    plain = Plain(
+    variant = DecoderVariant(
         heads=heads[0],
         kv_heads=heads[1],
         head_dim=head_dim,
@@ -83,9 +83,9 @@ def test_heads_scale_cap_and_window_are_found(
         softcap=softcap,
         window=window,
         masking=masking,
-        turning=Turning.NONE,
+        rotary=RotaryPairs.NONE,
     )
-    attention, rotation = found(plain)
+    attention, rotation = found(variant)
     assert (attention.heads, attention.kv_heads, attention.head_dim) == (*heads, head_dim)
     assert attention.scale == pytest.approx(scale, rel=1e-4)
     assert attention.softcap == pytest.approx(softcap, rel=1e-4)
@@ -94,50 +94,52 @@ def test_heads_scale_cap_and_window_are_found(
 
 
 def test_default_scale_is_exact() -> None:
-    attention, _ = found(Plain(head_dim=24, scale=24**-0.5, turning=Turning.NONE))
+    attention, _ = found(DecoderVariant(head_dim=24, scale=24**-0.5, rotary=RotaryPairs.NONE))
     assert attention.scale == 24**-0.5
 
 
 @settings(max_examples=15)
 @given(
-    turning=st.sampled_from([Turning.HALVES, Turning.NEIGHBOURS]),
-    turned=st.sampled_from([4, 10, 16, 24]),
-    factor=st.sampled_from([1.0, 1.3]),
-    rows_first=st.booleans(),
+    rotary=st.sampled_from([RotaryPairs.HALVES, RotaryPairs.ADJACENT]),
+    rotary_dim=st.sampled_from([4, 10, 16, 24]),
+    rotary_scale=st.sampled_from([1.0, 1.3]),
+    tokens_first=st.booleans(),
 )
-def test_rotation_is_found(turning: Turning, turned: int, factor: float, rows_first: bool) -> None:
-    plain = Plain(head_dim=24, turning=turning, turned=turned, factor=factor, rows_first=rows_first)
-    _, rotation = found(plain)
+def test_rotation_is_found(rotary: RotaryPairs, rotary_dim: int, rotary_scale: float, tokens_first: bool) -> None:
+    variant = DecoderVariant(
+        head_dim=24, rotary=rotary, rotary_dim=rotary_dim, rotary_scale=rotary_scale, tokens_first=tokens_first
+    )
+    _, rotation = found(variant)
     assert rotation is not None
     table = rotation.table
-    assert (table.pairs, table.interleaved) == (turned // 2, turning is Turning.NEIGHBOURS)
-    angles = np.arange(CONTEXT)[:, None] * 100.0 ** -(np.arange(turned // 2) / (turned // 2))
-    np.testing.assert_allclose(table.cosines, factor * np.cos(angles), atol=1e-5)
-    np.testing.assert_allclose(table.sines, factor * np.sin(angles), atol=1e-5)
+    assert (table.pairs, table.interleaved) == (rotary_dim // 2, rotary is RotaryPairs.ADJACENT)
+    angles = np.arange(CONTEXT)[:, None] * 100.0 ** -(np.arange(rotary_dim // 2) / (rotary_dim // 2))
+    np.testing.assert_allclose(table.cosines, rotary_scale * np.cos(angles), atol=1e-5)
+    np.testing.assert_allclose(table.sines, rotary_scale * np.sin(angles), atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "plain",
-    [Plain(turning=Turning.BY_LENGTH), Plain(key_factor=2.0)],
+    "variant",
+    [DecoderVariant(rotary=RotaryPairs.LENGTH_DEPENDENT), DecoderVariant(key_rotary_scale=2.0)],
     ids=["depends on the length", "scales keys differently"],
 )
-def test_rotation_that_depends_on_more_than_position_is_not_recognized(plain: Plain) -> None:
-    assert found(plain)[1] is None
+def test_rotation_that_depends_on_more_than_position_is_not_recognized(variant: DecoderVariant) -> None:
+    assert found(variant)[1] is None
 
 
 @pytest.mark.parametrize(
-    "plain",
+    "variant",
     [
-        Plain(),
-        Plain(turning=Turning.NONE),
-        Plain(turning=Turning.NEIGHBOURS, head_dim=16, turned=16),
-        Plain(head_dim=32, turned=16),
-        Plain(head_dim=24, turned=12, rows_first=True),
-        Plain(key_factor=2.0),
-        Plain(layers=2, window=6, masking=Masking.CHOSEN),
-        Plain(softcap=5.0, scale=0.9, scale_on_both=True),
-        Plain(heads=3, kv_heads=1),
-        Plain(masking=Masking.OPEN),
+        DecoderVariant(),
+        DecoderVariant(rotary=RotaryPairs.NONE),
+        DecoderVariant(rotary=RotaryPairs.ADJACENT, head_dim=16, rotary_dim=16),
+        DecoderVariant(head_dim=32, rotary_dim=16),
+        DecoderVariant(head_dim=24, rotary_dim=12, tokens_first=True),
+        DecoderVariant(key_rotary_scale=2.0),
+        DecoderVariant(layers=2, window=6, masking=Masking.SELECTED),
+        DecoderVariant(softcap=5.0, scale=0.9, scale_on_both=True),
+        DecoderVariant(heads=3, kv_heads=1),
+        DecoderVariant(masking=Masking.UNMASKED),
     ],
     ids=[
         "halves",
@@ -152,14 +154,17 @@ def test_rotation_that_depends_on_more_than_position_is_not_recognized(plain: Pl
         "traced-at-one",
     ],
 )
-def test_fused_attention_computes_the_same(plain: Plain) -> None:
-    graph = upgraded(plain)
-    assert len(graph.nodes_of("GroupQueryAttention")) == plain.layers
+def test_fused_attention_computes_the_same(variant: DecoderVariant) -> None:
+    graph = upgraded(variant)
+    assert len(graph.nodes_of("GroupQueryAttention")) == variant.layers
     assert not graph.nodes_of("Softmax", "Tile", "Expand")
 
 
 def test_rotation_inside_attention_requires_multiples_of_16_channels() -> None:
-    inside, outside = upgraded(Plain(head_dim=32, turned=16)), upgraded(Plain(head_dim=24, turned=12))
+    inside, outside = (
+        upgraded(DecoderVariant(head_dim=32, rotary_dim=16)),
+        upgraded(DecoderVariant(head_dim=24, rotary_dim=12)),
+    )
     assert [node.attribute("do_rotary") for node in inside.nodes_of("GroupQueryAttention")] == [1]
     assert not inside.nodes_of("RotaryEmbedding")
     assert [node.attribute("do_rotary") for node in outside.nodes_of("GroupQueryAttention")] == [0]
@@ -167,29 +172,29 @@ def test_rotation_inside_attention_requires_multiples_of_16_channels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plain", "what"),
+    ("variant", "what"),
     [
-        (Plain(masking=Masking.SLOPED), "something other than a mask is added to its scores"),
-        (Plain(masking=Masking.BLOCKS), "its mask is neither causal nor a sliding window"),
-        (Plain(scale=0.0, scale_on_both=True), "its scores are neither scaled nor capped in a known way"),
-        (Plain(scale=-0.25), "its scores are neither scaled nor capped in a known way"),
+        (DecoderVariant(masking=Masking.ALIBI), "something other than a mask is added to its scores"),
+        (DecoderVariant(masking=Masking.BLOCKS), "its mask is neither causal nor a sliding window"),
+        (DecoderVariant(scale=0.0, scale_on_both=True), "its scores are neither scaled nor capped in a known way"),
+        (DecoderVariant(scale=-0.25), "its scores are neither scaled nor capped in a known way"),
     ],
     ids=["alibi", "blocks", "zero-scale", "negative-scale"],
 )
-def test_unknown_masks_and_scales_are_refused(plain: Plain, what: str) -> None:
+def test_unknown_masks_and_scales_are_refused(variant: DecoderVariant, what: str) -> None:
     with pytest.raises(BundleError) as refused:
-        upgraded(plain)
+        upgraded(variant)
     assert str(refused.value) == f"the model's attention in layer 0 is not recognized: {what}; {CANNOT}"
     assert "\n" not in str(refused.value)
 
 
 def test_unsupported_head_size_is_refused() -> None:
     with pytest.raises(BundleError, match="heads have 20 channels, and fused attention requires a multiple of 8"):
-        upgraded(Plain(head_dim=20, turning=Turning.NONE))
+        upgraded(DecoderVariant(head_dim=20, rotary=RotaryPairs.NONE))
 
 
 def test_output_that_is_not_a_cache_is_refused() -> None:
-    graph = graph_of(Plain())
+    graph = graph_of(DecoderVariant())
     (softmax,) = graph.nodes_of("Softmax")
     weights = softmax.output(0)
     graph.outputs[weights] = graph.outputs["logits"]
@@ -202,7 +207,7 @@ def test_output_that_is_not_a_cache_is_refused() -> None:
 
 def replace_one_node(data: st.DataObject) -> None:
     """Replace any one node by another: the upgrade is refused in one line, or agrees with its source."""
-    model = plain_decoder(Plain(window=7))
+    model = plain_decoder(DecoderVariant(window=7))
     nodes = model.graph.node
     node = nodes[data.draw(st.integers(0, len(nodes) - 1), label="node")]
     other = data.draw(st.sampled_from(["Add", "Sub", "Mul", "Identity", "Neg", "Exp", "Softmax", "MatMul"]), label="op")

@@ -24,7 +24,7 @@ from edgerun.export.upgrade.patterns.plain_operators import drop_redundant_casts
 from support.layout_nodes import Nodes
 
 WIDTH = 16
-ROWS = 5
+TOKENS = 5
 Build = Callable[[Nodes, str], str]
 """Adds nodes that compute a value [1, M, ...] from another [1, M, 16]; returns its name."""
 
@@ -44,7 +44,7 @@ def model_of(build: Build, opset: int) -> onnx.ModelProto:
 
 def run(model: onnx.ModelProto) -> npt.NDArray[np.float32]:
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    out: npt.NDArray[np.float32] = session.run(None, {"input_ids": np.arange(ROWS)[None]})[0]
+    out: npt.NDArray[np.float32] = session.run(None, {"input_ids": np.arange(TOKENS)[None]})[0]
     return out
 
 
