@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ..errors import ContextError, InputError
 from ..models.atomic import write_atomically
 from ..models.json_file import is_whole
+from .decode import check_prompt_fits
 from .generation import CachedSequence
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
@@ -80,7 +81,7 @@ class Session:
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt_ids = self._model.encode_chat(messages)
         try:
-            self._model.check_fits(prompt_ids)
+            check_prompt_fits(prompt_ids, self._model.context)
         except ContextError as error:
             raise ContextError(error.what, "start again with reset (/reset in the terminal)") from error
         request = options.request(prompt_ids, self._model.defaults)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..errors import ContextError
+from ..errors import ContextError, InputError
 from .graph.bound_session import BoundSession
 from .prefill import Cancelled, never, prefill
 from .speculation.near_ties import NearTies
@@ -60,6 +60,22 @@ class DecodeLimits:
     """Called before every pass; True ends decoding."""
 
 
+def check_prompt_fits(prompt_ids: Sequence[int], context: int) -> None:
+    """Check that a prompt leaves room for an answer in a context of `context` tokens.
+
+    Raises:
+        ContextError: it does not.
+        InputError: the prompt is empty.
+    """
+    if not prompt_ids:
+        raise InputError("the prompt is empty", "give at least one character")
+    if len(prompt_ids) >= context:
+        raise ContextError(
+            f"the prompt has {len(prompt_ids)} tokens and the model's context is {context}",
+            "shorten it, or start the conversation again",
+        )
+
+
 def decode(
     bound: BoundSession,
     prompt_ids: Sequence[int],
@@ -72,7 +88,7 @@ def decode(
 
     Args:
         bound: the session; its arena may already hold the slots of `prompt_ids[:arena.length]`.
-        prompt_ids: at least one token id.
+        prompt_ids: token ids of the prompt.
         sampler: chooses every token.
         limits: what ends decoding.
         speculator: proposes draft tokens that a pass verifies; None for plain decoding. The text is the same as far as
@@ -81,9 +97,13 @@ def decode(
 
     Raises:
         ContextError: the prompt leaves no room for a single new token.
+        InputError: the prompt is empty.
     """
     arena = bound.arena
-    remaining = _max_new_tokens(len(prompt_ids), arena.limit, limits)
+    check_prompt_fits(prompt_ids, arena.limit)
+    remaining = arena.limit - len(prompt_ids)
+    if limits.max_tokens is not None:
+        remaining = min(limits.max_tokens, remaining)
     eos, cancelled = limits.eos, limits.cancelled
     # The last token has to run again even if its slot is cached, or there would be no logits to choose from.
     arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
@@ -130,18 +150,6 @@ def decode(
                 speculator.skip_round(tokens[0])
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
-
-
-def _max_new_tokens(prompt_tokens: int, context: int, limits: DecodeLimits) -> int:
-    if not prompt_tokens:
-        raise ValueError("an empty prompt has no last token to continue from")
-    room = context - prompt_tokens
-    if room < 1:
-        raise ContextError(
-            f"the prompt has {prompt_tokens} tokens and the model's context is {context}",
-            "shorten it, or start the conversation again",
-        )
-    return room if limits.max_tokens is None else min(limits.max_tokens, room)
 
 
 def _speculate(

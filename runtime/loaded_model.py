@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
-from ..errors import BundleError, ContextError, EdgeError, InputError, TemplateError
+from ..errors import BundleError, EdgeError, InputError, TemplateError
 from ..models.bundle import MAP_NAME, Bundle
 from ..models.pairing import DraftPair
+from .decode import check_prompt_fits
 from .generation import CachedSequence, generate
 from .graph.graph_io import GraphIO
 from .graph.memory import trim_heap
@@ -103,21 +104,6 @@ class LoadedModel:
             raise EdgeError("this engine is closed", "load the model again")
         return CachedSequence(self._graph.bind(self._graph.arena(self.context)))
 
-    def check_fits(self, prompt_ids: Sequence[int]) -> None:
-        """Check that a prompt leaves room for an answer.
-
-        Raises:
-            ContextError: it does not.
-            InputError: it is empty.
-        """
-        if not prompt_ids:
-            raise InputError("the prompt is empty", "give at least one character")
-        if len(prompt_ids) >= self.context:
-            raise ContextError(
-                f"the prompt has {len(prompt_ids)} tokens and the model's context is {self.context}",
-                "shorten it, or start the conversation again",
-            )
-
     def answer(
         self, sequence: CachedSequence | None, prompt_ids: Sequence[int], options: GenerateOptions
     ) -> AnswerStream:
@@ -132,7 +118,7 @@ class LoadedModel:
             ContextError: the prompt does not fit the context.
             InputError: the prompt is empty.
         """
-        self.check_fits(prompt_ids)
+        check_prompt_fits(prompt_ids, self.context)
         request = options.request(prompt_ids, self.defaults)
         return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled))
 
@@ -160,7 +146,7 @@ class LoadedModel:
             ContextError: the prompt does not fit the context.
             InputError: the prompt or the recorded answer is empty, or the answer has tokens that the model has not.
         """
-        self.check_fits(prompt_ids)
+        check_prompt_fits(prompt_ids, self.context)
         if not answer_ids:
             raise InputError("the recorded answer is empty", "leave it out")
         if min(answer_ids) < 0 or max(answer_ids) >= self.graph_io.vocab_size:

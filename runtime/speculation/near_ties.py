@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..graph.bound_session import BoundSession
-from ..prefill import Cancelled
+from ..prefill import Cancelled, prefill
 from ..sampling import Logits, Sampler
 from .tree import Tree
 from .verification import VerifyResult, walk_tree
@@ -111,15 +111,13 @@ class NearTies:
         """Run the sequence and `path` from the last plain slot on, token by token; returns the last logits `[V]`."""
         arena = self._bound.arena
         arena.rewind_to(arena.plain_length)
-        logits: Logits | None = None
-        for token in [*self._token_ids, *path][arena.plain_length :]:
-            if self._cancelled():
-                # The draft tokens of the path are not emitted, so their slots must not stay.
-                arena.rewind_to(min(arena.length, len(self._token_ids)))
-                raise Cancelled
-            logits = self._bound.forward((token,))[0]
-            arena.commit(1)
-            self.passes += 1
-        if logits is None:
+        try:
+            logits, passes = prefill(self._bound, [*self._token_ids, *path], self._cancelled, width=1)
+        except Cancelled:
+            # The draft tokens of the path are not emitted, so their slots must not stay.
+            arena.rewind_to(min(arena.length, len(self._token_ids)))
+            raise
+        self.passes += passes
+        if not passes:
             raise ValueError("all slots are plain decoding's already")
         return logits
