@@ -24,23 +24,24 @@ from pathlib import Path
 import edgerun
 from edgerun.errors import InputError
 from edgerun.export import Method, WeightFormat
-from edgerun.export.allocation.allocate import Allocation, allocate, measures_for
-from edgerun.export.allocation.baseline_plans import rule_plans, uniform_plan
+from edgerun.export.allocation.allocate import Allocation, AllocationProblem, allocate, cost_limits
 from edgerun.export.allocation.budget import Budget, Measure
-from edgerun.export.allocation.choices import choices_of
-from edgerun.export.allocation.costs import ByteCosts, cost_of
-from edgerun.export.allocation.format_candidates import levels, weight_count, with_embedding
+from edgerun.export.allocation.choices import linear_choices
+from edgerun.export.allocation.evolutionary_search import SearchSettings
+from edgerun.export.allocation.format_candidates import format_candidates, with_embedding
+from edgerun.export.allocation.plan_costs import ByteCosts, plan_cost, weight_count
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
-from edgerun.export.allocation.search import SearchSettings
+from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.calibrated_source import CalibratedSource
+from edgerun.export.calibration.calibration_text import calibration_text
 from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
-from edgerun.export.calibration.successive import round_successively
-from edgerun.export.calibration.text_source import obtain_text
+from edgerun.export.calibration.sequential import quantize_sequentially
 from edgerun.export.checkpoint.config import DecoderConfig
 from edgerun.export.checkpoint.open import open_source
 from edgerun.export.checkpoint.source import ModelSource
 from edgerun.export.recipe import CALIBRATED_METHODS, DEFAULT_METHODS, CalibrationRequest, ExportRecipe
+from edgerun.export.report.compared_plans import rule_plans, uniform_plan
 from edgerun.export.report.figures import PlanFigures, PlanKind, log_line
 from edgerun.models.progress import silent
 
@@ -74,21 +75,22 @@ class Comparison:
         context = ExportRecipe().context_for(config)
         request = CalibrationRequest(options.text, options.tokens)
         work.mkdir(parents=True, exist_ok=True)
-        text = obtain_text(checkpoint, config, context, request, work, silent)
-        statistics = collect_statistics(checkpoint, config, text, work / "statistics", context, True, lambda _: None)
+        self.model = SourceModel(checkpoint, config, context)
+        text = calibration_text(self.model, request, work, silent)
+        statistics = collect_statistics(self.model, text, work / "statistics", True, silent)
         self.methods = {**CALIBRATED_METHODS, 2: options.method, 4: options.method}
-        self.forms = levels([self.methods], options.zero_points)
-        self.checkpoint, self.context, self.text = checkpoint, context, text
-        self.observed = CalibratedSource(checkpoint, config, statistics)
-        store = QuantizedLinearStore(self.observed, config, work / "units")
-        self.chooser = PlanEvaluator(checkpoint, config, text.calibration, store.weights, work / "search", context)
-        self.judge = PlanEvaluator(checkpoint, config, text.held_out, store.weights, work / "judge", context)
+        self.forms = format_candidates([self.methods], options.zero_points)
+        self.text = text
+        self.observed = SourceModel(CalibratedSource(checkpoint, config, statistics), config, context)
+        store = QuantizedLinearStore(self.observed.source, config, work / "linears")
+        self.chooser = PlanEvaluator(self.model, text.calibration, store.weights, work / "search")
+        self.judge = PlanEvaluator(self.model, text.held_out, store.weights, work / "judge")
         tokens = f"{sum(map(len, text.calibration))} tokens to choose by, {sum(map(len, text.held_out))} to judge by"
         print(f"{options.checkpoint.name}, {weight_count(config)} weights; {tokens}")
 
     def print_all(self) -> None:
         """Every budget against what else there is."""
-        rounded = self.uniform(levels([dict.fromkeys(DEFAULT_METHODS, Method.RTN)]), self.kl)
+        rounded = self.uniform(format_candidates([dict.fromkeys(DEFAULT_METHODS, Method.RTN)]), self.kl)
         uniform = self.uniform(self.forms, self.exported_kl)
         for kind, plans in (("", uniform), ("to nearest", rounded)):
             for plan in plans:
@@ -135,16 +137,15 @@ class Comparison:
             seconds=self.options.seconds, patience=self.options.patience, offspring=16, survivors=(4,)
         )
         stages = [partial(self.searched_kl, tokens) for tokens in (self.options.searched // 4, self.options.searched)]
-        return allocate(
+        problem = AllocationProblem(
             self.config,
-            lambda linear, form: self.chooser.solo(linear, form, self.options.solo),
+            lambda linear, form: self.chooser.divergence_alone(linear, form, self.options.solo),
             stages,
             budget,
-            measures_for(budget, self.config),
+            cost_limits(budget, self.config),
             self.forms,
-            folder=self.options.work,
-            settings=settings,
         )
+        return allocate(problem, self.options.work, settings)
 
     def searched_kl(self, tokens: int, plan: Plan) -> float:
         """Mean KL of a plan on text that it is chosen by."""
@@ -153,8 +154,8 @@ class Comparison:
     def levels_in_vain(self, found: Allocation) -> int:
         """How many units have a level that the next cheaper one would match, on the text of the search."""
         vain = 0
-        for choice in choices_of(self.config, found.solos, [ByteCosts()]):
-            forms = [level.form for level in choice.levels]
+        for choice in linear_choices(self.config, found.sensitivities, [ByteCosts()]):
+            forms = [option.weight_format for option in choice.options]
             at = forms.index(found.plan[choice.linear])
             if at > 0:
                 plan = with_embedding(self.config, {**found.plan, choice.linear: forms[at - 1]})
@@ -173,17 +174,15 @@ class Comparison:
 
     def size(self, plan: Plan) -> int:
         """Bytes of a plan that a pass reads."""
-        return int(cost_of(plan, ByteCosts(), self.config))
+        return int(plan_cost(plan, ByteCosts(), self.config))
 
     def exported_kl(self, plan: Plan) -> float:
         """Mean KL of a plan as an export rounds it, on text that nothing was chosen by."""
         whole = with_embedding(self.config, plan)
         key = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()[:16]
         folder = self.options.work / f"rounded-{key}"
-        store = round_successively(self.observed, self.config, self.text, whole, folder, self.context, silent)
-        judge = PlanEvaluator(
-            self.checkpoint, self.config, self.text.held_out, store.weights, folder / "judge", self.context
-        )
+        store = quantize_sequentially(self.observed, self.text, whole, folder, silent)
+        judge = PlanEvaluator(self.model, self.text.held_out, store.weights, folder / "judge")
         return judge.divergence(whole, self.options.searched).mean_kl
 
     def kl(self, plan: Plan) -> float:

@@ -27,18 +27,19 @@ import edgerun
 from artifacts import checkpoint
 from checkpoints import SHAPES
 from edgerun.export import Method, WeightFormat
-from edgerun.export.allocation.allocate import allocate, measures_for
-from edgerun.export.allocation.baseline_plans import uniform_plan
+from edgerun.export.allocation.allocate import AllocationProblem, allocate, cost_limits
 from edgerun.export.allocation.budget import Budget, Measure, parse_budget
-from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_linears, weight_count, with_embedding
-from edgerun.export.allocation.linear_times import LinearTimes, known_or_measured
-from edgerun.export.allocation.search import SearchSettings
-from edgerun.export.allocation.whole_passes import slower_than_predicted
+from edgerun.export.allocation.evolutionary_search import SearchSettings
+from edgerun.export.allocation.format_candidates import BASE_FORMATS, planned_linears, with_embedding
+from edgerun.export.allocation.linear_times import LinearTimes, load_or_measure
+from edgerun.export.allocation.plan_costs import bytes_read, weight_count
+from edgerun.export.allocation.plan_selection import measured_over_predicted
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.checkpoint.config import DecoderConfig
 from edgerun.export.checkpoint.open import open_source
 from edgerun.export.recipe import ExportRecipe, with_methods
+from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.runtime.measure.bundle_timing import BundleTimer
 from processes import Worker
 from rounds import Series, Stillness, alternate, join, median_ratio, spread
@@ -70,10 +71,10 @@ def main() -> None:
     folder = options.work / options.shape / "mixed"
     shutil.rmtree(folder, ignore_errors=True)
     with open_source(source) as (config, _):
-        times = known_or_measured(config, LADDER)
+        times = load_or_measure(config, BASE_FORMATS)
         plans = {UNIFORM: with_embedding(config, uniform_plan(config, WeightFormat(4, 128)))}
         # The machine as it is, not as it was when the units were measured.
-        times = times.scaled(slower_than_predicted(times, plans[UNIFORM], ROWS))
+        times = times.scaled(measured_over_predicted(times, plans[UNIFORM], ROWS))
         plans |= {str(budget): plan_within(budget, config, times) for budget in options.budgets}
     try:
         bundles = {
@@ -99,8 +100,8 @@ def main() -> None:
 def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes) -> Plan:
     """What the exporter chooses where all weights count alike."""
     timed = budget.measure is Measure.MILLISECONDS
-    rows = dict.fromkeys((budget.rows, *ROWS) if timed else ROWS)
-    sizes = {linear.name: linear.weight_count for linear in chosen_linears(config)}
+    rows = dict.fromkeys((budget.width, *ROWS) if timed else ROWS)
+    sizes = {linear.name: linear.weight_count for linear in planned_linears(config)}
 
     def alone(linear: str, form: WeightFormat) -> float:
         return sizes[linear] * 4.0**-form.bits * math.log(form.block)
@@ -108,21 +109,15 @@ def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes) -> Pl
     def together(plan: Mapping[str, WeightFormat]) -> float:
         return sum(alone(linear, plan[linear]) for linear in sizes)
 
-    def slowness(plan: Mapping[str, WeightFormat]) -> float:
-        return slower_than_predicted(times, plan, [budget.rows])
+    def measured_ratio(plan: Mapping[str, WeightFormat]) -> float:
+        return measured_over_predicted(times, plan, [budget.width])
 
     with tempfile.TemporaryDirectory() as folder:
-        found = allocate(
-            config,
-            alone,
-            [together],
-            budget,
-            measures_for(budget, config, [times.costs(count) for count in rows]),
-            LADDER,
-            folder=Path(folder),
-            settings=SearchSettings(generations=0),
-            slowness=slowness if timed else None,
+        limits = cost_limits(budget, config, [times.costs(count) for count in rows])
+        problem = AllocationProblem(
+            config, alone, [together], budget, limits, BASE_FORMATS, measured_ratio if timed else None
         )
+        found = allocate(problem, Path(folder), SearchSettings(generations=0))
     return dict(found.plan)
 
 
@@ -177,11 +172,13 @@ def account(
     on_disk: int,
 ) -> dict[str, Any]:
     """The figures of one bundle."""
-    read = sum(bytes_read(linear, plan[linear.name]) for linear in chosen_linears(config))
+    read = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
     return {
         "plan": label,
         "bits_per_weight": 8 * read / weight_count(config),
-        "formats": {str(form): sum(each == form for each in plan.values()) for form in LADDER if form in plan.values()},
+        "formats": {
+            str(form): sum(each == form for each in plan.values()) for form in BASE_FORMATS if form in plan.values()
+        },
         "disk_mb": on_disk / 1e6,
         "read_mb": read / 1e6,
         "resident_mib": memory["resident"],

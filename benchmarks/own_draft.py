@@ -24,10 +24,10 @@ import numpy as np
 import onnx
 
 import edgerun
-from edgerun.export.calibration.text_split import divided
-from edgerun.export.drafts.head_size import TARGET_ROWS, speed
-from edgerun.export.drafts.own_draft import adopt_own_draft
-from edgerun.export.drafts.skipped_layers import SubLayer, as_bundle, inner_parts, without
+from edgerun.export.calibration.calibration_text import split_texts
+from edgerun.export.drafts.head_size import TARGET_WIDTHS, tokens_per_second
+from edgerun.export.drafts.layer_skip_draft import adopt_layer_skip_draft
+from edgerun.export.drafts.skipped_layers import SubLayer, as_bundle, inner_sub_layers, without
 from edgerun.models.bundle import open_bundle
 from edgerun.models.progress import silent
 from edgerun.runtime.measure.bundle_timing import BundleTimer
@@ -70,17 +70,17 @@ def steps(bundle: Path, rounds: int) -> list[dict[str, float]]:
     manifest = open_bundle(bundle).manifest
     if manifest is None:
         raise SystemExit(f"{bundle} is no bundle")
-    parts = inner_parts(manifest.architecture.layers)
+    parts = inner_sub_layers(manifest.architecture.layers)
     whole = onnx.load(bundle / "model.onnx", load_external_data=False)
     with ExitStack() as stack:
         made = [
             stack.enter_context(as_bundle(bundle, manifest, without(whole, spread(parts, share)))) for share in SHARES
         ]
-        target, *drafts = BundleTimer().time_passes([bundle, *made], TARGET_ROWS, rounds)
-    curve = ", ".join(f"t({rows}) {target[rows] / target[1]:.2f}" for rows in TARGET_ROWS[1:])
+        target, *drafts = BundleTimer().time_passes([bundle, *made], TARGET_WIDTHS, rounds)
+    curve = ", ".join(f"t({rows}) {target[rows] / target[1]:.2f}" for rows in TARGET_WIDTHS[1:])
     print(f"{bundle.name}: {1e3 * target[1]:.2f} ms a pass, {curve}")
     print(f"{'left out':>10} {'step ms':>9} {'of target':>10} {'pays from':>10} {'with cheap rows':>16}")
-    cheap = {rows: target[1] * (1 + CHEAP_ROW * (rows - 1)) for rows in TARGET_ROWS}
+    cheap = {rows: target[1] * (1 + CHEAP_ROW * (rows - 1)) for rows in TARGET_WIDTHS}
     results = []
     for share, times in zip(SHARES, drafts, strict=True):
         row = {
@@ -106,7 +106,7 @@ def spread(parts: list[SubLayer], share: float) -> list[SubLayer]:
 def break_even(step: float, target: Mapping[int, float]) -> float:
     """The agreement from which guessing is faster than not; above 1 for never."""
     ladder = np.linspace(0, 1, 1001)
-    return next((float(each) for each in ladder if speed(float(each), step, target) > 1 / target[1]), 1.001)
+    return next((float(each) for each in ladder if tokens_per_second(float(each), step, target) > 1 / target[1]), 1.001)
 
 
 def chosen(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def chosen(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
     else:
         texts, origin = read_texts(bundle, options.text, TOKENS, LONGEST), options.text.name
         texts = texts[: next((n for n in range(len(texts)) if sum(map(len, texts[:n])) > TOKENS), len(texts))]
-    text = divided(texts, origin, LONGEST)
-    report = adopt_own_draft(bundle, None, text.calibration, text.held_out, silent, seconds=options.seconds)
+    text = split_texts(texts, origin, LONGEST)
+    report = adopt_layer_skip_draft(bundle, None, text, silent, max_seconds=options.seconds)
     found = measure_draft_benefit(bundle, text.held_out)
-    print(f"chosen on {origin}, {report.judged} choices judged: without {', '.join(report.skips)}")
+    print(f"chosen on {origin}, {report.measured} choices judged: without {', '.join(report.skips)}")
     print(
         f"  agreement {report.agreement:.3f}, step {report.step_ms:.3f} of {report.target_ms:.3f} ms, expected "
         f"{report.tokens_per_second / report.plain_tokens_per_second:.2f} times plain; replayed: agreement "

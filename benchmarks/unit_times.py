@@ -27,8 +27,9 @@ import numpy as np
 import edgerun
 from checkpoints import SHAPES
 from edgerun.export import WeightFormat
-from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_linears, weight_count, with_embedding
-from edgerun.export.allocation.linear_times import kind_of, measure
+from edgerun.export.allocation.format_candidates import BASE_FORMATS, planned_linears, with_embedding
+from edgerun.export.allocation.linear_times import linear_kind, measure
+from edgerun.export.allocation.plan_costs import bytes_read, weight_count
 from edgerun.export.allocation.timing_bundles import TimingBundle
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.bundle import WEIGHTS_NAME
@@ -52,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = config_of(options.shape, folder)
-        uniform = with_embedding(config, {linear.name: _FOUR for linear in chosen_linears(config)})
+        uniform = with_embedding(config, {linear.name: _FOUR for linear in planned_linears(config)})
         plans = [
             uniform,
             partly_two(config, uniform, options.seed),
@@ -72,7 +73,7 @@ def main() -> None:
         print(f"passes over {rows} rows:")
         first = timer.measured[0][rows].seconds
         for plan, passes, file in zip(plans, timer.measured, files, strict=True):
-            size = sum(bytes_read(linear, plan[linear.name]) for linear in chosen_linears(config)) / 1e6
+            size = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config)) / 1e6
             predicted, measured = times.milliseconds(plan, rows), 1e3 * passes[rows].seconds
             ratios = f"{predicted / measured:7.3f} {passes[rows].seconds / first:7.3f}"
             print(f"  {file:7.1f} MB {size:7.1f} MB {predicted:8.2f} {measured:8.2f} {ratios}")
@@ -116,7 +117,7 @@ def config_of(shape: str, folder: Path) -> DecoderConfig:
 
 def partly_two(config: DecoderConfig, uniform: dict[str, WeightFormat], seed: int) -> dict[str, WeightFormat]:
     """A plan with 2 bits in as many linears, of those it meets in random order, as make 3.5 bits a weight."""
-    linears = list(chosen_linears(config))
+    linears = list(planned_linears(config))
     plan = dict(uniform)
     for place in np.random.default_rng(seed).permutation(len(linears)):
         if sum(bytes_read(linear, plan[linear.name]) for linear in linears) * 8 <= _BITS * weight_count(config):
@@ -129,14 +130,18 @@ def partly_two(config: DecoderConfig, uniform: dict[str, WeightFormat], seed: in
 def random_plans(config: DecoderConfig, count: int, seed: int) -> list[dict[str, WeightFormat]]:
     """Plans of the three kinds in turn."""
     rng = np.random.default_rng(seed)
-    linears = [linear.name for linear in chosen_linears(config)]
+    linears = [linear.name for linear in planned_linears(config)]
     plans = []
     for number in range(count):
         if number % 3 == 2:
-            kinds = {kind_of(linear): LADDER[rng.integers(len(LADDER))] for linear in linears}
-            plan = {linear: kinds[kind_of(linear)] for linear in linears}
+            kinds = {linear_kind(linear): BASE_FORMATS[rng.integers(len(BASE_FORMATS))] for linear in linears}
+            plan = {linear: kinds[linear_kind(linear)] for linear in linears}
         else:
-            forms = LADDER if number % 3 == 0 else [LADDER[each] for each in rng.choice(len(LADDER), 2, replace=False)]
+            forms = (
+                BASE_FORMATS
+                if number % 3 == 0
+                else [BASE_FORMATS[each] for each in rng.choice(len(BASE_FORMATS), 2, replace=False)]
+            )
             plan = {linear: forms[rng.integers(len(forms))] for linear in linears}
         plans.append(with_embedding(config, plan))
     return plans
@@ -144,7 +149,7 @@ def random_plans(config: DecoderConfig, count: int, seed: int) -> list[dict[str,
 
 def show_units(config: DecoderConfig, times: Mapping[str, Any]) -> None:
     """Microseconds of each kind of unit in each format."""
-    linears, rest = times["units"], times["rest"]
+    linears, rest = times["linears"], times["overhead"]
     print(f"{'':8} " + " ".join(f"{kind:>15}" for kind in linears))
     for form in next(iter(linears.values())):
         cells = (" ".join(f"{1e3 * forms[form][rows]:7.0f}" for rows in _ROWS) for forms in linears.values())

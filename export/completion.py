@@ -1,4 +1,4 @@
-"""What follows when a calibrated bundle is written: its quality, its draft, its plan as a file, and the report."""
+"""Completes a calibrated bundle: measures its quality, makes its draft, writes its plan file and its report."""
 
 from __future__ import annotations
 
@@ -10,124 +10,121 @@ from typing import Final
 
 from ..models.atomic import write_atomically
 from ..models.bundle import GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
-from ..models.manifest import MANIFEST_NAME, Calibration, Manifest, WeightFormat
+from ..models.manifest import MANIFEST_NAME, Calibration, Manifest
 from ..models.progress import Progress
 from ..runtime.measure.bundle_timing import BundleTimer
 from ..runtime.measure.machine import machine
-from .allocation.format_candidates import chosen_linears, weight_count
+from .allocation.format_candidates import planned_linears
+from .allocation.plan_costs import weight_count
 from .allocation.plan_file import write_plan
-from .allocation.sensitivity import Solo
+from .allocation.sensitivity import STAGE as SENSITIVITY_STAGE
+from .allocation.sensitivity import Sensitivity
 from .bundle_content import BundleContent
 from .bundle_writer import WrittenBundle
 from .calibration.divergence import Divergence
 from .calibration.prepare import CalibratedModel
-from .drafts.draft_making import make_draft
+from .checkpoint.layout import QuantPlan
+from .drafts.make_draft import make_draft
 from .recipe import FP32, ExportRecipe, ExportRequest
 from .report import (
     ModelReport,
+    PlanComparison,
     PlanFigures,
     PlanKind,
     Speed,
-    compared_plans,
     linear_figures,
     megabytes,
-    nearest_plans,
     plan_figures,
     search_steps,
     write_report,
 )
 
-_STAGE: Final = "judging"
-_ROWS: Final = (1, 2, 4, 8)
-_USUAL_BANDWIDTHS: Final = (25.0, 50.0, 100.0)
-"""GB/s of memory in laptops of some years ago, of today, and with wide buses."""
-_COMPARED_WORK: Final = 2.5e11
-"""Weights times tokens of a plan that the chosen one is compared with: seconds of two cores."""
-_SOLO_WORK: Final = 3e10
-"""The same of a unit by itself."""
-_MOST_SOLO_WEIGHTS: Final = 1_000_000_000
-"""Weights of a model above which units are not measured for the report alone: it would take longer than the export."""
-_FEWEST_TOKENS: Final = 256
+_STAGE: Final = "measuring quality"
+_WIDTHS: Final = (1, 2, 4, 8)
+_TYPICAL_BANDWIDTHS: Final = (25.0, 50.0, 100.0)
+"""Memory bandwidths in GB/s: of an older laptop, of a current one, and of one with a wide bus."""
+_PLAN_WORK: Final = 2.5e11
+"""Weights times tokens of one measurement of a plan: seconds on two cores."""
+_SENSITIVITY_WORK: Final = 3e10
+"""Weights times tokens of one measurement of a sensitivity."""
+_MAX_WEIGHTS: Final = 1_000_000_000
+"""Largest model whose sensitivities are measured for the report alone: beyond, that takes longer than the export."""
+_MIN_TOKENS: Final = 256
 _CHOSEN: Final = "this model"
 _ROUNDS: Final = 12
-"""Turns in which the bundle's passes are timed."""
+"""Number of turns in which the bundle's passes are timed."""
 
 
 def complete_bundle(
     folder: Path,
     request: ExportRequest,
-    prepared: CalibratedModel,
+    model: CalibratedModel,
     written: WrittenBundle,
     progress: Progress,
     started: float,
 ) -> ModelReport:
-    """Judge a bundle that has just been written, and add what belongs to it.
+    """Measure a bundle that has just been written, and add its draft, plan file and report.
 
     Args:
-        folder: the bundle's.
-        request: what to export and how.
-        prepared: what it was made by.
-        written: what writing it found out.
-        progress: hears what is being done.
-        started: seconds of `time.perf_counter` when the export began.
+        folder: The bundle's folder.
+        request: The export.
+        model: The calibrated model that the bundle was written from.
+        written: Figures of writing it.
+        progress: Receives the stages.
+        started: Seconds of `time.perf_counter` at the beginning of the export.
 
     Raises:
-        EdgeError: the draft cannot be made, or ONNX Runtime failed.
-        OSError: the disk refused a write.
+        EdgeError: The draft cannot be made, or ONNX Runtime failed.
+        OSError: The disk refused a write.
     """
-    content, text, recipe = prepared.content, prepared.text, request.recipe
+    content, text, recipe = model.content, model.text, request.recipe
     progress(_STAGE, 0.0)
-    rounded = prepared.judge.divergence(content.plan)
-    # A large model's matrices are not to lie in memory beside the next one's that is measured.
-    prepared.judge.release()
-    shipped = prepared.judge.divergence_of_bundle(folder)
-    prepared.judge.release()
+    quality = model.evaluator.divergence(content.plan)
+    # The matrices of a large model must not stay in memory while the bundle is measured.
+    model.evaluator.release()
+    shipped = model.evaluator.divergence_of_bundle(folder)
+    model.evaluator.release()
     progress(_STAGE, 0.5)
-    calibration = Calibration(
-        text.origin,
-        sum(map(len, text.calibration)),
-        sum(map(len, text.held_out)),
-        folded=recipe.awq,
-    )
-    _amend(folder, calibration, shipped)
-    (measured,) = BundleTimer().time_passes([folder], _ROWS, _ROUNDS)
+    calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in (text.calibration, text.held_out))
+    calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, folded=recipe.awq)
+    _record(folder, calibration, shipped)
+    (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
     progress(_STAGE, 1.0)
     drafts, notes = [], _notes(content.plan)
     if recipe.draft is not None:
-        made = make_draft(folder, content, text, recipe, recipe.draft, progress)
+        made = make_draft(folder, content, text, recipe, progress)
         drafts = [] if made.figures is None else [made.figures]
         notes += [made.note] if made.note else []
-    times, solos = prepared.times, _solos(prepared, progress)
-    predicted = {} if times is None else {rows: times.milliseconds(content.plan, rows) for rows in _ROWS}
+    times, sensitivities = model.times, _sensitivities(model, progress)
+    predicted = {} if times is None else {width: times.milliseconds(content.plan, width) for width in _WIDTHS}
+    mixed = recipe.mixed_precision
     report = ModelReport(
         model=request.source.resolve().name,
         command=content.command,
-        linears=linear_figures(content.config, content.plan, solos, times),
-        plans=_plans(prepared, rounded, recipe, progress),
+        linears=linear_figures(content.config, content.plan, sensitivities, times),
+        plans=_plans(model, quality, recipe, progress),
         file_bytes=sum((folder / file).stat().st_size for file in (GRAPH_NAME, WEIGHTS_NAME)),
         parity=written.parity.as_mapping(),
         calibration=calibration,
-        quality=rounded,
+        quality=quality,
         shipped=shipped,
-        speed=Speed(predicted, {rows: 1e3 * seconds for rows, seconds in measured.items()}),
-        bandwidths=_bandwidths(recipe),
+        speed=Speed(predicted, {width: 1e3 * seconds for width, seconds in measured.items()}),
+        bandwidths=_TYPICAL_BANDWIDTHS if mixed is None or mixed.bandwidth is None else (mixed.bandwidth / 1e9,),
         drafts=drafts,
-        budget=""
-        if recipe.mixed_precision is None or recipe.mixed_precision.budget is None
-        else str(recipe.mixed_precision.budget),
-        search=[] if prepared.allocation is None else search_steps(prepared.allocation.history),
+        budget="" if mixed is None or mixed.budget is None else str(mixed.budget),
+        search=[] if model.allocation is None else search_steps(model.allocation.history),
         seconds=time.perf_counter() - started,
         machine=machine(),
         notes=notes,
     )
-    if recipe.mixed_precision is not None:
-        write_atomically(folder / PLAN_NAME, _plan_text(content, solos, rounded).encode())
+    if mixed is not None:
+        write_atomically(folder / PLAN_NAME, _plan_text(content, sensitivities, quality).encode())
     write_report(folder, report)
     return report
 
 
-def _amend(folder: Path, calibration: Calibration, quality: Divergence) -> None:
-    """Let the manifest say what the bundle was calibrated with, and how near it stays."""
+def _record(folder: Path, calibration: Calibration, quality: Divergence) -> None:
+    """Write the calibration and the measured quality into the manifest."""
     path = folder / MANIFEST_NAME
     manifest = Manifest.from_json(path.read_bytes(), str(path))
     named = zip((field.name for field in fields(quality)), astuple(quality), strict=True)
@@ -135,84 +132,78 @@ def _amend(folder: Path, calibration: Calibration, quality: Divergence) -> None:
     write_atomically(path, replace(manifest, calibration=calibration, quality=numbers).to_json().encode())
 
 
-def _notes(plan: Mapping[str, WeightFormat]) -> list[str]:
-    """What else there is to say: how many units are repaired."""
-    ranks = sorted(weight_format.rank for weight_format in plan.values() if weight_format.rank)
+def _notes(plan: QuantPlan) -> list[str]:
+    """Note on the low-rank corrections of a plan, if it has any."""
+    ranks = sorted(each.rank for each in plan.values() if each.rank)
     if not ranks:
         return []
     sizes = f"rank {ranks[0]}" if ranks[0] == ranks[-1] else f"ranks {ranks[0]} to {ranks[-1]}"
-    return [f"{len(ranks)} of the units {'are' if len(ranks) > 1 else 'is'} repaired by factors of {sizes}."]
+    return [f"{len(ranks)} {'linears have' if len(ranks) > 1 else 'linear has'} a low-rank correction of {sizes}."]
 
 
-def _bandwidths(recipe: ExportRecipe) -> Sequence[float]:
-    """GB/s that the report speaks of: that of the machine that was asked about, else usual ones."""
-    asked = None if recipe.mixed_precision is None else recipe.mixed_precision.bandwidth
-    return _USUAL_BANDWIDTHS if asked is None else (asked / 1e9,)
-
-
-def _solos(prepared: CalibratedModel, progress: Progress) -> Mapping[str, Sequence[Solo]]:
-    """What formats do to units by themselves: all that were tried, or those of the plan where there was no choice."""
-    if prepared.allocation is not None:
-        return prepared.allocation.solos
-    config, plan = prepared.content.config, prepared.content.plan
+def _sensitivities(model: CalibratedModel, progress: Progress) -> Mapping[str, Sequence[Sensitivity]]:
+    """Sensitivities of linears: those of the search, or those of the plan where there was no search."""
+    if model.allocation is not None:
+        return model.allocation.sensitivities
+    config, plan = model.content.config, model.content.plan
     weights = weight_count(config)
-    if weights > _MOST_SOLO_WEIGHTS:
+    if weights > _MAX_WEIGHTS:
         return {}
-    linears = [linear.name for linear in chosen_linears(config) if plan[linear.name] != FP32]
-    tokens = max(_FEWEST_TOKENS, int(_SOLO_WORK / weights))
+    linears = [linear.name for linear in planned_linears(config) if plan[linear.name] != FP32]
+    tokens = max(_MIN_TOKENS, int(_SENSITIVITY_WORK / weights))
     found = {}
     for number, linear in enumerate(linears, 1):
-        found[linear] = (Solo(plan[linear], prepared.candidates.solo(linear, plan[linear], tokens)),)
-        progress("measuring units", number / len(linears))
+        kl = model.independent_evaluator.divergence_alone(linear, plan[linear], tokens)
+        found[linear] = (Sensitivity(plan[linear], kl),)
+        progress(SENSITIVITY_STAGE, number / len(linears))
     return found
 
 
-def _plans(
-    prepared: CalibratedModel, rounded: Divergence, recipe: ExportRecipe, progress: Progress
-) -> list[PlanFigures]:
-    """The chosen plan and those it is compared with, on as much text as they are."""
-    content, times, allocation = prepared.content, prepared.times, prepared.allocation
+def _plans(model: CalibratedModel, quality: Divergence, recipe: ExportRecipe, progress: Progress) -> list[PlanFigures]:
+    """The chosen plan and the plans it is compared with, measured on the same text."""
+    content, times, allocation = model.content, model.times, model.allocation
     config = content.config
-    tokens = max(_FEWEST_TOKENS, int(_COMPARED_WORK / weight_count(config)))
+    tokens = max(_MIN_TOKENS, int(_PLAN_WORK / weight_count(config)))
 
-    def divergence(plan: Mapping[str, WeightFormat]) -> float:
-        # Against mixes and formats that were not written, each unit is rounded by itself, as theirs are.
-        evaluator = prepared.judge if allocation is None else prepared.candidates
+    def divergence(plan: QuantPlan) -> float:
+        # Plans that were not written have independently quantized linears, so the chosen plan is compared like that.
+        evaluator = model.evaluator if allocation is None else model.independent_evaluator
         return evaluator.divergence(plan, tokens).mean_kl
 
-    def nearest(plan: Mapping[str, WeightFormat]) -> float:
-        return prepared.unobserved.divergence(plan, tokens).mean_kl
+    def uncalibrated_divergence(plan: QuantPlan) -> float:
+        return model.uncalibrated_evaluator.divergence(plan, tokens).mean_kl
 
     kl = divergence(content.plan)
     if allocation is None:
-        prepared.judge.release()
+        model.evaluator.release()
     chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, kl, times)
+    uncalibrated = PlanComparison(config, uncalibrated_divergence, times, progress)
     if allocation is None:
-        used = {content.plan[linear.name] for linear in chosen_linears(config)}
+        used = {content.plan[linear.name] for linear in planned_linears(config)}
         if not recipe.calibrated or len(used) > 1 or FP32 in used:
-            return [replace(chosen, kl=rounded.mean_kl)]
-        return [chosen, *nearest_plans(config, list(used), nearest, times, progress)]
-    tried = {(each.form, each.form.method): each.form for solos in allocation.solos.values() for each in solos}
-    # What only some units can be is no plan for all.
-    weight_formats = [weight_format for weight_format in tried.values() if not weight_format.rank]
+            return [replace(chosen, kl=quality.mean_kl)]
+        return [chosen, *uncalibrated.round_to_nearest(list(used))]
+    measured = (each.weight_format for known in allocation.sensitivities.values() for each in known)
+    # Only some linears can have a low-rank correction, so a uniform plan has none.
+    formats = [each for each in {(each, each.method): each for each in measured}.values() if not each.rank]
+    calibrated = PlanComparison(config, divergence, times, progress)
     return [
         chosen,
-        *compared_plans(
-            config, weight_formats, chosen.bytes_read, divergence, times, progress, others=allocation.seeds
-        ),
-        *nearest_plans(config, weight_formats, nearest, times, progress),
+        *calibrated.baselines(formats, chosen.bytes_read, allocation.frontier),
+        *uncalibrated.round_to_nearest(formats),
     ]
 
 
-def _plan_text(content: BundleContent, solos: Mapping[str, Sequence[Solo]], rounded: Divergence) -> str:
-    """The plan as a file, with what each unit costs."""
+def _plan_text(content: BundleContent, sensitivities: Mapping[str, Sequence[Sensitivity]], quality: Divergence) -> str:
+    """The text of the plan file, with the cost of each linear as a comment."""
     notes = {}
-    for linear in linear_figures(content.config, content.plan, solos):
+    for linear in linear_figures(content.config, content.plan, sensitivities):
         note = f"{megabytes(linear.bytes_read)} MB"
-        notes[linear.name] = note if linear.solo_kl is None else f"{note}, KL {linear.solo_kl:.2g} by itself"
+        notes[linear.name] = note if linear.kl_alone is None else f"{note}, KL {linear.kl_alone:.2g} alone"
     heading = [
-        f"Weights of {content.source.folder.resolve().name}: mean KL {rounded.mean_kl:.4g} from the float32 model.",
-        "Edit formats and export again with --plan and this file.",
+        f"Quantization plan of {content.source.folder.resolve().name}: mean KL {quality.mean_kl:.4g} from float32.",
+        "KL of each linear is with that linear alone quantized.",
+        "To change formats, edit this file and export again with --plan.",
     ]
-    named = {linear.name: content.plan[linear.name] for linear in chosen_linears(content.config)}
+    named = {linear.name: content.plan[linear.name] for linear in planned_linears(content.config)}
     return write_plan(named, notes, heading)

@@ -17,7 +17,7 @@ from .calibration.work_folder import work_folder
 from .checkpoint.open import open_source
 from .completion import complete_bundle
 from .destination import ExportResult, bundle_written_whole, require_apart
-from .drafts.draft_making import require_draft
+from .drafts.make_draft import require_draft
 from .gguf import is_gguf
 from .optimum_path import export_by_optimum, needs_optimum
 from .recipe import ExportRequest, with_methods

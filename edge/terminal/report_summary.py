@@ -30,15 +30,15 @@ def show_export(console: Console, result: ExportResult) -> None:
 
 def show_report(console: Console, report: ModelReport) -> None:
     """Print the plan by layer, the plans that it was compared with, and the main figures of the report."""
-    from ...export.report import heads_of  # noqa: PLC0415 -- an extra
+    from ...export.report import headlines  # noqa: PLC0415 -- an extra
 
-    layers = plan_table({linear.name: linear.form for linear in report.linears})
+    layers = plan_table({linear.name: linear.weight_format for linear in report.linears})
     if layers.row_count:
         console.print(layers)
     if len(report.compared) > 1:
         console.print(_plans(report))
-    for head in heads_of(report):
-        _line(console, f"{head.name}: {head.value}" + (f" ({head.beside})" if head.beside else ""))
+    for headline in headlines(report):
+        _line(console, f"{headline.name}: {headline.value}" + (f" ({headline.detail})" if headline.detail else ""))
     for note in report.notes:
         _line(console, note)
 

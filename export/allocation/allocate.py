@@ -1,4 +1,4 @@
-"""Formats for every unit of a model, chosen by what they cost in quality and in bytes or time."""
+"""Bit allocation: a format for every linear of a model, within a budget of bytes or time."""
 
 from __future__ import annotations
 
@@ -6,198 +6,195 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress, silent
 from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import QuantPlan
 from .budget import Budget, Measure, require_reachable
-from .choices import Choice, Divergence, Picks, choices_of, lowered, plan_of, total_costs
-from .costs import ByteCosts, Costs
-from .format_candidates import chosen_linears, may_have, with_embedding
-from .lagrange import cheapest, seed_plan
-from .polish import polished, without_vain_levels
-from .search import Measured, SearchSettings, evolve
-from .sensitivity import Solo, solo_divergences
+from .choices import KnapsackProblem, LinearChoice, PlanDivergence, Selection, linear_choices, plan_of, total_costs
+from .evolutionary_search import CachedDivergence, SearchSettings, evolve
+from .format_candidates import is_allowed, planned_linears, with_embedding
+from .lagrange import cheapest_selection, lagrangian_selection
+from .local_search import local_search, lower_useless_options
+from .plan_costs import ByteCosts, Costs
+from .sensitivity import Sensitivity, measure_sensitivities
 
-SOLO_FILE: Final = "solo.json"
+SENSITIVITY_FILE: Final = "sensitivities.json"
 SEARCH_FILE: Final = "search.json"
-_POLISH_SHARE: Final = 0.3
-"""Of the time of a search, what its end may take."""
-_EXACT: Final = 0.015
-"""How far a measured plan may be from what it was taken to cost."""
-_CORRECTIONS: Final = 3
-
-Slowness = Callable[[Mapping[str, WeightFormat]], float]
-"""What a plan costs when it is measured as a whole, by the sum of what its units cost, in the leading measure."""
-
-
-class SoloDivergence(Protocol):
-    """Measures a unit by itself."""
-
-    def __call__(self, linear: str, form: WeightFormat) -> float:
-        """Mean KL in nats with only that unit rounded."""
-        ...
+_LOCAL_SEARCH_SHARE: Final = 0.3
+"""Share of the search's time that the local search may take."""
+_TIME_TOLERANCE: Final = 0.015
+"""Relative difference between the measured and the assumed cost of a plan that is accepted."""
+_MAX_CORRECTIONS: Final = 3
+_FRONTIER_PLANS: Final = 9
 
 
 @dataclass(frozen=True)
-class Limited:
-    """A measure in which plans cost something, and how much they may."""
+class CostLimit:
+    """A measure of cost, and the largest cost that a plan may have in it."""
 
     costs: Costs
     limit: float = math.inf
-    """Infinite where the measure only says which levels are spent in vain."""
-    slowness: float = 1.0
-    """What a plan costs, measured as a whole, by the sum of what its parts cost."""
+    """Infinite where the measure only decides which options dominate others."""
+    measured_ratio: float = 1.0
+    """Cost of a plan measured as a whole, divided by the sum of the costs of its parts."""
 
     @property
-    def room(self) -> float:
-        """What the units may cost together."""
-        return self.limit / self.slowness - self.costs.fixed
+    def linear_limit(self) -> float:
+        """Largest total cost of the linears."""
+        return self.limit / self.measured_ratio - self.costs.fixed
+
+
+@dataclass(frozen=True)
+class AllocationProblem:
+    """What to allocate, and by which measurements."""
+
+    config: DecoderConfig
+    divergence_alone: Callable[[str, WeightFormat], float]
+    """Measures the mean KL in nats with only the named linear quantized."""
+    stages: Sequence[PlanDivergence]
+    """Measure a plan, on increasing parts of the text; the last one on all of it."""
+    budget: Budget
+    cost_limits: Sequence[CostLimit]
+    """Limits of the costs; the first one is the budget's (see `cost_limits`)."""
+    formats: Sequence[WeightFormat]
+    """Format candidates."""
+    measured_ratio: Callable[[QuantPlan], float] | None = None
+    """Measures the cost of a plan as a whole, in the measure of the budget, divided by the sum of the costs of its
+    parts. Where it is given, the budget limits the cost so measured: it is called with plans near the chosen one, until
+    the assumed cost of that one is its measured cost."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a search chose."""
+    """A chosen quantization plan, and what was measured on the way."""
 
-    plan: Mapping[str, WeightFormat]
-    """Format by unit, for every unit of the graph."""
+    plan: QuantPlan
+    """Format of every linear of the graph."""
     divergence: float
-    """Mean KL in nats on the text it was chosen by."""
+    """Mean KL in nats on the text that the plan was chosen by."""
     costs: tuple[float, ...]
-    """In each measure, as the sum of what units cost."""
-    solos: Mapping[str, Sequence[Solo]]
-    """What each format does to each unit by itself."""
+    """Cost in each measure, as the sum over linears."""
+    sensitivities: Mapping[str, Sequence[Sensitivity]]
+    """Sensitivities of each linear, by its name."""
     history: tuple[tuple[int, float], ...]
-    """Generation and best divergence, whenever it fell."""
-    seeds: tuple[Mapping[str, WeightFormat], ...]
-    """Plans for other budgets, chosen as if divergences added up: from the cheapest to the dearest."""
-    slowness: float = 1.0
-    """What the plan costs in the leading measure, measured as a whole, by that sum; 1 where it was not measured."""
+    """Generation and best divergence, for every improvement."""
+    frontier: tuple[QuantPlan, ...]
+    """Plans for other budgets by Lagrangian relaxation, in ascending order of cost."""
+    measured_ratio: float = 1.0
+    """Measured cost of the plan as a whole divided by the sum over linears; 1 where it was not measured."""
 
 
-def measures_for(budget: Budget, config: DecoderConfig, times: Sequence[Costs] = ()) -> list[Limited]:
+def cost_limits(budget: Budget, config: DecoderConfig, times: Sequence[Costs] = ()) -> list[CostLimit]:
     """The measures of a search, that of the budget first.
 
     Args:
-        budget: what is limited.
-        config: the model's numbers.
-        times: milliseconds of passes; that of the budget's rows is among them, and first, if it limits time. No level
-            of a plan is spent in vain in those that are given.
+        budget: Budget of the plan.
+        config: The model's numbers.
+        times: Times of passes. If the budget limits the time, the first one is that of its pass. The others have no
+            limit, and keep options that are faster without being smaller.
     """
     limit = budget.limit(config)
     if budget.measure is not Measure.MILLISECONDS:
-        return [Limited(ByteCosts(), limit), *(Limited(costs) for costs in times)]
-    return [Limited(times[0], limit), Limited(ByteCosts()), *(Limited(costs) for costs in times[1:])]
+        return [CostLimit(ByteCosts(), limit), *(CostLimit(costs) for costs in times)]
+    return [CostLimit(times[0], limit), CostLimit(ByteCosts()), *(CostLimit(costs) for costs in times[1:])]
 
 
-def require_affordable(config: DecoderConfig, budget: Budget, measure: Limited, forms: Sequence[WeightFormat]) -> None:
-    """Check that some plan keeps to a budget.
+def require_feasible(
+    config: DecoderConfig, budget: Budget, cost_limit: CostLimit, formats: Sequence[WeightFormat]
+) -> None:
+    """Check that some plan is within a budget.
 
     Args:
-        config: the model's numbers.
-        budget: for the message; its limit is that of the measure.
-        measure: what is limited.
-        forms: that units may have.
+        config: The model's numbers.
+        budget: The budget, for the message.
+        cost_limit: The budget's measure and limit.
+        formats: Format candidates.
 
     Raises:
-        InputError: none does.
+        InputError: Even the cheapest plan exceeds the budget.
     """
-    costs, linears = measure.costs, list(chosen_linears(config))
-    least, most = (
-        measure.slowness
+    costs, linears = cost_limit.costs, list(planned_linears(config))
+    cheapest, dearest = (
+        cost_limit.measured_ratio
         * (
             costs.fixed
-            + sum(pick(costs.of(linear, form) for form in forms if may_have(linear, form)) for linear in linears)
+            + sum(extreme(costs.of(linear, each) for each in formats if is_allowed(linear, each)) for linear in linears)
         )
-        for pick in (min, max)
+        for extreme in (min, max)
     )
-    require_reachable(budget, config, least, most)
+    require_reachable(budget, config, cheapest, dearest)
 
 
 def allocate(
-    config: DecoderConfig,
-    solo: SoloDivergence,
-    stages: Sequence[Divergence],
-    budget: Budget,
-    measures: Sequence[Limited],
-    forms: Sequence[WeightFormat],
-    *,
-    folder: Path,
-    settings: SearchSettings,
-    progress: Progress = silent,
-    slowness: Slowness | None = None,
+    problem: AllocationProblem, folder: Path, settings: SearchSettings, progress: Progress = silent
 ) -> Allocation:
-    """Choose a format for every unit within a budget.
+    """Choose a format for every linear within a budget.
 
     Args:
-        config: the model's numbers.
-        solo: measures one unit.
-        stages: measure a plan, from little text to all of it.
-        budget: for messages; its limit is that of the first measure.
-        measures: see `measures_for`.
-        forms: that units may have.
-        folder: keeps what has been found out, so that an interrupted run goes on from there.
-        settings: how long to search.
-        progress: hears what is being done.
-        slowness: measures a plan as a whole; where it is given, the budget limits what that gives. It is asked of
-            plans near the one that is chosen, until what that one is taken to cost is what it does cost.
+        problem: What to allocate.
+        folder: Keeps all measurements, so that an interrupted run is resumed.
+        settings: Settings of the evolutionary search.
+        progress: Receives the stages.
 
     Raises:
-        InputError: no plan keeps to the budget.
-        OSError: the disk refused a write.
+        InputError: No plan is within the budget.
+        OSError: The disk refused a write.
     """
-    linears = list(chosen_linears(config))
-    costs = [measure.costs for measure in measures]
-    leading, *others = measures
-    require_affordable(config, budget, leading, forms)
-    solos = solo_divergences(linears, forms, solo, folder / SOLO_FILE, progress)
-    choices = choices_of(config, solos, costs)
-    measured = Measured(choices, stages)
+    config, budget = problem.config, problem.budget
+    leading, *others = problem.cost_limits
+    require_feasible(config, budget, leading, problem.formats)
+    file = folder / SENSITIVITY_FILE
+    linears = list(planned_linears(config))
+    sensitivities = measure_sensitivities(linears, problem.formats, problem.divergence_alone, file, progress)
+    costs = [each.costs for each in problem.cost_limits]
+    choices = linear_choices(config, sensitivities, costs)
+    divergence = CachedDivergence(choices, problem.stages)
 
-    def limits() -> list[float]:
-        return [each.room for each in (leading, *others)]
+    def knapsack() -> KnapsackProblem:
+        return KnapsackProblem(choices, tuple(each.linear_limit for each in (leading, *others)))
 
-    def mistaken(picks: Picks) -> bool:
-        """Whether a plan costs something else than was thought; from then on it is taken to cost what it does."""
+    def corrected(selection: Selection) -> bool:
+        """Measure a plan as a whole; whether its cost differs from the assumed one, which is then replaced."""
         nonlocal leading
-        if slowness is None:
+        if problem.measured_ratio is None:
             return False
-        before = leading.slowness
-        leading = replace(leading, slowness=slowness(with_embedding(config, plan_of(choices, picks))))
-        return abs(leading.slowness / before - 1) > _EXACT
+        assumed = leading.measured_ratio
+        measured = problem.measured_ratio(with_embedding(config, plan_of(choices, selection)))
+        leading = replace(leading, measured_ratio=measured)
+        return abs(measured / assumed - 1) > _TIME_TOLERANCE
 
-    start = seed_plan(choices, limits())
-    if mistaken(start):
-        require_affordable(config, budget, leading, forms)
-        start = seed_plan(choices, limits())
-    found = evolve(choices, start, limits(), measured, settings, folder / f"{budget}-{SEARCH_FILE}", progress)
-    seconds = _POLISH_SHARE * settings.seconds
-    best = polished(choices, found.picks, limits(), measured, seconds, progress)
-    picks = without_vain_levels(choices, best, measured)
+    start = lagrangian_selection(knapsack())
+    if corrected(start):
+        require_feasible(config, budget, leading, problem.formats)
+        start = lagrangian_selection(knapsack())
+    found = evolve(knapsack(), start, divergence, settings, folder / f"{budget}-{SEARCH_FILE}", progress)
+    seconds = _LOCAL_SEARCH_SHARE * settings.seconds
+    best = local_search(knapsack(), found.selection, divergence, seconds, progress)
+    selection = lower_useless_options(choices, best, divergence)
     corrections = 0
-    while mistaken(picks) and corrections < _CORRECTIONS:
+    while corrected(selection) and corrections < _MAX_CORRECTIONS:
         corrections += 1
-        best = polished(choices, lowered(choices, picks, limits()), limits(), measured, seconds, progress)
-        picks = without_vain_levels(choices, best, measured)
+        best = local_search(knapsack(), knapsack().reduced(selection), divergence, seconds, progress)
+        selection = lower_useless_options(choices, best, divergence)
     return Allocation(
-        with_embedding(config, plan_of(choices, picks)),
-        measured(picks),
-        tuple(spent + each.fixed for spent, each in zip(total_costs(choices, picks), costs, strict=True)),
-        solos,
-        (*found.history, (found.history[-1][0] + 1, measured(picks))),
-        _seeds(config, choices),
-        leading.slowness,
+        plan=with_embedding(config, plan_of(choices, selection)),
+        divergence=divergence(selection),
+        costs=tuple(spent + each.fixed for spent, each in zip(total_costs(choices, selection), costs, strict=True)),
+        sensitivities=sensitivities,
+        history=(*found.history, (found.history[-1][0] + 1, divergence(selection))),
+        frontier=_frontier(config, choices),
+        measured_ratio=leading.measured_ratio,
     )
 
 
-_SEEDS: Final = 9
-
-
-def _seeds(config: DecoderConfig, choices: Sequence[Choice]) -> tuple[Mapping[str, WeightFormat], ...]:
-    """Plans along the way from the cheapest to the dearest, by the leading measure alone."""
-    free = [math.inf] * (len(choices[0].levels[0].costs) - 1)
-    least = total_costs(choices, cheapest(choices, [1.0, *free]))[0]
-    most = sum(choice.levels[-1].costs[0] for choice in choices)
-    limits = [least * (most / least) ** (step / (_SEEDS - 1)) for step in range(_SEEDS)]
-    return tuple(with_embedding(config, plan_of(choices, seed_plan(choices, [limit, *free]))) for limit in limits)
+def _frontier(config: DecoderConfig, choices: tuple[LinearChoice, ...]) -> tuple[QuantPlan, ...]:
+    """Plans from the cheapest to the dearest, limited in the first measure alone."""
+    unlimited = (math.inf,) * (len(choices[0].options[0].costs) - 1)
+    cheapest = total_costs(choices, cheapest_selection(KnapsackProblem(choices, (1.0, *unlimited))))[0]
+    dearest = sum(choice.options[-1].costs[0] for choice in choices)
+    limits = [cheapest * (dearest / cheapest) ** (step / (_FRONTIER_PLANS - 1)) for step in range(_FRONTIER_PLANS)]
+    problems = (KnapsackProblem(choices, (limit, *unlimited)) for limit in limits)
+    return tuple(with_embedding(config, plan_of(choices, lagrangian_selection(each))) for each in problems)

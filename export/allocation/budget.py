@@ -1,4 +1,4 @@
-"""Budgets as people write them: `3.5bpw`, `300MB`, `9ms`, `20ms@4`."""
+"""Budgets as users write them: `3.5bpw`, `300MB`, `9ms`, `20ms@4`."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from typing import Final
 
 from ...errors import InputError
 from ..checkpoint.config import DecoderConfig
-from .format_candidates import weight_count
+from .plan_costs import weight_count
 
 
 class Measure(str, Enum):
-    """What a budget limits; the values are how it is written."""
+    """What a budget limits; each value is the suffix that users write."""
 
     BITS = "bpw"
-    """Bits of a weight, on average, as a pass reads them."""
+    """Mean bits per weight that a pass reads."""
     MEGABYTES = "MB"
-    """Bytes that a pass reads, in millions."""
+    """Megabytes that a pass reads."""
     MILLISECONDS = "ms"
     """Time of a pass."""
 
 
-_WRITTEN: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(bpw|mb|ms)(?:@(\d{1,3}))?\s*", re.IGNORECASE)
+_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(bpw|mb|ms)(?:@(\d{1,3}))?\s*", re.IGNORECASE)
 _MEASURES: Final = {measure.value.lower(): measure for measure in Measure}
-_HINT: Final = "write it like 3.5bpw (bits a weight), 300MB, or 9ms (a pass of one row; 20ms@4: of four rows)"
+_HINT: Final = (
+    "write 3.5bpw (bits per weight), 300MB, or 9ms (a pass over one token; 20ms@4 for a pass over four tokens)"
+)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit to what a plan may cost."""
+    """An upper limit to the cost of a quantization plan."""
 
     amount: float
     measure: Measure
-    rows: int = 1
-    """Of the pass whose time is limited."""
+    width: int = 1
+    """Number of tokens in the pass whose time is limited."""
 
     def __str__(self) -> str:
-        return f"{self.amount:g}{self.measure.value}" + (f"@{self.rows}" if self.rows != 1 else "")
+        return f"{self.amount:g}{self.measure.value}" + (f"@{self.width}" if self.width != 1 else "")
 
     def limit(self, config: DecoderConfig) -> float:
-        """The limit in the unit of its costs: bytes of that model, or milliseconds."""
+        """The limit for a model, in bytes or milliseconds."""
         match self.measure:
             case Measure.BITS:
                 return self.amount * weight_count(config) / 8
@@ -51,8 +53,8 @@ class Budget:
             case Measure.MILLISECONDS:
                 return self.amount
 
-    def shown(self, cost: float, config: DecoderConfig) -> str:
-        """A cost in this budget's measure, as it would be written."""
+    def spelled(self, cost: float, config: DecoderConfig) -> str:
+        """Write a cost, in bytes or milliseconds, as a budget of this measure."""
         match self.measure:
             case Measure.BITS:
                 return f"{cost * 8 / weight_count(config):.3f}bpw"
@@ -63,36 +65,36 @@ class Budget:
 
 
 def parse_budget(text: str) -> Budget:
-    """A budget from what a user typed.
+    """Parse a budget that a user typed.
 
     Raises:
-        InputError: it is none.
+        InputError: The text is not a budget.
     """
-    found = _WRITTEN.fullmatch(text)
+    found = _PATTERN.fullmatch(text)
     if found is None:
-        raise InputError(f"{text!r} is no budget", _HINT)
-    amount, measure, rows = float(found[1]), _MEASURES[found[2].lower()], int(found[3] or 1)
-    if not 0 < amount < math.inf or rows < 1:
-        raise InputError(f"{text!r} is no budget: it must be more than nothing", _HINT)
+        raise InputError(f"{text!r} is not a budget", _HINT)
+    amount, measure, width = float(found[1]), _MEASURES[found[2].lower()], int(found[3] or 1)
+    if not 0 < amount < math.inf or width < 1:
+        raise InputError(f"{text!r} is not a budget: it must be positive", _HINT)
     if found[3] is not None and measure is not Measure.MILLISECONDS:
-        raise InputError(f"{text!r} is no budget: only a time is that of some rows", _HINT)
-    return Budget(amount, measure, rows)
+        raise InputError(f"{text!r} is not a budget: @{width} goes with a time only", _HINT)
+    return Budget(amount, measure, width)
 
 
-def require_reachable(budget: Budget, config: DecoderConfig, least: float, most: float) -> None:
-    """Check that a plan within the budget exists.
+def require_reachable(budget: Budget, config: DecoderConfig, cheapest: float, dearest: float) -> None:
+    """Check that some plan is within a budget.
 
     Args:
-        budget: what was asked for.
-        config: the model's numbers.
-        least: what the cheapest plan costs, in the unit of `Budget.limit`.
-        most: what the best one costs.
+        budget: The budget that the user gave.
+        config: The model's numbers.
+        cheapest: Cost of the cheapest plan, in the unit of `Budget.limit`.
+        dearest: Cost of the dearest plan.
 
     Raises:
-        InputError: there is none.
+        InputError: Even the cheapest plan exceeds the budget.
     """
-    if budget.limit(config) < least:
+    if budget.limit(config) < cheapest:
         raise InputError(
-            f"no plan of this model keeps to {budget}",
-            f"budgets from {budget.shown(least, config)} to {budget.shown(most, config)} make a difference",
+            f"no quantization plan of this model is within {budget}",
+            f"give a budget from {budget.spelled(cheapest, config)} to {budget.spelled(dearest, config)}",
         )

@@ -1,6 +1,6 @@
-"""What there is to choose: for each unit the levels that are worth their cost.
+"""The choice of a format for every linear, as a multiple-choice knapsack problem.
 
-A plan in the making is a tuple with, for each unit, the number of its level (`Picks`).
+Each linear takes one of its format options. A selection is a tuple with the index of the option that each linear takes.
 """
 
 from __future__ import annotations
@@ -10,69 +10,101 @@ from dataclasses import dataclass
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from .costs import Costs
-from .format_candidates import chosen_linears
-from .sensitivity import Solo
+from .format_candidates import planned_linears
+from .plan_costs import Costs
+from .sensitivity import Sensitivity
 
-Picks = tuple[int, ...]
-"""The number of the level of each choice."""
-Divergence = Callable[[Mapping[str, WeightFormat]], float]
-"""Mean KL in nats of a plan for the chosen units."""
+Selection = tuple[int, ...]
+"""Index of the option that each linear takes."""
+PlanDivergence = Callable[[Mapping[str, WeightFormat]], float]
+"""Measures the mean KL of a quantization plan, in nats."""
 
 
 @dataclass(frozen=True)
-class Level:
-    """A format that a unit may have."""
+class FormatOption:
+    """A format that a linear may take."""
 
-    form: WeightFormat
+    weight_format: WeightFormat
     costs: tuple[float, ...]
-    """In each measure that a budget limits or that is not to be spent in vain; the first is the leading one."""
+    """Cost in each measure of the problem; the first one is the measure of the budget."""
     divergence: float
-    """Mean KL in nats with this unit alone in this format."""
+    """Mean KL in nats with only this linear quantized, in this format."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A unit and its levels, from the cheapest in the leading measure upwards."""
+class LinearChoice:
+    """A linear and its options, in ascending order of cost in the first measure."""
 
     linear: str
-    levels: tuple[Level, ...]
+    options: tuple[FormatOption, ...]
 
 
-def choices_of(
-    config: DecoderConfig,
-    solos: Mapping[str, Sequence[Solo]],
-    measures: Sequence[Costs],
-) -> tuple[Choice, ...]:
-    """The choices of a model; levels that others make pointless are left out.
+@dataclass(frozen=True)
+class KnapsackProblem:
+    """Choices whose total costs have limits."""
+
+    choices: tuple[LinearChoice, ...]
+    limits: tuple[float, ...]
+    """Largest total cost in each measure; infinite for a measure without a limit."""
+
+    def fits(self, selection: Selection) -> bool:
+        """Whether the total costs of a selection are within the limits."""
+        costs = total_costs(self.choices, selection)
+        return all(cost <= limit for cost, limit in zip(costs, self.limits, strict=True))
+
+    def reduced(self, selection: Selection) -> Selection:
+        """Lower options until the selection fits, each time the one that loses least KL per cost that it frees.
+
+        The first option of every choice must fit.
+        """
+        current = list(selection)
+        while not self.fits(tuple(current)):
+            losses = []
+            for index, number in enumerate(current):
+                if number > 0:
+                    lower, own = self.choices[index].options[number - 1], self.choices[index].options[number]
+                    freed = max(own.costs[0] - lower.costs[0], 1e-12)
+                    losses.append(((lower.divergence - own.divergence) / freed, index))
+            if not losses:
+                break
+            current[min(losses)[1]] -= 1
+        return tuple(current)
+
+
+def linear_choices(
+    config: DecoderConfig, sensitivities: Mapping[str, Sequence[Sensitivity]], measures: Sequence[Costs]
+) -> tuple[LinearChoice, ...]:
+    """The choices of a model, without options that others dominate.
 
     Args:
-        config: the model's numbers.
-        solos: what each format does to each unit by itself.
-        measures: in which levels cost something.
+        config: The model's numbers.
+        sensitivities: Sensitivities of each linear, by its name.
+        measures: Measures of cost, that of the budget first.
     """
     found = []
-    for linear in chosen_linears(config):
-        levels = [
-            Level(form, tuple(costs.of(linear, form) for costs in measures), divergence)
-            for form, divergence in solos[linear.name]
+    for linear in planned_linears(config):
+        options = [
+            FormatOption(weight_format, tuple(costs.of(linear, weight_format) for costs in measures), divergence)
+            for weight_format, divergence in sensitivities[linear.name]
         ]
-        found.append(Choice(linear.name, worthwhile(without_beaten_repairs(levels))))
+        found.append(LinearChoice(linear.name, pareto_options(without_dominated_corrections(options))))
     return tuple(found)
 
 
-def without_beaten_repairs(levels: Sequence[Level]) -> list[Level]:
-    """The levels, of those with a rank such as win at equal cost, in the leading measure.
+def without_dominated_corrections(options: Sequence[FormatOption]) -> list[FormatOption]:
+    """Remove the options with a low-rank correction that do not beat those without one at equal cost.
 
-    They have to lie below the line between any two levels without a rank. For two units that suffer alike, one of them
-    in the dearer level and one in the cheaper costs as much as both half way, and the line says what that gives.
+    An option with a correction has to lie below the line between any two options without one. Of two linears that are
+    equally sensitive, one may take the dearer option and the other the cheaper one, which costs as much as both taking
+    an option halfway between, and has the divergence that the line gives.
     """
-    plain = sorted((level.costs[0], level.divergence) for level in levels if not level.form.rank)
-    return [level for level in levels if not level.form.rank or not _beaten(level.costs[0], level.divergence, plain)]
+    plain = sorted((each.costs[0], each.divergence) for each in options if not each.weight_format.rank)
+    return [each for each in options if not each.weight_format.rank or not _dominated(each, plain)]
 
 
-def _beaten(cost: float, divergence: float, plain: Sequence[tuple[float, float]]) -> bool:
-    """Whether a level is no better than another that is no dearer, or than the line between two."""
+def _dominated(option: FormatOption, plain: Sequence[tuple[float, float]]) -> bool:
+    """Whether an option is no better than a plain one that costs at most as much, or than the line between two."""
+    cost, divergence = option.costs[0], option.divergence
     cheaper = [each for each in plain if each[0] <= cost]
     if any(known <= divergence for _, known in cheaper):
         return True
@@ -81,52 +113,33 @@ def _beaten(cost: float, divergence: float, plain: Sequence[tuple[float, float]]
     return any(one[1] + share * (other[1] - one[1]) <= divergence for one, other, share in shares)
 
 
-def worthwhile(levels: Iterable[Level]) -> tuple[Level, ...]:
-    """The levels that buy something: none costs at least as much as another in every measure without less KL."""
-    kept: list[Level] = []
-    for level in sorted(levels, key=lambda each: (each.costs, each.divergence)):
-        # One that comes earlier is never dearer in the leading measure; of equals the first one stays.
-        if not any(_covers(other, level) for other in kept):
-            kept.append(level)
+def pareto_options(options: Iterable[FormatOption]) -> tuple[FormatOption, ...]:
+    """The Pareto-optimal options: no other one costs at most as much in every measure with at most as much KL."""
+    kept: list[FormatOption] = []
+    for option in sorted(options, key=lambda each: (each.costs, each.divergence)):
+        # Sorted by cost, an earlier option is never dearer in the first measure; of equal ones the first is kept.
+        if not any(_dominates(other, option) for other in kept):
+            kept.append(option)
     return tuple(kept)
 
 
-def _covers(one: Level, other: Level) -> bool:
-    cheaper = all(ours <= theirs for ours, theirs in zip(one.costs, other.costs, strict=True))
-    return cheaper and one.divergence <= other.divergence
+def _dominates(one: FormatOption, other: FormatOption) -> bool:
+    return at_most_as_dear(one, other) and one.divergence <= other.divergence
 
 
-def total_costs(choices: Sequence[Choice], picks: Picks) -> tuple[float, ...]:
-    """What the units cost together, in each measure."""
-    each = (choice.levels[pick].costs for choice, pick in zip(choices, picks, strict=True))
+def at_most_as_dear(one: FormatOption, other: FormatOption) -> bool:
+    """Whether an option costs at most as much as another in every measure."""
+    return all(cost <= limit for cost, limit in zip(one.costs, other.costs, strict=True))
+
+
+def total_costs(choices: Sequence[LinearChoice], selection: Selection) -> tuple[float, ...]:
+    """Sum of the costs of the selected options, in each measure."""
+    each = (choice.options[number].costs for choice, number in zip(choices, selection, strict=True))
     return tuple(map(sum, zip(*each, strict=True)))
 
 
-def fits(choices: Sequence[Choice], picks: Picks, limits: Sequence[float]) -> bool:
-    """Whether a plan keeps within the limit of each measure."""
-    costs = total_costs(choices, picks)
-    return all(cost <= limit for cost, limit in zip(costs, limits, strict=True))
-
-
-def lowered(choices: Sequence[Choice], picks: Picks, limits: Sequence[float]) -> Picks:
-    """The plan with levels taken back until it fits, such as lose least for what they free of the leading measure.
-
-    `limits` leave room for the first level of every choice.
-    """
-    current = list(picks)
-    while not fits(choices, tuple(current), limits):
-        losses = []
-        for index, pick in enumerate(current):
-            if pick > 0:
-                lower, own = choices[index].levels[pick - 1], choices[index].levels[pick]
-                freed = max(own.costs[0] - lower.costs[0], 1e-12)
-                losses.append(((lower.divergence - own.divergence) / freed, index))
-        if not losses:
-            break
-        current[min(losses)[1]] -= 1
-    return tuple(current)
-
-
-def plan_of(choices: Sequence[Choice], picks: Picks) -> dict[str, WeightFormat]:
-    """Format by unit."""
-    return {choice.linear: choice.levels[pick].form for choice, pick in zip(choices, picks, strict=True)}
+def plan_of(choices: Sequence[LinearChoice], selection: Selection) -> dict[str, WeightFormat]:
+    """The selected format of each linear, by its name."""
+    return {
+        choice.linear: choice.options[number].weight_format for choice, number in zip(choices, selection, strict=True)
+    }

@@ -1,7 +1,8 @@
-"""A first plan by Lagrangian relaxation, as if the units' divergences added up (reference: Everett, 1963).
+"""A first selection by Lagrangian relaxation, as if the divergences of linears added up (Everett, 1963).
 
-For a price of the budget, each unit takes the level of least divergence plus price times cost, by itself. The price is
-found by bisection, so that the plan just fits; what is left over is spent on the levels that gain most for it.
+For a given Lagrange multiplier each linear independently takes the option with the least divergence plus multiplier
+times cost. Bisection finds the smallest multiplier whose selection fits the limits; what is left of the limits is spent
+greedily.
 """
 
 from __future__ import annotations
@@ -10,71 +11,68 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from .choices import Choice, Level, Picks, fits
+from .choices import FormatOption, KnapsackProblem, Selection
 
 _BISECTIONS: Final = 100
 
 
-def cheapest(choices: Sequence[Choice], limits: Sequence[float]) -> Picks:
-    """The plan that leaves most of every limit."""
-    return _at_price(choices, limits, math.inf)
+def cheapest_selection(problem: KnapsackProblem) -> Selection:
+    """The selection that takes the smallest share of the limits."""
+    return _at_multiplier(problem, math.inf)
 
 
-def seed_plan(choices: Sequence[Choice], limits: Sequence[float]) -> Picks:
-    """A plan within the limits with little divergence, as the sum over units has it.
-
-    Args:
-        choices: the units.
-        limits: of each measure, infinite where it has none; `cheapest` fits them.
-    """
-    dear, free = 1.0, 0.0
-    if fits(choices, _at_price(choices, limits, free), limits):
-        return _at_price(choices, limits, free)
-    while not fits(choices, _at_price(choices, limits, dear), limits):
-        free, dear = dear, 4 * dear
-        if not math.isfinite(dear):
-            return cheapest(choices, limits)
+def lagrangian_selection(problem: KnapsackProblem) -> Selection:
+    """A selection within the limits with little total divergence; `cheapest_selection` must fit."""
+    high, low = 1.0, 0.0
+    if problem.fits(_at_multiplier(problem, low)):
+        return _at_multiplier(problem, low)
+    while not problem.fits(_at_multiplier(problem, high)):
+        low, high = high, 4 * high
+        if not math.isfinite(high):
+            return cheapest_selection(problem)
     for _ in range(_BISECTIONS):
-        middle = (free + dear) / 2
-        if fits(choices, _at_price(choices, limits, middle), limits):
-            dear = middle
+        middle = (low + high) / 2
+        if problem.fits(_at_multiplier(problem, middle)):
+            high = middle
         else:
-            free = middle
-    return filled(choices, _at_price(choices, limits, dear), limits)
+            low = middle
+    return _spend_remainder(problem, _at_multiplier(problem, high))
 
 
-def filled(choices: Sequence[Choice], picks: Picks, limits: Sequence[float]) -> Picks:
-    """The plan with what is left over spent, on one level after another, that of most gain for its cost first."""
-    current = list(picks)
+def _spend_remainder(problem: KnapsackProblem, selection: Selection) -> Selection:
+    """Raise one option after another while it fits, the one with the most gain for its cost first."""
+    current = list(selection)
     while True:
-        best, gain_of_best = None, 0.0
-        for index, choice in enumerate(choices):
-            own = choice.levels[current[index]]
-            for pick, level in enumerate(choice.levels):
-                gain = own.divergence - level.divergence
-                rate = gain / max(_share(level, limits) - _share(own, limits), 1e-12)
-                if gain > 0 and rate > gain_of_best:
-                    trial = (*current[:index], pick, *current[index + 1 :])
-                    if fits(choices, trial, limits):
-                        best, gain_of_best = (index, pick), rate
+        best, best_rate = None, 0.0
+        for index, choice in enumerate(problem.choices):
+            own = choice.options[current[index]]
+            for number, option in enumerate(choice.options):
+                gain = own.divergence - option.divergence
+                rate = gain / max(_limit_share(option, problem.limits) - _limit_share(own, problem.limits), 1e-12)
+                if gain > 0 and rate > best_rate:
+                    trial = (*current[:index], number, *current[index + 1 :])
+                    if problem.fits(trial):
+                        best, best_rate = (index, number), rate
         if best is None:
             return tuple(current)
         current[best[0]] = best[1]
 
 
-def _at_price(choices: Sequence[Choice], limits: Sequence[float], price: float) -> Picks:
-    """The best level of each unit at a price of the whole budget; of equals the cheaper one."""
+def _at_multiplier(problem: KnapsackProblem, multiplier: float) -> Selection:
+    """The best option of each linear for a Lagrange multiplier of the whole budget; of equal ones the cheaper."""
 
-    def best(levels: Sequence[Level]) -> int:
-        return min(range(len(levels)), key=lambda pick: paid(levels[pick]))
+    def best(options: Sequence[FormatOption]) -> int:
+        return min(range(len(options)), key=lambda number: objective(options[number]))
 
-    def paid(level: Level) -> tuple[float, float]:
-        share = _share(level, limits)
-        return (share, level.divergence) if math.isinf(price) else (level.divergence + price * share, share)
+    def objective(option: FormatOption) -> tuple[float, float]:
+        share = _limit_share(option, problem.limits)
+        if math.isinf(multiplier):
+            return share, option.divergence
+        return option.divergence + multiplier * share, share
 
-    return tuple(best(choice.levels) for choice in choices)
+    return tuple(best(choice.options) for choice in problem.choices)
 
 
-def _share(level: Level, limits: Sequence[float]) -> float:
-    """Which part of the limits a level takes, over all measures that have one."""
-    return sum(cost / limit for cost, limit in zip(level.costs, limits, strict=True) if math.isfinite(limit))
+def _limit_share(option: FormatOption, limits: Sequence[float]) -> float:
+    """Share of the limits that an option takes, summed over all measures that have one."""
+    return sum(cost / limit for cost, limit in zip(option.costs, limits, strict=True) if math.isfinite(limit))

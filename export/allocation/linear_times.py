@@ -1,9 +1,13 @@
-"""What a pass over a model takes, unit by unit: measured once for each kind of unit and format, added up for any plan.
+"""Times of forward passes, linear by linear: measured once for each kind and format, added up for any plan.
 
-The time of a pass is that of its units, which depends on their formats, and the rest, which does not: attention, norms,
-activations, and what it takes to start the next node. The models that are measured (`timing_bundles`) have units of all
-formats side by side in one pass, so that whatever slows a pass slows all of them; and passes as a whole are timed
-without a profiler, over these models and over some of a single format, to which the sums are fitted (`pass_fit`).
+The time of a pass is that of its linears, which depends on their formats, plus an overhead that does not: attention,
+norms, activations, and the start of each node. The timed models (`timing_bundles`) have linears of all formats side by
+side, so that a disturbance slows all of them alike. Whole passes over these models, and over models of one format, are
+timed without a profiler, and the sums of linear times are fitted to them.
+
+The fit has a factor for each number of bits, since a linear takes a few percent more or less among linears of its own
+format than among others, and the overhead of a layer. It is least squares of relative errors with a ridge (Hoerl and
+Kennard, 1970) that pulls the factors towards 1 where the passes do not determine them.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+import numpy as np
+
 from ...models.cache import cache_folder
 from ...models.json_file import is_finite
 from ...models.manifest import WeightFormat
@@ -25,120 +31,125 @@ from ...models.progress import Progress, silent
 from ...runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
 from ...runtime.measure.measurement_store import MeasurementKey, MeasurementStore
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, fused_linears
+from ..checkpoint.layout import FusedLinear, QuantPlan, fused_linears
 from ..graph import inputs_outputs
-from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, LADDER
-from .pass_fit import WholePass, fit_passes
+from .format_candidates import BASE_FORMATS, EMBEDDING_LINEAR, HEAD_LINEAR
 from .timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 
-ROWS: Final = (1, 2, 4, 8)
-"""Of the passes that are measured; what lies between is interpolated."""
+WIDTHS: Final = (1, 2, 4, 8)
+"""Widths of the passes that are measured; times in between are interpolated."""
+STAGE: Final = "timing linears"
 _ROUNDS: Final = 16
-_FORMAT_VERSION: Final = 2
-_STAGE: Final = "timing units"
+_FORMAT_VERSION: Final = 3
+_RIDGE: Final = 0.1
+"""Weight of a factor's distance from 1 relative to the relative error of a pass."""
+_MIN_FACTOR, _MAX_FACTOR = 0.7, 1.4
+"""Factors beyond these come from disturbed measurements."""
 
 Times = Mapping[int, float]
-"""Milliseconds by rows of a pass."""
+"""Milliseconds by the width of a pass."""
+_Passes = Sequence[Mapping[int, PassNodeTimes]]
+"""Measured passes of each model, by their width."""
 
 
 @dataclass(frozen=True)
 class LinearTimes:
-    """Milliseconds of passes over one model, on this machine."""
+    """Times of passes over one model on this machine."""
 
     config: DecoderConfig
     linears: Mapping[tuple[str, WeightFormat], Times]
-    """By kind of unit (`kind_of`) and format; see `timed_form`."""
-    rest: Times
-    """What a pass takes besides its units."""
+    """Times of linears by their kind (`linear_kind`) and format (`timed_format`)."""
+    overhead: Times
+    """Time of a pass without its linears."""
 
-    def linear(self, linear: FusedLinear, form: WeightFormat, rows: int) -> float:
-        """Milliseconds of one unit; none for an embedding, of which a pass reads a few rows.
+    def linear(self, linear: FusedLinear, weight_format: WeightFormat, width: int) -> float:
+        """Milliseconds of one linear; 0 for an embedding, of which a pass reads a few rows.
 
         Raises:
-            KeyError: that format was not measured.
+            KeyError: The format was not measured.
         """
         if linear.name == EMBEDDING_LINEAR:
             return 0.0
-        return at_rows(self.linears[kind_of(linear.name), timed_form(form)], rows)
+        return interpolated(self.linears[linear_kind(linear.name), timed_format(weight_format)], width)
 
-    def milliseconds(self, plan: Mapping[str, WeightFormat], rows: int) -> float:
-        """Milliseconds of a pass over `rows` rows of a model with that plan, the logits of all rows included.
+    def milliseconds(self, plan: QuantPlan, width: int) -> float:
+        """Milliseconds of a pass over `width` tokens of a model with that plan, including the logits of all tokens.
 
         Raises:
-            KeyError: a format of it was not measured, or a unit is missing.
+            KeyError: A format was not measured, or a linear is missing in the plan.
         """
-        linears = sum(self.linear(linear, plan[linear.name], rows) for linear in fused_linears(self.config))
-        return at_rows(self.rest, rows) + linears
+        linears = sum(self.linear(linear, plan[linear.name], width) for linear in fused_linears(self.config))
+        return interpolated(self.overhead, width) + linears
 
-    def costs(self, rows: int) -> TimeCosts:
-        """The times of passes over `rows` rows as what plans cost."""
-        return TimeCosts(self, rows)
+    def costs(self, width: int) -> TimeCosts:
+        """Times of passes over `width` tokens as costs of plans."""
+        return TimeCosts(self, width)
 
     def scaled(self, factor: float) -> LinearTimes:
-        """All times by a factor: those of the machine when it is that much slower."""
+        """All times multiplied by a factor: those of the machine when it is slower."""
         return replace(
             self,
             linears={key: _scaled(times, factor) for key, times in self.linears.items()},
-            rest=_scaled(self.rest, factor),
+            overhead=_scaled(self.overhead, factor),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A plain object that `from_json` reads."""
+        """A JSON object that `from_json` reads."""
         linears: dict[str, dict[str, Times]] = {}
         for (kind, form), times in self.linears.items():
             linears.setdefault(kind, {})[f"{form.bits}/{form.block}" + f"/{form.rank}" * (form.rank > 0)] = times
-        return {"units": linears, "rest": self.rest}
+        return {"linears": linears, "overhead": self.overhead}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], config: DecoderConfig) -> LinearTimes:
-        """What `to_json` wrote.
+        """Read an object of `to_json`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: The object is something else.
         """
         try:
             linears = {
-                (str(kind), _read(form)): _times(times)
-                for kind, forms in data["units"].items()
-                for form, times in forms.items()
+                (str(kind), _parsed_format(text)): _parsed_times(times)
+                for kind, formats in data["linears"].items()
+                for text, times in formats.items()
             }
-            return cls(config, linears, _times(data["rest"]))
+            return cls(config, linears, _parsed_times(data["overhead"]))
         except (KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"holds no times of units: {error}") from error
+            raise ValueError(f"not times of linears: {error}") from error
 
 
 @dataclass(frozen=True)
 class TimeCosts:
-    """Milliseconds of a pass over some rows; `Costs` of plans."""
+    """Milliseconds of a pass of some width; implements `Costs`."""
 
     times: LinearTimes
-    rows: int
+    width: int
 
     @property
     def fixed(self) -> float:
-        """What a pass takes besides its units."""
-        return at_rows(self.times.rest, self.rows)
+        """Milliseconds of a pass without its linears."""
+        return interpolated(self.times.overhead, self.width)
 
-    def of(self, linear: FusedLinear, form: WeightFormat) -> float:
-        """What a unit takes."""
-        return self.times.linear(linear, form, self.rows)
+    def of(self, linear: FusedLinear, weight_format: WeightFormat) -> float:
+        """Milliseconds of a linear."""
+        return self.times.linear(linear, weight_format, self.width)
 
 
-def known_or_measured(
+def load_or_measure(
     config: DecoderConfig,
-    forms: Iterable[WeightFormat] = LADDER,
+    formats: Iterable[WeightFormat] = BASE_FORMATS,
     progress: Progress = silent,
     timer: BundleTimer | None = None,
 ) -> LinearTimes:
-    """The times of a model of that shape under the timer's conditions, from the cache or measured now.
+    """Load the times of a model's shape from the cache, or measure and store them.
 
-    Those from the cache are of the machine as it was; see `whole_passes`.
+    Times from the cache are those of the machine as it was; see `plan_selection.measured_over_predicted`.
 
     Raises:
-        BundleError, EdgeError: ONNX Runtime cannot run the models that are measured.
-        OSError: the disk refused a write.
+        BundleError, EdgeError: ONNX Runtime cannot run the timed models.
+        OSError: The disk refused a write.
     """
-    timed = tuple(dict.fromkeys(map(timed_form, forms)))
+    timed = tuple(dict.fromkeys(map(timed_format, formats)))
     timer = timer or BundleTimer()
     store = MeasurementStore("linear-times", _FORMAT_VERSION, partial(LinearTimes.from_json, config=config))
     key = MeasurementKey((replace(config, tied_head=True), timed, timer.conditions), {})
@@ -151,128 +162,162 @@ def known_or_measured(
 
 def measure(
     config: DecoderConfig,
-    forms: Sequence[WeightFormat] = LADDER,
+    formats: Sequence[WeightFormat] = BASE_FORMATS,
     progress: Progress = silent,
     rounds: int = _ROUNDS,
     timer: BundleTimer | None = None,
 ) -> LinearTimes:
-    """Measure the times of a model of that shape.
+    """Measure the times of a model's shape.
 
     Args:
-        config: the model's numbers.
-        forms: to be measured.
-        progress: hears the stage "timing units".
-        rounds: turns of the timer.
-        timer: runs and times the models that are made for it.
+        config: The model's numbers.
+        formats: Formats to measure.
+        progress: Receives the stage "timing linears".
+        rounds: Number of turns of each timed model.
+        timer: Times the models.
 
     Raises:
-        BundleError, EdgeError: ONNX Runtime cannot run them.
-        OSError: the disk refused a write.
+        BundleError, EdgeError: ONNX Runtime cannot run the timed models.
+        OSError: The disk refused a write.
     """
-    timed = tuple(dict.fromkeys(map(timed_form, forms)))
+    timed = tuple(dict.fromkeys(map(timed_format, formats)))
     mixed, uniform = timing_bundles(config, timed), uniform_bundles(config, timed)
     passes = _timed([*mixed, *uniform], timer or BundleTimer(), rounds, progress)
-    linears = _linears(config, mixed, passes[: len(mixed)])
-    return _fitted(LinearTimes(config, linears, dict.fromkeys(ROWS, 0.0)), [*mixed, *uniform], passes)
+    linears = _linear_times(config, mixed, passes[: len(mixed)])
+    return _fitted(LinearTimes(config, linears, dict.fromkeys(WIDTHS, 0.0)), [*mixed, *uniform], passes)
 
 
-def _timed(
-    bundles: Sequence[TimingBundle], timer: BundleTimer, rounds: int, progress: Progress
-) -> list[dict[int, PassNodeTimes]]:
-    """Times of models that are written for it."""
+def _timed(bundles: Sequence[TimingBundle], timer: BundleTimer, rounds: int, progress: Progress) -> _Passes:
+    """Write models and time their passes."""
     cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="units-", dir=cache_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix="linears-", dir=cache_folder()) as folder:
         paths = [Path(folder) / str(number) for number in range(len(bundles))]
         for number, (bundle, path) in enumerate(zip(bundles, paths, strict=True)):
-            progress(_STAGE, number / (2 * len(bundles)))
+            progress(STAGE, number / (2 * len(bundles)))
             bundle.write(path)
-        progress(_STAGE, 0.5)
-        passes = timer.time_nodes(paths, ROWS, rounds)
-    progress(_STAGE, 1.0)
+        progress(STAGE, 0.5)
+        passes = timer.time_nodes(paths, WIDTHS, rounds)
+    progress(STAGE, 1.0)
     return passes
 
 
-def _linears(
-    config: DecoderConfig, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassNodeTimes]]
+def _linear_times(
+    config: DecoderConfig, bundles: Sequence[TimingBundle], passes: _Passes
 ) -> dict[tuple[str, WeightFormat], Times]:
-    """Milliseconds of units by kind and format, the mean of all that there are."""
-    seen: defaultdict[tuple[str, WeightFormat], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for bundle, by_rows in zip(bundles, passes, strict=True):
-        for rows, times in by_rows.items():
-            for name, form in bundle.plan.items():
+    """Mean times of linears by kind and format."""
+    found: defaultdict[tuple[str, WeightFormat], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for bundle, by_width in zip(bundles, passes, strict=True):
+        for width, times in by_width.items():
+            for name, weight_format in bundle.plan.items():
                 if name != EMBEDDING_LINEAR:
-                    seen[kind_of(name), form][rows].append(1e3 * linear_seconds(times.nodes, name, config))
-    return {key: {rows: fmean(times) for rows, times in by_rows.items()} for key, by_rows in seen.items()}
+                    milliseconds = 1e3 * linear_seconds(times.nodes, name, config)
+                    found[linear_kind(name), weight_format][width].append(milliseconds)
+    return {key: {width: fmean(times) for width, times in by_width.items()} for key, by_width in found.items()}
 
 
-def _fitted(
-    times: LinearTimes, bundles: Sequence[TimingBundle], passes: Sequence[Mapping[int, PassNodeTimes]]
-) -> LinearTimes:
-    """Times whose sums are near to the passes, and the rest of a pass."""
-    # One layer and a head of another format are there to time the head; most of such a pass may lie in a cache.
+def _fitted(times: LinearTimes, bundles: Sequence[TimingBundle], passes: _Passes) -> LinearTimes:
+    """Fit linear times, and the overhead of a pass, to the times of whole passes."""
+    # A model of one layer is there to time its head; most of its pass may lie in a cache.
     deep = max(bundle.config.layers for bundle in bundles) > 1
     counted = [pair for pair in zip(bundles, passes, strict=True) if pair[0].config.layers > 1 or not deep]
     fits = {
-        rows: fit_passes([_whole(times, bundle, by_rows[rows].seconds, rows) for bundle, by_rows in counted])
-        for rows in times.rest
+        width: fit_passes([_whole_pass(times, bundle, by_width[width].seconds, width) for bundle, by_width in counted])
+        for width in times.overhead
     }
     linears = {
-        (kind, form): {rows: each * fits[rows].factors.get(form.bits, 1.0) for rows, each in by_rows.items()}
-        for (kind, form), by_rows in times.linears.items()
+        (kind, weight_format): {
+            width: each * fits[width].factors.get(weight_format.bits, 1.0) for width, each in by_width.items()
+        }
+        for (kind, weight_format), by_width in times.linears.items()
     }
-    return LinearTimes(times.config, linears, {rows: fit.layer * times.config.layers for rows, fit in fits.items()})
+    overhead = {width: fit.layer * times.config.layers for width, fit in fits.items()}
+    return LinearTimes(times.config, linears, overhead)
 
 
-def _whole(times: LinearTimes, bundle: TimingBundle, seconds: float, rows: int) -> WholePass:
-    """A pass, and what its units would take by themselves."""
-    linears: defaultdict[int, float] = defaultdict(float)
+@dataclass(frozen=True)
+class WholePass:
+    """A pass over a model, timed as a whole."""
+
+    layers: int
+    milliseconds: float
+    by_bits: Mapping[int, float]
+    """Sum of the milliseconds of its linears, timed one by one, by their bits."""
+
+
+@dataclass(frozen=True)
+class PassFit:
+    """Parameters fitted to whole passes."""
+
+    factors: Mapping[int, float]
+    """Time of a linear in a whole pass divided by its time alone, by its bits."""
+    layer: float
+    """Overhead of each layer in milliseconds. Profiling adds time to each linear that is subtracted here, so it may be
+    negative."""
+
+
+def fit_passes(passes: Sequence[WholePass]) -> PassFit:
+    """Fit factors and the overhead of a layer to at least one pass."""
+    bits = sorted({each for one in passes for each in one.by_bits})
+    rows = [[*(one.by_bits.get(each, 0.0) for each in bits), one.layers] for one in passes]
+    milliseconds = np.array([one.milliseconds for one in passes])
+    ridge = _RIDGE * np.eye(len(bits), len(bits) + 1)
+    system = np.vstack([np.array(rows) / milliseconds[:, None], ridge])
+    wanted = np.concatenate([np.ones(len(passes)), np.full(len(bits), _RIDGE)])
+    factors = np.clip(np.linalg.lstsq(system, wanted, rcond=None)[0][:-1], _MIN_FACTOR, _MAX_FACTOR)
+    (layer,) = np.linalg.lstsq(system[:, -1:], wanted - system[:, :-1] @ factors, rcond=None)[0]
+    return PassFit(dict(zip(bits, map(float, factors), strict=True)), float(layer))
+
+
+def _whole_pass(times: LinearTimes, bundle: TimingBundle, seconds: float, width: int) -> WholePass:
+    by_bits: defaultdict[int, float] = defaultdict(float)
     for linear in fused_linears(bundle.config):
-        linears[bundle.plan[linear.name].bits] += times.linear(linear, bundle.plan[linear.name], rows)
-    return WholePass(bundle.config.layers, 1e3 * seconds, linears)
+        weight_format = bundle.plan[linear.name]
+        by_bits[weight_format.bits] += times.linear(linear, weight_format, width)
+    return WholePass(bundle.config.layers, 1e3 * seconds, by_bits)
 
 
 def linear_seconds(nodes: Mapping[str, float], linear: str, config: DecoderConfig) -> float:
-    """Seconds of the nodes that a unit consists of: one, or several whose names begin with the unit's."""
+    """Seconds of the nodes of a linear: one node, or several whose names begin with the linear's."""
     if linear == HEAD_LINEAR:
         return nodes[inputs_outputs.LOGITS if config.logits_softcap is None else "head.product"]
     return sum(seconds for name, seconds in nodes.items() if name == linear or name.startswith(f"{linear}."))
 
 
-def kind_of(linear: str) -> str:
-    """What units of all layers have in common: qkv, o, gate_up, down; a head is a kind of its own."""
+def linear_kind(linear: str) -> str:
+    """The name of a linear without its layer: qkv, o, gate_up, down or head."""
     return linear.rsplit(".", 1)[-1]
 
 
-def timed_form(form: WeightFormat) -> WeightFormat:
-    """What of a format its time depends on: bits, blocks and rank.
+def timed_format(weight_format: WeightFormat) -> WeightFormat:
+    """The part of a format that its time depends on: bits, block size and rank.
 
-    How codes were chosen does not matter, nor what the scales are; and zero points are packed into the sums of blocks,
-    which are read in any case.
+    The method and the kind of scales do not matter; zero points are packed into the sums of blocks, which are read in
+    any case.
     """
-    return WeightFormat(form.bits, form.block, rank=form.rank)
+    return WeightFormat(weight_format.bits, weight_format.block, rank=weight_format.rank)
 
 
-def at_rows(times: Times, rows: int) -> float:
-    """Milliseconds of a pass over `rows` rows: linear between those that were measured, and beyond the last."""
+def interpolated(times: Times, width: int) -> float:
+    """Milliseconds of a pass over `width` tokens: linear between the measured widths and beyond the last."""
     known = sorted(times)
     if len(known) == 1:
         return times[known[0]]
-    upper = min(max(bisect_right(known, rows), 1), len(known) - 1)
+    upper = min(max(bisect_right(known, width), 1), len(known) - 1)
     left, right = known[upper - 1], known[upper]
-    return times[left] + (times[right] - times[left]) * (rows - left) / (right - left)
+    return times[left] + (times[right] - times[left]) * (width - left) / (right - left)
 
 
 def _scaled(times: Times, factor: float) -> Times:
-    return {rows: milliseconds * factor for rows, milliseconds in times.items()}
+    return {width: milliseconds * factor for width, milliseconds in times.items()}
 
 
-def _times(data: Mapping[str, Any]) -> Times:
-    times = {int(rows): milliseconds for rows, milliseconds in data.items()}
+def _parsed_times(data: Mapping[str, Any]) -> Times:
+    times = {int(width): milliseconds for width, milliseconds in data.items()}
     if not times or not all(map(is_finite, times.values())):
-        raise ValueError("holds times that are none")
+        raise ValueError("not times")
     return times
 
 
-def _read(text: str) -> WeightFormat:
+def _parsed_format(text: str) -> WeightFormat:
     bits, block, *rank = map(int, text.split("/"))
     return WeightFormat(bits, block, rank=sum(rank))

@@ -1,10 +1,10 @@
-"""A plan as a TOML file that people read and edit: one line for each unit.
+"""Quantization plans as TOML files that users read and edit: one line for each linear.
 
-    [units]
+    [linears]
     "layers.0.qkv" = "int4/64 k-quant"  # 0.19 MB, KL 0.0031
 
-A format is written as `inspect` shows it, bits, block and what comes beside the scales, and may be followed by the
-method that chooses the codes; without one the usual method does.
+A format is written as `edge-run inspect` shows it: bits, block size and suffixes. The quantization method may follow;
+without one the default method of the bits is used.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ...models.json_file import shown
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import fused_linears
-from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, chosen_linears, may_have, with_embedding
+from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed, planned_linears, with_embedding
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-_FORMS: Final = {
-    str(form): form
-    for form in (
+_FORMATS: Final = {
+    str(each): each
+    for each in (
         WeightFormat(32),
         *(
             WeightFormat(bits, block, zero_points=points, powers_of_two=powers, rank=rank)
@@ -41,26 +41,27 @@ _FORMS: Final = {
         ),
     )
 }
-"""What a unit of a plan may be, by how it is written."""
-_LONGEST: Final = 1 << 22
-"""Bytes of a file that can be a plan: a thousand layers take a tenth of it."""
-_NAMED_AT_MOST: Final = 3
+"""Formats that a plan may name, by their spelling."""
+_MAX_BYTES: Final = 1 << 22
+"""Largest file that is read; a plan of a thousand layers takes a tenth of it."""
+_MAX_NAMED: Final = 3
+_HINT: Final = "give a TOML file with a [linears] table"
 
 
 def write_plan(
     plan: Mapping[str, WeightFormat], notes: Mapping[str, str] | None = None, heading: Sequence[str] = ()
 ) -> str:
-    """The text of a plan's file.
+    """Write a plan as text.
 
     Args:
-        plan: format by unit.
-        notes: what to say of a unit beside its format.
-        heading: lines to begin with.
+        plan: Format of each linear, by its name.
+        notes: Comments by the name of a linear.
+        heading: Comment lines at the top.
     """
     lines = [f"# {_one_line(line)}" for line in heading]
-    lines.append("[units]")
+    lines.append("[linears]")
     width = max((len(name) for name in plan), default=0) + 2
-    values = {name: f'"{spelled(form)}"' for name, form in plan.items()}
+    values = {name: f'"{spelled(weight_format)}"' for name, weight_format in plan.items()}
     widest = max(map(len, values.values()), default=0)
     for name, value in values.items():
         note = _one_line((notes or {}).get(name, ""))
@@ -70,87 +71,87 @@ def write_plan(
 
 
 def read_plan(file: Path, config: DecoderConfig) -> dict[str, WeightFormat]:
-    """A plan for every unit of a model from its file.
+    """Read a plan for every linear of a model.
 
-    A tied embedding need not be named; if it is, its format is its head's.
+    A tied embedding may be left out; if it is given, its format must be its head's.
 
     Raises:
-        InputError: the file cannot be read or is no TOML, or does not fit the model: a unit is missing or unknown, or a
-            format is none.
+        InputError: The file cannot be read, is not TOML, or does not fit the model: a linear is missing or unknown, or
+            a format is not one.
     """
-    linears = _linears(file)
+    table = _table(file)
     known = {linear.name: linear for linear in fused_linears(config)}
-    needed = [linear.name for linear in chosen_linears(config)]
-    if strange := [name for name in linears if name not in known]:
-        raise InputError(f"{file} names {_listed(strange, 'unit')} that the model does not have", _units_hint(needed))
-    if missing := [name for name in needed if name not in linears]:
-        raise InputError(f"{file} lacks {_listed(missing, 'unit')} of the model", _units_hint(needed))
-    plan = {name: _form(file, name, value) for name, value in linears.items()}
-    for name, form in plan.items():
-        if not may_have(known[name], form):
+    needed = [linear.name for linear in planned_linears(config)]
+    if unknown := [name for name in table if name not in known]:
+        raise InputError(f"{file} names {_listed(unknown)} that the model does not have", _names_hint(needed))
+    if missing := [name for name in needed if name not in table]:
+        raise InputError(f"{file} lacks {_listed(missing)} of the model", _names_hint(needed))
+    plan = {name: _parsed(file, name, value) for name, value in table.items()}
+    for name, weight_format in plan.items():
+        if not is_allowed(known[name], weight_format):
             raise InputError(
-                f"{file} gives {name} the format {form}, which it cannot have",
-                "a rank is for the linears of layers, and no larger than they",
+                f"{file} gives {name} the format {weight_format}, which it cannot have",
+                "give a rank only to linears inside layers, and no larger than their smaller dimension",
             )
     if config.tied_head and plan.get(EMBEDDING_LINEAR, plan[HEAD_LINEAR]) != plan[HEAD_LINEAR]:
         raise InputError(
-            f"{file} stores embedding and head in two ways, and they are one matrix", "leave the embedding out"
+            f"{file} gives embedding and head two formats, but they share one matrix", "leave the embedding out"
         )
     return with_embedding(config, plan)
 
 
-def spelled(form: WeightFormat) -> str:
+def spelled(weight_format: WeightFormat) -> str:
     """A format with its method, as `read_plan` reads it."""
-    return f"{form} {form.method.value}" if form.method is not None else str(form)
+    return f"{weight_format} {weight_format.method.value}" if weight_format.method is not None else str(weight_format)
 
 
-def parse_form(text: str) -> WeightFormat | None:
-    """The format that is spelled so, or None."""
+def parse_format(text: str) -> WeightFormat | None:
+    """The format with that spelling, or None."""
     name, _, method = text.partition(" ")
-    form = _FORMS.get(name)
-    if form is None or not method.strip():
-        return form
+    weight_format = _FORMATS.get(name)
+    if weight_format is None or not method.strip():
+        return weight_format
     known = {each.value: each for each in Method}
-    if form.bits == 32 or method.strip() not in known:
+    if weight_format.bits == 32 or method.strip() not in known:
         return None
-    return replace(form, method=known[method.strip()])
+    return replace(weight_format, method=known[method.strip()])
 
 
-def _linears(file: Path) -> dict[str, object]:
+def _table(file: Path) -> dict[str, object]:
     try:
         with file.open("rb") as opened:
-            data = opened.read(_LONGEST + 1)
-        if len(data) > _LONGEST:
-            raise InputError(f"{file} is no plan: it is larger than any")
-        table = tomllib.loads(data.decode("utf-8")).get("units")
+            data = opened.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise InputError(f"{file} is not a quantization plan: it is larger than {_MAX_BYTES} bytes", _HINT)
+        table = tomllib.loads(data.decode("utf-8")).get("linears")
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror or error}", "give the file of a plan") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is no plan: {error}", "give a TOML file with a [units] table") from error
+        raise InputError(f"{file} is not a quantization plan: {error}", _HINT) from error
     if not isinstance(table, dict):
-        raise InputError(f"{file} is no plan: it has no table [units]", "give a TOML file with a [units] table")
+        raise InputError(f"{file} is not a quantization plan: it has no table [linears]", _HINT)
     return table
 
 
-def _form(file: Path, name: str, value: object) -> WeightFormat:
-    form = parse_form(value) if isinstance(value, str) else None
-    if form is None:
+def _parsed(file: Path, name: str, value: object) -> WeightFormat:
+    weight_format = parse_format(value) if isinstance(value, str) else None
+    if weight_format is None:
         raise InputError(
-            f"{file} gives {name} the format {shown(value)}, which is none",
-            'write "fp32", or "int4/64", or "int4/64 gptq": 2, 4 or 8 bits, blocks of 32, 64 or 128; of 2 bits also '
-            '"int2/64+rank32", with 16, 32 or 64',
+            f"{file} gives {name} the unknown format {shown(value)}",
+            'write "fp32", "int4/64" or "int4/64 gptq": 2, 4 or 8 bits in blocks of 32, 64 or 128; for 2 bits also '
+            '"int2/64+rank32", of rank 16, 32 or 64',
         )
-    return form
+    return weight_format
 
 
-def _units_hint(needed: Sequence[str]) -> str:
-    return f"the units are {', '.join(needed[:5])} and so on, to {needed[-1]}"
+def _names_hint(needed: Sequence[str]) -> str:
+    return f"the linears are {', '.join(needed[:5])} and so on, to {needed[-1]}"
 
 
-def _listed(names: Sequence[str], noun: str) -> str:
-    some = ", ".join(shown(name) for name in names[:_NAMED_AT_MOST])
-    more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
-    return f"the {noun}{'s' if len(names) > 1 else ''} {some}{more}"
+def _listed(names: Sequence[str]) -> str:
+    some = ", ".join(shown(name) for name in names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"the linear{'s' if len(names) > 1 else ''} {some}{more}"
 
 
 def _one_line(text: str) -> str:

@@ -1,126 +1,164 @@
-"""Formats chosen unit by unit for one model: what is measured, on how much text, and within what.
+"""Search of a quantization plan for one model: what is measured, on how much text, within which limits.
 
-Measurements take as many tokens as the model's size allows: a pass over a small model is cheap, and its text is read
-whole; of a large one a part has to do, and the search makes up for it.
+The number of tokens of a measurement follows from the size of the model: a pass over a small model is cheap, so its
+whole text is used; a large model is measured on part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Final
 
+from ...models.cache import cache_folder
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress
+from ...runtime.measure.bundle_timing import BundleTimer
 from ..bundle_content import SourceModel
+from ..calibration.calibration_text import CalibrationText
 from ..calibration.divergence import PlanEvaluator
-from ..calibration.text_split import CalibrationText
+from ..checkpoint.layout import QuantPlan, fused_linears
 from ..recipe import ExportRecipe, MixedPrecisionRequest
-from .allocate import Allocation, Limited, allocate, measures_for
+from .allocate import Allocation, AllocationProblem, allocate, cost_limits
 from .budget import Budget, Measure
-from .format_candidates import levels, weight_count
+from .evolutionary_search import SearchSettings
+from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, format_candidates
 from .linear_times import LinearTimes
+from .plan_costs import weight_count
 from .quantized_weights import QuantizedLinearStore
-from .search import SearchSettings
-from .whole_passes import slower_than_predicted
+from .timing_bundles import TimingBundle
 
-_SOLO_WORK: Final = 3e10
+_SENSITIVITY_WORK: Final = 3e10
+"""Weights times tokens of one measurement of a sensitivity: seconds on two cores."""
 _PLAN_WORK: Final = 5e11
-"""Weights times tokens of one measurement, of a unit and of a plan: seconds of two cores."""
-_FEWEST_TOKENS: Final = 256
+"""Weights times tokens of one measurement of a plan."""
+_MIN_TOKENS: Final = 256
 _STAGES: Final = (1 / 16, 1 / 4, 1.0)
 """Shares of the text on which plans are measured, one after the other."""
-_SEARCH_SECONDS: Final = 600.0
-_TIMED_ROWS: Final = (1, 4)
-"""Rows of the passes in which a level must not be spent in vain."""
+_DEFAULT_SECONDS: Final = 600.0
+_TIMED_WIDTHS: Final = (1, 4)
+"""Widths of the passes in which an option must not be dominated."""
+_ROUNDS: Final = 8
+_LOADS: Final = 3
+"""Number of times a bundle is loaded: the place of its weights in memory changes a pass by up to a tenth, and
+disturbances make it slower, never faster."""
 
 
-class Mixing:
-    """The choice for one model and one text."""
+class PlanSearch:
+    """Search of a plan for one model on one text."""
 
     def __init__(
         self,
         model: SourceModel,
         text: CalibrationText,
         recipe: ExportRecipe,
-        request: MixedPrecisionRequest,
         store: QuantizedLinearStore,
         times: LinearTimes,
         folder: Path,
     ) -> None:
-        """Nothing runs yet.
+        """Prepare a search; nothing runs yet.
 
         Args:
-            model: what is to be exported.
-            text: its calibration part is what plans are measured on.
-            recipe: says how codes are chosen.
-            request: what is asked for; it has a budget.
-            store: has the units in all formats.
-            times: of passes on this machine.
-            folder: keeps what is found out.
+            model: The model to export.
+            text: The calibration text; plans are measured on its calibration part.
+            recipe: The recipe, with mixed precision within a budget.
+            store: Quantized linears.
+            times: Times of passes on this machine.
+            folder: Keeps all measurements.
 
         Raises:
-            InputError: the model has experts.
+            InputError: The model has experts.
         """
         self._config = model.config
         self._recipe = recipe
-        self._request = request
         self.times = times
-        """As measured unit by unit; once plans have been measured as a whole, of the machine as it is."""
+        """Times as measured linear by linear; after a search in which whole passes were measured, corrected to the
+        machine's current speed."""
         self._folder = folder
-        self._evaluator = PlanEvaluator(
-            model.source, model.config, text.calibration, store.weights, folder / "calibration", model.context
-        )
+        self._evaluator = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
         self._all_tokens = sum(map(len, text.calibration))
 
-    def allocation(self, progress: Progress) -> Allocation:
+    def run(self, progress: Progress) -> Allocation:
         """Search.
 
         Raises:
-            CheckpointError: a tensor cannot be read.
-            InputError: the budget is out of reach.
-            OSError: the disk refused a write.
+            CheckpointError: A tensor cannot be read.
+            InputError: No plan is within the budget.
+            OSError: The disk refused a write.
         """
-        recipe, request = self._recipe, self._request
-        found = allocate(
+        recipe, request, budget = self._recipe, self._request, self._budget
+        timed = budget.measure is Measure.MILLISECONDS
+        widths = dict.fromkeys((budget.width, *_TIMED_WIDTHS) if timed else _TIMED_WIDTHS)
+        problem = AllocationProblem(
             self._config,
-            self._solo,
-            [partial(self._measured, share) for share in _STAGES],
-            self._budget,
-            self.measures,
-            levels([recipe.methods], request.zero_points, request.powers_of_two, request.low_rank_correction),
-            folder=self._folder,
-            settings=SearchSettings(
-                seed=0 if recipe.calibration is None else recipe.calibration.seed,
-                seconds=_SEARCH_SECONDS if request.max_seconds is None else request.max_seconds,
+            self._divergence_alone,
+            [partial(self._divergence, share) for share in _STAGES],
+            budget,
+            cost_limits(budget, self._config, [self.times.costs(width) for width in widths]),
+            format_candidates(
+                [recipe.methods], request.zero_points, request.powers_of_two, request.low_rank_correction
             ),
-            progress=progress,
-            slowness=self._slowness if self._budget.measure is Measure.MILLISECONDS else None,
+            self._measured_ratio if timed else None,
         )
-        self.times = self.times.scaled(found.slowness)
+        settings = SearchSettings(
+            seed=0 if recipe.calibration is None else recipe.calibration.seed,
+            seconds=_DEFAULT_SECONDS if request.max_seconds is None else request.max_seconds,
+        )
+        found = allocate(problem, self._folder, settings, progress)
+        self.times = self.times.scaled(found.measured_ratio)
         return found
 
-    def _slowness(self, plan: Mapping[str, WeightFormat]) -> float:
-        return slower_than_predicted(self.times, plan, [self._budget.rows])
-
     @property
-    def measures(self) -> list[Limited]:
-        """In which plans cost something, that of the budget first."""
-        rows = (self._budget.rows, *_TIMED_ROWS) if self._budget.measure is Measure.MILLISECONDS else _TIMED_ROWS
-        return measures_for(self._budget, self._config, [self.times.costs(count) for count in dict.fromkeys(rows)])
+    def _request(self) -> MixedPrecisionRequest:
+        assert self._recipe.mixed_precision is not None  # noqa: S101 -- see `__init__`
+        return self._recipe.mixed_precision
 
     @property
     def _budget(self) -> Budget:
-        assert self._request.budget is not None  # noqa: S101 -- a mix without a plan has one
+        assert self._request.budget is not None  # noqa: S101 -- see `__init__`
         return self._request.budget
 
-    def _measured(self, share: float, plan: Mapping[str, WeightFormat]) -> float:
-        tokens = int(share * min(self._tokens(_PLAN_WORK), self._all_tokens))
-        return self._evaluator.divergence(plan, max(_FEWEST_TOKENS, tokens)).mean_kl
+    def _measured_ratio(self, plan: QuantPlan) -> float:
+        return measured_over_predicted(self.times, plan, [self._budget.width])
 
-    def _solo(self, linear: str, form: WeightFormat) -> float:
-        return self._evaluator.solo(linear, form, self._tokens(_SOLO_WORK))
+    def _divergence(self, share: float, plan: QuantPlan) -> float:
+        tokens = int(share * min(self._tokens(_PLAN_WORK), self._all_tokens))
+        return self._evaluator.divergence(plan, max(_MIN_TOKENS, tokens)).mean_kl
+
+    def _divergence_alone(self, linear: str, weight_format: WeightFormat) -> float:
+        return self._evaluator.divergence_alone(linear, weight_format, self._tokens(_SENSITIVITY_WORK))
 
     def _tokens(self, work: float) -> int:
-        return max(_FEWEST_TOKENS, int(work / weight_count(self._config)))
+        return max(_MIN_TOKENS, int(work / weight_count(self._config)))
+
+
+def measured_over_predicted(times: LinearTimes, plan: QuantPlan, widths: Sequence[int]) -> float:
+    """Ratio of the measured time of whole passes to the sum of their linears' times; geometric mean over widths.
+
+    Times of linears are added up as they were measured once. A machine becomes slower when it is hot or busy, and a
+    linear's time depends a little on what runs before it. So a model of random weights with the plan is timed as a
+    whole.
+
+    Args:
+        times: Times of the plan's linears.
+        plan: Format of every linear of the graph.
+        widths: Widths of the passes.
+
+    Raises:
+        BundleError, EdgeError: ONNX Runtime cannot run the model.
+        OSError: The disk refused a write.
+    """
+    # A tied head saves writing a matrix, and takes the same time.
+    tied = replace(times.config, tied_head=True)
+    formats = {linear.name: plan[linear.name] for linear in fused_linears(tied)} | {EMBEDDING_LINEAR: plan[HEAD_LINEAR]}
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=cache_folder()) as folder:
+        path = Path(folder) / "model"
+        TimingBundle(tied, formats).write(path)
+        loads = [BundleTimer().time_passes([path], widths, _ROUNDS)[0] for _ in range(_LOADS)]
+    least = {width: min(seconds[width] for seconds in loads) for width in widths}
+    return geometric_mean(1e3 * least[width] / times.milliseconds(plan, width) for width in widths)

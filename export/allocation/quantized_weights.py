@@ -1,8 +1,8 @@
-"""Every unit in every format that a plan may give it, rounded once and kept on disk.
+"""Quantized linears on disk: every linear in every format, quantized once.
 
-A search looks at thousands of plans and a bundle is written from one of them: neither should round a matrix again. A
-folder holds a unit in a format, as the arrays that the operators take; it appears whole or not at all, so what an
-interrupted run has made is found by the next.
+A search reads thousands of plans and a bundle is written from one of them; neither should quantize a matrix again. Each
+folder of the store holds one linear in one format, as the arrays that the operators take. It appears whole or not at
+all, so an interrupted run is resumed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 
 
 class QuantizedLinearStore:
-    """The units of a source in few bits, on disk."""
+    """The linears of a model in every format that was asked for, on disk."""
 
     def __init__(
         self,
@@ -40,50 +40,51 @@ class QuantizedLinearStore:
         folder: Path,
         correction_targets: Callable[[FusedLinear], CorrectionTarget] | None = None,
     ) -> None:
-        """Open a store, with what is in it.
+        """Open a store.
 
         Args:
-            source: what rounds the units; the same whenever the folder is used.
-            config: the model's numbers.
-            folder: of the store's files; made if need be.
-            aims: what a repaired unit should compute; without it, the source's weights, and all inputs count alike.
+            source: Quantizes the linears; the same whenever the folder is used.
+            config: The model's numbers.
+            folder: Folder of the store; created if necessary.
+            correction_targets: Returns the weights and input statistics that a low-rank correction approximates;
+                without it, the source's weights, with all inputs weighted alike.
         """
         self._source = source
-        self._aims = correction_targets or self._own_weights
+        self._correction_targets = correction_targets or self._own_weights
         self._folder = folder
         self._linears = {linear.name: linear for linear in fused_linears(config)}
         self._tied = config.tied_head
 
-    def make(self, linear: FusedLinear, form: WeightFormat) -> None:
-        """Round a unit, unless that has been done.
+    def make(self, linear: FusedLinear, weight_format: WeightFormat) -> None:
+        """Quantize a linear unless the store has it.
 
         Raises:
-            CheckpointError: a tensor cannot be read.
-            OSError: the disk refused a write.
+            CheckpointError: A tensor cannot be read.
+            OSError: The disk refused a write.
         """
-        folder = self._place(linear, form)
-        if form.bits == 32 or folder.is_dir():
+        folder = self._folder_of(linear, weight_format)
+        if weight_format.bits == 32 or folder.is_dir():
             return
-        if form.rank:
-            self._make_factors(linear, form)
+        if weight_format.rank:
+            self._make_factors(linear, weight_format)
             return
         ranges = (rows for name in linear.weights for rows in self._source.row_ranges(name))
         with _blas().limit(limits=1, user_api="blas"):
-            pieces = list(in_order(lambda rows: self._source.quantized(rows, form), ranges))
+            pieces = list(in_order(lambda rows: self._source.quantized(rows, weight_format), ranges))
         with folder_written_atomically(folder, replaceable=lambda _: False) as staging:
             for field, parts in zip(QuantizedRows._fields, zip(*pieces, strict=True), strict=True):
                 if parts[0] is not None:
                     np.save(staging / f"{field}.npy", np.concatenate(parts), allow_pickle=False)
 
-    def quantized(self, linear: FusedLinear, form: WeightFormat) -> QuantizedRows:
-        """All rows of a unit in few bits, mapped from disk; rounded first if need be."""
-        self.make(linear, form)
-        folder = self._place(linear, form)
-        if form.rank:
+    def quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> QuantizedRows:
+        """All rows of a quantized linear, memory-mapped; quantized first if necessary."""
+        self.make(linear, weight_format)
+        folder = self._folder_of(linear, weight_format)
+        if weight_format.rank:
             mapped = (
                 np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in LowRankFactors._fields
             )
-            return self.quantized(linear, replace(form, rank=0))._replace(factors=LowRankFactors(*mapped))
+            return self.quantized(linear, replace(weight_format, rank=0))._replace(factors=LowRankFactors(*mapped))
         return QuantizedRows(
             np.load(folder / "packed.npy", mmap_mode="r", allow_pickle=False),
             np.load(folder / "scales.npy", mmap_mode="r", allow_pickle=False),
@@ -91,52 +92,54 @@ class QuantizedLinearStore:
             _mapped(folder / "zero_points.npy"),
         )
 
-    def weights(self, linear: FusedLinear, form: WeightFormat) -> Float32Array:
-        """A unit's matrix, float32 [N, K], rounded to a format and back."""
-        if form.bits == 32:
+    def weights(self, linear: FusedLinear, weight_format: WeightFormat) -> Float32Array:
+        """A linear's matrix, float32 [N, K], quantized and dequantized."""
+        if weight_format.bits == 32:
             return self._own_weights(linear).weights
-        return dequantized(self.quantized(linear, form), linear.columns, form)
+        return dequantized(self.quantized(linear, weight_format), linear.columns, weight_format)
 
     def view(self, plan: Mapping[str, WeightFormat]) -> StoredSource:
-        """The source with the codes of a plan's units as they lie in the store."""
+        """The source, with the codes of a plan's linears read from the store."""
         return StoredSource(self._source, {name: self._linears[name] for name in plan}, self.quantized)
 
     def remove(self) -> None:
         """Delete the store's files."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _make_factors(self, linear: FusedLinear, form: WeightFormat) -> None:
-        """What repairs the unit as it is without a rank, which shares its codes."""
-        weights, inputs = self._aims(linear)
+    def _make_factors(self, linear: FusedLinear, weight_format: WeightFormat) -> None:
+        """Compute the low-rank correction of the format without a rank, whose codes it shares."""
+        weights, inputs = self._correction_targets(linear)
         if inputs is None:
-            alike = np.ones(linear.columns, np.float32)
-            inputs = InputStatistics(alike, alike)
-        factors = correction_factors(weights - self.weights(linear, replace(form, rank=0)), inputs, form)
-        with folder_written_atomically(self._place(linear, form), replaceable=lambda _: False) as staging:
+            ones = np.ones(linear.columns, np.float32)
+            inputs = InputStatistics(ones, ones)
+        error = weights - self.weights(linear, replace(weight_format, rank=0))
+        factors = correction_factors(error, inputs, weight_format)
+        folder = self._folder_of(linear, weight_format)
+        with folder_written_atomically(folder, replaceable=lambda _: False) as staging:
             for field, values in factors._asdict().items():
                 np.save(staging / f"{field}.npy", values, allow_pickle=False)
 
     def _own_weights(self, linear: FusedLinear) -> CorrectionTarget:
         return CorrectionTarget(np.concatenate([self._source.read(name) for name in linear.weights]), None)
 
-    def _place(self, linear: FusedLinear, form: WeightFormat) -> Path:
+    def _folder_of(self, linear: FusedLinear, weight_format: WeightFormat) -> Path:
         name = HEAD_LINEAR if self._tied and linear.name == EMBEDDING_LINEAR else linear.name
-        method = "" if form.method is None else f"-{form.method.value}"
-        return self._folder / f"{name}-{str(form).replace('/', '-')}{method}"
+        method = "" if weight_format.method is None else f"-{weight_format.method.value}"
+        return self._folder / f"{name}-{str(weight_format).replace('/', '-')}{method}"
 
 
 @lru_cache(1)
 def _blas() -> ThreadpoolController:
-    """The library of matrix products.
+    """Controls the threads of the BLAS library.
 
-    Pieces are worked on side by side, and its own threads would wait for each other, spinning: an export by GPTQ took
-    twice as long on a machine with other work.
+    Pieces are quantized on several threads, whose BLAS threads would wait for each other, spinning: an export by GPTQ
+    took twice as long on a busy machine.
     """
     return ThreadpoolController()
 
 
 class StoredSource(ModelSourceWrapper):
-    """A source whose units are rounded already."""
+    """A model source whose linears are read from a store, already quantized."""
 
     def __init__(
         self,
@@ -146,21 +149,21 @@ class StoredSource(ModelSourceWrapper):
     ) -> None:
         super().__init__(source)
         self._stored = stored
-        self._places: dict[str, tuple[FusedLinear, int]] = {}
-        """By a matrix's name the unit it belongs to and its first row there."""
+        self._offsets: dict[str, tuple[FusedLinear, int]] = {}
+        """The linear that a matrix belongs to and the matrix's first row in it, by the matrix's name."""
         for linear in linears.values():
             first = 0
             for name, rows in zip(linear.weights, linear.rows, strict=True):
-                self._places[name] = linear, first
+                self._offsets[name] = linear, first
                 first += rows
 
-    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
-        """Some rows of a matrix in few bits, from the store."""
-        if rows.name not in self._places:
-            return self._source.quantized(rows, form)
-        linear, first = self._places[rows.name]
+    def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
+        """Quantized rows of a matrix, from the store."""
+        if rows.name not in self._offsets:
+            return self._source.quantized(rows, weight_format)
+        linear, first = self._offsets[rows.name]
         part = slice(first + rows.start, first + rows.stop)
-        packed, scales, offsets, points, factors = self._stored(linear, form)
+        packed, scales, offsets, points, factors = self._stored(linear, weight_format)
         return QuantizedRows(
             packed[part],
             scales[part],

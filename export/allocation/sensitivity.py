@@ -1,4 +1,4 @@
-"""How much each unit suffers from each format, by itself: the mean KL with all else in float."""
+"""Sensitivities: the mean KL of one linear quantized alone, for every format."""
 
 from __future__ import annotations
 
@@ -12,59 +12,62 @@ from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress, silent
 from ..checkpoint.layout import FusedLinear
-from .format_candidates import may_have
+from .format_candidates import is_allowed
 from .plan_file import spelled
 
-STAGE: Final = "measuring units"
+STAGE: Final = "measuring sensitivities"
 
 
-class Solo(NamedTuple):
-    """What a format does to a unit by itself."""
+class Sensitivity(NamedTuple):
+    """KL of one linear quantized alone, in one format."""
 
-    form: WeightFormat
+    weight_format: WeightFormat
     divergence: float
-    """Mean KL in nats with all else in float."""
+    """Mean KL in nats with every other linear in float32."""
 
 
-def solo_divergences(
+def measure_sensitivities(
     linears: Sequence[FusedLinear],
-    forms: Sequence[WeightFormat],
-    solo: Callable[[str, WeightFormat], float],
+    formats: Sequence[WeightFormat],
+    divergence_alone: Callable[[str, WeightFormat], float],
     file: Path,
     progress: Progress = silent,
-) -> dict[str, tuple[Solo, ...]]:
-    """Mean KL by unit, for every format; what the file knows is not measured again.
+) -> dict[str, tuple[Sensitivity, ...]]:
+    """Measure every linear in every format that it may take; what the file holds is not measured again.
 
     Args:
-        units: to be measured.
-        forms: to be tried on each that may have them.
-        solo: the measurement, mean KL in nats with only that unit rounded.
-        file: keeps every value as soon as it is known; of this model, this text and these methods alone.
-        progress: hears stage "measuring units".
+        linears: Linears to measure.
+        formats: Formats to measure each in.
+        divergence_alone: Measures the mean KL in nats with only the named linear quantized.
+        file: Keeps every value as soon as it is known; a file of this model, text and set of methods alone.
+        progress: Receives the stage "measuring sensitivities".
+
+    Returns:
+        The sensitivities of each linear, by its name.
 
     Raises:
-        OSError: the disk refused a write.
+        OSError: The disk refused a write.
     """
-    known = _read(file)
-    tried = {linear.name: [form for form in forms if may_have(linear, form)] for linear in linears}
-    total = sum(map(len, tried.values()))
+    known = _stored(file)
+    allowed = {linear.name: [each for each in formats if is_allowed(linear, each)] for linear in linears}
+    total = sum(map(len, allowed.values()))
     done = 0
 
-    def measured(linear: str, form: WeightFormat) -> Solo:
+    def measured(linear: str, weight_format: WeightFormat) -> Sensitivity:
         nonlocal done
-        key = f"{linear} {spelled(form)}"
+        key = f"{linear} {spelled(weight_format)}"
         if key not in known:
-            known[key] = solo(linear, form)
+            known[key] = divergence_alone(linear, weight_format)
             write_atomically(file, json.dumps(known, indent=0).encode())
         done += 1
         progress(STAGE, done / total)
-        return Solo(form, known[key])
+        return Sensitivity(weight_format, known[key])
 
-    return {linear: tuple(measured(linear, form) for form in of_unit) for linear, of_unit in tried.items()}
+    return {linear: tuple(measured(linear, each) for each in its_formats) for linear, its_formats in allowed.items()}
 
 
-def _read(file: Path) -> dict[str, float]:
-    """What an earlier run has measured; nothing where its file is damaged."""
+def _stored(file: Path) -> dict[str, float]:
+    """Values of an earlier run; none where the file is missing or damaged."""
     try:
         values: Mapping[str, object] = parse_json_object(file.read_bytes())
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Models of random weights, of the shape of a model whose units are to be timed.
+"""Models of random weights whose linears are timed in place of a model's own.
 
-Between them, each of a layer's units and the head have every format; and as many layers as there are, or as make a
-model too large for any cache, come one after the other, so that weights come from where they will come from in use.
-What a pass takes does not depend on the weights' values. Some models more have a single format.
+Together the models have each linear of a layer and the head in every format. They have all layers of the model, or
+enough of them not to fit into any cache, so that weights come from memory as they do in use. The time of a pass does
+not depend on the weights' values. A few further models have a single format.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from ...models.bundle import GRAPH_NAME, WEIGHTS_NAME, digest_file, remember_ver
 from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
 from ..bundle_writer import PRODUCER, architecture_of
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import expected_tensors, fused_linears, layer_layout
+from ..checkpoint.layout import QuantPlan, expected_tensors, fused_linears, layer_layout
 from ..checkpoint.source import Float32Array, LowRankFactors, QuantizedRows, RowRange, UInt8Array
 from ..graph.decoder import build_graph
 from ..graph.initializers import Initializers
 from ..graph.weight_file import WeightFile
 from ..quantization.codes import blocks_of, factor_format
-from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, may_have
+from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed
 
 _CONTEXT: Final = 1024
-_SMALL: Final = 64_000_000
-"""Weights of all layers up to which the other models have all layers, too: they may lie in a cache, all or in part."""
-_LARGE: Final = 2_000_000_000
-"""Weights of all layers beyond which even the first model does not have all of them."""
-_UNIFORM: Final = 600_000_000
-"""Weights of all layers beyond which a model of a single format does not have all of them."""
-_PIECE: Final = 1 << 20
+_SMALL_MODEL: Final = 64_000_000
+"""Number of layer weights up to which every model has all layers: such weights may partly lie in a cache."""
+_LARGE_MODEL: Final = 2_000_000_000
+"""Number of layer weights beyond which even the first model has fewer layers."""
+_LARGE_UNIFORM_MODEL: Final = 600_000_000
+"""Number of layer weights beyond which a model of a single format has fewer layers."""
+_CHUNK_WEIGHTS: Final = 1 << 20
 _MAGNITUDE: Final = np.float32(0.02)
 
 
 @dataclass(frozen=True)
 class TimingBundle:
-    """One of the models: its numbers, and the formats of its units."""
+    """One of the models: its numbers, and the formats of its linears."""
 
     config: DecoderConfig
-    plan: Mapping[str, WeightFormat]
+    plan: QuantPlan
 
     def write(self, folder: Path) -> None:
-        """Write its bundle, without a tokenizer, into a folder that is made for it.
+        """Write its bundle, without a tokenizer, into a new folder.
 
         Raises:
-            OSError: the disk refused a write.
+            OSError: The disk refused a write.
         """
         folder.mkdir(parents=True)
         config, context = self.config, min(_CONTEXT, self.config.default_positions)
@@ -58,11 +58,11 @@ class TimingBundle:
             (folder / GRAPH_NAME).write_bytes(build_graph(config, context, self.plan, weights).SerializeToString())
             files: dict[str, FileDigest] = {WEIGHTS_NAME: data.digest()}
         files[GRAPH_NAME] = digest_file(folder / GRAPH_NAME)
+        weight_count = sum(linear.weight_count for linear in fused_linears(config))
         manifest = Manifest(
             architecture=architecture_of(config, context),
             weights=self.plan,
-            bits_per_weight=sum(weights.linear_bits.values())
-            / sum(linear.weight_count for linear in fused_linears(config)),
+            bits_per_weight=sum(weights.linear_bits.values()) / weight_count,
             files=files,
             producer=PRODUCER,
         )
@@ -70,39 +70,43 @@ class TimingBundle:
         remember_verified(folder / WEIGHTS_NAME, files[WEIGHTS_NAME])
 
 
-def timing_bundles(config: DecoderConfig, forms: Sequence[WeightFormat]) -> list[TimingBundle]:
-    """As many models as there are formats. The first has all layers, unless that is too much."""
-    body = sum(linear.weight_count for index in range(config.layers) for linear in layer_layout(config, index).linears)
-    most = max(len(forms), int(_LARGE * config.layers / body))
-    others = config.layers if body <= _SMALL else 1
-    depths = [min(config.layers, most)] + [others] * (len(forms) - 1)
-    return [_bundle(config, layers, forms, turn) for turn, layers in enumerate(depths)]
+def timing_bundles(config: DecoderConfig, formats: Sequence[WeightFormat]) -> list[TimingBundle]:
+    """As many models as there are formats; the first one has all layers unless they are too large."""
+    body = _layer_weights(config)
+    max_layers = max(len(formats), int(_LARGE_MODEL * config.layers / body))
+    other_layers = config.layers if body <= _SMALL_MODEL else 1
+    depths = [min(config.layers, max_layers)] + [other_layers] * (len(formats) - 1)
+    return [_bundle(config, layers, formats, first) for first, layers in enumerate(depths)]
 
 
-def uniform_bundles(config: DecoderConfig, forms: Sequence[WeightFormat]) -> list[TimingBundle]:
-    """For every number of bits among the formats a model in that one with the largest blocks."""
+def uniform_bundles(config: DecoderConfig, formats: Sequence[WeightFormat]) -> list[TimingBundle]:
+    """For every number of bits a model of one format, the one with the largest blocks."""
     largest: dict[int, WeightFormat] = {}
-    for form in forms:
-        known = largest.get(form.bits)
-        if not form.rank and (known is None or known.block < form.block):
-            largest[form.bits] = form
-    body = sum(linear.weight_count for index in range(config.layers) for linear in layer_layout(config, index).linears)
-    layers = min(config.layers, max(2, int(_UNIFORM * config.layers / body)))
-    return [_bundle(config, layers, [form], 0) for _, form in sorted(largest.items())]
+    for each in formats:
+        known = largest.get(each.bits)
+        if not each.rank and (known is None or known.block < each.block):
+            largest[each.bits] = each
+    layers = min(config.layers, max(2, int(_LARGE_UNIFORM_MODEL * config.layers / _layer_weights(config))))
+    return [_bundle(config, layers, [each], 0) for _, each in sorted(largest.items())]
 
 
-def _bundle(config: DecoderConfig, layers: int, forms: Sequence[WeightFormat], turn: int) -> TimingBundle:
-    """A model of the first layers, whose formats begin with the one at `turn`.
+def _layer_weights(config: DecoderConfig) -> int:
+    layers = (layer_layout(config, index) for index in range(config.layers))
+    return sum(linear.weight_count for layer in layers for linear in layer.linears)
 
-    The head is tied, whatever the model's is: there is one matrix less to write, and a pass takes the same.
+
+def _bundle(config: DecoderConfig, layers: int, formats: Sequence[WeightFormat], first: int) -> TimingBundle:
+    """A model of the first layers, whose formats rotate from the one at index `first`.
+
+    The head is tied, whatever the model's is: that saves writing a matrix and takes the same time.
     """
     short = replace(config, layers=layers, attention=config.attention[:layers], tied_head=True)
-    outer = replace(forms[turn], rank=0)
+    outer = replace(formats[first], rank=0)
     plan = {EMBEDDING_LINEAR: outer, HEAD_LINEAR: outer}
     for index in range(layers):
         for place, linear in enumerate(layer_layout(short, index).linears):
-            form = forms[(index + place + turn) % len(forms)]
-            plan[linear.name] = form if may_have(linear, form) else replace(form, rank=0)
+            weight_format = formats[(index + place + first) % len(formats)]
+            plan[linear.name] = weight_format if is_allowed(linear, weight_format) else replace(weight_format, rank=0)
     return TimingBundle(short, plan)
 
 
@@ -112,7 +116,7 @@ class _RandomSource:
     def __init__(self, config: DecoderConfig, folder: Path) -> None:
         self._folder = folder
         self._shapes: Mapping[str, tuple[int, ...]] = dict(expected_tensors(config))
-        self._numbers = np.random.default_rng(0)
+        self._generator = np.random.default_rng(0)
 
     @property
     def folder(self) -> Path:
@@ -133,7 +137,7 @@ class _RandomSource:
 
     def row_ranges(self, name: str) -> Iterator[RowRange]:
         rows, columns = self._shapes[name]
-        step = max(1, _PIECE // columns)
+        step = max(1, _CHUNK_WEIGHTS // columns)
         for start in range(0, rows, step):
             yield RowRange(name, start, min(start + step, rows))
 
@@ -141,29 +145,32 @@ class _RandomSource:
         for rows in self.row_ranges(name):
             yield self.read_rows(rows)
 
-    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
+    def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         count, columns = rows.stop - rows.start, self._shapes[rows.name][1]
-        # A generator for each piece: they are made on several threads, and no two may be alike, or ONNX Runtime packs
-        # equal matrices once and reads them from a cache.
-        random = np.random.default_rng((crc32(rows.name.encode()), rows.start))
+        # Each part has its own generator: they are made on several threads, and must differ, since ONNX Runtime packs
+        # equal matrices once and would read them from a cache.
+        generator = np.random.default_rng((crc32(rows.name.encode()), rows.start))
         factors = None
-        if form.rank:
-            stored = factor_format(form)
+        if weight_format.rank:
+            stored = factor_format(weight_format)
             factors = LowRankFactors(
-                *_codes(random, form.rank, columns, stored), *_codes(random, count, form.rank, stored)
+                *_random_codes(generator, weight_format.rank, columns, stored),
+                *_random_codes(generator, count, weight_format.rank, stored),
             )
-        return QuantizedRows(*_codes(random, count, columns, form), factors=factors)
+        return QuantizedRows(*_random_codes(generator, count, columns, weight_format), factors=factors)
 
     def stored_format(self, name: str) -> WeightFormat:
-        raise ValueError(f"{name} has the format that is asked for")
+        raise ValueError(f"the format of {name} must be given")
 
     def _normal(self, shape: tuple[int, ...]) -> Float32Array:
-        numbers: Float32Array = self._numbers.standard_normal(shape, np.float32) * _MAGNITUDE
-        return numbers
+        values: Float32Array = self._generator.standard_normal(shape, np.float32) * _MAGNITUDE
+        return values
 
 
-def _codes(random: np.random.Generator, rows: int, columns: int, form: WeightFormat) -> tuple[UInt8Array, Float32Array]:
-    """Codes and scales of a matrix."""
-    shape = rows, blocks_of(columns, form)
-    packed = random.integers(0, 256, (*shape, form.block * form.bits // 8), np.uint8)
-    return packed, np.full(shape, _MAGNITUDE / (1 << form.bits - 1), np.float32)
+def _random_codes(
+    generator: np.random.Generator, rows: int, columns: int, weight_format: WeightFormat
+) -> tuple[UInt8Array, Float32Array]:
+    """Random codes and constant scales of a matrix."""
+    shape = rows, blocks_of(columns, weight_format)
+    codes = generator.integers(0, 256, (*shape, weight_format.block * weight_format.bits // 8), np.uint8)
+    return codes, np.full(shape, _MAGNITUDE / (1 << weight_format.bits - 1), np.float32)

@@ -1,1 +1,1 @@
-"""What a model does with text: inputs of its linears, and how far few bits move its answers."""
+"""Text statistics of a model: inputs of its linears, and the divergence that quantization causes."""

@@ -1,11 +1,11 @@
-"""AWQ's scaling (Lin et al., 2023): columns of weights that meet large inputs are scaled up before they are rounded.
+"""AWQ scaling (Lin et al., 2023): weight columns with large inputs are scaled up before quantization.
 
-The inputs are scaled down by the same factors where they come from: in the norm before a unit, in the value heads
-before the output projection, in `up` before `down`. In exact arithmetic the model stays what it was, and no graph has
-anything more to do. Factors are mean |x_j| ** a, those of one unit about 1; `a` is searched for unit by unit, by the
-error of the output after rounding.
+The inputs are divided by the same factors where they are computed: in the norm before a linear, in the value heads
+before the output projection, in `up` before `down`. In exact arithmetic the model is unchanged, and the graph has no
+further nodes. The factors are mean |x_j| ** a, centred at 1 for each linear; `a` is chosen for each linear by the
+output error after quantization.
 
-What the original does besides, shrinking the range of each block, is left to the search of k-quant.
+The original also clips the range of each block; here the scale search of k-quant does that.
 """
 
 from __future__ import annotations
@@ -27,87 +27,88 @@ from ..quantization.input_statistics import InputStatistics
 from ..quantization.methods import QUANTIZERS
 from .calibrated_source import Statistics
 
-_POWERS: Final = tuple(step / 10 for step in range(1, 10))
-"""The tried `a`; 0 leaves the unit alone."""
-_WORTH: Final = 0.98
-"""Share of the error that may be left: less of a gain than that does not outlast another text."""
-_ROWS: Final = 256
-"""Rows of a unit by which the error is told, evenly spread."""
-_NEGLIGIBLE: Final = 1e-4
-"""Inputs smaller than this share of the mean count as large as this."""
+STAGE: Final = "AWQ scaling"
+_EXPONENTS: Final = tuple(step / 10 for step in range(1, 10))
+"""Candidates of `a`; 0 leaves the linear as it is."""
+_MAX_ERROR_RATIO: Final = 0.98
+"""Largest error after scaling relative to the error before: a smaller gain would not hold on other text."""
+_SAMPLED_ROWS: Final = 256
+"""Number of rows of a linear on which the error is measured, evenly spaced."""
+_MIN_MAGNITUDE: Final = 1e-4
+"""Lower bound of input magnitudes, relative to their mean."""
 
 
 @dataclass(frozen=True)
 class AwqScales:
-    """By what a model's tensors are to be multiplied; what is not named stays as it is."""
+    """Factors of a model's tensors; tensors that are not named stay as they are."""
 
     columns: dict[str, Float32Array] = field(default_factory=dict)
     """Factors of a matrix's columns [K], by its name."""
     rows: dict[str, Float32Array] = field(default_factory=dict)
     """Factors of a matrix's rows or of a bias [N], by its name."""
     norms: dict[str, Float32Array] = field(default_factory=dict)
-    """Factors of what a norm scales by, by the name of its weights."""
+    """Factors of a norm's weights, by their name."""
     inputs: dict[str, Float32Array] = field(default_factory=dict)
-    """Factors of a unit's inputs [K], by the unit's name."""
+    """Factors of a linear's inputs [K], by the linear's name."""
 
 
 class AwqSource(ModelSourceWrapper):
-    """Reads like a model multiplied by `AwqScales`."""
+    """Wraps a source, and multiplies its tensors by AWQ scales."""
 
-    def __init__(self, source: ModelSource, config: DecoderConfig, folds: AwqScales) -> None:
+    def __init__(self, source: ModelSource, config: DecoderConfig, scales: AwqScales) -> None:
         super().__init__(source)
-        self._plus = np.float32(config.traits.norms_add_one)
-        self.folds: Final = folds
+        self._norm_offset = np.float32(config.traits.norms_add_one)
+        self.scales: Final = scales
 
     def read(self, name: str) -> Float32Array:
         """See `ModelSource.read`."""
         value = self._source.read(name)
         if value.ndim == 2:
-            return self._multiplied(value, RowRange(name, 0, len(value)))
-        if name in self.folds.norms:
-            scaled: Float32Array = (value + self._plus) * self.folds.norms[name] - self._plus
+            return self._scaled(value, RowRange(name, 0, len(value)))
+        if name in self.scales.norms:
+            scaled: Float32Array = (value + self._norm_offset) * self.scales.norms[name] - self._norm_offset
             return scaled
-        return value * self.folds.rows[name] if name in self.folds.rows else value
+        return value * self.scales.rows[name] if name in self.scales.rows else value
 
     def read_rows(self, rows: RowRange) -> Float32Array:
         """See `ModelSource.read_rows`."""
-        return self._multiplied(self._source.read_rows(rows), rows)
+        return self._scaled(self._source.read_rows(rows), rows)
 
     def chunks(self, name: str) -> Iterator[Float32Array]:
         """See `ModelSource.chunks`."""
         return in_order(self.read_rows, self.row_ranges(name))
 
-    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
-        """Some rows of a matrix in few bits, by the method that the format names."""
-        return QUANTIZERS[form.method or Method.RTN](self.read_rows(rows), form)
+    def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
+        """Quantize scaled rows of a matrix by the method of the format."""
+        return QUANTIZERS[weight_format.method or Method.RTN](self.read_rows(rows), weight_format)
 
-    def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- what is multiplied has no codes of its own
+    def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- scaled weights have no codes of their own
         """Float32."""
         return WeightFormat(32)
 
-    def _multiplied(self, weights: Float32Array, rows: RowRange) -> Float32Array:
-        if rows.name in self.folds.columns:
-            weights = weights * self.folds.columns[rows.name]
-        if rows.name in self.folds.rows:
-            weights = weights * self.folds.rows[rows.name][rows.start : rows.stop, None]
+    def _scaled(self, weights: Float32Array, rows: RowRange) -> Float32Array:
+        if rows.name in self.scales.columns:
+            weights = weights * self.scales.columns[rows.name]
+        if rows.name in self.scales.rows:
+            weights = weights * self.scales.rows[rows.name][rows.start : rows.stop, None]
         return weights
 
 
 class AwqStatistics:
-    """The statistics of a model multiplied by `AwqScales`."""
+    """Input statistics of a model with AWQ scaling."""
 
-    def __init__(self, statistics: Statistics, folds: AwqScales) -> None:
+    def __init__(self, statistics: Statistics, scales: AwqScales) -> None:
         self._statistics = statistics
-        self._folds = folds
+        self._scales = scales
 
     def of(self, linear: str) -> InputStatistics | None:
         """See `Statistics.of`."""
-        known, factors = self._statistics.of(linear), self._folds.inputs.get(linear)
+        known, factors = self._statistics.of(linear), self._scales.inputs.get(linear)
         return known if known is None or factors is None else scaled_inputs(known, factors)
 
 
 def scaled_inputs(inputs: InputStatistics, factors: Float32Array) -> InputStatistics:
-    """What is known of inputs once they are multiplied by factors [K]."""
+    """Statistics of inputs multiplied by factors [K]."""
     moments = inputs.second_moment
     return InputStatistics(
         inputs.mean_square * factors**2,
@@ -117,93 +118,96 @@ def scaled_inputs(inputs: InputStatistics, factors: Float32Array) -> InputStatis
     )
 
 
-def fold(
-    source: ModelSource, config: DecoderConfig, statistics: Statistics, form: WeightFormat, progress: Progress
+def apply_awq(
+    source: ModelSource, config: DecoderConfig, statistics: Statistics, weight_format: WeightFormat, progress: Progress
 ) -> tuple[AwqSource, AwqStatistics]:
-    """Find factors for every unit whose inputs can be scaled where they come from, and apply them.
+    """Find and apply AWQ scales for every linear whose inputs can be scaled where they are computed.
 
     Args:
-        source: the model's tensors.
-        config: its numbers; without experts.
-        statistics: of its units' inputs.
-        form: the format by whose errors factors are chosen, with the method that will round (of GPTQ, k-quant's error
-            is taken, which needs no factor of each trial's moments).
-        progress: hears the stage "folding".
+        source: The model's tensors.
+        config: The model's numbers; a model without experts.
+        statistics: Statistics of the linears' inputs.
+        weight_format: Format and method by whose errors the scales are chosen. For GPTQ the error of k-quant is used,
+            which needs no factorization of the moments for each candidate.
+        progress: Receives the stage "AWQ scaling".
 
     Returns:
-        The model so multiplied, and the statistics of its inputs.
+        The scaled model, and the statistics of its inputs.
 
     Raises:
-        CheckpointError: a tensor cannot be read.
+        CheckpointError: A tensor cannot be read.
     """
-    places = list(_places(config))
+    candidates = list(_scalable_linears(config))
     found: dict[str, Float32Array] = {}
 
-    def search(place: _Place) -> Float32Array | None:
-        known = statistics.of(place.linear.name)
-        return None if known is None else _factors(_some_rows(source, place.linear), known, form, place.sharing)
+    def search(candidate: _ScalableLinear) -> Float32Array | None:
+        linear, known = candidate.linear, statistics.of(candidate.linear.name)
+        if known is None:
+            return None
+        return _best_scales(_sampled_rows(source, linear), known, weight_format, candidate.shared)
 
-    for number, (place, factors) in enumerate(zip(places, in_order(search, places), strict=True)):
-        progress("folding", number / len(places))
+    for number, (candidate, factors) in enumerate(zip(candidates, in_order(search, candidates), strict=True)):
+        progress(STAGE, number / len(candidates))
         if factors is not None:
-            found[place.linear.name] = factors
-    progress("folding", 1.0)
-    folds = AwqScales()
-    for place in places:
-        if place.linear.name in found:
-            place.enter(folds, found[place.linear.name])
-    return AwqSource(source, config, folds), AwqStatistics(statistics, folds)
+            found[candidate.linear.name] = factors
+    progress(STAGE, 1.0)
+    scales = AwqScales()
+    for candidate in candidates:
+        if candidate.linear.name in found:
+            candidate.enter(scales, found[candidate.linear.name])
+    return AwqSource(source, config, scales), AwqStatistics(statistics, scales)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A unit whose inputs come from somewhere that can take a factor for each."""
+class _ScalableLinear:
+    """A linear whose inputs can be divided by factors where they are computed."""
 
     linear: FusedLinear
     norm: Norm | None = None
-    """The norm before it."""
-    before: FusedLinear | None = None
-    """Or the linear whose outputs its inputs are multiples of."""
-    at: int = 0
-    """Where in that linear's rows they begin."""
-    sharing: tuple[int, int] = (1, 1)
-    """Inputs that have one factor: so many heads side by side, of so many channels each."""
+    """The norm that computes the inputs."""
+    producer: FusedLinear | None = None
+    """The linear that computes the inputs, up to factors."""
+    first_row: int = 0
+    """First row of the producer that computes inputs."""
+    shared: tuple[int, int] = (1, 1)
+    """Inputs that share factors: number of heads side by side, and of channels of each."""
 
-    def enter(self, folds: AwqScales, factors: Float32Array) -> None:
-        """Multiply the unit's columns by factors [K], and divide what its inputs come from."""
+    def enter(self, scales: AwqScales, factors: Float32Array) -> None:
+        """Multiply the linear's columns by factors [K], and divide what computes its inputs."""
         inverse = np.reciprocal(factors)
-        folds.inputs[self.linear.name] = inverse
-        folds.columns.update(dict.fromkeys(self.linear.weights, factors))
+        scales.inputs[self.linear.name] = inverse
+        scales.columns.update(dict.fromkeys(self.linear.weights, factors))
         if self.norm is not None:
-            folds.norms[self.norm.weight] = inverse
-        if self.before is not None:
-            folds.rows.update(_by_tensor(self.before, self.at, inverse.reshape(-1, *self.sharing)[:, 0].reshape(-1)))
+            scales.norms[self.norm.weight] = inverse
+        if self.producer is not None:
+            outputs = inverse.reshape(-1, *self.shared)[:, 0].reshape(-1)
+            scales.rows.update(_by_tensor(self.producer, self.first_row, outputs))
 
 
-def _places(config: DecoderConfig) -> Iterator[_Place]:
+def _scalable_linears(config: DecoderConfig) -> Iterator[_ScalableLinear]:
     for index in range(config.layers):
-        yield from _places_of(layer_layout(config, index), config)
+        yield from _scalable_in_layer(layer_layout(config, index), config)
     if not config.tied_head:
-        yield _Place(head_layout(config), norm=final_norm(config))
+        yield _ScalableLinear(head_layout(config), norm=final_norm(config))
 
 
-def _places_of(layer: Layer, config: DecoderConfig) -> Iterator[_Place]:
+def _scalable_in_layer(layer: Layer, config: DecoderConfig) -> Iterator[_ScalableLinear]:
     if layer.before_attention is not None:
-        yield _Place(layer.qkv, norm=layer.before_attention)
-    # What a value head gives goes to the query heads of its group.
-    yield _Place(
+        yield _ScalableLinear(layer.qkv, norm=layer.before_attention)
+    # A value head serves all query heads of its group.
+    yield _ScalableLinear(
         layer.output,
-        before=layer.qkv,
-        at=config.query_width + config.kv_width,
-        sharing=(config.heads // config.kv_heads, config.head_dim),
+        producer=layer.qkv,
+        first_row=config.query_width + config.kv_width,
+        shared=(config.heads // config.kv_heads, config.head_dim),
     )
     if layer.before_mlp is not None:
-        yield _Place(layer.gate_up, norm=layer.before_mlp)
-    yield _Place(layer.down, before=layer.gate_up, at=config.intermediate_size)
+        yield _ScalableLinear(layer.gate_up, norm=layer.before_mlp)
+    yield _ScalableLinear(layer.down, producer=layer.gate_up, first_row=config.intermediate_size)
 
 
 def _by_tensor(linear: FusedLinear, start: int, factors: Float32Array) -> Iterator[tuple[str, Float32Array]]:
-    """Factors of a unit's outputs from `start` on, by the names of its matrices and biases."""
+    """Factors of a linear's outputs from row `start` on, by the names of its matrices and biases."""
     whole = np.ones(linear.shape[0], np.float32)
     whole[start : start + len(factors)] = factors
     parts = np.split(whole, np.cumsum(linear.rows)[:-1])
@@ -211,38 +215,42 @@ def _by_tensor(linear: FusedLinear, start: int, factors: Float32Array) -> Iterat
         yield from ((name, part) for name, part in zip(names, parts, strict=bool(names)) if (part != 1).any())
 
 
-def _some_rows(source: ModelSource, linear: FusedLinear) -> Float32Array:
-    """Rows of a unit from top to bottom, about `_ROWS` of them."""
-    step = max(1, linear.shape[0] // _ROWS)
+def _sampled_rows(source: ModelSource, linear: FusedLinear) -> Float32Array:
+    """About `_SAMPLED_ROWS` rows of a linear, evenly spaced."""
+    step = max(1, linear.shape[0] // _SAMPLED_ROWS)
     parts = (part for name in linear.weights for part in source.row_ranges(name))
     return np.concatenate([source.read_rows(part)[-part.start % step :: step] for part in parts])
 
 
-def _factors(
-    weights: Float32Array, inputs: InputStatistics, form: WeightFormat, sharing: tuple[int, int]
+def _best_scales(
+    weights: Float32Array, inputs: InputStatistics, weight_format: WeightFormat, shared: tuple[int, int]
 ) -> Float32Array | None:
-    """Factors of a unit's columns, float32 [K]; None where none are worth it."""
-    sizes = inputs.mean_magnitude.astype(np.float64)
-    shared = sizes.reshape(-1, *sharing).mean(axis=1, keepdims=True)
-    sizes = np.broadcast_to(shared, (shared.shape[0], *sharing)).reshape(-1)
-    if not sizes.any():
+    """Factors of a linear's columns, float32 [K]; None where scaling gains too little."""
+    magnitudes = inputs.mean_magnitude.astype(np.float64)
+    groups = magnitudes.reshape(-1, *shared).mean(axis=1, keepdims=True)
+    magnitudes = np.broadcast_to(groups, (groups.shape[0], *shared)).reshape(-1)
+    if not magnitudes.any():
         return None
-    logs = np.log(np.maximum(sizes, _NEGLIGIBLE * sizes.mean()))
-    best, least = None, _WORTH * _error(weights, inputs, form, np.ones(len(sizes), np.float32))
-    for power in _POWERS:
-        factors = np.exp(power * (logs - (logs.max() + logs.min()) / 2)).astype(np.float32)
-        error = _error(weights, inputs, form, factors)
+    logs = np.log(np.maximum(magnitudes, _MIN_MAGNITUDE * magnitudes.mean()))
+    unscaled = _output_error(weights, inputs, weight_format, np.ones(len(magnitudes), np.float32))
+    best, least = None, _MAX_ERROR_RATIO * unscaled
+    for exponent in _EXPONENTS:
+        factors = np.exp(exponent * (logs - (logs.max() + logs.min()) / 2)).astype(np.float32)
+        error = _output_error(weights, inputs, weight_format, factors)
         if error < least:
             best, least = factors, error
     return best
 
 
-def _error(weights: Float32Array, inputs: InputStatistics, form: WeightFormat, factors: Float32Array) -> float:
-    """Mean squared error of the outputs of these rows, rounded after their columns are multiplied by factors."""
-    method = Method.K_QUANT if form.method is Method.GPTQ else form.method or Method.RTN
+def _output_error(
+    weights: Float32Array, inputs: InputStatistics, weight_format: WeightFormat, factors: Float32Array
+) -> float:
+    """Mean squared error of the outputs of these rows, quantized with their columns multiplied by factors."""
+    method = Method.K_QUANT if weight_format.method is Method.GPTQ else weight_format.method or Method.RTN
     diagonal = InputStatistics(inputs.mean_square / factors**2, inputs.mean_magnitude / factors)
     scaled = weights * factors
-    error = dequantized(QUANTIZERS[method](scaled, form, diagonal), scaled.shape[1], form) / factors - weights
+    rounded = dequantized(QUANTIZERS[method](scaled, weight_format, diagonal), scaled.shape[1], weight_format)
+    error = rounded / factors - weights
     if inputs.second_moment is None:
         return float((np.square(error) @ inputs.mean_square).sum())
     return float(np.einsum("nk,nk->", error @ inputs.second_moment, error))

@@ -1,4 +1,4 @@
-"""A model whose weights are put into few bits by what is known of the inputs of each linear."""
+"""A model source that quantizes each linear with the statistics of its inputs."""
 
 from __future__ import annotations
 
@@ -15,40 +15,39 @@ from ..checkpoint.source import ModelSource, ModelSourceWrapper, QuantizedRows, 
 from ..quantization.input_statistics import CorrectionTarget, InputStatistics
 from ..quantization.methods import QUANTIZERS
 
-_KEPT: Final = 2
-"""Units whose statistics stay in memory, with what methods make of them: one written and the next one begun."""
+_CACHED_LINEARS: Final = 2
+"""Number of linears whose statistics stay in memory, with what methods derive from them: the one that is written and
+the next one."""
 
 
 class Statistics(Protocol):
-    """Statistics by unit (see `statistics.StatisticsStore`)."""
+    """Input statistics of linears (see `collect_statistics.StatisticsStore`)."""
 
     def of(self, linear: str) -> InputStatistics | None:
-        """What is known of a unit's inputs; None where nothing is."""
+        """Statistics of a linear's inputs; None where there are none."""
         ...
 
 
 class CalibratedSource(ModelSourceWrapper):
-    """Reads like the model it is made of; `quantized` gives each method the statistics of the unit."""
+    """Wraps a source, and quantizes with the statistics of its linears' inputs."""
 
     def __init__(self, source: ModelSource, config: DecoderConfig, statistics: Statistics) -> None:
-        """`statistics` are of the model that `source` is."""
         super().__init__(source)
-        # A tied head comes after the embedding, and it is the head that multiplies.
+        # A tied head comes after the embedding, and its statistics are the ones that matter.
         self._linears = {name: linear.name for linear in fused_linears(config) for name in linear.weights}
-        self._statistics = lru_cache(_KEPT)(statistics.of)
-        self._reading = threading.Lock()
+        self._statistics = lru_cache(_CACHED_LINEARS)(statistics.of)
+        self._lock = threading.Lock()
 
-    def quantized(self, rows: RowRange, form: WeightFormat) -> QuantizedRows:
-        """Some rows of a matrix in few bits, by the method that the format names and what is known of their inputs."""
-        weights = self._source.read_rows(rows)
-        return QUANTIZERS[form.method or Method.RTN](weights, form, self._inputs(self._linears[rows.name]))
+    def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
+        """Quantize rows of a matrix by the method of the format and the statistics of its inputs."""
+        quantizer = QUANTIZERS[weight_format.method or Method.RTN]
+        return quantizer(self._source.read_rows(rows), weight_format, self._inputs(self._linears[rows.name]))
 
     def correction_target(self, linear: FusedLinear) -> CorrectionTarget:
-        """A unit's weights, and what is known of its inputs."""
-        return CorrectionTarget(
-            np.concatenate([self._source.read(name) for name in linear.weights]), self._inputs(linear.name)
-        )
+        """A linear's weights and the statistics of its inputs."""
+        weights = np.concatenate([self._source.read(name) for name in linear.weights])
+        return CorrectionTarget(weights, self._inputs(linear.name))
 
     def _inputs(self, linear: str) -> InputStatistics | None:
-        with self._reading:  # or two threads would have statistics of one unit apart, and what is made of them
+        with self._lock:  # so that two threads do not load the same statistics twice
             return self._statistics(linear)

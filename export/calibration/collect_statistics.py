@@ -1,47 +1,49 @@
-"""Averages of the inputs of every linear over a calibration text, taken in one pass, a layer at a time.
+"""Statistics of the inputs of every linear over calibration text, collected layer by layer in one pass.
 
-What a unit's file holds is written as soon as its layer is done, together with the hidden states after it, so an
-interrupted pass goes on where it stopped; one layer's moments are in memory at a time.
+The statistics of a layer are written as soon as it is done, together with the hidden states after it, so an interrupted
+pass is resumed; the second moments of only one layer are in memory.
 
-Tokens that many texts begin with count in every one of them: all that follows attends to them. Rounded by GPTQ to 4
-bits in blocks of 128, the bundled model had 6 % more KL where they counted once.
+A beginning that many texts share counts once per text, because all that follows attends to it: with GPTQ at 4 bits in
+blocks of 128, the bundled model had 6 % more KL where it was counted once.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from ...models.progress import Progress
+from ..bundle_content import SourceModel
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array, ModelSource
+from ..checkpoint.source import Float32Array
 from ..quantization.input_statistics import InputStatistics
+from .calibration_text import CalibrationText
 from .layer_runner import LayerRunner
-from .text_packing import Batch, packed
-from .text_split import CalibrationText
+from .text_batches import Batch, pack_texts
 
 Float64Array = npt.NDArray[np.float64]
 
+STAGE: Final = "collecting statistics"
 _HEAD: Final = "head"
 
 
 class StatisticsStore:
-    """Statistics by unit, in the files of a folder; second moments are mapped, not read."""
+    """Input statistics of linears in the files of a folder; second moments are memory-mapped."""
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         self._folder = folder
         self._tied = config.tied_head
 
     def of(self, linear: str) -> InputStatistics | None:
-        """What is known of a unit's inputs.
+        """Statistics of a linear's inputs.
 
-        None for an embedding, which has none, unless the head is the same matrix: that one's count for both.
+        An embedding has none, unless the head shares its matrix: then those of the head.
         """
         if linear == "embedding":
             return self.of(_HEAD) if self._tied else None
@@ -53,58 +55,57 @@ class StatisticsStore:
 
 
 def collect_statistics(
-    source: ModelSource,
-    config: DecoderConfig,
-    text: CalibrationText,
-    folder: Path,
-    context: int,
-    second_moments: bool,
-    progress: Callable[[float], None],
+    model: SourceModel, text: CalibrationText, folder: Path, second_moments: bool, progress: Progress
 ) -> StatisticsStore:
-    """Run the calibration part of a text through the float model.
+    """Run the calibration part of a text through the float model and collect input statistics.
 
     Args:
-        source: the model's tensors.
-        config: its numbers.
-        text: what to read.
-        folder: takes the statistics, and what is needed to go on after an interruption; made if need be. Whoever gives
-            it again gives the same model, text and choice of moments with it.
-        context: positions the exported graph will serve.
-        second_moments: whether E[x xT] is wanted.
-        progress: hears the fraction done.
+        model: The float model.
+        text: The calibration text.
+        folder: Folder for the statistics and for the state of an interrupted pass; created if necessary. It belongs to
+            one model, text and choice of second moments.
+        second_moments: Whether to collect E[x xT].
+        progress: Receives the stage "collecting statistics".
 
     Raises:
-        CheckpointError: a tensor cannot be read.
-        InputError: the model has experts.
-        OSError: the disk refused a write.
+        CheckpointError: A tensor cannot be read.
+        InputError: The model has experts.
+        OSError: The disk refused a write.
     """
+    config = model.config
     if (folder / f"{_HEAD}.npy").is_file():
         return StatisticsStore(folder, config)
-    runner = LayerRunner(source, config, context)
-    batches = packed(text.calibration)
+    runner = LayerRunner(model)
+    batches = pack_texts(text.calibration)
     folder.mkdir(parents=True, exist_ok=True)
-    start, hidden = _begun(runner, folder, batches)
+    start, hidden = _resumed(runner, folder, batches)
     for index in range(start, config.layers):
-        progress(index / (config.layers + 1))
+        progress(STAGE, index / (config.layers + 1))
         _collect_layer(runner, index, hidden, batches, folder, second_moments)
-        _save(folder / _states(index + 1), np.concatenate([each.reshape(-1, config.hidden_size) for each in hidden]))
-        (folder / _states(index)).unlink(missing_ok=True)
+        states = np.concatenate([each.reshape(-1, config.hidden_size) for each in hidden])
+        _save(folder / _states_file(index + 1), states)
+        (folder / _states_file(index)).unlink(missing_ok=True)
     head = _Sums(head_layout(config), second_moments)
     for batch, states in zip(batches, hidden, strict=True):
         head.add(runner.head_inputs(states[batch.filled]))
     head.save(folder)
-    (folder / _states(config.layers)).unlink(missing_ok=True)
-    progress(1.0)
+    (folder / _states_file(config.layers)).unlink(missing_ok=True)
+    progress(STAGE, 1.0)
     return StatisticsStore(folder, config)
 
 
 def _collect_layer(
-    runner: LayerRunner, index: int, hidden: list[Float32Array], batches: list[Batch], folder: Path, moments: bool
+    runner: LayerRunner,
+    index: int,
+    hidden: list[Float32Array],
+    batches: list[Batch],
+    folder: Path,
+    second_moments: bool,
 ) -> None:
-    """Take the statistics of one layer; `hidden` is then what comes after it."""
+    """Collect the statistics of one layer, and replace `hidden` by the states after it."""
     linears = {linear.name: linear for linear in layer_layout(runner.config, index).linears}
     matrices = {name: runner.matrix(linear) for name, linear in linears.items()}
-    sums = {name: _Sums(linear, moments) for name, linear in linears.items()}
+    sums = {name: _Sums(linear, second_moments) for name, linear in linears.items()}
 
     def run(number: int) -> tuple[Float32Array, dict[str, Float32Array]]:
         return runner.captured(index, hidden[number], batches[number], lambda linear: matrices[linear.name])
@@ -119,25 +120,25 @@ def _collect_layer(
 
 
 class _Sums:
-    """Sums over tokens of what enters a unit."""
+    """Sums over tokens of a linear's inputs."""
 
-    def __init__(self, linear: FusedLinear, moments: bool) -> None:
+    def __init__(self, linear: FusedLinear, second_moments: bool) -> None:
         self._name = linear.name
         self._tokens = 0
         self._squares: Float64Array = np.zeros(linear.columns)
         self._magnitudes: Float64Array = np.zeros(linear.columns)
-        self._moments = np.zeros((linear.columns, linear.columns), np.float32) if moments else None
+        self._moments = np.zeros((linear.columns, linear.columns), np.float32) if second_moments else None
 
-    def add(self, rows: Float32Array) -> None:
-        """Count rows [n, K] in."""
-        self._tokens += len(rows)
-        self._squares += np.square(rows).sum(axis=0, dtype=np.float64)
-        self._magnitudes += np.abs(rows).sum(axis=0, dtype=np.float64)
+    def add(self, inputs: Float32Array) -> None:
+        """Add inputs, float32 [tokens, K]."""
+        self._tokens += len(inputs)
+        self._squares += np.square(inputs).sum(axis=0, dtype=np.float64)
+        self._magnitudes += np.abs(inputs).sum(axis=0, dtype=np.float64)
         if self._moments is not None:
-            self._moments += rows.T @ rows
+            self._moments += inputs.T @ inputs
 
     def save(self, folder: Path) -> None:
-        """Write the averages; the file that `StatisticsStore` looks for last comes last."""
+        """Write the averages; the file whose presence marks them complete comes last."""
         if self._moments is not None:
             self._moments /= np.float32(self._tokens)
             _save(folder / f"{self._name}.moments.npy", self._moments)
@@ -146,24 +147,24 @@ class _Sums:
         _save(folder / f"{self._name}.npy", averages.astype(np.float32))
 
 
-def _begun(runner: LayerRunner, folder: Path, batches: list[Batch]) -> tuple[int, list[Float32Array]]:
-    """The layer to go on with, and the hidden states before it, batch by batch."""
+def _resumed(runner: LayerRunner, folder: Path, batches: list[Batch]) -> tuple[int, list[Float32Array]]:
+    """The layer to begin with, and the hidden states before it, batch by batch."""
     for index in range(runner.config.layers, 0, -1):
-        if (folder / _states(index)).is_file():
-            saved = np.load(folder / _states(index), allow_pickle=False)
+        if (folder / _states_file(index)).is_file():
+            saved = np.load(folder / _states_file(index), allow_pickle=False)
             counts = [batch.tokens.size for batch in batches]
             parts = np.split(saved, np.cumsum(counts)[:-1])
             return index, [part.reshape(*batch.tokens.shape, -1) for part, batch in zip(parts, batches, strict=True)]
     return 0, [runner.embed(batch) for batch in batches]
 
 
-def _states(index: int) -> str:
+def _states_file(index: int) -> str:
     """Name of the file with the hidden states before layer `index`."""
     return f"before-layer-{index}.npy"
 
 
 def _save(path: Path, values: npt.NDArray[Any]) -> None:
-    """Write an array so that the file is there whole or not at all; it may be too large to have twice in memory."""
+    """Write an array atomically, without a second copy in memory."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
         with temporary.open("xb") as file:

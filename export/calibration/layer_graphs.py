@@ -1,8 +1,7 @@
-"""One half of a decoder layer as a graph of its own, with its weights as inputs.
+"""Half a decoder layer as a graph of its own, with its weights as inputs.
 
-Attention and feed-forward are built by the code that builds the exported graph, on nodes that take what they would
-store from the caller instead: matrices and vectors become inputs of the graph. So one graph serves all layers of a
-kind, and any rounded weights can be fed.
+Attention and feed-forward are built by the code that builds the exported graph, but matrices and vectors become graph
+inputs instead of initializers. So one graph serves all layers of a kind, and quantized weights can be fed.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from ..graph.initializers import Initializers
 from ..graph.nodes import MICROSOFT, Nodes
 
 HIDDEN: Final = "hidden"
-"""Input: the residual before the half, [B, S, hidden]."""
-_JOINED: Final = "joined"
-"""Output: the residual after it."""
+"""Name of the input: hidden states before the half, [B, S, hidden]."""
+_SUM: Final = "sum"
+"""Name of the output: hidden states after the half."""
 
 
 @dataclass(frozen=True)
 class Vector:
-    """A small input: checkpoint vectors one after the other, `plus` added to each number."""
+    """A vector input: checkpoint vectors concatenated, with `plus` added to each element."""
 
     sources: tuple[str, ...]
     plus: float
@@ -40,23 +39,23 @@ class Vector:
 
 @dataclass(frozen=True)
 class HalfLayer:
-    """A graph, and what to feed it besides the hidden states."""
+    """A graph of half a layer, and what its inputs take besides the hidden states."""
 
     model: ModelProto
     vectors: dict[str, Vector]
-    """Norms and biases by input; their sources are those of the layer it was built for."""
+    """Norms and biases, by the name of the input; the sources are those of the layer that the graph was built for."""
     matrices: dict[str, FusedLinear]
-    """Units by the input that takes their matrix [N, K]."""
+    """Linears, by the name of the input that takes their matrix [N, K]."""
     captured: dict[str, str]
-    """By the name of a unit, the value [B, S, K] that it multiplies: an output, or `HIDDEN`."""
-    output: str = _JOINED
+    """Name of the value [B, S, K] that a linear multiplies, an output or `HIDDEN`, by the linear's name."""
+    output: str = _SUM
 
 
 class _FedWeights(Initializers):
-    """Small constants stay in the graph; vectors become inputs of it."""
+    """Keeps small constants as initializers; vectors become graph inputs."""
 
     def __init__(self) -> None:
-        # Nothing is read or written here, so there is no checkpoint and no file to begin with.
+        # Nothing is read or written, so the base class is not initialized with a checkpoint and a file.
         self.protos: list[TensorProto] = []
         self.vectors: dict[str, Vector] = {}
 
@@ -70,7 +69,7 @@ class _FedWeights(Initializers):
 
 
 class _FedNodes(Nodes):
-    """Linears multiply by matrices that are inputs."""
+    """Builds linears that multiply by matrix inputs."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.fed = _FedWeights()
@@ -87,22 +86,22 @@ class _FedNodes(Nodes):
             return product
         return self.add("Add", [product, self.weights.vector(f"{linear.name}.bias", linear.biases)], linear.name)
 
-    def joined(self, value: str, after: Norm | None) -> None:
-        """What the half makes of the residual and its own output."""
+    def add_residual(self, value: str, after: Norm | None) -> None:
+        """Add the half's output to the residual."""
         if after is not None:
             value = self.norm(value, after, "after")
         value = self.scaled(value, self.config.residual_scale, "residual.scale", "scaled")
-        self.add("Add", [HIDDEN, value], _JOINED)
+        self.add("Add", [HIDDEN, value], _SUM)
 
     def finished(self, feeds: Sequence[ValueInfoProto]) -> HalfLayer:
-        """The graph, whose inputs are the hidden states, `feeds`, and what was asked of the weights."""
+        """The graph, whose inputs are the hidden states, `feeds`, and the weights that its nodes use."""
         hidden, names = _floats(HIDDEN, 3), self.fed.vectors
         captured = [value for value in dict.fromkeys(self.inputs_of.values()) if value != HIDDEN]
         graph = helper.make_graph(
             self.protos,
             "half",
             [hidden, *feeds, *(_floats(name, 1) for name in names), *(_floats(name, 2) for name in self.matrices)],
-            [_floats(name, 3) for name in (_JOINED, *captured)],
+            [_floats(name, 3) for name in (_SUM, *captured)],
             self.fed.protos,
         )
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
@@ -111,21 +110,22 @@ class _FedNodes(Nodes):
 
 
 class _FreeAttention(Attention):
-    """Attention whose mask is the caller's, a layer's window included."""
+    """Attention with a mask given by the caller, which includes a layer's sliding window."""
 
-    def _window_bias(self, window: int) -> str:  # noqa: ARG002 -- the caller knows it
+    def _window_bias(self, window: int) -> str:  # noqa: ARG002 -- the bias includes it
         return "attention_bias"
 
 
 def attention_half(config: DecoderConfig, index: int, context: int) -> HalfLayer:
-    """Norm, attention and output projection of layer `index`.
+    """Build norm, attention and output projection of layer `index`.
 
-    Besides what every half takes: `position_ids` int64 [B, S], `attention_bias` float32 [B, 1, S, S], `seqlens_k` int32
-    [B] and `total_sequence_length` as GroupQueryAttention wants them, and past keys and values of no rows.
+    Besides the inputs of every half, the graph has `position_ids` int64 [B, S], `attention_bias` float32 [B, 1, S, S],
+    `seqlens_k` int32 [B] and `total_sequence_length` as GroupQueryAttention defines them, and empty past keys and
+    values.
     """
     nodes, layer = _FedNodes(config), layer_layout(config, index)
     attended = _FreeAttention(nodes, context).append(index, layer, _normed(nodes, layer.before_attention))
-    nodes.joined(nodes.linear(layer.output, attended), layer.after_attention)
+    nodes.add_residual(nodes.linear(layer.output, attended), layer.after_attention)
     used = {name for node in nodes.protos for name in node.input}
     past = [_floats(name(index), 4) for name in (inputs_outputs.past_key, inputs_outputs.past_value)]
     declared = [
@@ -138,10 +138,10 @@ def attention_half(config: DecoderConfig, index: int, context: int) -> HalfLayer
 
 
 def feed_forward_half(config: DecoderConfig, index: int) -> HalfLayer:
-    """Norm and feed-forward of layer `index`."""
+    """Build norm and feed-forward of layer `index`."""
     nodes, layer = _FedNodes(config), layer_layout(config, index)
-    fed = append_feed_forward(nodes, index, layer, _normed(nodes, layer.before_mlp))
-    nodes.joined(fed, layer.after_mlp)
+    output = append_feed_forward(nodes, index, layer, _normed(nodes, layer.before_mlp))
+    nodes.add_residual(output, layer.after_mlp)
     return nodes.finished([])
 
 

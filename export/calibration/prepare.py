@@ -1,178 +1,148 @@
-"""What precedes an export by text: the text, what the model does with it, rounded units, and formats chosen among them.
+"""Calibration of a model before its export: text, statistics, quantized linears, and their formats.
 
-All of it lies in a work folder, so that an interrupted export goes on where it was.
+All intermediate results lie in a work folder, so that an interrupted export is resumed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
-from ..allocation.allocate import Allocation, measures_for, require_affordable
+from ..allocation.allocate import Allocation, cost_limits, require_feasible
 from ..allocation.budget import Budget, Measure
-from ..allocation.format_candidates import LADDER, REPAIRED, chosen_linears
-from ..allocation.linear_times import LinearTimes, known_or_measured
+from ..allocation.format_candidates import BASE_FORMATS, LOW_RANK_FORMATS, planned_linears
+from ..allocation.linear_times import LinearTimes, load_or_measure
 from ..allocation.plan_file import read_plan
-from ..allocation.plan_selection import Mixing
+from ..allocation.plan_selection import PlanSearch
 from ..allocation.quantized_weights import QuantizedLinearStore
 from ..bundle_content import BundleContent, SourceModel
 from ..checkpoint.config import DecoderConfig
-from ..recipe import (
-    FP32,
-    CalibrationRequest,
-    ExportRecipe,
-    ExportRequest,
-    MixedPrecisionRequest,
-    with_methods,
-)
-from .awq import fold
+from ..checkpoint.layout import QuantPlan
+from ..recipe import FP32, CalibrationRequest, ExportRecipe, ExportRequest, with_methods
+from .awq import apply_awq
 from .calibrated_source import CalibratedSource
+from .calibration_text import CalibrationText, calibration_text
 from .collect_statistics import collect_statistics
 from .divergence import PlanEvaluator
-from .successive import round_successively
-from .text_source import obtain_text
-from .text_split import CalibrationText
+from .sequential import STAGE, quantize_sequentially
 
-FOLDED_FOR: Final = WeightFormat(4, 64)
-"""The format by which factors are chosen where units have several: the one in the middle."""
+AWQ_FORMAT: Final = WeightFormat(4, 64)
+"""Format by which AWQ scales are chosen where linears have different formats: one in the middle."""
 
 
 @dataclass(frozen=True)
 class CalibratedModel:
-    """All that an export has found out before it writes."""
+    """A model ready to be written, and what was measured on the way."""
 
     content: BundleContent
     text: CalibrationText
-    judge: PlanEvaluator
-    """Measures divergences on the text that nothing was chosen by."""
-    candidates: PlanEvaluator
-    """The same, with each unit rounded by itself, as plans are searched for."""
-    unobserved: PlanEvaluator
-    """The same of the checkpoint as it is: nothing folded, and rounded without knowing any inputs."""
+    evaluator: PlanEvaluator
+    """Measures plans on held-out text, with the linears as the bundle has them."""
+    independent_evaluator: PlanEvaluator
+    """Measures plans on held-out text, with each linear quantized independently, as in the search."""
+    uncalibrated_evaluator: PlanEvaluator
+    """Measures plans of the checkpoint on held-out text, without AWQ scaling and without statistics."""
     allocation: Allocation | None = None
     times: LinearTimes | None = None
 
 
 def prepare(model: SourceModel, request: ExportRequest, folder: Path, progress: Progress) -> CalibratedModel:
-    """Observe a model as a recipe asks, and choose the formats of its units.
+    """Calibrate a model and choose the formats of its linears as a recipe demands.
 
     Args:
-        model: the model as its checkpoint has it.
-        request: what is asked for; its recipe is not `data_free`.
-        folder: keeps what is found out; of this model and the settings of `settings_of`.
-        progress: hears what is being done.
+        model: The checkpoint's model.
+        request: The export; its recipe is not `data_free`.
+        folder: Work folder of this model and the settings of `settings_of`.
+        progress: Receives the stages.
 
     Raises:
-        CheckpointError: a tensor cannot be read.
-        InputError: the text is too short, the budget out of reach, the plan not one of this model, or it has experts.
-        ExportError: a trial export failed.
-        OSError: the disk refused a write.
+        CheckpointError: A tensor cannot be read.
+        InputError: There is too little text, no plan is within the budget, the plan file does not fit the model, or the
+            model has experts.
+        ExportError: A trial export failed.
+        OSError: The disk refused a write.
     """
-    recipe, checkpoint, config, context = request.recipe, model.source, model.config, model.context
-    calibration = recipe.calibration or CalibrationRequest()
-    plan = (
-        None
-        if recipe.mixed_precision is None or recipe.mixed_precision.plan is None
-        else read_plan(recipe.mixed_precision.plan, config)
-    )
-    if recipe.mixed_precision is not None and recipe.mixed_precision.budget is not None:
-        _require_affordable(config, recipe.mixed_precision.budget)
-    text = obtain_text(checkpoint, config, context, calibration, folder, progress)
-    source, correction_targets = checkpoint, None
+    recipe, checkpoint, config = request.recipe, model, model.config
+    mixed = recipe.mixed_precision
+    plan: QuantPlan | None = None if mixed is None or mixed.plan is None else read_plan(mixed.plan, config)
+    if mixed is not None and mixed.budget is not None:
+        _require_feasible_bytes(config, mixed.budget)
+    text = calibration_text(checkpoint, recipe.calibration or CalibrationRequest(), folder, progress)
+    correction_targets = None
     if recipe.calibrated:
-        source = observed = _observed(model, text, recipe, folder, progress)
-        correction_targets = observed.correction_target
-    store = QuantizedLinearStore(source, config, folder / "units", correction_targets)
-    model = SourceModel(source, config, context)
+        calibrated = _calibrated_source(checkpoint, text, recipe, folder, progress)
+        correction_targets = calibrated.correction_target
+        model = replace(checkpoint, source=calibrated)
+    store = QuantizedLinearStore(model.source, config, folder / "linears", correction_targets)
     allocation = times = None
-    if recipe.mixed_precision is not None and plan is None:
-        allocation, times = _mixed(model, text, recipe, recipe.mixed_precision, store, folder, progress)
-        plan = dict(allocation.plan)
-    formats = with_methods(recipe.quant_plan(config) if plan is None else plan, recipe.methods)
-    candidates = PlanEvaluator(source, config, text.held_out, store.weights, folder / "candidates", context)
-    if any(form.method is Method.GPTQ for form in formats.values()):
-        key = hashlib.sha256(repr(sorted(formats.items())).encode()).hexdigest()[:16]
-        store = round_successively(
-            source, config, text, formats, folder / f"rounded-{key}", context, progress, correction_targets
-        )
+    if mixed is not None and plan is None:
+        formats = (*BASE_FORMATS, *LOW_RANK_FORMATS) if mixed.low_rank_correction else BASE_FORMATS
+        search = PlanSearch(model, text, recipe, store, load_or_measure(config, formats, progress), folder)
+        allocation = search.run(progress)
+        plan, times = allocation.plan, search.times
+    plan = with_methods(recipe.quant_plan(config) if plan is None else plan, recipe.methods)
+    independent = PlanEvaluator(model, text.held_out, store.weights, folder / "independent")
+    if any(each.method is Method.GPTQ for each in plan.values()):
+        key = hashlib.sha256(repr(sorted(plan.items())).encode()).hexdigest()[:16]
+        store = quantize_sequentially(model, text, plan, folder / f"sequential-{key}", progress, correction_targets)
     else:
-        _round(config, formats, store, progress)
-    content = BundleContent(store.view(formats), checkpoint, config, formats, context, recipe.layout, request.command)
-    judge = PlanEvaluator(source, config, text.held_out, store.weights, folder / "held-out", context)
-    plain = QuantizedLinearStore(checkpoint, config, folder / "unobserved" / "units")
-    unobserved = PlanEvaluator(checkpoint, config, text.held_out, plain.weights, folder / "unobserved", context)
-    return CalibratedModel(content, text, judge, candidates, unobserved, allocation, times)
-
-
-def _require_affordable(config: DecoderConfig, budget: Budget) -> None:
-    """Refuse a budget of bytes that no plan keeps to before anything is measured; of times nothing is known yet."""
-    if budget.measure is not Measure.MILLISECONDS:
-        require_affordable(config, budget, measures_for(budget, config)[0], LADDER)
-
-
-def _round(
-    config: DecoderConfig, plan: Mapping[str, WeightFormat], store: QuantizedLinearStore, progress: Progress
-) -> None:
-    """Round all units of a plan that are not yet: here, one after the other, not from the threads that write."""
-    linears = list(chosen_linears(config))
-    for number, linear in enumerate(linears, 1):
-        store.make(linear, plan[linear.name])
-        progress("rounding", number / len(linears))
-
-
-def _mixed(
-    model: SourceModel,
-    text: CalibrationText,
-    recipe: ExportRecipe,
-    mix: MixedPrecisionRequest,
-    store: QuantizedLinearStore,
-    folder: Path,
-    progress: Progress,
-) -> tuple[Allocation, LinearTimes]:
-    """Formats chosen under the budget, and the times of linears."""
-    timed = (*LADDER, *REPAIRED) if mix.low_rank_correction else LADDER
-    times = known_or_measured(model.config, timed, progress)
-    mixing = Mixing(model, text, recipe, mix, store, times, folder)
-    return mixing.allocation(progress), mixing.times
+        _quantize_all(config, plan, store, progress)
+    uncalibrated = QuantizedLinearStore(checkpoint.source, config, folder / "uncalibrated" / "linears")
+    return CalibratedModel(
+        content=BundleContent(
+            store.view(plan), checkpoint.source, config, plan, model.context, recipe.layout, request.command
+        ),
+        text=text,
+        evaluator=PlanEvaluator(model, text.held_out, store.weights, folder / "held-out"),
+        independent_evaluator=independent,
+        uncalibrated_evaluator=PlanEvaluator(checkpoint, text.held_out, uncalibrated.weights, folder / "uncalibrated"),
+        allocation=allocation,
+        times=times,
+    )
 
 
 def settings_of(recipe: ExportRecipe, context: int) -> str:
-    """What the results in a work folder depend on, besides the model."""
+    """The settings that the results in a work folder depend on, as text."""
     request = recipe.calibration or CalibrationRequest()
     file = None
     if request.file is not None and request.file.is_file():
         about = request.file.stat()
         file = (request.file.name, about.st_size, about.st_mtime_ns)
-    mix = recipe.mixed_precision
-    marks = None if mix is None else (mix.zero_points, mix.powers_of_two, mix.low_rank_correction)
-    return repr((file, request.max_tokens, request.seed, recipe.method, recipe.awq, recipe.calibrated, marks, context))
+    mixed = recipe.mixed_precision
+    formats = None if mixed is None else (mixed.zero_points, mixed.powers_of_two, mixed.low_rank_correction)
+    return repr(
+        (file, request.max_tokens, request.seed, recipe.method, recipe.awq, recipe.calibrated, formats, context)
+    )
 
 
-def _observed(
+def _require_feasible_bytes(config: DecoderConfig, budget: Budget) -> None:
+    """Refuse a budget of bytes that no plan can meet before anything is measured; times are not known yet."""
+    if budget.measure is not Measure.MILLISECONDS:
+        require_feasible(config, budget, cost_limits(budget, config)[0], BASE_FORMATS)
+
+
+def _quantize_all(config: DecoderConfig, plan: QuantPlan, store: QuantizedLinearStore, progress: Progress) -> None:
+    """Quantize all linears of a plan one after the other, before the threads that write the bundle need them."""
+    linears = list(planned_linears(config))
+    for number, linear in enumerate(linears, 1):
+        store.make(linear, plan[linear.name])
+        progress(STAGE, number / len(linears))
+
+
+def _calibrated_source(
     model: SourceModel, text: CalibrationText, recipe: ExportRecipe, folder: Path, progress: Progress
 ) -> CalibratedSource:
-    """The checkpoint, rounded by what is known of the inputs of its linears."""
-    statistics = collect_statistics(
-        model.source,
-        model.config,
-        text,
-        folder / "statistics",
-        model.context,
-        _wants_moments(recipe),
-        lambda fraction: progress("observing", fraction),
-    )
+    """The checkpoint, quantized with the statistics of its linears' inputs, with AWQ scaling if the recipe has it."""
+    mixed = recipe.mixed_precision is not None
+    second_moments = recipe.awq or mixed or Method.GPTQ in recipe.methods.values()
+    statistics = collect_statistics(model, text, folder / "statistics", second_moments, progress)
     if not recipe.awq:
         return CalibratedSource(model.source, model.config, statistics)
-    form = FOLDED_FOR if recipe.mixed_precision is not None or recipe.body in (None, FP32) else recipe.body
-    form = replace(form, method=recipe.methods.get(form.bits))
-    folded, of_folded = fold(model.source, model.config, statistics, form, progress)
-    return CalibratedSource(folded, model.config, of_folded)
-
-
-def _wants_moments(recipe: ExportRecipe) -> bool:
-    return recipe.awq or recipe.mixed_precision is not None or Method.GPTQ in recipe.methods.values()
+    weight_format = AWQ_FORMAT if mixed or recipe.body in (None, FP32) else recipe.body
+    weight_format = replace(weight_format, method=recipe.methods.get(weight_format.bits))
+    scaled, scaled_statistics = apply_awq(model.source, model.config, statistics, weight_format, progress)
+    return CalibratedSource(scaled, model.config, scaled_statistics)

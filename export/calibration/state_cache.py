@@ -1,7 +1,7 @@
-"""Hidden states that were computed before and may be wanted again, within a limit of memory.
+"""Caches of hidden states, within a limit of memory.
 
-What a pass of ONNX Runtime returns lies in its session's memory, all of which stays for as long as one result does. So
-what is kept is copied out of it.
+An array that ONNX Runtime returns lies in its session's memory, all of which stays allocated as long as the array does.
+So cached arrays are copies.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 class RecentArrays:
-    """Arrays by key; those that were not asked for longest go first."""
+    """A least-recently-used cache of arrays."""
 
     def __init__(self, limit: int) -> None:
-        """`limit` is the bytes that are kept."""
+        """`limit` is the largest total size in bytes."""
         self.limit = limit
         self._bytes = 0
         self._arrays: OrderedDict[Hashable, Float32Array] = OrderedDict()
@@ -32,14 +32,14 @@ class RecentArrays:
         return key in self._arrays
 
     def get(self, key: Hashable) -> Float32Array | None:
-        """The array of that key, if it is still there."""
+        """The array with that key, or None."""
         if key not in self._arrays:
             return None
         self._arrays.move_to_end(key)
         return self._arrays[key]
 
     def put(self, key: Hashable, array: Float32Array) -> None:
-        """Keep an array, unless it is larger than all that may be kept."""
+        """Cache an array, unless it is larger than the limit."""
         if key in self._arrays or array.nbytes > self.limit:
             return
         self._bytes += array.nbytes
@@ -49,16 +49,16 @@ class RecentArrays:
             self._bytes -= oldest.nbytes
 
     def clear(self) -> None:
-        """Keep nothing of what there was."""
+        """Drop all arrays."""
         self._arrays.clear()
         self._bytes = 0
 
 
 class PinnedArrays:
-    """Arrays that stay: in memory up to a limit, further ones in the files of a folder."""
+    """Arrays that are never dropped: in memory up to a limit, further ones in files."""
 
     def __init__(self, limit: int, folder: Path) -> None:
-        """`limit` is the bytes that stay in memory."""
+        """`limit` is the largest total size in memory, in bytes; `folder` takes the files."""
         self._room = limit
         self._folder = folder
         self._arrays: dict[str, Float32Array | None] = {}
@@ -67,7 +67,7 @@ class PinnedArrays:
         return name in self._arrays
 
     def get(self, name: str) -> Float32Array:
-        """The array of that name."""
+        """The array with that name."""
         array = self._arrays[name]
         return np.load(self._path(name), allow_pickle=False) if array is None else array
 
@@ -75,7 +75,7 @@ class PinnedArrays:
         """Keep an array.
 
         Raises:
-            OSError: the disk refused a write.
+            OSError: The disk refused a write.
         """
         if array.nbytes <= self._room:
             self._room -= array.nbytes
@@ -90,7 +90,7 @@ class PinnedArrays:
 
 
 def owned(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
-    """The array itself if NumPy holds its memory, else a copy."""
+    """The array itself if NumPy owns its memory, else a copy."""
     holder: npt.NDArray[Any] = array
     while isinstance(holder.base, np.ndarray):
         holder = holder.base

@@ -1,4 +1,4 @@
-"""Where a long export keeps what it has found out, so that an interrupted one goes on where it was."""
+"""The folder that keeps the intermediate results of a long export, so that an interrupted one is resumed."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _LOCK_WAIT_S: Final = 1.0
 
 @contextmanager
 def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterator[Path]:
-    """The folder for work on a model under some settings: empty, or as an earlier run left it.
+    """Yield the folder for one model and its settings, locked: empty, or as an interrupted run left it.
 
     Args:
-        source: the checkpoint's folder. A file that has changed since makes another folder.
-        settings: everything else that the results depend on.
-        kept: a folder to use and to keep; None for one in the cache, which is removed when the block ends without an
+        source: The checkpoint's folder; if one of its files changed, another folder is used.
+        settings: Everything else that the results depend on.
+        kept: A folder to use and to keep; None for one in the cache, which is removed when the block ends without an
             error.
 
     Raises:
-        InputError: `kept` holds work on something else, or another process is at work there.
-        DestinationError: the disk refused a write.
+        InputError: `kept` belongs to another model or other settings, or another process uses it.
+        DestinationError: The disk refused a write.
     """
-    made_from = json.dumps([_files_of(source), settings])
+    made_from = json.dumps([_file_stats(source), settings])
     name = hashlib.sha256(made_from.encode()).hexdigest()[:16]
     folder = cache_folder() / "exports" / name if kept is None else kept
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _held(folder):
+        with _locked(folder):
             _claim(folder, made_from)
             yield folder
         if kept is None:
@@ -51,14 +51,12 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     try:
         with locked(folder / _LOCK_NAME, _LOCK_WAIT_S):
             yield
     except TimeoutError as error:
-        raise InputError(
-            f"another export is at work in {folder}", "wait for it, or choose another with --work"
-        ) from error
+        raise InputError(f"another export uses {folder}", "wait for it, or choose another with --work") from error
 
 
 def _claim(folder: Path, made_from: str) -> None:
@@ -69,11 +67,11 @@ def _claim(folder: Path, made_from: str) -> None:
                 f"{folder} holds work on another model, or with other settings", "choose another folder for --work"
             )
     elif any(file.name != _LOCK_NAME for file in folder.iterdir()):
-        raise InputError(f"{folder} holds something else", "choose an empty folder for --work, or a new one")
+        raise InputError(f"{folder} holds other files", "choose an empty or new folder for --work")
     else:
         write_atomically(record, made_from.encode())
 
 
-def _files_of(source: Path) -> list[tuple[str, int, int]]:
+def _file_stats(source: Path) -> list[tuple[str, int, int]]:
     files = (path for path in source.iterdir() if path.is_file())
     return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)

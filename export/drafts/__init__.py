@@ -1,1 +1,1 @@
-"""Draft models made from the target, or fitted to it."""
+"""Draft models: from a separate checkpoint, or made of the target's own layers."""

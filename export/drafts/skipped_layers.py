@@ -1,8 +1,8 @@
-"""A draft made of the target itself: its graph without some attentions and feed-forwards, over the same weights.
+"""Graph of a layer-skip draft: the target's without some sub-layers, on the same weights.
 
-The graph names the weights where they lie, in the target's data file, and lacks the cache inputs of the layers whose
-attention is left out. What is left reads and writes the target's own cache rows (Zhang et al. 2024, "Draft & Verify";
-Xia et al. 2025, SWIFT): a draft writes behind the committed rows, and the pass that verifies it writes over them.
+The graph refers to the weights in the target's data file, and lacks the cache inputs of layers whose attention is
+skipped. The remaining layers use the target's own KV cache (Zhang et al. 2024, "Draft & Verify"; Xia et al. 2025,
+SWIFT): the draft writes slots after the committed ones, and the verifying pass overwrites them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from ..graph import inputs_outputs
 from ..graph.needed_nodes import needed_nodes
 
 _JOIN: Final = "SkipSimplifiedLayerNormalization"
-_TOTAL: Final = 3
-"""Its output of the sum."""
+"""Operator that adds a sub-layer's output to the residual stream and normalizes the sum."""
+_SUM_OUTPUT: Final = 3
+"""Index of its output with the sum."""
 _PLAIN_JOIN: Final = ".residual"
-"""What the name of a join without a norm ends with."""
+"""Suffix of the name of an `Add` that does so without a norm."""
 
 
-class Part(str, Enum):
-    """Half of a layer; the residual stream goes around it."""
+class SubLayerKind(str, Enum):
+    """Kind of a sub-layer."""
 
     ATTENTION = "attention"
     FEED_FORWARD = "feed-forward"
@@ -45,33 +46,33 @@ class SubLayer:
     """The attention or the feed-forward of one layer."""
 
     layer: int
-    part: Part
+    kind: SubLayerKind
 
     def __str__(self) -> str:
-        return f"{self.layer}.{self.part.value}"
+        return f"{self.layer}.{self.kind.value}"
 
     @property
     def join(self) -> str:
-        """Name of the node behind it, which adds what it gives to the residual stream."""
-        return f"layers.{self.layer}.{'mlp_norm' if self.part is Part.ATTENTION else 'next_norm'}"
+        """Name of the node that adds the sub-layer's output to the residual stream."""
+        return f"layers.{self.layer}.{'mlp_norm' if self.kind is SubLayerKind.ATTENTION else 'next_norm'}"
 
 
-def inner_parts(layers: int) -> list[SubLayer]:
-    """All that may be left out of a decoder: everything but its first and its last layer."""
-    return [SubLayer(layer, part) for layer in range(1, layers - 1) for part in Part]
+def inner_sub_layers(layers: int) -> list[SubLayer]:
+    """The sub-layers that may be skipped: those of all layers but the first and the last."""
+    return [SubLayer(layer, kind) for layer in range(1, layers - 1) for kind in SubLayerKind]
 
 
-def write_own_draft(folder: Path, skipped: Collection[SubLayer]) -> None:
-    """Add to a bundle a draft that is its own graph without some parts, and name it in the manifest.
+def write_layer_skip_draft(folder: Path, skipped: Collection[SubLayer]) -> None:
+    """Add to a bundle a draft that is its own graph without some sub-layers, and name it in the manifest.
 
     Args:
-        folder: the bundle's; a draft that its manifest named before is forgotten.
-        skipped: parts that the graph has.
+        folder: The bundle's folder; its manifest then names this draft alone.
+        skipped: Sub-layers of the graph to skip.
 
     Raises:
-        BundleError: the folder is no bundle.
-        ValueError: the graph does not have one of the parts.
-        OSError: the disk refused a write.
+        BundleError: The folder is not a bundle.
+        ValueError: The graph does not have one of the sub-layers.
+        OSError: The disk refused a write.
     """
     path = folder / MANIFEST_NAME
     manifest = Manifest.from_json(path.read_bytes(), str(path))
@@ -84,7 +85,7 @@ def write_own_draft(folder: Path, skipped: Collection[SubLayer]) -> None:
 
 @contextmanager
 def as_bundle(target: Path, manifest: Manifest, model: ModelProto) -> Iterator[Path]:
-    """A bundle of another graph over a target's weights, for the length of a block."""
+    """Yield a temporary bundle of another graph that shares the target's weights."""
     with tempfile.TemporaryDirectory(prefix=".draft-", dir=target) as name:
         folder = Path(name)
         (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
@@ -98,40 +99,40 @@ def as_bundle(target: Path, manifest: Manifest, model: ModelProto) -> Iterator[P
 
 
 def without(model: ModelProto, skipped: Collection[SubLayer]) -> ModelProto:
-    """A graph of the contract without some of its parts, for which their inputs go on as they are.
+    """Copy an exported graph without some of its sub-layers, whose input becomes their output.
 
     Args:
-        model: as `build_graph` makes it; it stays as it is. Weights in another file stay there.
-        skipped: parts that the graph has.
+        model: A graph of `build_graph`; external weights stay in their file.
+        skipped: Sub-layers of the graph to skip.
 
     Raises:
-        ValueError: it does not have one of them.
+        ValueError: The graph does not have one of the sub-layers.
     """
     left = ModelProto()
     left.CopyFrom(model)
     graph = left.graph
-    joins = {part.join for part in skipped}
+    joins = {each.join for each in skipped}
     if missing := joins - {join_of(node) for node in graph.node}:
         raise ValueError(f"the graph has no {', '.join(sorted(missing))}")
     caches = {
-        name(part.layer): port(part.layer)
-        for part in skipped
-        if part.part is Part.ATTENTION
-        for name, port in (
+        present(each.layer): past(each.layer)
+        for each in skipped
+        if each.kind is SubLayerKind.ATTENTION
+        for present, past in (
             (inputs_outputs.present_key, inputs_outputs.past_key),
             (inputs_outputs.present_value, inputs_outputs.past_value),
         )
     }
-    outputs = [port for port in graph.output if port.name not in caches]
-    nodes = needed_nodes(list(_going_past(graph.node, joins)), [port.name for port in outputs])
+    outputs = [value for value in graph.output if value.name not in caches]
+    nodes = needed_nodes(list(_bypassed(graph.node, joins)), [value.name for value in outputs])
     used = {name for node in nodes for name in node.input}
     graph.CopyFrom(
         GraphProto(
             name=graph.name,
             node=nodes,
             initializer=[tensor for tensor in graph.initializer if tensor.name in used],
-            # What a pass is told is the same for every graph, needed or not.
-            input=[port for port in graph.input if port.name not in caches.values()],
+            # The other inputs are the same for every graph, used or not.
+            input=[value for value in graph.input if value.name not in caches.values()],
             output=outputs,
         )
     )
@@ -139,22 +140,22 @@ def without(model: ModelProto, skipped: Collection[SubLayer]) -> ModelProto:
 
 
 def external_bytes(model: ModelProto) -> int:
-    """Bytes of a model's weights in another file."""
+    """Bytes of a model's external weights."""
     entries = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
     return sum(int(entry.value) for entry in entries if entry.key == "length")
 
 
-def _going_past(nodes: Iterable[NodeProto], joins: Collection[str]) -> Iterator[NodeProto]:
-    """The nodes, of which those that join a part to the residual stream let the stream go past it."""
-    instead: dict[str, str] = {}
+def _bypassed(nodes: Iterable[NodeProto], joins: Collection[str]) -> Iterator[NodeProto]:
+    """Yield the nodes, without those in `joins`, whose outputs become the residual stream before the sub-layer."""
+    replacements: dict[str, str] = {}
     for node in nodes:
         for index, name in enumerate(node.input):
-            node.input[index] = instead.get(name, name)
+            node.input[index] = replacements.get(name, name)
         if join_of(node) not in joins:
             yield node
         elif node.op_type == _JOIN:
             residual, weight = node.input[1:3]
-            instead[node.output[_TOTAL]] = residual
+            replacements[node.output[_SUM_OUTPUT]] = residual
             epsilon = next(each.f for each in node.attribute if each.name == "epsilon")
             yield helper.make_node(
                 "SimplifiedLayerNormalization",
@@ -166,11 +167,11 @@ def _going_past(nodes: Iterable[NodeProto], joins: Collection[str]) -> Iterator[
                 stash_type=1,
             )
         else:
-            instead[node.output[0]] = node.input[1]
+            replacements[node.output[0]] = node.input[1]
 
 
 def join_of(node: NodeProto) -> str:
-    """What a node is called that joins something to the residual stream; empty for others."""
+    """Name of a node that adds a sub-layer's output to the residual stream; empty for other nodes."""
     if node.op_type == _JOIN:
         return node.name
     return node.name.removesuffix(_PLAIN_JOIN) if node.op_type == "Add" and node.name.endswith(_PLAIN_JOIN) else ""

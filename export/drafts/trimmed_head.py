@@ -1,10 +1,10 @@
-"""A draft model's head with few of its tokens (VocabTrim, Goel et al. 2025; FR-Spec, Zhao et al. 2025).
+"""Trims a draft's LM head to the tokens that matter (VocabTrim, Goel et al. 2025; FR-Spec, Zhao et al. 2025).
 
-A draft's guesses are checked anyway, so its head need not know every token: one that it cannot say is only guessed
-wrong, and the rows it does without need not be read at each of its steps. The rows that stay are those of the whole
-head, bit for bit: codes, scales and zero points of a row are its own. A head that shared the embedding's matrix gets
-rows of its own; the embedding stays whole, so a trimmed draft reads every token. Which tokens the rows stand for is
-written beside the graph (`models.bundle.MAP_NAME`), in ascending order.
+Draft tokens are verified, so a draft's head need not have every token: a missing one is only predicted wrong, and fewer
+rows have to be read at each step. The kept rows are those of the whole head, bit for bit, with their codes, scales and
+zero points. A head that shared the embedding's matrix gets rows of its own; the embedding stays whole, so a trimmed
+draft reads every token. The token ids of the rows are written beside the graph (`models.bundle.MAP_NAME`), in ascending
+order.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from ..upgrade.selected_logits import find_lm_head
 TokenIds = npt.NDArray[np.int64]
 
 _BY_ROW: Final = (1, 2, 3, 5)
-"""Inputs of MatMulNBits that have a row, or a part, for each output: codes, scales, zero points, bias."""
+"""Inputs of MatMulNBits with a row or an element for each output: codes, scales, zero points, bias."""
 _TOLERANCE: Final = 1e-4
-"""Largest difference of a kept logit, in units of the logits' spread where that exceeds 1."""
-_COMPARED: Final = 8
-"""Tokens whose logits are compared."""
+"""Largest difference of a kept logit, relative to the standard deviation of the logits where that exceeds 1."""
+_COMPARED_POSITIONS: Final = 8
+"""Number of positions whose logits are compared."""
 
 
 def trim_head(graph: EditableGraph, kept: TokenIds) -> None:
-    """Leave of the head the rows of some tokens, in the order of `kept`, int64 [n], which are all different.
+    """Keep only the head's rows of the tokens `kept`, int64 [n], all different, in their order.
 
     Raises:
-        BundleError: the graph has no head.
-        ExportError: the head is of a kind whose rows cannot be taken apart.
+        BundleError: The graph has no head.
+        ExportError: The head is of a kind that cannot be trimmed.
     """
     head = find_lm_head(graph, inputs_outputs.LOGITS)
     tokens = head_tokens(graph)
@@ -72,41 +72,41 @@ def trim_head(graph: EditableGraph, kept: TokenIds) -> None:
 
 
 def head_tokens(graph: EditableGraph) -> int:
-    """How many logits a graph gives.
+    """Number of logits of a graph.
 
     Raises:
-        ExportError: it does not say.
+        ExportError: The graph does not state it.
     """
     shape = graph.shape(inputs_outputs.LOGITS)
     if not shape or not isinstance(shape[-1], int):
-        raise ExportError("the draft's graph does not say how many tokens its head has", "export the draft again")
+        raise ExportError("the draft's graph does not state the number of its logits", "export the draft again")
     return shape[-1]
 
 
 def _take(graph: EditableGraph, node: Node, index: int, kept: TokenIds, tokens: int, axis: int) -> None:
-    """Let a node read the part of a constant that belongs to the kept tokens."""
+    """Replace an initializer that a node reads by its part for the kept tokens."""
     name = node.input(index)
     array = graph.array(name)
     if array is None:
         raise ExportError(f"a head whose input {name} is computed cannot be trimmed", "leave --draft-vocab out")
-    if array.shape[axis] != tokens:  # scales and zero points may be written without their dimensions
+    if array.shape[axis] != tokens:  # scales and zero points may be stored flat
         array = array.reshape(tokens, -1)
     part = np.take(array, kept, axis)
     graph.set_input(node, index, graph.add_tensor(f"head.{name.rpartition('.')[2]}.kept", part))
 
 
 def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
-    """Write a draft's bundle with a trimmed head into a folder, new or empty.
+    """Write a draft's bundle with a trimmed head into a new or empty folder.
 
     Args:
-        whole: the draft with all of its head; it has a manifest.
-        folder: where the new one goes.
-        kept: int64 [n], ascending, ids of its own and the target's tokens.
+        whole: The draft's bundle with its whole head and a manifest.
+        folder: Folder of the new bundle.
+        kept: Token ids to keep, int64 [n], ascending; both draft and target have them.
 
     Raises:
-        ExportError: the head cannot be trimmed, or the result does not give the whole one's logits.
-        InputError: the ids are not ascending ones of the head.
-        OSError: the disk refused a write.
+        ExportError: The head cannot be trimmed, or the trimmed draft computes other logits.
+        InputError: The ids are not ascending ids of the head.
+        OSError: The disk refused a write.
     """
     if whole.manifest is None:
         raise InputError(f"{whole.folder} has no {MANIFEST_NAME}", "export the draft again")
@@ -136,24 +136,24 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def trim_own_draft(folder: Path, kept: TokenIds) -> None:
-    """Trim the head of the draft that a bundle's manifest names, if that is its own graph without some parts.
+def trim_layer_skip_draft(folder: Path, kept: TokenIds) -> None:
+    """Trim the head of a bundle's layer-skip draft.
 
-    The kept rows go into the draft's graph itself: all else stays in the weights that it shares with the target.
+    The kept rows are stored in the draft's graph; all other weights stay in the file that it shares with the target.
 
     Args:
-        folder: the bundle's.
-        kept: int64 [n], ascending, ids of the target's tokens.
+        folder: The bundle's folder.
+        kept: Token ids to keep, int64 [n], ascending.
 
     Raises:
-        ExportError: the head cannot be trimmed.
-        InputError: the bundle has no such draft with a whole head, or the ids are not ascending ones of it.
-        OSError: the disk refused a write.
+        ExportError: The head cannot be trimmed.
+        InputError: The bundle has no layer-skip draft with a whole head, or the ids are not ascending ids of it.
+        OSError: The disk refused a write.
     """
     path = folder / MANIFEST_NAME
     manifest = Manifest.from_json(path.read_bytes(), str(path))
     if manifest.draft is None or not manifest.draft.graph or manifest.draft.d2t:
-        raise InputError(f"{folder} has no draft of its own layers with a whole head", "make one first")
+        raise InputError(f"{folder} has no layer-skip draft with a whole head", "make one first")
     place = folder / manifest.draft.graph
     graph = EditableGraph.open(place)
     _require_ascending(kept, head_tokens(graph))
@@ -167,12 +167,12 @@ def trim_own_draft(folder: Path, kept: TokenIds) -> None:
 
 def _require_ascending(kept: TokenIds, tokens: int) -> None:
     if kept.size == 0 or kept.min() < 0 or kept.max() >= tokens or (np.diff(kept) <= 0).any():
-        raise InputError(f"the kept tokens are not ascending ids of a head of {tokens}", "keep at least one token")
+        raise InputError(f"the kept tokens are not ascending ids below {tokens}", "keep at least one token")
 
 
 def _require_same(whole: Path, trimmed: Path, architecture: Architecture, kept: TokenIds) -> None:
-    """Check that a trimmed model gives the whole one's logits of the tokens that it kept."""
-    count = min(_COMPARED, architecture.context)
+    """Check that a trimmed draft computes the whole one's logits of the kept tokens."""
+    count = min(_COMPARED_POSITIONS, architecture.context)
     tokens = np.random.default_rng(0).integers(0, architecture.vocab_size, count)
     expected, found = (
         ContractSession(folder, architecture, count).forward(tokens, np.arange(count)) for folder in (whole, trimmed)
@@ -181,6 +181,6 @@ def _require_same(whole: Path, trimmed: Path, architecture: Architecture, kept: 
     difference = float(np.abs(expected - found).max())
     if not difference <= _TOLERANCE * max(1.0, float(expected.std())):
         raise ExportError(
-            f"the trimmed draft's logits differ from the whole one's by {difference:.2g}",
+            f"the trimmed draft's logits differ from the whole draft's by {difference:.2g}",
             "this is a defect of the exporter: please report the draft",
         )

@@ -1,25 +1,24 @@
-"""What an export chose and what that costs, as tables and plots."""
+"""The report of an export: chosen formats and measured figures, as tables and plots."""
 
-from .compared_plans import compared_plans, nearest_plans
+from .compared_plans import PlanComparison
 from .figures import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed
 from .gather import linear_figures, plan_figures, search_steps
 from .page import as_values, page, write_report
-from .tables import heads_of, megabytes
+from .tables import headlines, megabytes
 
 __all__ = [
     "DraftFigures",
     "LinearFigures",
     "ModelReport",
+    "PlanComparison",
     "PlanFigures",
     "PlanKind",
     "SearchStep",
     "Speed",
     "as_values",
-    "compared_plans",
-    "heads_of",
+    "headlines",
     "linear_figures",
     "megabytes",
-    "nearest_plans",
     "page",
     "plan_figures",
     "search_steps",

@@ -1,115 +1,148 @@
-"""What a chosen plan stands beside in the report: uniform plans, and the best that the rule makes of its bytes."""
+"""Baseline plans that a report compares with the chosen plan: one format for all linears, and a rule.
+
+The rule is that of ONNX Runtime GenAI's model builder, after llama.cpp: the head, and what holds v and down in the
+first and last eighth of the layers and in every third layer between, get more bits than the other linears.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress, silent
-from ..allocation.baseline_plans import rule_plans, uniform_plan
-from ..allocation.costs import ByteCosts, cost_of
+from ..allocation.format_candidates import HEAD_LINEAR, planned_linears
 from ..allocation.linear_times import LinearTimes
+from ..allocation.plan_costs import ByteCosts, Costs, plan_cost
 from ..checkpoint.config import DecoderConfig
-from .figures import ALIKE, PlanFigures, PlanKind
+from ..checkpoint.layout import QuantPlan
+from .figures import SIZE_TOLERANCE, PlanFigures, PlanKind
 from .gather import plan_figures
 
 STAGE: Final = "comparing plans"
+_STRIDE: Final = 3
 
 
-def compared_plans(
-    config: DecoderConfig,
-    forms: Sequence[WeightFormat],
-    limit: float,
-    divergence: Callable[[Mapping[str, WeightFormat]], float],
-    times: LinearTimes | None = None,
-    progress: Progress = silent,
-    *,
-    others: Sequence[Mapping[str, WeightFormat]] = (),
-) -> list[PlanFigures]:
-    """Measure uniform plans, rule-based plans of nearly the chosen one's bytes, and others.
+@dataclass(frozen=True)
+class PlanComparison:
+    """Measures plans of one model for a report."""
 
-    Args:
-        config: the model's numbers.
-        forms: the formats that were to choose from. Of those of as many bits and as large blocks, by several methods or
-            with zero points, the one of least KL stands for all, so that a mix is held against the best uniform plan.
-        limit: bytes that the chosen plan reads.
-        divergence: mean KL in nats of a plan for every chosen unit, measured as the chosen one's was.
-        times: of passes on this machine; None where they were not measured.
-        progress: hears stage "comparing plans".
-        others: plans for other budgets.
+    config: DecoderConfig
+    divergence: Callable[[QuantPlan], float]
+    """Measures the mean KL of a plan in nats."""
+    times: LinearTimes | None = None
+    """Times of passes on this machine; None where they were not measured."""
+    progress: Progress = silent
+    """Receives the stage "comparing plans"."""
 
-    Returns:
-        The uniform plans, from the smallest on, the rule-based plan of least KL, if the rule makes any, and the others.
-    """
-    alike = _alike(forms)
-    done, todo = 0, len(forms) + len(others)
+    def baselines(
+        self, formats: Sequence[WeightFormat], limit: float, others: Sequence[QuantPlan] = ()
+    ) -> list[PlanFigures]:
+        """Measure uniform plans, rule-based plans of about as many bytes as the chosen one, and other plans.
 
-    def measured(plan: Mapping[str, WeightFormat], name: str, kind: PlanKind) -> PlanFigures:
-        nonlocal done
-        figures = plan_figures(config, plan, name, kind, divergence(plan), times)
-        done += 1
-        progress(STAGE, done / todo)
-        return figures
+        Args:
+            formats: The format candidates. Of those that share bits and block size, by several methods or with zero
+                points, only the one with the least KL is used, so that the comparison is with the best uniform plan.
+            limit: Bytes that the chosen plan reads.
+            others: Plans for other budgets.
 
-    uniform, best = [], []
-    for versions in alike:
-        tried = [(measured(uniform_plan(config, form), str(form), PlanKind.UNIFORM), form) for form in versions]
-        figures, form = min(tried, key=lambda each: each[0].kl or 0.0)
-        uniform.append(figures)
-        best.append(form)
-    ruled = _as_large([*rule_plans(config, tuple(best), ByteCosts(), limit)], config, limit)
-    todo += len(ruled)
-    found = sorted(uniform, key=lambda figures: figures.bytes_read)
-    if ruled:
-        by_rule = [measured(plan, "by rule", PlanKind.RULE) for plan in ruled]
-        found.append(min(by_rule, key=lambda figures: figures.kl or 0.0))
-    return found + [measured(plan, "for another budget", PlanKind.SEARCHED) for plan in others]
+        Returns:
+            The uniform plans in ascending size, the best rule-based plan if there is one, and the others.
+        """
+        done, total = 0, len(formats) + len(others)
+
+        def measured(plan: QuantPlan, name: str, kind: PlanKind) -> PlanFigures:
+            nonlocal done
+            figures = plan_figures(self.config, plan, name, kind, self.divergence(plan), self.times)
+            done += 1
+            self.progress(STAGE, done / total)
+            return figures
+
+        uniform, best = [], []
+        for versions in _by_size(formats):
+            tried = [
+                (measured(uniform_plan(self.config, each), str(each), PlanKind.UNIFORM), each) for each in versions
+            ]
+            figures, weight_format = min(tried, key=lambda each: each[0].kl or 0.0)
+            uniform.append(figures)
+            best.append(weight_format)
+        rules = _of_similar_size([*rule_plans(self.config, tuple(best), ByteCosts(), limit)], self.config, limit)
+        total += len(rules)
+        found = sorted(uniform, key=lambda figures: figures.bytes_read)
+        if rules:
+            by_rule = [measured(plan, "by rule", PlanKind.RULE) for plan in rules]
+            found.append(min(by_rule, key=lambda figures: figures.kl or 0.0))
+        return found + [measured(plan, "for another budget", PlanKind.SEARCHED) for plan in others]
+
+    def round_to_nearest(self, formats: Sequence[WeightFormat]) -> list[PlanFigures]:
+        """Measure round-to-nearest, which needs no text, in uniform plans of the bits and block sizes of `formats`."""
+        sizes = dict.fromkeys((each.bits, each.block) for each in formats)
+        found = []
+        for number, (bits, block) in enumerate(sizes, 1):
+            weight_format = WeightFormat(bits, block, method=Method.RTN)
+            plan = uniform_plan(self.config, weight_format)
+            name = f"{weight_format} rtn"
+            found.append(plan_figures(self.config, plan, name, PlanKind.NEAREST, self.divergence(plan), self.times))
+            self.progress(STAGE, number / len(sizes))
+        return found
 
 
-def nearest_plans(
-    config: DecoderConfig,
-    forms: Sequence[WeightFormat],
-    divergence: Callable[[Mapping[str, WeightFormat]], float],
-    times: LinearTimes | None = None,
-    progress: Progress = silent,
-) -> list[PlanFigures]:
-    """Measure rounding to nearest, which needs no text, in one format for all units.
+def uniform_plan(config: DecoderConfig, weight_format: WeightFormat) -> dict[str, WeightFormat]:
+    """A plan with one format for all linears."""
+    return {linear.name: weight_format for linear in planned_linears(config)}
 
-    Args:
-        config: the model's numbers.
-        forms: their bits and blocks are measured.
-        divergence: mean KL in nats of a plan of the checkpoint itself, with nothing folded.
-        times: of passes on this machine; None where they were not measured.
-        progress: hears stage "comparing plans".
-    """
-    plain = [
-        WeightFormat(bits, block, method=Method.RTN) for bits, block in dict.fromkeys((f.bits, f.block) for f in forms)
+
+def rule_linears(config: DecoderConfig) -> list[str]:
+    """The linears that the rule gives more bits: the head first, then from the outer layers inwards."""
+    layers = config.layers
+    chosen = [
+        index
+        for index in range(layers)
+        if index < layers / 8 or index >= 7 * layers / 8 or (index - round(layers / 8)) % _STRIDE == _STRIDE - 1
     ]
-    found = []
-    for number, form in enumerate(plain, 1):
-        plan = uniform_plan(config, form)
-        found.append(plan_figures(config, plan, f"{form} rtn", PlanKind.NEAREST, divergence(plan), times))
-        progress(STAGE, number / len(plain))
-    return found
+    outer_first = sorted(chosen, key=lambda index: min(index, layers - 1 - index))
+    return [HEAD_LINEAR, *(f"layers.{index}.{name}" for index in outer_first for name in ("qkv", "down"))]
 
 
-def _alike(forms: Sequence[WeightFormat]) -> list[list[WeightFormat]]:
-    """Formats by bits and blocks."""
+def rule_plans(
+    config: DecoderConfig, formats: tuple[WeightFormat, ...], costs: Costs, limit: float
+) -> Iterator[dict[str, WeightFormat]]:
+    """Yield the plans that the rule makes within a limit, for every pair of formats.
+
+    What is left of the limit raises the other linears, from the first layer on, to the next format that fits, so that
+    the rule is compared with plans of as many bytes.
+    """
+    favoured = set(rule_linears(config))
+    ascending = sorted(formats, key=lambda each: plan_cost(uniform_plan(config, each), costs, config))
+    for place, base in enumerate(ascending):
+        for raised in ascending[place + 1 :]:
+            plan = {name: raised if name in favoured else base for name in uniform_plan(config, base)}
+            if raised.bits <= base.bits or plan_cost(plan, costs, config) > limit:
+                continue
+            for name in plan:
+                trial = {**plan, name: ascending[place + 1]}
+                if name not in favoured and plan_cost(trial, costs, config) <= limit:
+                    plan = trial
+            yield plan
+
+
+def _by_size(formats: Sequence[WeightFormat]) -> list[list[WeightFormat]]:
+    """Group formats by bits and block size."""
     found: dict[tuple[int, int], list[WeightFormat]] = {}
-    for form in forms:
-        found.setdefault((form.bits, form.block), []).append(form)
+    for each in formats:
+        found.setdefault((each.bits, each.block), []).append(each)
     return list(found.values())
 
 
-def _as_large(
+def _of_similar_size(
     plans: Sequence[dict[str, WeightFormat]], config: DecoderConfig, limit: float
 ) -> list[dict[str, WeightFormat]]:
-    """Those that take nearly all of the limit, or the largest where none does; none twice, and no uniform ones."""
+    """The plans that take nearly all of the limit, or the largest where none does, without duplicates."""
     sized: list[tuple[float, dict[str, WeightFormat]]] = []
     for plan in plans:
-        uniform = len(set(plan.values())) == 1  # what is left over may have raised all the rest
+        uniform = len(set(plan.values())) == 1  # if the rest of the limit has raised all linears
         if not uniform and all(plan != other for _, other in sized):
-            sized.append((cost_of(plan, ByteCosts(), config), plan))
-    least = min((1 - ALIKE) * limit, max((size for size, _ in sized), default=0.0))
+            sized.append((plan_cost(plan, ByteCosts(), config), plan))
+    least = min((1 - SIZE_TOLERANCE) * limit, max((size for size, _ in sized), default=0.0))
     return [plan for size, plan in sized if size >= least]

@@ -1,7 +1,7 @@
-"""What a report says of a model, as values.
+"""Figures of a report about an exported model, as plain values.
 
-Bytes are those that a pass over one token reads, as the processor's kernels want the weights (`allocation.ladder`), not
-those of the file. Divergences are means over positions of KL(float32 model || rounded model) in nats.
+Bytes are those that a pass over one token reads, as the processor's kernels store weights (`allocation.plan_costs`),
+not those of the file. Divergences are means over positions of KL(float32 model || quantized model) in nats.
 """
 
 from __future__ import annotations
@@ -18,49 +18,51 @@ from ...runtime.measure.draft_benefit import DraftBenefit
 from ..calibration.divergence import Divergence
 
 GIGA: Final = 1e9
-ALIKE: Final = 0.03
-"""Plans whose bytes differ by less than this share are taken to be of one size."""
+SIZE_TOLERANCE: Final = 0.03
+"""Plans whose bytes differ by less than this share count as equally large."""
 
 
 class PlanKind(Enum):
-    """How a plan came about."""
+    """Origin of a plan."""
 
     CHOSEN = "chosen"
-    """The one the bundle has."""
+    """The plan of the bundle."""
     UNIFORM = "uniform"
-    """One format for all units."""
+    """One format for all linears."""
     NEAREST = "nearest"
-    """One format for all units, weights rounded to nearest without any text."""
+    """One format for all linears, by round-to-nearest without any text."""
     RULE = "rule"
-    """Formats by a unit's place: more bits for the head and some of the layers."""
+    """Formats by a linear's place: more bits for the head and some of the layers."""
     SEARCHED = "searched"
-    """Another that the search came by."""
+    """Another plan that the search found."""
 
 
 @dataclass(frozen=True)
 class LinearFigures:
-    """A fused linear in its format."""
+    """Figures of a fused linear in its format."""
 
     name: str
-    """As in `Manifest.weights`."""
+    """Name as in `Manifest.weights`."""
     rows: int
+    """Number of outputs."""
     columns: int
-    form: WeightFormat
+    """Number of inputs."""
+    weight_format: WeightFormat
     bytes_read: int
-    solo_kl: float | None = None
-    """Divergence with this unit alone rounded; None where it was not measured."""
+    kl_alone: float | None = None
+    """Mean KL with only this linear quantized; None where it was not measured."""
     milliseconds: float | None = None
-    """Its part of a pass over one token; None where it was not measured."""
+    """Time in a pass over one token; None where it was not measured."""
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits read for each weight, scales included."""
+        """Bits read per weight, scales included."""
         return 8 * self.bytes_read / (self.rows * self.columns)
 
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """A whole plan beside others."""
+    """Figures of a quantization plan."""
 
     name: str
     kind: PlanKind
@@ -68,44 +70,44 @@ class PlanFigures:
     bits_per_weight: float
     kl: float | None = None
     milliseconds: Mapping[int, float] = field(default_factory=dict)
-    """Predicted milliseconds of a pass by its rows."""
+    """Predicted milliseconds of a pass by its width."""
 
     def memory_bound_rate(self, bandwidth: float) -> float:
-        """Tokens a second where reading the weights at `bandwidth` GB/s is all that takes time."""
+        """Tokens per second where reading the weights at `bandwidth` GB/s takes all the time."""
         return bandwidth * GIGA / self.bytes_read
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Passes over a few tokens on this machine."""
+    """Times of passes over a few tokens on this machine."""
 
     predicted: Mapping[int, float]
-    """Milliseconds by rows, from the times of units; empty where those were not measured."""
+    """Milliseconds by the width of the pass, from the times of linears; empty where those were not measured."""
     measured: Mapping[int, float]
-    """Milliseconds by rows, of the bundle as written."""
+    """Milliseconds by the width of the pass, of the bundle as written."""
 
     @property
     def rate(self) -> float | None:
-        """Measured tokens a second, one a pass."""
+        """Measured tokens per second of plain decoding."""
         return 1e3 / self.measured[1] if 1 in self.measured else None
 
     @property
     def predicted_rate(self) -> float | None:
-        """Predicted tokens a second, one a pass."""
+        """Predicted tokens per second of plain decoding."""
         return 1e3 / self.predicted[1] if 1 in self.predicted else None
 
 
 @dataclass(frozen=True)
 class DraftFigures:
-    """The draft model in the bundle."""
+    """Figures of the draft model in the bundle."""
 
     made_of: str
-    """In words: another checkpoint's name, or which sub-layers of the target it has."""
-    acceptance: DraftBenefit
-    vocabulary: int | None = None
-    """Tokens its head kept; None for all."""
+    """Description: the name of another checkpoint, or the sub-layers of the target that the draft has."""
+    benefit: DraftBenefit
+    vocabulary_size: int | None = None
+    """Number of tokens that its head kept; None for all."""
     coverage: float | None = None
-    """Share of calibration text that those tokens make up."""
+    """Share of the tokens of held-out answers that the head has."""
 
 
 @dataclass(frozen=True)
@@ -118,71 +120,71 @@ class SearchStep:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What an export chose, and what that costs."""
+    """What an export chose, and what was measured of it."""
 
     model: str
     command: str
     linears: Sequence[LinearFigures]
-    """In the order of the graph; a matrix that two units share is there once."""
+    """Linears in the order of the graph; a matrix that two linears share occurs once."""
     plans: Sequence[PlanFigures]
-    """The chosen one and those it is compared with."""
+    """The chosen plan and those it is compared with."""
     file_bytes: int
     parity: Mapping[str, float]
     calibration: Calibration | None = None
     quality: Divergence | None = None
-    """On text that nothing was chosen by, with weights rounded and activations in float32."""
+    """Quality on held-out text with quantized weights and float32 activations."""
     shipped: Divergence | None = None
-    """The same of the graph as it runs, activations in 8 bits."""
+    """Quality on held-out text of the graph as it runs, with 8-bit activations."""
     speed: Speed | None = None
     bandwidths: Sequence[float] = ()
-    """GB/s of machines that the report speaks of."""
+    """Memory bandwidths in GB/s for which speeds are predicted."""
     drafts: Sequence[DraftFigures] = ()
     budget: str = ""
     search: Sequence[SearchStep] = ()
     seconds: float = 0.0
-    """What the export took."""
+    """Duration of the export."""
     machine: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
     @property
     def chosen(self) -> PlanFigures:
-        """The bundle's own plan."""
+        """The plan of the bundle."""
         return next(plan for plan in self.plans if plan.kind is PlanKind.CHOSEN)
 
     @property
     def compared(self) -> list[PlanFigures]:
-        """The plan and what it is chosen instead of, the smallest first."""
+        """The chosen plan and its alternatives, in ascending size."""
         kept = [plan for plan in self.plans if plan.kind in (PlanKind.CHOSEN, PlanKind.UNIFORM, PlanKind.RULE)]
         return sorted(kept, key=lambda plan: (plan.bytes_read, plan.kind is PlanKind.CHOSEN))
 
     @property
     def against_uniform(self) -> float | None:
-        """The chosen plan's KL over that of uniform plans with as many bytes; None without one on either side."""
+        """KL of the chosen plan relative to uniform plans of as many bytes; None without one on either side."""
         expected = log_line(self.chosen.bytes_read, _of_kind(self.plans, PlanKind.UNIFORM))
         return None if expected is None or self.chosen.kl is None else self.chosen.kl / expected
 
     @property
     def against_nearest(self) -> float | None:
-        """The chosen plan's KL over that of rounding to nearest in as many bytes; None where that was not measured."""
+        """KL of the chosen plan relative to round-to-nearest of as many bytes; None where that was not measured."""
         expected = log_line(self.chosen.bytes_read, _of_kind(self.plans, PlanKind.NEAREST))
         return None if expected is None or self.chosen.kl is None else self.chosen.kl / expected
 
     @property
     def against_rule(self) -> float | None:
-        """The chosen plan's KL over that of the best rule-based plan of about as many bytes; None without one."""
+        """KL of the chosen plan relative to the best rule-based plan of about as many bytes; None without one."""
         size = self.chosen.bytes_read
         rules = [
             plan.kl
             for plan in self.plans
-            if plan.kind is PlanKind.RULE and plan.kl and abs(plan.bytes_read - size) <= ALIKE * size
+            if plan.kind is PlanKind.RULE and plan.kl and abs(plan.bytes_read - size) <= SIZE_TOLERANCE * size
         ]
         return None if not rules or self.chosen.kl is None else self.chosen.kl / min(rules)
 
 
 def log_line(bytes_read: float, plans: Sequence[PlanFigures]) -> float | None:
-    """KL at that many bytes on the line between the nearest plans on either side, straight in log KL over bytes.
+    """KL at a number of bytes, interpolated between the nearest plans, linear in log KL over bytes.
 
-    Plans that another one beats in bytes and KL are left out. None where the plans do not reach so far.
+    Plans that another one beats in bytes and KL are left out. None outside the range of the plans.
     """
     kept: list[tuple[float, float]] = []
     known = ((float(plan.bytes_read), plan.kl) for plan in plans if plan.kl is not None and plan.kl > 0)

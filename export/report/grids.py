@@ -32,28 +32,28 @@ def bits_grid(linears: Sequence[LinearFigures]) -> str | None:
 
 def _bits(linear: LinearFigures) -> tuple[str, str]:
     """Bits, and the weights of a block."""
-    return str(linear.form.bits), f"/{linear.form.block}" if linear.form.block else ""
+    return str(linear.weight_format.bits), f"/{linear.weight_format.block}" if linear.weight_format.block else ""
 
 
 def _bits_kind(linear: LinearFigures) -> tuple[str, float]:
-    known = next((bits for bits in (2, 4, 8) if linear.form.bits <= bits), 32)
+    known = next((bits for bits in (2, 4, 8) if linear.weight_format.bits <= bits), 32)
     return f"bits{known}", 1.0
 
 
-def solo_kl_grid(linears: Sequence[LinearFigures]) -> str | None:
+def kl_alone_grid(linears: Sequence[LinearFigures]) -> str | None:
     """The grid of solo KL, the darker the more."""
-    logs = [math.log10(linear.solo_kl) for linear in linears if linear.solo_kl is not None and linear.solo_kl > 0]
+    logs = [math.log10(linear.kl_alone) for linear in linears if linear.kl_alone is not None and linear.kl_alone > 0]
     if not logs:
         return None
     scale = Axis(min(logs), max(logs) if max(logs) > min(logs) else min(logs) + 1, 0.08, 1.0)
 
     def words(linear: LinearFigures) -> tuple[str, str]:
-        return ("-" if linear.solo_kl is None else f"{linear.solo_kl:.0e}".replace("e-0", "e-")), ""
+        return ("-" if linear.kl_alone is None else f"{linear.kl_alone:.0e}".replace("e-0", "e-")), ""
 
     def shade(linear: LinearFigures) -> tuple[str, float]:
-        if linear.solo_kl is None or linear.solo_kl <= 0:
+        if linear.kl_alone is None or linear.kl_alone <= 0:
             return "cost", 0.0
-        share = scale.at(math.log10(linear.solo_kl))
+        share = scale.at(math.log10(linear.kl_alone))
         return "cost strong" if share > _STRONG else "cost", share
 
     return _grid("KL of each matrix when it alone is rounded, nats", linears, words, shade)
@@ -105,9 +105,9 @@ def _cell(
 ) -> str:
     first, second = words(linear)
     kind, opacity = shade(linear)
-    hint = f"{linear.name}: {linear.form}, {linear.bytes_read / 1e6:.4g} MB"
-    if linear.solo_kl is not None:
-        hint += f", KL {linear.solo_kl:.3g}"
+    hint = f"{linear.name}: {linear.weight_format}, {linear.bytes_read / 1e6:.4g} MB"
+    if linear.kl_alone is not None:
+        hint += f", KL {linear.kl_alone:.3g}"
     middle, base = x + width / 2, y + _CELL_HEIGHT / 2 + 4
     shown = text(middle, base, first + second, f"middle {kind}")
     if width < _TWO_LINES:

@@ -1,4 +1,4 @@
-"""A report as files: `report.html`, a page that needs nothing else, and `report.json`."""
+"""Writes a report as `report.html`, a self-contained page, and as `report.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...models.bundle import REPORT_DATA_NAME, REPORT_PAGE_NAME
 from ...models.manifest import WeightFormat
 from .figures import ModelReport
 from .plots import plots_of
-from .tables import heads_of, tables_of
+from .tables import headlines, tables_of
 
 _TEMPLATE: Final = Path(__file__).parent / "report.html.jinja"
 _DIGITS: Final = 6
@@ -26,7 +26,7 @@ def write_report(folder: Path, report: ModelReport) -> None:
     """Write both files into a bundle's folder.
 
     Raises:
-        OSError: the disk refused a write.
+        OSError: The disk refused a write.
     """
     data = json.dumps(as_values(report), indent=2, ensure_ascii=False) + "\n"
     write_atomically(folder / REPORT_DATA_NAME, data.encode())
@@ -34,14 +34,14 @@ def write_report(folder: Path, report: ModelReport) -> None:
 
 
 def page(report: ModelReport) -> str:
-    """The HTML page."""
+    """Render the HTML page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(report=report, heads=heads_of(report), tables=tables_of(report), plots=plots_of(report))
+    return template.render(report=report, headlines=headlines(report), tables=tables_of(report), plots=plots_of(report))
 
 
 def as_values(report: ModelReport) -> dict[str, Any]:
-    """The report in plain values, for JSON."""
+    """The report as plain values, for JSON."""
     values: dict[str, Any] = _plain(report)
     values["bits_per_weight"] = _plain(report.chosen.bits_per_weight)
     values["kl_against_uniform"] = _plain(report.against_uniform)

@@ -7,7 +7,7 @@ from typing import Final
 
 from .axes import Frame, dot, path, text
 from .figures import ModelReport, PlanFigures, PlanKind
-from .grids import bits_grid, solo_kl_grid
+from .grids import bits_grid, kl_alone_grid
 
 _KINDS: Final[Mapping[PlanKind, str]] = {
     PlanKind.NEAREST: "rounded to nearest",
@@ -27,7 +27,7 @@ def plots_of(report: ModelReport) -> dict[str, str]:
     """An SVG element for each plot the report has data for, by a short name."""
     drawn = {
         "bits": bits_grid(report.linears),
-        "kl": solo_kl_grid(report.linears),
+        "kl": kl_alone_grid(report.linears),
         "frontier": _plans(
             report.plans, "Size against quality", "MB read for a token", lambda plan: plan.bytes_read / 1e6, joined=True
         ),

@@ -1,4 +1,4 @@
-"""The report's tables and headline figures, in words, for a page and for a terminal alike."""
+"""Tables and headline figures of a report, as text for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEGA: Final = 1e6
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table; `chosen` marks the one that stands for the model itself."""
+    """A row of a table; `chosen` marks that of the exported model."""
 
     cells: tuple[str, ...]
     chosen: bool = False
@@ -21,65 +21,57 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table in words; without columns it is a list of names and values."""
+    """A table as text; without columns it is a list of names and values."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    words: tuple[str, ...] = ()
-    """Columns besides the first that hold words and not numbers."""
-    below: str = ""
-    """What has to be known to read it."""
-    folded: bool = False
-    """Whether it is long and for those who look closer."""
+    text_columns: tuple[str, ...] = ()
+    """Columns besides the first that hold text and not numbers."""
+    caption: str = ""
+    """Explanation below the table."""
+    collapsed: bool = False
+    """Whether the rows are hidden until the reader opens them."""
 
 
 @dataclass(frozen=True)
-class Head:
+class Headline:
     """A figure that is shown large."""
 
     name: str
     value: str
-    beside: str = ""
+    detail: str = ""
     tone: str = ""
-    """`good` or `bad`, where it is a comparison."""
+    """`good` or `bad` for a comparison."""
 
 
-def heads_of(report: ModelReport) -> list[Head]:
-    """The headline figures."""
+def headlines(report: ModelReport) -> list[Headline]:
+    """The headline figures of a report."""
     chosen, quality, speed = report.chosen, report.shipped or report.quality, report.speed
-    heads = [
-        Head("bits a weight", f"{chosen.bits_per_weight:.2f}", f"{megabytes(chosen.bytes_read)} MB read for a token")
+    found = [
+        Headline("bits per weight", f"{chosen.bits_per_weight:.2f}", f"{megabytes(chosen.bytes_read)} MB per token")
     ]
     if chosen.kl is not None:
-        ratio, beside = report.against_uniform, "than uniform plans of its size"
+        ratio, other = report.against_uniform, "than uniform plans of its size"
         if ratio is None:
-            ratio, beside = report.against_nearest, "than rounded to nearest"
-        beside = "nats from the float32 model" if ratio is None else f"{_less(ratio)} {beside}"
+            ratio, other = report.against_nearest, "than round-to-nearest"
+        detail = "nats from the float32 model" if ratio is None else f"{_difference(ratio)} {other}"
         kl = chosen.kl if quality is None else quality.mean_kl
-        heads.append(Head("mean KL", f"{kl:#.3g}", beside, "" if ratio is None else _tone(ratio < 1)))
+        found.append(Headline("mean KL", f"{kl:#.3g}", detail, "" if ratio is None else _tone(ratio < 1)))
     if quality is not None:
-        heads.append(
-            Head(
-                "top-1 agreement", f"{quality.top1_agreement:.1%}", f"99 % of positions: KL below {quality.p99_kl:#.3g}"
-            )
-        )
-        heads.append(Head("perplexity", f"{quality.perplexity:.4g}", f"float32 model: {quality.float_perplexity:.4g}"))
+        detail = f"KL below {quality.p99_kl:#.3g} at 99 % of positions"
+        found.append(Headline("top-1 agreement", f"{quality.top1_agreement:.1%}", detail))
+        detail = f"float32 model: {quality.float_perplexity:.4g}"
+        found.append(Headline("perplexity", f"{quality.perplexity:.4g}", detail))
     if speed is not None and speed.rate is not None:
         predicted = speed.predicted_rate
-        beside = "one token a pass" if predicted is None else f"{predicted:.1f} predicted"
-        heads.append(Head("tokens a second", f"{speed.rate:.1f}", beside))
+        detail = "plain decoding" if predicted is None else f"plain decoding; {predicted:.1f} predicted"
+        found.append(Headline("tokens per second", f"{speed.rate:.1f}", detail))
     for draft in report.drafts:
-        gain = draft.acceptance.plain_seconds / draft.acceptance.speculative_seconds
-        heads.append(
-            Head(
-                "with its draft",
-                f"{gain:.2f} times",
-                f"{draft.acceptance.tokens_per_pass:.2f} tokens a pass",
-                _tone(gain >= 1),
-            )
-        )
-    return heads
+        gain = draft.benefit.plain_seconds / draft.benefit.speculative_seconds
+        detail = f"{draft.benefit.tokens_per_pass:.2f} tokens per pass"
+        found.append(Headline("speed-up with the draft", f"{gain:.2f}x", detail, _tone(gain >= 1)))
+    return found
 
 
 def tables_of(report: ModelReport) -> list[Table]:
@@ -89,55 +81,53 @@ def tables_of(report: ModelReport) -> list[Table]:
 
 
 def _plans(report: ModelReport) -> Table | None:
-    """Plans by bytes, each column only where a plan has the figure."""
+    """Plans in ascending size; a column is left out if no plan has its figure."""
     if len(report.compared) < 2:
         return None
     plans = report.compared
-    rows = sorted({count for plan in plans for count in plan.milliseconds})
-    columns: tuple[str, ...] = ("", "bits a weight", "MB a token", "KL, nats", "against this model")
-    columns += tuple(f"ms, {count} token{'s' * (count > 1)}" for count in rows)
+    widths = sorted({width for plan in plans for width in plan.milliseconds})
+    columns: tuple[str, ...] = ("", "bits per weight", "MB per token", "KL, nats", "KL relative to this model")
+    columns += tuple(f"ms, pass over {width} token{'s' * (width > 1)}" for width in widths)
     columns += tuple(f"tokens/s at {bandwidth:g} GB/s" for bandwidth in report.bandwidths)
 
     def cells(plan: PlanFigures) -> tuple[str, ...]:
         size = (plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read), _number(plan.kl, "#.3g"))
-        against = plan.kl / report.chosen.kl if plan.kl is not None and report.chosen.kl else None
-        times = (_number(plan.milliseconds.get(count), "#.3g") for count in rows)
-        bound = (f"{plan.memory_bound_rate(bandwidth):.1f}" for bandwidth in report.bandwidths)
-        return (*size, _number(against, ".3g"), *times, *bound)
+        relative = plan.kl / report.chosen.kl if plan.kl is not None and report.chosen.kl else None
+        times = (_number(plan.milliseconds.get(width), "#.3g") for width in widths)
+        rates = (f"{plan.memory_bound_rate(bandwidth):.1f}" for bandwidth in report.bandwidths)
+        return (*size, _number(relative, ".3g"), *times, *rates)
 
-    return Table(
-        "Plans",
-        columns,
-        tuple(Row(cells(plan), plan.kind is PlanKind.CHOSEN) for plan in plans),
-        below=_comparisons(report),
-    )
+    rows = tuple(Row(cells(plan), plan.kind is PlanKind.CHOSEN) for plan in plans)
+    return Table("Quantization plans", columns, rows, caption=_comparisons(report))
 
 
 def _comparisons(report: ModelReport) -> str:
-    """What the chosen plan gains, in sentences."""
-    said = []
+    """Gains of the chosen plan, in sentences."""
+    sentences = []
     if report.against_uniform is not None:
-        said.append(
-            f"KL is {_less(report.against_uniform)} than that of uniform plans at the same bytes, "
-            "read off a line of log KL over bytes."
+        sentences.append(
+            f"KL is {_difference(report.against_uniform)} than that of uniform plans at the same bytes, "
+            "interpolated in log KL over bytes."
         )
     if report.against_nearest is not None:
-        said.append(f"It is {_less(report.against_nearest)} than that of rounding to nearest at the same bytes.")
+        sentences.append(
+            f"It is {_difference(report.against_nearest)} than that of round-to-nearest at the same bytes."
+        )
     if report.against_rule is not None:
-        said.append(f"It is {_less(report.against_rule)} than that of a rule-based mix of the same bytes.")
+        sentences.append(f"It is {_difference(report.against_rule)} than that of a rule-based plan of the same bytes.")
     if report.quality is not None and any(plan.kind is PlanKind.UNIFORM for plan in report.plans):
-        said.append(
-            "Here every unit is rounded by itself, in all plans alike; in the model as written, units may make up for "
-            f"those before them, and its mean KL is {report.quality.mean_kl:#.3g}."
+        sentences.append(
+            "In this comparison every linear is quantized independently, in all plans alike; in the model as written, "
+            f"linears may compensate for those before them, and its mean KL is {report.quality.mean_kl:#.3g}."
         )
     if report.bandwidths:
-        said.append("Rates at a bandwidth hold where reading weights is all that takes time.")
-    return " ".join(said)
+        sentences.append("Rates at a bandwidth assume that reading the weights takes all the time.")
+    return " ".join(sentences)
 
 
 def _quality(report: ModelReport) -> Table | None:
-    """The model with rounded weights, and the graph as it runs."""
-    known = (("weights rounded", report.quality), ("as it runs, activations in 8 bits", report.shipped))
+    """Quality with quantized weights alone, and of the graph as it runs."""
+    known = (("quantized weights", report.quality), ("as it runs, with 8-bit activations", report.shipped))
     rows = tuple(
         Row(
             (
@@ -155,11 +145,11 @@ def _quality(report: ModelReport) -> Table | None:
     )
     columns = (
         "",
-        "mean KL",
-        "99 % of positions below",
+        "mean KL, nats",
+        "99th percentile of KL",
         "top-1 agreement",
         "perplexity",
-        "float32's perplexity",
+        "perplexity of float32",
         "tokens",
     )
     return Table("Quality on held-out text", columns, rows) if rows else None
@@ -169,12 +159,12 @@ def _speed(speed: Speed | None) -> Table | None:
     if speed is None:
         return None
     rows = []
-    for count in sorted({*speed.predicted, *speed.measured}):
-        predicted, measured = speed.predicted.get(count), speed.measured.get(count)
-        off = predicted / measured - 1 if predicted is not None and measured is not None else None
-        cells = (str(count), _number(predicted, "#.3g"), _number(measured, "#.3g"), _number(off, "+.1%"))
+    for width in sorted({*speed.predicted, *speed.measured}):
+        predicted, measured = speed.predicted.get(width), speed.measured.get(width)
+        error = predicted / measured - 1 if predicted is not None and measured is not None else None
+        cells = (str(width), _number(predicted, "#.3g"), _number(measured, "#.3g"), _number(error, "+.1%"))
         rows.append(Row((*cells, _number(None if measured is None else 1e3 / measured, ".1f"))))
-    columns = ("tokens in a pass", "predicted, ms", "measured, ms", "off by", "passes a second")
+    columns = ("tokens in a pass", "predicted, ms", "measured, ms", "prediction error", "passes per second")
     return Table("Speed on this machine", columns, tuple(rows))
 
 
@@ -183,83 +173,80 @@ def _drafts(drafts: Sequence[DraftFigures]) -> Table | None:
         return None
     columns = (
         "",
-        "head, tokens",
-        "of the text",
+        "tokens of its head",
+        "their share of the text",
         "top-1 agreement",
-        "tokens a pass",
-        "tokens/s plain",
-        "tokens/s",
-        "ratio",
+        "tokens per pass",
+        "tokens/s without it",
+        "tokens/s with it",
+        "speed-up",
     )
     rows = []
     for draft in drafts:
-        found = draft.acceptance
-        rows.append(
-            Row(
-                (
-                    draft.made_of,
-                    "all" if draft.vocabulary is None else str(draft.vocabulary),
-                    _number(draft.coverage, ".2%"),
-                    f"{found.agreement:.1%}",
-                    f"{found.tokens_per_pass:.2f}",
-                    f"{1 / found.plain_seconds:.1f}",
-                    f"{1 / found.speculative_seconds:.1f}",
-                    f"{found.plain_seconds / found.speculative_seconds:.2f}",
-                )
-            )
+        benefit = draft.benefit
+        cells = (
+            draft.made_of,
+            "all" if draft.vocabulary_size is None else str(draft.vocabulary_size),
+            _number(draft.coverage, ".2%"),
+            f"{benefit.agreement:.1%}",
+            f"{benefit.tokens_per_pass:.2f}",
+            f"{1 / benefit.plain_seconds:.1f}",
+            f"{1 / benefit.speculative_seconds:.1f}",
+            f"{benefit.plain_seconds / benefit.speculative_seconds:.2f}",
         )
-    return Table("Draft", columns, tuple(rows))
+        rows.append(Row(cells))
+    return Table("Draft model", columns, tuple(rows))
 
 
 def _linears(linears: Sequence[LinearFigures]) -> Table:
-    timed, judged = (
-        any(linear.milliseconds is not None for linear in linears),
-        any(linear.solo_kl is not None for linear in linears),
-    )
-    columns: tuple[str, ...] = ("", "format", "rounded by", "outputs", "inputs", "MB", "bits a weight")
-    columns += ("ms",) * timed + ("KL alone, nats",) * judged
+    timed = any(linear.milliseconds is not None for linear in linears)
+    measured = any(linear.kl_alone is not None for linear in linears)
+    columns: tuple[str, ...] = ("", "format", "method", "outputs", "inputs", "MB", "bits per weight")
+    columns += ("ms",) * timed + ("KL alone, nats",) * measured
 
     def cells(linear: LinearFigures) -> tuple[str, ...]:
-        method = "-" if linear.form.method is None else linear.form.method.value
+        weight_format = linear.weight_format
+        method = "-" if weight_format.method is None else weight_format.method.value
         shape = (str(linear.rows), str(linear.columns), megabytes(linear.bytes_read), f"{linear.bits_per_weight:.2f}")
-        found = (_number(linear.milliseconds, ".3f"),) * timed + (_number(linear.solo_kl, "#.3g"),) * judged
-        return (linear.name, str(linear.form), method, *shape, *found)
+        found = (_number(linear.milliseconds, ".3f"),) * timed + (_number(linear.kl_alone, "#.3g"),) * measured
+        return (linear.name, str(weight_format), method, *shape, *found)
 
     return Table(
-        "Matrices",
+        "Linears",
         columns,
         tuple(Row(cells(linear)) for linear in linears),
-        words=("format", "rounded by"),
-        folded=True,
+        text_columns=("format", "method"),
+        caption="KL alone is the KL of the model with only that linear quantized." if measured else "",
+        collapsed=True,
     )
 
 
 def _conditions(report: ModelReport) -> Table:
-    facts = {"made by": report.command}
+    facts = {"command": report.command}
     if report.calibration is not None:
         text = report.calibration
-        facts["calibration"] = (
+        facts["calibration text"] = (
             f"{text.origin}: {text.tokens} tokens, and {text.held_out_tokens} held out for these figures"
         )
-        facts["input scales"] = "folded into norms and neighbouring matrices" if text.folded else "not folded"
+        facts["AWQ scaling"] = "applied" if text.folded else "not applied"
     facts |= {
-        "against the reference decoder": ", ".join(
+        "difference from the reference decoder": ", ".join(
             f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.items()
         ),
-        "files": f"{megabytes(report.file_bytes)} MB",
-        "export took": f"{report.seconds:.1f} s" if report.seconds else "",
+        "model files": f"{megabytes(report.file_bytes)} MB",
+        "duration of the export": f"{report.seconds:.1f} s" if report.seconds else "",
         **report.machine,
     }
-    return Table("What the numbers hold for", (), tuple(Row((name, value)) for name, value in facts.items() if value))
+    return Table("Conditions", (), tuple(Row((name, value)) for name, value in facts.items() if value))
 
 
 def megabytes(size: int) -> str:
-    """Bytes in millions, to three digits or a tenth."""
+    """Bytes in megabytes, with three digits or one decimal."""
     return f"{size / _MEGA:.1f}" if size >= 100 * _MEGA else f"{size / _MEGA:#.3g}"
 
 
-def _less(ratio: float) -> str:
-    """A ratio of KL in words."""
+def _difference(ratio: float) -> str:
+    """A ratio of KL as a relative difference, such as "50% less"."""
     return f"{1 - ratio:.0%} less" if ratio <= 1 else f"{ratio - 1:.0%} more"
 
 
@@ -267,5 +254,5 @@ def _tone(good: bool) -> str:
     return "good" if good else "bad"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.errors import InputError
+from edgerun.export.calibration.calibration_text import FEWEST_TOKENS, CalibrationText, divided
 from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.layer_runner import LayerRunner
-from edgerun.export.calibration.text_packing import packed
-from edgerun.export.calibration.text_split import FEWEST_TOKENS, CalibrationText, divided
+from edgerun.export.calibration.text_batches import packed
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint

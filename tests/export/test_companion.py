@@ -13,7 +13,7 @@ import pytest
 import edgerun
 from edgerun import BundleError, InputError
 from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
-from edgerun.export.drafts.companion import CHOSEN, HeadReport, adopt_draft, require_fitting
+from edgerun.export.drafts.separate_draft import FASTEST_SIZE, TrimmingReport, adopt_draft, require_fitting
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.manifest import GraphLayout
 from edgerun.models.pairing import find_draft
@@ -52,7 +52,7 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     use_machine(monkeypatch, BytesMachine())
 
 
-def adopted(target: Path, vocabulary: int | None) -> HeadReport | None:
+def adopted(target: Path, vocabulary: int | None) -> TrimmingReport | None:
     heard: list[float] = []
     report = adopt_draft(target, vocabulary, texts(0), texts(1), lambda stage, done: heard.append(done) or None)
     assert heard == sorted(heard)
@@ -89,7 +89,7 @@ def test_a_head_gets_as_many_tokens_as_asked_for(target: Path) -> None:
 
 
 def test_the_size_that_pays_most_is_chosen(target: Path) -> None:
-    report = adopted(target, CHOSEN)
+    report = adopted(target, FASTEST_SIZE)
     assert report is not None
     assert report.least <= report.tokens <= report.all_tokens
     assert report.tokens_per_second >= report.whole_tokens_per_second
@@ -103,7 +103,7 @@ def test_where_rows_cost_nothing_no_guess_is_given_up(target: Path, monkeypatch:
     shutil.rmtree(target / "draft")
     shutil.copytree(target, target.with_name("same"))
     target.with_name("same").rename(target / "draft")  # a draft that is always right while its head is whole
-    report = adopt_draft(target, CHOSEN, texts(0), texts(1), lambda *_: None)
+    report = adopt_draft(target, FASTEST_SIZE, texts(0), texts(1), lambda *_: None)
     assert report is not None
     assert report.agreement == report.whole_agreement == 1
     assert (target / "draft" / "d2t.npy").exists() == (report.tokens < report.all_tokens)

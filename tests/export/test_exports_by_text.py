@@ -23,8 +23,9 @@ from edgerun.export import (
     export_model,
     parse_budget,
 )
-from edgerun.export.allocation.format_candidates import LADDER, bytes_read, chosen_linears, weight_count
-from edgerun.export.allocation.linear_times import known_or_measured
+from edgerun.export.allocation.format_candidates import BASE_FORMATS, planned_linears
+from edgerun.export.allocation.linear_times import load_or_measure
+from edgerun.export.allocation.plan_costs import bytes_read, weight_count
 from edgerun.export.checkpoint.config import read_config
 from edgerun.models.bundle import open_bundle
 from support.known_timings import BytesMachine, KnownMachine, use_machine
@@ -99,9 +100,9 @@ def test_a_calibrated_bundle_is_nearer_than_one_without(
 def test_a_mix_keeps_to_its_budget_and_is_written_as_a_plan(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
     done = export(checkpoint, tmp_path / "bundle", mixed("5bpw"))
     plan, config = weights_of(tmp_path / "bundle"), read_config(checkpoint)
-    spent = sum(bytes_read(linear, plan[linear.name]) for linear in chosen_linears(config))
+    spent = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
     assert spent <= 5 * weight_count(config) / 8
-    assert set(plan.values()) <= set(LADDER)
+    assert set(plan.values()) <= set(BASE_FORMATS)
     assert len(set(plan.values())) > 1
     assert done.report is not None
     assert done.report.budget == "5bpw"
@@ -140,7 +141,7 @@ def test_repairs_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None
     assert plain is not None
     assert repaired is not None
     plan, config = weights_of(tmp_path / "bundle"), read_config(narrow)
-    spent = sum(bytes_read(linear, plan[linear.name]) for linear in chosen_linears(config))
+    spent = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
     assert spent <= 4.8 * weight_count(config) / 8
     ranked = {linear for linear, form in plan.items() if form.rank}
     assert ranked & {"layers.0.qkv", "layers.0.gate_up"}
@@ -163,7 +164,7 @@ def test_repairs_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None
 
 def test_repairs_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "bundle", mixed("5bpw", low_rank_correction=True))
-    assert set(weights_of(tmp_path / "bundle").values()) <= set(LADDER)
+    assert set(weights_of(tmp_path / "bundle").values()) <= set(BASE_FORMATS)
 
 
 @pytest.mark.parametrize("slow", [1.0, 1.4])
@@ -176,12 +177,12 @@ def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
         return 1e3 * machine.pass_of(plan, config.layers, 1)
 
     def alike(form: WeightFormat) -> dict[str, WeightFormat]:
-        return {linear.name: form for linear in chosen_linears(config)}
+        return {linear.name: form for linear in planned_linears(config)}
 
     use_machine(monkeypatch, machine)
-    known_or_measured(config, LADDER)
+    load_or_measure(config, BASE_FORMATS)
     machine.slow = slow
-    budget = (milliseconds(alike(LADDER[1])) + milliseconds(alike(LADDER[-1]))) / 2
+    budget = (milliseconds(alike(BASE_FORMATS[1])) + milliseconds(alike(BASE_FORMATS[-1]))) / 2
     export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")))
     spent = milliseconds(weights_of(tmp_path / "bundle"))
     assert 0.9 * budget < spent <= budget + 0.01
@@ -204,8 +205,8 @@ def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cac
         export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", recipe), interrupt)
     assert not (tmp_path / "bundle").exists()
     (left,) = (own_cache / "exports").iterdir()
-    solos = json.loads((left / "solo.json").read_text())
-    changed = {key: value + 1 for key, value in solos.items()}
+    sensitivities = json.loads((left / "solo.json").read_text())
+    changed = {key: value + 1 for key, value in sensitivities.items()}
     (left / "solo.json").write_text(json.dumps(changed))
 
     stages: list[str] = []

@@ -10,8 +10,8 @@ import pytest
 from edgerun.export import FP32, Method, WeightFormat
 from edgerun.export.calibration.awq import AwqSource, AwqStatistics, fold
 from edgerun.export.calibration.calibrated_source import CalibratedSource
+from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.calibration.collect_statistics import StatisticsStore, collect_statistics
-from edgerun.export.calibration.text_split import CalibrationText
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layout import fused_linears

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun import InputError
-from edgerun.export.drafts.frequencies import rank_tokens
+from edgerun.export.drafts.token_ranking import rank_tokens
 from edgerun.runtime.text.turn_markers import Markers, answer_start, read_markers
 from support.tiny_models import write_checkpoint
 

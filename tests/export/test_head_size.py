@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from edgerun.export import FP32
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.drafts.frequencies import Ranking, rank_tokens
 from edgerun.export.drafts.head_size import (
-    TARGET_ROWS,
+    TARGET_WIDTHS,
     StepTimes,
     agreeing_sizes,
     agreement_by_size,
     best_size,
     speed,
 )
+from edgerun.export.drafts.token_ranking import TokenRanking, rank_tokens
 from edgerun.models.bundle import open_bundle
 from support.tiny_models import write_bundle
 
@@ -72,11 +72,11 @@ def test_a_perfect_draft_agrees_everywhere_if_its_head_is_whole(tiny_bundle: Pat
     assert agreement[-1] == 1
 
 
-def vocabulary(tokens: int, least: int = 1) -> Ranking:
-    return Ranking(np.arange(tokens), least, np.zeros(tokens, np.int64))
+def vocabulary(tokens: int, least: int = 1) -> TokenRanking:
+    return TokenRanking(np.arange(tokens), least, np.zeros(tokens, np.int64))
 
 
-FLAT = dict.fromkeys(TARGET_ROWS, 1.0)
+FLAT = dict.fromkeys(TARGET_WIDTHS, 1.0)
 
 
 def test_a_step_s_time_lies_on_a_line() -> None:

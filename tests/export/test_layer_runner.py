@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgerun.errors import InputError
 from edgerun.export.calibration.layer_runner import LayerRunner
-from edgerun.export.calibration.text_packing import packed
+from edgerun.export.calibration.text_batches import packed
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import embedding_layout, fused_linears

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.errors import InputError
-from edgerun.export.allocation.format_candidates import chosen_linears, with_embedding
+from edgerun.export.allocation.format_candidates import planned_linears, with_embedding
 from edgerun.export.allocation.plan_file import read_plan, spelled, write_plan
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.manifest import Method, WeightFormat
@@ -25,7 +25,7 @@ FEW_BITS = st.builds(
     method=st.none() | st.sampled_from(Method),
 )
 FORMS = st.just(WeightFormat(32)) | FEW_BITS
-REPAIRED = st.builds(
+LOW_RANK_FORMATS = st.builds(
     WeightFormat,
     st.just(2),
     st.sampled_from([32, 64, 128]),
@@ -44,8 +44,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
 @given(st.data(), st.booleans())
 def test_what_is_written_is_read_again(tmp_path_factory, config: DecoderConfig, data, tied: bool) -> None:
     model = replace(config, tied_head=tied)
-    names = [linear.name for linear in chosen_linears(model)]
-    plan = {name: data.draw(FORMS | REPAIRED if name.startswith("layers") else FORMS) for name in names}
+    names = [linear.name for linear in planned_linears(model)]
+    plan = {name: data.draw(FORMS | LOW_RANK_FORMATS if name.startswith("layers") else FORMS) for name in names}
     notes = {name: data.draw(st.text(max_size=20)) for name in names[::2]}
     file = tmp_path_factory.mktemp("plan") / "plan.toml"
     text = write_plan(plan, notes, ["Weights of a model", data.draw(st.text(max_size=20))])
@@ -82,7 +82,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, config: DecoderConfig, 
     ids=str,
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, config: DecoderConfig, change, message: str) -> None:
-    lines = {linear.name: '"int4/64"' for linear in chosen_linears(config)} | change
+    lines = {linear.name: '"int4/64"' for linear in planned_linears(config)} | change
     file = tmp_path / "plan.toml"
     file.write_text("[units]\n" + "".join(f'"{name}" = {form}\n' for name, form in lines.items() if form), "utf-8")
     with pytest.raises(InputError) as caught:

@@ -13,25 +13,24 @@ from hypothesis import strategies as st
 
 from edgerun.errors import ExportError, InputError
 from edgerun.export import ExportRecipe, Method, WeightFormat
-from edgerun.export.allocation.baseline_plans import uniform_plan
 from edgerun.export.allocation.format_candidates import (
-    LADDER,
-    REPAIRED,
-    bytes_read,
-    chosen_linears,
-    levels,
-    may_have,
+    BASE_FORMATS,
+    LOW_RANK_FORMATS,
+    format_candidates,
+    is_allowed,
+    planned_linears,
     with_embedding,
 )
+from edgerun.export.allocation.plan_costs import bytes_read
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
-from edgerun.export.allocation.sensitivity import solo_divergences
+from edgerun.export.allocation.sensitivity import measure_sensitivities
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.calibration.calibrated_source import CalibratedSource
+from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
-from edgerun.export.calibration.successive import round_successively
-from edgerun.export.calibration.text_split import CalibrationText
+from edgerun.export.calibration.sequential import quantize_sequentially
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import FusedLinear, fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -41,6 +40,7 @@ from edgerun.export.quantization.input_statistics import CorrectionTarget, Input
 from edgerun.export.quantization.low_rank_correction import correction_factors, low_rank_correction
 from edgerun.export.quantization.methods import nearest_rows
 from edgerun.export.recipe import DEFAULT_METHODS
+from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.models.manifest import FileDigest, GraphLayout, Manifest
 from edgerun.models.progress import silent
 from support.correlated_inputs import correlated_inputs, random_rows
@@ -57,7 +57,7 @@ def content_of(folder: Path, family: str, repaired: dict[str, WeightFormat]) -> 
     config = read_config(source.folder)
     plan = with_embedding(config, {**uniform_plan(config, TWO), **repaired})
     store = QuantizedLinearStore(source, config, folder / "units")
-    for linear in chosen_linears(config):
+    for linear in planned_linears(config):
         store.make(linear, plan[linear.name])
     return BundleContent(store.view(plan), source, config, plan, 64, GraphLayout.EDGE, "")
 
@@ -154,7 +154,7 @@ def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
         QuantizedLinearStore(source, config, tmp_path / name, correction_targets)
         for name, correction_targets in (("a", correction_target), ("b", None))
     )
-    for linear in (linear for linear in chosen_linears(config) if may_have(linear, RANK)):
+    for linear in (linear for linear in planned_linears(config) if is_allowed(linear, RANK)):
         plain, repaired = store.quantized(linear, TWO), store.quantized(linear, RANK)
         np.testing.assert_array_equal(plain.packed, repaired.packed)
         weights, known = correction_target(linear)
@@ -170,12 +170,12 @@ def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
             atol=1e-6,
         )
     again = QuantizedLinearStore(source, config, tmp_path / "a", _never)
-    for linear in (linear for linear in chosen_linears(config) if may_have(linear, RANK)):
+    for linear in (linear for linear in planned_linears(config) if is_allowed(linear, RANK)):
         np.testing.assert_array_equal(again.weights(linear, RANK), store.weights(linear, RANK))
 
 
 @settings(max_examples=30)
-@given(st.integers(64, 2000), st.integers(64, 2000), st.sampled_from(REPAIRED))
+@given(st.integers(64, 2000), st.integers(64, 2000), st.sampled_from(LOW_RANK_FORMATS))
 def test_budgets_count_factors(rows: int, columns: int, form: WeightFormat) -> None:
     linear = FusedLinear("layers.0.o", ("o_proj",), (rows,), columns)
     factors = factor_format(form)
@@ -206,13 +206,13 @@ def test_the_file_grows_by_the_factors(tmp_path) -> None:
 
 def test_only_linears_of_layers_may_be_repaired(tmp_path) -> None:
     config = read_config(write_checkpoint(tmp_path, tie_word_embeddings=False))
-    tried = levels([DEFAULT_METHODS], repaired=True)
-    assert set(tried) == {*LADDER, *REPAIRED}
-    solos = solo_divergences(list(chosen_linears(config)), tried, lambda *_: 1.0, tmp_path / "solo.json")
-    for linear in chosen_linears(config):
-        ranks = {solo.form.rank for solo in solos[linear.name]}
+    tried = format_candidates([DEFAULT_METHODS], repaired=True)
+    assert set(tried) == {*BASE_FORMATS, *LOW_RANK_FORMATS}
+    sensitivities = measure_sensitivities(list(planned_linears(config)), tried, lambda *_: 1.0, tmp_path / "solo.json")
+    for linear in planned_linears(config):
+        ranks = {solo.form.rank for solo in sensitivities[linear.name]}
         assert ranks == ({0} if linear.name in ("embedding", "head") else {0, 16, 32, 64})
-    assert not may_have(FusedLinear("layers.0.o", ("o",), (48,), 96), WeightFormat(2, 64, rank=64))
+    assert not is_allowed(FusedLinear("layers.0.o", ("o",), (48,), 96), WeightFormat(2, 64, rank=64))
 
 
 def test_no_format_for_all_weights_has_a_rank() -> None:
@@ -228,9 +228,9 @@ def test_units_that_make_up_for_others_are_repaired_too(tmp_path) -> None:
     known = CalibratedSource(source, config, statistics)
     plain, found = WeightFormat(2, 64, method=Method.GPTQ), []
     for form in (plain, replace(plain, rank=32)):
-        plan = {linear.name: form if may_have(linear, form) else plain for linear in fused_linears(config)}
+        plan = {linear.name: form if is_allowed(linear, form) else plain for linear in fused_linears(config)}
         folder = tmp_path / str(form.rank)
-        store = round_successively(known, config, text, plan, folder, 64, silent, known.correction_target)
+        store = quantize_sequentially(known, config, text, plan, folder, 64, silent, known.correction_target)
         evaluator = PlanEvaluator(source, config, text.held_out, store.weights, folder / "states", 64)
         found.append(evaluator.divergence(plan).mean_kl)
     assert found[1] < 0.9 * found[0]

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.export.allocation.baseline_plans import uniform_plan
-from edgerun.export.allocation.format_candidates import weight_count
-from edgerun.export.allocation.linear_times import LinearTimes, kind_of, timed_form
-from edgerun.export.allocation.sensitivity import Solo
+from edgerun.export.allocation.linear_times import LinearTimes, linear_kind, timed_form
+from edgerun.export.allocation.plan_costs import weight_count
+from edgerun.export.allocation.sensitivity import Sensitivity
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.report import (
@@ -33,6 +32,7 @@ from edgerun.export.report import (
     write_report,
 )
 from edgerun.export.report.axes import spanning
+from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.export.report.figures import log_line
 from edgerun.models.bundle import holds_only_bundle_files
 from edgerun.models.manifest import Method, WeightFormat
@@ -236,11 +236,11 @@ def test_figures_are_gathered_from_a_plan(tied: bool, tmp_path: Path) -> None:
     plan["head"] = plan["embedding"] = WeightFormat(8, 32)
     by_hqq = WeightFormat(4, 32, method=Method.HQQ)
     fine = {
-        name: (Solo(by_hqq, 9.0), Solo(form, 0.5)) for name, form in plan.items() if name != "layers.1.o"
+        name: (Sensitivity(by_hqq, 9.0), Sensitivity(form, 0.5)) for name, form in plan.items() if name != "layers.1.o"
     }  # fmt: skip
     times = LinearTimes(
         config,
-        {(kind_of(name), timed_form(form)): {1: 2.0, 4: 3.0} for name, form in plan.items()},
+        {(linear_kind(name), timed_form(form)): {1: 2.0, 4: 3.0} for name, form in plan.items()},
         {1: 10.0, 4: 20.0},
     )
     linears = linear_figures(config, plan, fine, times)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from edgerun import InputError
 from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.drafts.companion import CHOSEN
-from edgerun.export.drafts.head_size import TARGET_ROWS, speed
-from edgerun.export.drafts.layer_search import LayerSearch, PartTimes
-from edgerun.export.drafts.own_draft import adopt_own_draft
-from edgerun.export.drafts.skip_judge import SkipJudge
-from edgerun.export.drafts.skipped_layers import Part, SubLayer, external_bytes, inner_parts, without
+from edgerun.export.drafts.head_size import TARGET_WIDTHS, speed
+from edgerun.export.drafts.layer_skip_draft import adopt_layer_skip_draft
+from edgerun.export.drafts.separate_draft import FASTEST_SIZE
+from edgerun.export.drafts.skip_agreement import SkipAgreement
+from edgerun.export.drafts.skip_search import SkipSearch, SubLayerTimes
+from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, external_bytes, inner_sub_layers, without
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import Architecture, GraphLayout
 from edgerun.models.pairing import find_draft
@@ -34,8 +34,12 @@ from edgerun.runtime.speculation.draft_loading import load_layer_skip_draft
 from edgerun.runtime.text.turn_markers import TokenArray
 from support.tiny_models import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
-SKIPPED = (SubLayer(1, Part.FEED_FORWARD), SubLayer(2, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD))
-TARGET = {rows: 0.01 * (1 + 0.1 * (rows - 1)) for rows in TARGET_ROWS}
+SKIPPED = (
+    SubLayer(1, SubLayerKind.FEED_FORWARD),
+    SubLayer(2, SubLayerKind.ATTENTION),
+    SubLayer(2, SubLayerKind.FEED_FORWARD),
+)
+TARGET = {rows: 0.01 * (1 + 0.1 * (rows - 1)) for rows in TARGET_WIDTHS}
 
 
 def texts(count: int = 4, length: int = 40, seed: int = 0) -> list[TokenArray]:
@@ -56,7 +60,7 @@ def test_leaving_a_part_out_is_a_part_that_gives_nothing(family: str, tmp_path: 
     bundle = write_bundle(tmp_path / "whole", family, num_hidden_layers=layers)
     config = tiny_config(family, num_hidden_layers=layers)
     weights = tiny_weights(config)
-    ends = {Part.ATTENTION: (".self_attn.o_proj.",), Part.FEED_FORWARD: (".down_proj.",)}
+    ends = {SubLayerKind.ATTENTION: (".self_attn.o_proj.",), SubLayerKind.FEED_FORWARD: (".down_proj.",)}
     for name, value in weights.items():
         if any(f"layers.{part.layer}." in name and end in name for part in SKIPPED for end in ends[part.part]):
             value[...] = 0
@@ -82,7 +86,7 @@ def test_what_is_left_out_is_not_in_the_graph(tiny_bundle: Path, tmp_path: Path)
     assert not {name for name in (tensor.name for tensor in left.graph.initializer) if "layers.2.qkv" in name}
     assert external_bytes(left) < external_bytes(model)
     with pytest.raises(ValueError, match=r"no layers\.9\.mlp_norm"):
-        without(model, [SubLayer(9, Part.ATTENTION)])
+        without(model, [SubLayer(9, SubLayerKind.ATTENTION)])
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +97,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_choice_is_judged_behind_rows_of_the_target(bundle: Path) -> None:
     given_texts, starts = texts(), [1, 0, 30, 5]
     numbers = architecture(bundle)
-    judge = SkipJudge(bundle, numbers, given_texts, starts, 1000)
+    judge = SkipAgreement(bundle, numbers, given_texts, starts, 1000)
     assert judge.agreement(()) == 1
-    assert judge.parts == inner_parts(5)
+    assert judge.parts == inner_sub_layers(5)
     found = np.concatenate(list(judge.logits(SKIPPED)))
     model = without(onnx.load(bundle / "model.onnx", load_external_data=False), SKIPPED)
     names = {port.name for port in model.graph.input}
@@ -120,14 +124,14 @@ def test_a_choice_is_judged_behind_rows_of_the_target(bundle: Path) -> None:
 
 def test_there_has_to_be_something_to_guess(bundle: Path) -> None:
     with pytest.raises(InputError, match="no answer"):
-        SkipJudge(bundle, architecture(bundle), texts(1, 5), [5], 10)
+        SkipAgreement(bundle, architecture(bundle), texts(1, 5), [5], 10)
 
 
 class Toy:
     """Agreement that every part costs a share of, and two together a little more."""
 
     def __init__(self, shares: Sequence[float]) -> None:
-        self.parts = inner_parts(2 + len(shares) // 2)
+        self.parts = inner_sub_layers(2 + len(shares) // 2)
         self.shares = dict(zip(self.parts, shares, strict=True))
         self.asked: list[frozenset[SubLayer]] = []
 
@@ -136,8 +140,8 @@ class Toy:
         pair = 0.97 if {self.parts[0], self.parts[1]} <= set(skipped) else 1.0
         return float(np.prod([self.shares[part] for part in skipped]) * pair)
 
-    def times(self) -> PartTimes:
-        return PartTimes(TARGET, {part: 0.009 / len(self.parts) for part in self.parts})
+    def times(self) -> SubLayerTimes:
+        return SubLayerTimes(TARGET, {part: 0.009 / len(self.parts) for part in self.parts})
 
     def best(self) -> float:
         choices = [c for n in range(1, len(self.parts) + 1) for c in itertools.combinations(self.parts, n)]
@@ -148,19 +152,19 @@ class Toy:
 @given(shares=st.lists(st.floats(0.3, 1.0), min_size=6, max_size=6), seed=st.integers(0, 9))
 def test_the_search_comes_near_the_best_choice(shares: list[float], seed: int) -> None:
     toy = Toy(shares)
-    search = LayerSearch(toy.agreement, toy.times(), seed=seed)
+    search = SkipSearch(toy.agreement, toy.times(), seed=seed)
     found = search.best()
     assert len(toy.asked) == len(set(toy.asked)) == search.judged
     assert found.skipped
     assert found.speed == speed(toy.agreement(found.skipped), toy.times().step(found.skipped), TARGET)
-    again = LayerSearch(toy.agreement, toy.times(), seed=seed).best()
+    again = SkipSearch(toy.agreement, toy.times(), seed=seed).best()
     assert again == found
     assert found.speed >= 0.97 * toy.best()
 
 
 def test_a_search_without_time_judges_the_parts_alone_and_no_more() -> None:
     toy = Toy([0.9, 0.8, 0.99, 0.7])
-    found = LayerSearch(toy.agreement, toy.times(), deadline=0).best()
+    found = SkipSearch(toy.agreement, toy.times(), deadline=0).best()
     assert found.skipped == {toy.parts[0]}
     assert toy.asked == [{toy.parts[0]}]
 
@@ -185,12 +189,12 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("known_times")
-@pytest.mark.parametrize("vocabulary", [None, 120, CHOSEN])
+@pytest.mark.parametrize("vocabulary", [None, 120, FASTEST_SIZE])
 def test_a_draft_is_chosen_measured_and_put_into_the_bundle(vocabulary: int | None, tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, weights=INT4, num_hidden_layers=5)
     before = {path.name: path.read_bytes() for path in bundle.iterdir() if path.name != "edge.json"}
     counted, held_out = texts(seed=1), texts(seed=2)
-    report = adopt_own_draft(bundle, vocabulary, counted, held_out, silent, seconds=20)
+    report = adopt_layer_skip_draft(bundle, vocabulary, counted, held_out, silent, seconds=20)
     after = {path.name: path.read_bytes() for path in bundle.iterdir() if path.name != "edge.json"}
     assert {name: after[name] for name in before} == before
     assert after.keys() - before.keys() == {"draft.onnx"} | ({"d2t.npy"} if report.tokens < 300 else set())
@@ -203,7 +207,7 @@ def test_a_draft_is_chosen_measured_and_put_into_the_bundle(vocabulary: int | No
     assert report.pays == (report.tokens_per_second > report.plain_tokens_per_second)
     if vocabulary is None:
         assert report.tokens == 300
-    elif vocabulary != CHOSEN:
+    elif vocabulary != FASTEST_SIZE:
         assert report.tokens == vocabulary
     # What it says of itself is what the runtime finds.
     config = SessionConfig(choose_device("cpu"), 1)
@@ -220,13 +224,13 @@ def test_a_draft_is_chosen_measured_and_put_into_the_bundle(vocabulary: int | No
 def test_too_few_layers_another_layout_or_no_text_are_one_line(tmp_path: Path) -> None:
     small = write_bundle(tmp_path / "small")
     with pytest.raises(InputError, match="2 layers has none to do without"):
-        adopt_own_draft(small, None, texts(), texts(), silent)
+        adopt_layer_skip_draft(small, None, texts(), texts(), silent)
     other = write_bundle(tmp_path / "other", weights=ExportRecipe(FP32, layout=GraphLayout.GENAI), num_hidden_layers=4)
     with pytest.raises(InputError, match="own layout only"):
-        adopt_own_draft(other, None, texts(), texts(), silent)
+        adopt_layer_skip_draft(other, None, texts(), texts(), silent)
     fit = write_bundle(tmp_path / "fit", num_hidden_layers=4)
     with pytest.raises(InputError, match="no text"):
-        adopt_own_draft(fit, None, [], texts(), silent)
+        adopt_layer_skip_draft(fit, None, [], texts(), silent)
     with pytest.raises(InputError, match="a head of 301 tokens"):
-        adopt_own_draft(fit, 301, texts(), texts(), silent)
+        adopt_layer_skip_draft(fit, 301, texts(), texts(), silent)
     assert not (fit / "draft.onnx").exists()

@@ -7,10 +7,10 @@ import pytest
 
 from edgerun.export import FP32, Method, WeightFormat
 from edgerun.export.calibration.calibrated_source import CalibratedSource
+from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
-from edgerun.export.calibration.successive import round_successively
-from edgerun.export.calibration.text_split import CalibrationText
+from edgerun.export.calibration.sequential import quantize_sequentially
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -43,7 +43,7 @@ def test_nearer_to_the_float_model_than_units_by_themselves(tmp_path, family: st
     text = random_text(0)
     source, config = observed(tmp_path, text, family, tie_word_embeddings=tied, num_hidden_layers=3)
     plan = {linear.name: GPTQ for linear in fused_linears(config)}
-    store = round_successively(source, config, text, plan, tmp_path / "store", 256, silent)
+    store = quantize_sequentially(source, config, text, plan, tmp_path / "store", 256, silent)
 
     def alone(linear, form):
         parts = (rows for name in linear.weights for rows in source.row_ranges(name))
@@ -58,7 +58,7 @@ def test_only_units_of_gptq_have_targets(tmp_path) -> None:
     source, config = observed(tmp_path, text, "llama")
     plan = {linear.name: K_QUANT for linear in fused_linears(config)}
     plan |= {"layers.0.o": GPTQ, "layers.1.down": GPTQ, "layers.1.qkv": FP32}
-    store = round_successively(source, config, text, plan, tmp_path / "store", 256, silent)
+    store = quantize_sequentially(source, config, text, plan, tmp_path / "store", 256, silent)
     for linear in fused_linears(config):
         if plan[linear.name].bits == 32:
             np.testing.assert_array_equal(
@@ -88,10 +88,10 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path) -> None:
             raise Broken
 
     with pytest.raises(Broken):
-        round_successively(source, config, text, plan, tmp_path / "broken", 256, breaks)
+        quantize_sequentially(source, config, text, plan, tmp_path / "broken", 256, breaks)
     assert list((tmp_path / "broken").iterdir())
     resumed, whole = (
-        round_successively(source, config, text, plan, tmp_path / name, 256, silent) for name in ("broken", "whole")
+        quantize_sequentially(source, config, text, plan, tmp_path / name, 256, silent) for name in ("broken", "whole")
     )
     for linear in fused_linears(config):
         np.testing.assert_array_equal(resumed.quantized(linear, GPTQ).packed, whole.quantized(linear, GPTQ).packed)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgerun.export import WeightFormat
-from edgerun.export.allocation.linear_times import kind_of
+from edgerun.export.allocation.linear_times import linear_kind
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
 
@@ -38,7 +38,7 @@ class KnownMachine:
 
     def pass_of(self, plan: Mapping[str, WeightFormat], layers: int, width: int) -> float:
         """Seconds of a pass."""
-        linears = sum(self.linear(kind_of(name), form, width) for name, form in plan.items() if name != "embedding")
+        linears = sum(self.linear(linear_kind(name), form, width) for name, form in plan.items() if name != "embedding")
         return self.rest(layers, width) + linears
 
     def time_passes(self, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
@@ -66,7 +66,7 @@ class KnownMachine:
                             "embedded": 1.0,
                             "layers.0.qkv.product": 0.0,
                             **{
-                                node: self.linear(kind_of(name), plan[name], width) + self.slow * self._PROFILING_S
+                                node: self.linear(linear_kind(name), plan[name], width) + self.slow * self._PROFILING_S
                                 for name, node in nodes.items()
                             },
                         },

@@ -10,7 +10,7 @@ import pytest
 from edgerun.edge.cli.export_options import MethodChoice
 from edgerun.edge.cli.main import main
 from edgerun.export import Method
-from edgerun.export.allocation.format_candidates import chosen_linears
+from edgerun.export.allocation.format_candidates import planned_linears
 from edgerun.export.checkpoint.config import read_config
 from edgerun.models.bundle import open_bundle
 from support.tiny_models import write_checkpoint
@@ -71,7 +71,7 @@ def test_block_applies_to_the_draft_of_mixed_weights(
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     draft = write_checkpoint(tmp_path / "draft", seed=1, num_hidden_layers=1)
     plan, text = tmp_path / "plan.toml", tmp_path / "text.txt"
-    linears = (f'"{linear.name}" = "int8/32"\n' for linear in chosen_linears(read_config(checkpoint)))
+    linears = (f'"{linear.name}" = "int8/32"\n' for linear in planned_linears(read_config(checkpoint)))
     plan.write_text("[units]\n" + "".join(linears))
     text.write_text(" ".join(np.random.default_rng(0).choice(["the", "sea", "and", "sand"], 1200)))
     observed = ["--plan", str(plan), "--calibration", str(text), "--calibration-tokens", "1100"]

@@ -57,10 +57,10 @@ def test_another_model_as_the_draft_seldom_agrees(tiny_bundle: Path, tmp_path: P
 
 
 def test_a_draft_on_the_targets_cache_leaves_the_targets_slots(tmp_path: Path) -> None:
-    from edgerun.export.drafts.skipped_layers import Part, SubLayer, write_own_draft
+    from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_layer_skip_draft
 
     bundle = tiny.write_bundle(tmp_path / "own", num_hidden_layers=4)
-    write_own_draft(bundle, (SubLayer(1, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD)))
+    write_layer_skip_draft(bundle, (SubLayer(1, SubLayerKind.ATTENTION), SubLayer(2, SubLayerKind.FEED_FORWARD)))
     text = list(range(20, 60))
     with edgerun.load(bundle, cache=False, threads=1) as engine:
         draft = engine.model.drafters.draft_model()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import edgerun
 from edgerun import BundleError, Engine, GenerateOptions
 from edgerun.edge.cli.main import main
-from edgerun.export.drafts.skipped_layers import Part, SubLayer, write_own_draft
+from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_layer_skip_draft
 from edgerun.models.bundle import open_bundle
 from edgerun.models.pairing import find_draft
 from edgerun.runtime.devices.providers import choose_device
@@ -31,7 +31,11 @@ from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.tiny_models import write_bundle
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
-SKIPPED = (SubLayer(2, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD), SubLayer(3, Part.ATTENTION))
+SKIPPED = (
+    SubLayer(2, SubLayerKind.ATTENTION),
+    SubLayer(2, SubLayerKind.FEED_FORWARD),
+    SubLayer(3, SubLayerKind.ATTENTION),
+)
 MODEL = Speculation.of(Source.MODEL)
 GREEDY = GenerateOptions(max_tokens=24)
 SAMPLED = GenerateOptions(max_tokens=24, temperature=0.8, top_k=40, top_p=0.95, repeat_penalty=1.1, seed=3)
@@ -42,7 +46,7 @@ PATHS = st.lists(st.integers(20, 24), max_size=3).map(tuple)
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_bundle(tmp_path_factory.mktemp("own"), num_hidden_layers=6, max_position_embeddings=600)
-    write_own_draft(folder, SKIPPED)
+    write_layer_skip_draft(folder, SKIPPED)
     return folder
 
 

@@ -21,8 +21,8 @@ from support.adversarial_drafters import NEARLY_FREE, FixedCost
 
 pytest.importorskip("onnx", reason="needs the export extra")
 from edgerun.export import WeightFormat
-from edgerun.export.drafts.skipped_layers import Part, SubLayer, write_own_draft
-from edgerun.export.drafts.trimmed_head import trim_own_draft, write_trimmed
+from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_layer_skip_draft
+from edgerun.export.drafts.trimmed_head import trim_layer_skip_draft, write_trimmed
 from support.tiny_models import write_bundle
 
 HEAD = 60
@@ -102,11 +102,11 @@ def test_it_reads_tokens_that_its_head_lacks_and_says_the_targets(engine: Engine
 
 def test_a_draft_of_the_targets_own_layers_may_have_a_trimmed_head(tmp_path: Path, pair: Path) -> None:
     folder = write_bundle(tmp_path, num_hidden_layers=4, weights=WeightFormat(8, 32))
-    write_own_draft(folder, (SubLayer(1, Part.ATTENTION), SubLayer(2, Part.FEED_FORWARD)))
+    write_layer_skip_draft(folder, (SubLayer(1, SubLayerKind.ATTENTION), SubLayer(2, SubLayerKind.FEED_FORWARD)))
     kept = np.load(pair / "draft" / "d2t.npy")
     weights = (folder / "model.onnx.data").read_bytes()
     whole = own_guesses(folder)
-    trim_own_draft(folder, kept)
+    trim_layer_skip_draft(folder, kept)
     assert (folder / "model.onnx.data").read_bytes() == weights
     assert holds_only_bundle_files(folder)
     np.testing.assert_allclose(own_guesses(folder), whole[:, kept], atol=1e-5)
@@ -118,7 +118,7 @@ def test_a_draft_of_the_targets_own_layers_may_have_a_trimmed_head(tmp_path: Pat
             }
             assert len(texts) == 1
     with pytest.raises(InputError, match="has no draft of its own layers with a whole head; make one first"):
-        trim_own_draft(folder, kept)
+        trim_layer_skip_draft(folder, kept)
 
 
 def own_guesses(folder: Path) -> np.ndarray:

@@ -1,0 +1,219 @@
+"""Evolutionary search for the plan of least divergence, after EvoPress (Sieberling et al., 2024).
+
+Divergences of linears do not add up, and what one format gains depends on the others, so whole plans are measured. Each
+generation makes offspring of the best plan so far: some linears are raised by an option and others lowered until the
+plan fits again. All offspring are measured on a small part of the text, the better ones on more, and the best few on
+all of it; the parent stays unless one of them beats it. The result depends only on the seed, also when the search was
+interrupted and resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ...models.atomic import write_atomically
+from ...models.json_file import parse_json_object
+from ...models.progress import Progress, silent
+from .choices import KnapsackProblem, LinearChoice, PlanDivergence, Selection, plan_of
+from .plan_file import spelled
+
+STAGE: Final = "searching"
+_MAX_RAISED: Final = 3
+_MAX_CHANGED: Final = 10
+_MIN_SPENT_SHARE: Final = 0.8
+"""Smallest share of the freed cost that an offspring must spend again."""
+_ATTEMPTS: Final = 50
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """Limits and population of a search."""
+
+    seed: int = 0
+    generations: int = 200
+    """Largest number of generations."""
+    patience: int = 25
+    """Number of generations without a better plan after which the search ends."""
+    seconds: float = 600.0
+    """Time after which no generation begins, summed over all runs of a resumed search."""
+    offspring: int = 24
+    survivors: tuple[int, ...] = (8, 3)
+    """Number of plans that pass each stage of measurement but the last."""
+    clock: Callable[[], float] = time.monotonic
+    """Clock that measures `seconds`."""
+
+
+@dataclass
+class _State:
+    """State of a search between two generations."""
+
+    parent: Selection
+    divergence: float
+    generation: int = 0
+    idle: int = 0
+    """Number of generations since the parent last changed."""
+    seconds: float = 0.0
+    history: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best plan of a search."""
+
+    selection: Selection
+    divergence: float
+    """Mean KL in nats on the whole text."""
+    history: tuple[tuple[int, float], ...]
+    """Generation and best divergence, for every improvement."""
+
+
+class CachedDivergence:
+    """Divergence of selections on growing parts of the text (stages), each measured once."""
+
+    def __init__(self, choices: Sequence[LinearChoice], stages: Sequence[PlanDivergence]) -> None:
+        self._choices = choices
+        self._stages = stages
+        self._known: list[dict[Selection, float]] = [{} for _ in stages]
+
+    def __call__(self, selection: Selection, stage: int = -1) -> float:
+        """Mean KL in nats of a selection at a stage; the last stage reads the whole text."""
+        known = self._known[stage]
+        if selection not in known:
+            known[selection] = self._stages[stage](plan_of(self._choices, selection))
+        return known[selection]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self._stages)
+
+
+def evolve(
+    problem: KnapsackProblem,
+    start: Selection,
+    divergence: CachedDivergence,
+    settings: SearchSettings,
+    state_file: Path,
+    progress: Progress = silent,
+) -> SearchResult:
+    """Search from a selection that fits the problem.
+
+    Args:
+        problem: Choices and limits.
+        start: Selection to begin with.
+        divergence: Measures selections.
+        settings: Limits and population.
+        state_file: File of this search alone, which keeps its state after each generation.
+        progress: Receives the stage "searching".
+
+    Raises:
+        OSError: The disk refused a write.
+    """
+    began = settings.clock()
+    state = _restored(state_file, problem.choices)
+    if state is None:
+        first = divergence(start)
+        state = _State(start, first, history=[(0, first)])
+    elif not problem.fits(state.parent):
+        # A limit of time changes with the machine's speed.
+        state.parent = problem.reduced(state.parent)
+        state.divergence = divergence(state.parent)
+    earlier = state.seconds
+    while state.divergence > 0 and state.generation < settings.generations and state.idle < settings.patience:
+        state.seconds = earlier + settings.clock() - began
+        if state.seconds > settings.seconds:
+            break
+        _advance(state, problem, divergence, settings)
+        _save(state_file, state, problem.choices)
+        progress(STAGE, _share_done(state, settings))
+    progress(STAGE, 1.0)
+    return SearchResult(state.parent, state.divergence, tuple(state.history))
+
+
+def _advance(state: _State, problem: KnapsackProblem, divergence: CachedDivergence, settings: SearchSettings) -> None:
+    """Run one generation."""
+    # Each generation has its own generator, so that the saved state needs none and a resumed search goes on the same.
+    generator = random.Random(f"{settings.seed} {state.generation}")
+    alive = sorted({_offspring(state.parent, problem, generator) for _ in range(settings.offspring)} - {state.parent})
+    for stage in range(divergence.stages):
+        values = {selection: divergence(selection, stage) for selection in alive}
+        kept = settings.survivors[stage] if stage < divergence.stages - 1 else 1
+        alive = sorted(sorted(alive, key=values.__getitem__)[:kept])
+    state.generation += 1
+    state.idle += 1
+    if alive and divergence(alive[0]) < state.divergence:
+        state.parent, state.divergence, state.idle = alive[0], divergence(alive[0]), 0
+        state.history.append((state.generation, state.divergence))
+
+
+def _offspring(parent: Selection, problem: KnapsackProblem, generator: random.Random) -> Selection:
+    """A selection that fits and differs from its parent by a few options; the parent where none was found."""
+    for _ in range(_ATTEMPTS):
+        selection = list(parent)
+        raised = min(generator.randint(1, _MAX_RAISED), generator.randint(1, _MAX_RAISED))
+        for _ in range(raised):
+            index = generator.randrange(len(selection))
+            selection[index] = min(selection[index] + 1, len(problem.choices[index].options) - 1)
+        while not problem.fits(tuple(selection)):
+            lower = [index for index, number in enumerate(selection) if number > 0 and number <= parent[index]]
+            if not lower:
+                break
+            selection[generator.choice(lower)] -= 1
+        child = tuple(selection)
+        if child != parent and problem.fits(child) and _is_balanced(parent, child, problem.choices):
+            return child
+    return parent
+
+
+def _is_balanced(parent: Selection, child: Selection, choices: Sequence[LinearChoice]) -> bool:
+    """Whether a child changes few linears and spends about as much as it frees."""
+    changed = [index for index, (old, new) in enumerate(zip(parent, child, strict=True)) if old != new]
+    if len(changed) > _MAX_CHANGED:
+        return False
+    freed = added = 0.0
+    for index in changed:
+        options = choices[index].options
+        change = options[child[index]].costs[0] - options[parent[index]].costs[0]
+        added, freed = added + max(change, 0.0), freed + max(-change, 0.0)
+    return freed == 0 or added >= _MIN_SPENT_SHARE * freed
+
+
+def _share_done(state: _State, settings: SearchSettings) -> float:
+    shares = (
+        state.generation / settings.generations,
+        state.seconds / settings.seconds,
+        state.idle / settings.patience,
+    )
+    return min(1.0, max(shares))
+
+
+def _save(file: Path, state: _State, choices: Sequence[LinearChoice]) -> None:
+    data = {
+        "plan": {linear: spelled(chosen) for linear, chosen in plan_of(choices, state.parent).items()},
+        "divergence": state.divergence,
+        "generation": state.generation,
+        "idle": state.idle,
+        "seconds": state.seconds,
+        "history": state.history,
+    }
+    write_atomically(file, json.dumps(data, indent=1).encode())
+
+
+def _restored(file: Path, choices: Sequence[LinearChoice]) -> _State | None:
+    """The state in a file; None where there is none, or where its plan cannot be selected here."""
+    try:
+        data: dict[str, Any] = parse_json_object(file.read_bytes())
+        # By name: with times measured anew other options may be dominated, and the indices differ.
+        names = [[spelled(option.weight_format) for option in choice.options] for choice in choices]
+        parent = tuple(known.index(data["plan"][choice.linear]) for known, choice in zip(names, choices, strict=True))
+        history = [(int(generation), float(value)) for generation, value in data["history"]]
+        generation, idle = int(data["generation"]), int(data["idle"])
+        return _State(parent, float(data["divergence"]), generation, idle, float(data["seconds"]), history)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

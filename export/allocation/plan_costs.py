@@ -1,0 +1,81 @@
+"""Costs of quantization plans: bytes that a forward pass reads, or its milliseconds.
+
+ONNX Runtime repacks a quantized matrix for the processor when it is loaded: the codes of every block, the last block of
+a row padded, and 8 bytes for each block, its scale and its sum. That is bits + 64 / block bits per weight where the
+blocks divide the row. Zero points are part of the sum and cost nothing. The factors of a low-rank correction are two
+further matrices of 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from ...models.manifest import WeightFormat
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import FusedLinear, embedding_layout, fused_linears
+from ..quantization.codes import blocks_of, factor_format
+from .format_candidates import EMBEDDING_LINEAR, planned_linears
+
+_PACKED_BLOCK_BYTES: Final = 8
+_STORED_BLOCK_BYTES: Final = 4
+
+
+class Costs(Protocol):
+    """One measure of a plan's cost, a sum over its linears."""
+
+    @property
+    def fixed(self) -> float:
+        """Cost of a pass that does not depend on the plan."""
+        ...
+
+    def of(self, linear: FusedLinear, weight_format: WeightFormat) -> float:
+        """Cost of a linear in that format."""
+        ...
+
+
+class ByteCosts:
+    """Bytes that a pass reads, as `bytes_read` counts them."""
+
+    fixed = 0.0
+
+    def of(self, linear: FusedLinear, weight_format: WeightFormat) -> float:
+        """Bytes of a linear in that format."""
+        return float(bytes_read(linear, weight_format))
+
+
+def plan_cost(plan: Mapping[str, WeightFormat], costs: Costs, config: DecoderConfig) -> float:
+    """Total cost of a plan in one measure."""
+    return costs.fixed + sum(costs.of(linear, plan[linear.name]) for linear in planned_linears(config))
+
+
+def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
+    """Bytes of a linear that a pass reads, packed for x86, low-rank factors included.
+
+    A pass reads only one row of an embedding for each token, which is negligible, so the embedding's size in the file
+    and in memory is counted instead.
+    """
+    rows, columns = linear.shape
+    if weight_format.bits == 32:
+        return 4 * rows * columns
+    if linear.name != EMBEDDING_LINEAR:
+        factors = factor_format(weight_format)
+        down = _packed_bytes(weight_format.rank, columns, factors)
+        up = _packed_bytes(rows, weight_format.rank, factors)
+        return _packed_bytes(rows, columns, weight_format) + down + up
+    blocks = blocks_of(columns, weight_format)
+    codes = blocks * weight_format.block * weight_format.bits // 8
+    zero_points = -(-blocks * weight_format.bits // 8) if weight_format.zero_points else 0
+    return rows * (codes + blocks * _STORED_BLOCK_BYTES + zero_points)
+
+
+def weight_count(config: DecoderConfig) -> int:
+    """Number of weights of all linears; a matrix that two of them share counts once."""
+    tied = embedding_layout(config).weight_count if config.tied_head else 0
+    return sum(linear.weight_count for linear in fused_linears(config)) - tied
+
+
+def _packed_bytes(rows: int, columns: int, weight_format: WeightFormat) -> int:
+    """Bytes of a packed matrix [rows, columns]; 0 where it has no columns."""
+    block_bytes = weight_format.block * weight_format.bits // 8 + _PACKED_BLOCK_BYTES
+    return rows * blocks_of(columns, weight_format) * block_bytes

@@ -1,0 +1,164 @@
+"""Calibration text of a model: tokenized from a file or sampled from the model, and split in two parts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ...errors import InputError
+from ...models.atomic import write_atomically
+from ...models.progress import Progress
+from ...runtime.measure.self_text import read_texts, sample_texts
+from ...runtime.text.turn_markers import TokenArray
+from ..bundle_content import BundleContent, SourceModel
+from ..bundle_writer import write_bundle
+from ..recipe import INT8, CalibrationRequest, ExportRecipe, with_methods
+
+MAX_TEXT_TOKENS: Final = 512
+"""Largest number of tokens of one text; a longer one is cut into several."""
+MIN_TOKENS: Final = 1024
+"""Smallest number of tokens of both parts that can be calibrated with."""
+_HELD_OUT_SHARE: Final = 4
+"""One token in so many is held out."""
+_STAGE: Final = "text"
+_TRIAL: Final = "trial"
+_TOKENS_FILE: Final = "text.ids"
+_LENGTHS_FILE: Final = "text.lengths"
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Texts as token ids, int64 [n] each, of at least two tokens."""
+
+    calibration: tuple[TokenArray, ...]
+    """Texts from which statistics are collected and by which plans are chosen."""
+    held_out: tuple[TokenArray, ...]
+    """Texts on which the exported model is measured."""
+    origin: str
+    """Source of the texts for people: a file's name, or the model itself."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of both parts."""
+        return sum(map(len, (*self.calibration, *self.held_out)))
+
+
+def calibration_text(
+    model: SourceModel, request: CalibrationRequest, folder: Path, progress: Progress
+) -> CalibrationText:
+    """Read or sample the calibration text of a model, and keep it in a folder.
+
+    The text is tokenized or sampled with a trial export in 8 bits, which is close to the float model.
+
+    Args:
+        model: The model.
+        request: Source and size of the text.
+        folder: Folder that keeps the text; it is reused from there.
+        progress: Receives the stage "text".
+
+    Raises:
+        InputError: The file cannot be read, or there is too little text.
+        CheckpointError: A tensor cannot be read.
+        ExportError: The trial export failed.
+        OSError: The disk refused a write.
+    """
+    max_text_tokens = min(MAX_TEXT_TOKENS, model.context)
+    texts = _stored(folder)
+    if texts is None:
+        progress(_STAGE, 0.0)
+        trial = folder / _TRIAL
+        _write_trial(model, trial, progress)
+        if request.file is None:
+            texts = sample_texts(
+                trial,
+                request.max_tokens,
+                max_text_tokens,
+                request.seed,
+                lambda share: progress(_STAGE, 0.5 + 0.5 * share),
+                sliding_windows=any(layer.window is not None for layer in model.config.attention),
+            )
+        else:
+            read = read_texts(trial, request.file, request.max_tokens, max_text_tokens)
+            texts = _random_sample(read, request.max_tokens)
+        shutil.rmtree(trial)
+        _store(folder, texts)
+        progress(_STAGE, 1.0)
+    origin = "text sampled from the model itself" if request.file is None else request.file.name
+    return split_texts(texts, origin, max_text_tokens, request.seed)
+
+
+def split_texts(texts: Sequence[TokenArray], origin: str, max_text_tokens: int, seed: int = 0) -> CalibrationText:
+    """Split texts into a calibration and a held-out part, in random order.
+
+    Args:
+        texts: Token ids; duplicates are dropped.
+        origin: Source of the texts.
+        max_text_tokens: Length at which longer texts are cut.
+        seed: Seed of the order, which is also that of the batches, so that the first few are a fair sample.
+
+    Raises:
+        InputError: There are too few tokens.
+    """
+    pieces = {
+        piece.tobytes(): piece
+        for text in texts
+        for piece in np.split(np.asarray(text, np.int64), range(max_text_tokens, len(text), max_text_tokens))
+        if len(piece) > 1
+    }
+    total = sum(map(len, pieces.values()))
+    if total < MIN_TOKENS:
+        raise InputError(
+            f"the calibration text has {total} tokens", f"give at least {MIN_TOKENS}, better some ten thousand"
+        )
+    found = list(pieces.values())
+    if len(found) < _HELD_OUT_SHARE:
+        found = [part for piece in found for part in np.array_split(piece, min(_HELD_OUT_SHARE, len(piece) // 2))]
+    order = np.random.default_rng(seed).permutation(len(found))
+    held_out: list[TokenArray] = []
+    calibration: list[TokenArray] = []
+    for number in order.tolist():
+        lacks_held_out = _HELD_OUT_SHARE * sum(map(len, held_out)) < total
+        (held_out if lacks_held_out else calibration).append(found[number])
+    return CalibrationText(tuple(calibration), tuple(held_out), origin)
+
+
+def _write_trial(model: SourceModel, folder: Path, progress: Progress) -> None:
+    """Write an 8-bit bundle of the model."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    recipe = ExportRecipe(INT8, context=model.context)
+    plan = with_methods(recipe.quant_plan(model.config), recipe.methods)
+    content = BundleContent(model.source, model.source, model.config, plan, model.context, recipe.layout, "")
+    write_bundle(folder, content, lambda _, fraction: progress(_STAGE, 0.5 * fraction))
+
+
+def _random_sample(texts: list[TokenArray], max_tokens: int) -> list[TokenArray]:
+    """Texts from all over the file, until they have `max_tokens` tokens."""
+    order = np.random.default_rng(0).permutation(len(texts))
+    found: list[TokenArray] = []
+    for number in order.tolist():
+        if sum(map(len, found)) >= max_tokens:
+            break
+        found.append(texts[number])
+    return found
+
+
+def _store(folder: Path, texts: list[TokenArray]) -> None:
+    for name, values in (
+        (_TOKENS_FILE, np.concatenate(texts) if texts else np.zeros(0, np.int64)),
+        (_LENGTHS_FILE, np.array([len(text) for text in texts], np.int64)),
+    ):
+        write_atomically(folder / name, values.astype("<i8").tobytes())
+
+
+def _stored(folder: Path) -> list[TokenArray] | None:
+    """Texts of an earlier run; None where there are none. The lengths are written last."""
+    if not (folder / _LENGTHS_FILE).is_file():
+        return None
+    tokens, lengths = (np.frombuffer((folder / name).read_bytes(), "<i8") for name in (_TOKENS_FILE, _LENGTHS_FILE))
+    return [part.astype(np.int64) for part in np.split(tokens, np.cumsum(lengths)[:-1])] if len(lengths) else []

@@ -1,0 +1,156 @@
+"""Bit allocation within a budget: sensitivities, the chosen plan, plans measured as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgerun.errors import InputError
+from edgerun.export.allocation.allocate import Allocation, AllocationProblem, allocate, cost_limits
+from edgerun.export.allocation.budget import Budget, Measure, parse_budget
+from edgerun.export.allocation.evolutionary_search import SearchSettings
+from edgerun.export.allocation.format_candidates import BASE_FORMATS, format_candidates, planned_linears
+from edgerun.export.allocation.plan_costs import ByteCosts, bytes_read, plan_cost, weight_count
+from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
+from edgerun.export.allocation.sensitivity import measure_sensitivities
+from edgerun.export.calibration.divergence import PlanEvaluator
+from edgerun.export.checkpoint.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.recipe import DEFAULT_METHODS
+from edgerun.export.report.compared_plans import uniform_plan
+from edgerun.models.manifest import WeightFormat
+from support.tiny_models import write_checkpoint
+from support.toy_allocation import FORMATS
+
+QUICK = SearchSettings(generations=60, patience=15, offspring=12, survivors=(4,))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny", "qwen2", hidden_size=96)
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint: Path) -> DecoderConfig:
+    return read_config(checkpoint)
+
+
+def refused(*_: object) -> float:
+    raise AssertionError("measured again")
+
+
+class TestSensitivities:
+    def test_each_is_measured_once(self, tmp_path: Path, config: DecoderConfig) -> None:
+        linears, measured = list(planned_linears(config))[:2], []
+
+        def alone(linear: str, weight_format: WeightFormat) -> float:
+            measured.append((linear, weight_format))
+            if len(measured) == 4:
+                raise KeyboardInterrupt
+            return len(measured) / 8
+
+        with pytest.raises(KeyboardInterrupt):
+            measure_sensitivities(linears, FORMATS, alone, tmp_path / "sensitivities.json")
+        found = measure_sensitivities(linears, FORMATS, alone, tmp_path / "sensitivities.json")
+        assert len(measured) == 2 * len(FORMATS) + 1
+        assert [each.divergence for each in found[linears[0].name]] == [1 / 8, 2 / 8, 3 / 8]
+        assert [each.weight_format for each in found[linears[1].name]] == list(FORMATS)
+
+    def test_methods_of_one_format_are_distinguished(self, tmp_path: Path, config: DecoderConfig) -> None:
+        candidates = format_candidates((DEFAULT_METHODS,))
+        formats = [version for each in candidates for version in (each, replace(each, method=None))]
+        linear = next(planned_linears(config))
+        file = tmp_path / "sensitivities.json"
+        found = measure_sensitivities([linear], formats, lambda _, each: 1.0 if each.method else 2.0, file)
+        assert [each.divergence for each in found[linear.name]] == [1.0, 2.0] * len(BASE_FORMATS)
+
+
+class TestAllocation:
+    def test_beats_uniform_plans_and_wastes_no_bytes(
+        self, tmp_path: Path, checkpoint: Path, config: DecoderConfig
+    ) -> None:
+        source = Checkpoint(checkpoint)
+        text = [np.random.default_rng(seed).integers(0, config.vocab_size, 40) for seed in range(4)]
+        store = QuantizedLinearStore(source, config, tmp_path / "linears")
+        evaluator = PlanEvaluator(source, config, text, store.weights, tmp_path / "states", 64)
+        formats = format_candidates((DEFAULT_METHODS,))
+
+        def divergence(plan: Mapping[str, WeightFormat]) -> float:
+            return evaluator.divergence(plan).mean_kl
+
+        uniform = uniform_plan(config, WeightFormat(4, 64))
+        limit = plan_cost(uniform, ByteCosts(), config)
+        budget = Budget(limit * 8 / weight_count(config), Measure.BITS)
+        problem = AllocationProblem(
+            config, evaluator.divergence_alone, [divergence], budget, cost_limits(budget, config), formats
+        )
+        found = allocate(problem, tmp_path, QUICK)
+        assert plan_cost(found.plan, ByteCosts(), config) <= limit * (1 + 1e-9)
+        assert found.plan["embedding"] == found.plan["head"]
+        assert divergence(found.plan) == pytest.approx(found.divergence)
+        assert found.divergence < divergence(uniform)
+        for linear in planned_linears(config):
+            for each in formats:
+                if bytes_read(linear, each) < bytes_read(linear, found.plan[linear.name]) and linear.name != "head":
+                    assert divergence({**found.plan, linear.name: each}) > found.divergence
+        costs = [plan_cost(plan, ByteCosts(), config) for plan in found.frontier]
+        assert costs == sorted(costs)
+        again = allocate(replace(problem, divergence_alone=refused), tmp_path, QUICK)
+        assert again.plan == found.plan
+
+    @pytest.mark.parametrize("noise", [0.0, 0.004])
+    def test_the_budget_limits_the_measured_cost(self, tmp_path: Path, config: DecoderConfig, noise: float) -> None:
+        generator = np.random.default_rng(0)
+
+        def ratio(plan: Mapping[str, WeightFormat]) -> float:
+            few = np.mean([each.bits == 2 for each in plan.values()])
+            return float((1.2 + 0.2 * few) * (1 + noise * generator.standard_normal()))
+
+        budget, found = _measured_as_a_whole(config, tmp_path, ratio)
+        limit = budget.limit(config)
+        few = np.mean([each.bits == 2 for linear, each in found.plan.items() if linear != "embedding"])
+        cost = plan_cost(found.plan, ByteCosts(), config)
+        assert found.measured_ratio == pytest.approx(1.2 + 0.2 * few, rel=0.05)
+        assert 0.9 * limit < found.measured_ratio * cost < 1.02 * limit
+        assert found.costs[0] == pytest.approx(cost)
+
+    def test_a_plan_is_measured_after_its_last_correction(self, tmp_path: Path, config: DecoderConfig) -> None:
+        measured: list[Mapping[str, WeightFormat]] = []
+
+        def ratio(plan: Mapping[str, WeightFormat]) -> float:
+            """The ratio on a machine that gets slower all the time."""
+            measured.append(plan)
+            return float(1.1 ** len(measured))
+
+        budget, found = _measured_as_a_whole(config, tmp_path, ratio)
+        assert measured[-1] == found.plan
+        assert found.measured_ratio == pytest.approx(1.1 ** len(measured))
+        assert found.measured_ratio * plan_cost(found.plan, ByteCosts(), config) < 1.11 * budget.limit(config)
+
+    def test_an_unreachable_budget_is_refused(self, tmp_path: Path, config: DecoderConfig) -> None:
+        budget = parse_budget("1.5bpw")
+        problem = AllocationProblem(config, refused, [refused], budget, cost_limits(budget, config), BASE_FORMATS)
+        expected = r"no quantization plan of this model is within 1\.5bpw; give a budget from \d\.\d+bpw to \d+\."
+        with pytest.raises(InputError, match=expected):
+            allocate(problem, tmp_path, QUICK)
+
+
+def _measured_as_a_whole(
+    config: DecoderConfig, folder: Path, measured_ratio: Callable[[Mapping[str, WeightFormat]], float]
+) -> tuple[Budget, Allocation]:
+    """A plan of 6 bits, where divergences add up."""
+
+    def alone(linear: str, weight_format: WeightFormat) -> float:
+        return (1 + len(linear)) * 4.0**-weight_format.bits * weight_format.block
+
+    def together(plan: Mapping[str, WeightFormat]) -> float:
+        return sum(alone(linear, each) for linear, each in plan.items())
+
+    budget = Budget(6.0, Measure.BITS)
+    limits = cost_limits(budget, config)
+    problem = AllocationProblem(config, alone, [together], budget, limits, BASE_FORMATS, measured_ratio)
+    return budget, allocate(problem, folder, QUICK)
