@@ -1,4 +1,4 @@
-"""Inputs of linears as models have them: mixtures of a few things, some far larger than others."""
+"""Correlated inputs of linears, as models have them: mixtures of a few directions of very different magnitude."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from edgerun.export.quantization.input_statistics import InputStatistics
 
 
 def random_rows(seed: int, rows: int, columns: int) -> npt.NDArray[np.float32]:
-    """A matrix of normal numbers."""
+    """A matrix of normally distributed numbers."""
     return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
 
 
 def correlated_inputs(seed: int, columns: int, tokens: int = 400) -> InputStatistics:
-    """All that is known of such inputs over some tokens."""
+    """Statistics of such inputs over some tokens."""
     random = np.random.default_rng(seed)
     mixture = random.standard_normal((columns // 4, columns)) * np.exp(random.standard_normal(columns))
     values = random.standard_normal((tokens, columns // 4)) @ mixture + 0.1 * random.standard_normal((tokens, columns))

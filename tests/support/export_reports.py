@@ -13,9 +13,9 @@ SHAPES = {"qkv": (1152, 896), "o": (896, 896), "gate_up": (9728, 896), "down": (
 BITS = ((2, 128), (2, 64), (4, 128), (4, 64), (4, 32), (8, 128), (8, 64), (8, 32))
 
 
-def linear(name: str, shape: tuple[int, int], form: WeightFormat, kl: float | None = None) -> LinearFigures:
-    read = round(shape[0] * shape[1] * (form.bits + 64 / form.block) / 8)
-    return LinearFigures(name, *shape, form, read, kl, None if kl is None else read / 25e6)
+def linear(name: str, shape: tuple[int, int], weight_format: WeightFormat, kl: float | None = None) -> LinearFigures:
+    read = round(shape[0] * shape[1] * (weight_format.bits + 64 / weight_format.block) / 8)
+    return LinearFigures(name, *shape, weight_format, read, kl, None if kl is None else read / 25e6)
 
 
 def plan(name: str, kind: PlanKind, bits: float, kl: float | None) -> PlanFigures:
@@ -32,9 +32,9 @@ def whole_report(layers: int = 24) -> ModelReport:
     linears = [linear("embedding", (151936, 896), WeightFormat(8, 128, method=Method.RTN), 4e-4)]
     for layer in range(layers):
         for at, (part, shape) in enumerate(SHAPES.items()):
-            form = WeightFormat(*BITS[(layer * 5 + at * 3) % 7], method=Method.GPTQ)
+            weight_format = WeightFormat(*BITS[(layer * 5 + at * 3) % 7], method=Method.GPTQ)
             linears.append(
-                linear(f"layers.{layer}.{part}", shape, form, 10 ** (-2 - 0.1 * ((layer * 7 + at * 11) % 23)))
+                linear(f"layers.{layer}.{part}", shape, weight_format, 10 ** (-2 - 0.1 * ((layer * 7 + at * 11) % 23)))
             )
     plans = [
         plan("this model", PlanKind.CHOSEN, 3.5, 0.5 * log_kl(3.5)),
@@ -52,7 +52,7 @@ def whole_report(layers: int = 24) -> ModelReport:
         plans=plans,
         file_bytes=230_400_000,
         parity={"max_abs_diff": 2.1e-4, "mean_kl": 0.0813, "top1_agreement": 0.91},
-        calibration=Calibration("written by the model itself, seed 0", 14_336, 2_048, folded=True),
+        calibration=Calibration("text sampled from the model itself", 14_336, 2_048, folded=True),
         quality=Divergence(0.0791, 0.913, 0.9144, 9.1234, 8.7654, 2048),
         shipped=Divergence(0.0812, 0.922, 0.9121, 9.1301, 8.7654, 2048),
         speed=Speed({1: 8.6, 2: 9.4, 4: 13.5, 8: 22.0}, {1: 8.8, 2: 9.3, 4: 13.9, 8: 22.6}),
@@ -62,5 +62,5 @@ def whole_report(layers: int = 24) -> ModelReport:
         search=[SearchStep(10 * at, 0.05 + 0.04 * math.exp(-at / 6)) for at in range(24)],
         seconds=913.0,
         machine={"processor": "a processor", "onnxruntime": "1.31.0"},
-        notes=["2 units were repaired with factors of rank 16."],
+        notes=["2 linears have a low-rank correction of rank 16."],
     )

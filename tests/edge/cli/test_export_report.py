@@ -38,8 +38,8 @@ def test_a_calibrated_export_has_a_report(checkpoint: Path, tmp_path: Path, caps
     assert [linear["name"] for linear in report["linears"]] == [
         name for name in manifest["weights"] if name != "embedding"
     ]
-    assert all(linear["solo_kl"] > 0 for linear in report["linears"])
-    assert {linear["form"]["method"] for linear in report["linears"]} == {"gptq"}
+    assert all(linear["kl_alone"] > 0 for linear in report["linears"])
+    assert {linear["weight_format"]["method"] for linear in report["linears"]} == {"gptq"}
     chosen, nearest = report["plans"]
     assert (chosen["kind"], nearest["kind"], nearest["name"]) == ("chosen", "nearest", "int4/64 rtn")
     assert chosen["bytes_read"] == nearest["bytes_read"] == sum(linear["bytes_read"] for linear in report["linears"])
@@ -49,7 +49,7 @@ def test_a_calibrated_export_has_a_report(checkpoint: Path, tmp_path: Path, caps
     assert {"processor", "onnxruntime"} <= report["machine"].keys()
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert f"mean KL: {report['shipped']['mean_kl']:#.3g}" in shown
-    assert "than rounded to nearest" in shown
+    assert "than round-to-nearest" in shown
 
 
 def test_report_option_and_replacing_a_bundle_with_a_report(

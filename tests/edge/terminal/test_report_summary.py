@@ -35,9 +35,9 @@ def test_plans_are_sorted_by_size_without_intermediate_ones() -> None:
 def test_each_figure_has_a_line() -> None:
     lines = shown(whole_report(2))
     assert "mean KL: 0.0812 (50% less than uniform plans of its size)" in lines
-    assert "with its draft: 1.69 times (2.34 tokens a pass)" in lines
-    assert "tokens a second: 113.6 (116.3 predicted)" in lines
-    assert lines[-1] == "2 units were repaired with factors of rank 16."
+    assert "speed-up with the draft: 1.69x (2.34 tokens per pass)" in lines
+    assert "tokens per second: 113.6 (plain decoding; 116.3 predicted)" in lines
+    assert lines[-1] == "2 linears have a low-rank correction of rank 16."
 
 
 def test_an_export_without_measurements_shows_layers_and_size() -> None:
@@ -45,5 +45,5 @@ def test_an_export_without_measurements_shows_layers_and_size() -> None:
     (chosen,) = [dataclasses.replace(plan, kl=None) for plan in report.plans if plan.kind is PlanKind.CHOSEN]
     lines = shown(ModelReport("m", "c", report.linears, [chosen], 1, {}))
     assert lines[0].startswith("weights by layer")
-    assert lines[-1] == "bits a weight: 3.50 (216.1 MB read for a token)"
+    assert lines[-1] == "bits per weight: 3.50 (216.1 MB per token)"
     assert not any("KL" in line for line in lines)

@@ -1,4 +1,4 @@
-"""Exports that observe the model first: calibrated, mixed, with a draft; interrupted and gone on with; refused."""
+"""Exports with calibration text: calibrated, mixed, with a draft; interrupted and resumed; refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPT = "the sea and the"
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache's folder; `TEXT` is there, too, and times are known."""
+    """The cache folder; `TEXT` lies in the current folder, and times are known."""
     use_machine(monkeypatch, BytesMachine())
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -76,11 +76,9 @@ def answer(bundle: Path, **settings: object) -> str:
         return engine.generate(PROMPT, max_tokens=60, raw=True).text
 
 
-@pytest.mark.parametrize(("method", "folded"), [(Method.K_QUANT, True), (Method.GPTQ, False)])
-def test_a_calibrated_bundle_is_nearer_than_one_without(
-    checkpoint: Path, tmp_path: Path, method: Method, folded: bool
-) -> None:
-    recipe = ExportRecipe(WeightFormat(2, 64), method=method, awq=folded, calibration=TEXT)
+@pytest.mark.parametrize(("method", "awq"), [(Method.K_QUANT, True), (Method.GPTQ, False)])
+def test_calibration_lowers_the_divergence(checkpoint: Path, tmp_path: Path, method: Method, awq: bool) -> None:
+    recipe = ExportRecipe(WeightFormat(2, 64), method=method, awq=awq, calibration=TEXT)
     calibrated = export(checkpoint, tmp_path / "calibrated", recipe).report
     plain = export(
         checkpoint, tmp_path / "plain", ExportRecipe(WeightFormat(2, 64), method=Method.RTN, calibration=TEXT)
@@ -93,11 +91,13 @@ def test_a_calibrated_bundle_is_nearer_than_one_without(
     manifest = open_bundle(tmp_path / "calibrated").manifest
     assert manifest is not None
     assert manifest.calibration is not None
-    assert manifest.calibration.folded is folded
-    assert {form.method for form in manifest.weights.values()} == {method}
+    assert manifest.calibration.folded is awq
+    assert {each.method for each in manifest.weights.values()} == {method}
 
 
-def test_a_mix_keeps_to_its_budget_and_is_written_as_a_plan(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
+def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(
+    checkpoint: Path, tmp_path: Path, own_cache: Path
+) -> None:
     done = export(checkpoint, tmp_path / "bundle", mixed("5bpw"))
     plan, config = weights_of(tmp_path / "bundle"), read_config(checkpoint)
     spent = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
@@ -123,7 +123,7 @@ def test_a_mix_keeps_to_its_budget_and_is_written_as_a_plan(checkpoint: Path, tm
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers attend to a few of their inputs only: factors of so low a rank repair all that counts."""
+    """A model whose layers use only a few of their inputs, so that a low-rank correction restores all that matters."""
     source = tmp_path_factory.mktemp("by-text") / "narrow"
     settings = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}
     write_checkpoint(source, "llama", **settings)
@@ -135,22 +135,22 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source
 
 
-def test_repairs_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None:
+def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None:
     plain = export(narrow, tmp_path / "plain", mixed("4.8bpw")).report
-    repaired = export(narrow, tmp_path / "bundle", mixed("4.8bpw", low_rank_correction=True)).report
+    corrected = export(narrow, tmp_path / "bundle", mixed("4.8bpw", low_rank_correction=True)).report
     assert plain is not None
-    assert repaired is not None
+    assert corrected is not None
     plan, config = weights_of(tmp_path / "bundle"), read_config(narrow)
     spent = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
     assert spent <= 4.8 * weight_count(config) / 8
-    ranked = {linear for linear, form in plan.items() if form.rank}
+    ranked = {linear for linear, each in plan.items() if each.rank}
     assert ranked & {"layers.0.qkv", "layers.0.gate_up"}
     assert not ranked & {"embedding", "head"}
-    assert repaired.search[-1].kl < plain.search[-1].kl
-    assert len(repaired.notes) == 1
-    assert f"{len(ranked)} of the units" in repaired.notes[0]
+    assert corrected.search[-1].kl < plain.search[-1].kl
+    assert len(corrected.notes) == 1
+    assert f"{len(ranked)} linear" in corrected.notes[0]
     assert not plain.notes
-    assert all(linear.milliseconds is not None for linear in repaired.linears)
+    assert all(linear.milliseconds is not None for linear in corrected.linears)
     assert answer(tmp_path / "bundle")
     assert "+rank" in (tmp_path / "bundle" / "plan.toml").read_text()
 
@@ -162,13 +162,13 @@ def test_repairs_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None
     assert first.files["model.onnx.data"] == second.files["model.onnx.data"]
 
 
-def test_repairs_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
+def test_low_rank_corrections_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "bundle", mixed("5bpw", low_rank_correction=True))
     assert set(weights_of(tmp_path / "bundle").values()) <= set(BASE_FORMATS)
 
 
 @pytest.mark.parametrize("slow", [1.0, 1.4])
-def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
+def test_a_time_budget_holds_on_a_machine_that_became_slower(
     checkpoint: Path, tmp_path: Path, slow: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, machine = read_config(checkpoint), KnownMachine()
@@ -176,8 +176,8 @@ def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
     def milliseconds(plan: dict[str, WeightFormat]) -> float:
         return 1e3 * machine.pass_of(plan, config.layers, 1)
 
-    def alike(form: WeightFormat) -> dict[str, WeightFormat]:
-        return {linear.name: form for linear in planned_linears(config)}
+    def alike(each: WeightFormat) -> dict[str, WeightFormat]:
+        return {linear.name: each for linear in planned_linears(config)}
 
     use_machine(monkeypatch, machine)
     load_or_measure(config, BASE_FORMATS)
@@ -190,11 +190,13 @@ def test_a_time_budget_is_kept_also_where_the_machine_has_become_slower(
     assert report["speed"]["predicted"]["1"] == pytest.approx(spent, rel=1e-4)
 
     machine.slow = 20
-    with pytest.raises(InputError, match=r"no plan of this model keeps to .*ms; budgets from \d+\.\d+ms to"):
+    with pytest.raises(
+        InputError, match=r"no quantization plan of this model is within .*ms; give a budget from \d+\.\d+ms to"
+    ):
         export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")))
 
 
-def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
+def test_an_interrupted_search_is_resumed(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
     recipe = mixed("5bpw")
 
     def interrupt(stage: str, fraction: float) -> None:
@@ -205,9 +207,9 @@ def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cac
         export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", recipe), interrupt)
     assert not (tmp_path / "bundle").exists()
     (left,) = (own_cache / "exports").iterdir()
-    sensitivities = json.loads((left / "solo.json").read_text())
+    sensitivities = json.loads((left / "sensitivities.json").read_text())
     changed = {key: value + 1 for key, value in sensitivities.items()}
-    (left / "solo.json").write_text(json.dumps(changed))
+    (left / "sensitivities.json").write_text(json.dumps(changed))
 
     stages: list[str] = []
     done = export_checkpoint(
@@ -215,13 +217,13 @@ def test_an_interrupted_search_goes_on(checkpoint: Path, tmp_path: Path, own_cac
     )
     assert "text" not in stages
     assert done.report is not None
-    assert all(linear.solo_kl is not None and linear.solo_kl > 1 for linear in done.report.linears)
+    assert all(linear.kl_alone is not None and linear.kl_alone > 1 for linear in done.report.linears)
     assert not left.exists()
 
 
-@pytest.mark.parametrize("request_", [DraftRequest(Path()), DraftRequest()], ids=["companion", "own layers"])
+@pytest.mark.parametrize("request_", [DraftRequest(Path()), DraftRequest()], ids=["separate checkpoint", "own layers"])
 @pytest.mark.parametrize("vocabulary", [None, 150, 0])
-def test_a_draft_changes_no_text(
+def test_a_draft_does_not_change_the_text(
     checkpoint: Path, draft: Path, tmp_path: Path, request_: DraftRequest, vocabulary: int | None
 ) -> None:
     request_ = DraftRequest(draft if request_.source is not None else None, vocabulary, None)
@@ -236,32 +238,32 @@ def test_a_draft_changes_no_text(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "said"),
+    ("recipe", "message"),
     [
         (
             mixed("1bpw"),
-            r"no plan of this model keeps to 1bpw; budgets from 3\.\d+bpw to \d+\.\d+bpw make a difference",
+            r"no quantization plan of this model is within 1bpw; give a budget from 3\.\d+bpw to \d+\.\d+bpw",
         ),
-        (mixed("1ms"), r"no plan of this model keeps to 1ms"),
-        (ExportRecipe(calibration=CalibrationRequest(Path("few.txt"))), r"text to calibrate with has \d+ tokens"),
+        (mixed("1ms"), r"no quantization plan of this model is within 1ms"),
+        (ExportRecipe(calibration=CalibrationRequest(Path("few.txt"))), r"the calibration text has \d+ tokens"),
         (ExportRecipe(calibration=CalibrationRequest(Path("none.txt"))), r"none\.txt"),
         (
             ExportRecipe(mixed_precision=MixedPrecisionRequest(plan=Path("strange.toml")), calibration=TEXT),
             "layers.9.qkv",
         ),
     ],
-    ids=["bytes", "time", "little text", "no text", "unknown unit"],
+    ids=["bytes", "time", "little text", "no text", "unknown linear"],
 )
-def test_what_cannot_be(checkpoint: Path, tmp_path: Path, recipe: ExportRecipe, said: str) -> None:
+def test_impossible_requests_are_refused(checkpoint: Path, tmp_path: Path, recipe: ExportRecipe, message: str) -> None:
     Path("few.txt").write_text("the sea and the sand\n" * 5)
-    Path("strange.toml").write_text('[units]\n"layers.9.qkv" = "int4/64"\n')
-    with pytest.raises(EdgeError, match=said):
+    Path("strange.toml").write_text('[linears]\n"layers.9.qkv" = "int4/64"\n')
+    with pytest.raises(EdgeError, match=message):
         export(checkpoint, tmp_path / "bundle", recipe)
     assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_no_numbers(tmp_path: Path, value: float) -> None:
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     weights = tiny_weights(tiny_config())
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] = value
@@ -270,7 +272,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path, value: float) -> None:
         export(source, tmp_path / "bundle", mixed("5bpw"))
 
 
-def test_only_checkpoints_of_plain_linears(tmp_path: Path, checkpoint: Path) -> None:
+def test_only_checkpoints_without_experts_are_calibrated(tmp_path: Path, checkpoint: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
     with pytest.raises(InputError, match="models with experts cannot be calibrated"):
         export(source, tmp_path / "bundle", mixed("5bpw"))
@@ -279,7 +281,7 @@ def test_only_checkpoints_of_plain_linears(tmp_path: Path, checkpoint: Path) -> 
         export_model(ExportRequest(bundle, tmp_path / "bundle", mixed("5bpw")))
 
 
-def test_a_draft_with_other_tokens_is_refused_before_anything_is_written(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_draft_with_another_vocabulary_is_refused_at_once(checkpoint: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", vocab_size=290)
     with pytest.raises(InputError) as caught:
         export(checkpoint, tmp_path / "bundle", ExportRecipe(calibration=TEXT, draft=DraftRequest(other)))

@@ -1,4 +1,4 @@
-"""Calibration: text in two parts, statistics of inputs, and going on after an interruption."""
+"""Calibration text in two parts, statistics of inputs, and resuming after an interruption."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.errors import InputError
-from edgerun.export.calibration.calibration_text import FEWEST_TOKENS, CalibrationText, divided
+from edgerun.export.bundle_content import SourceModel
+from edgerun.export.calibration.calibration_text import MIN_TOKENS, CalibrationText, split_texts
 from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.layer_runner import LayerRunner
-from edgerun.export.calibration.text_batches import packed
+from edgerun.export.calibration.text_batches import pack_texts
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.models.progress import silent
 from support.tiny_models import write_checkpoint
-
-
-def silent(fraction: float) -> None:
-    pass
 
 
 def random_texts(count: int, length: int, seed: int = 0):
@@ -31,16 +29,16 @@ def random_texts(count: int, length: int, seed: int = 0):
     longest=st.one_of(st.integers(2, 256), st.just(2000)),
     seed=st.integers(0, 3),
 )
-def test_both_parts_together_are_the_text(lengths, longest: int, seed: int) -> None:
+def test_both_parts_together_are_the_whole_text(lengths, longest: int, seed: int) -> None:
     tokens = np.arange(sum(lengths))
     texts = np.split(tokens, np.cumsum(lengths)[:-1])
-    # What is left of a cut text may be a single token, which says nothing.
+    # The rest of a cut text may be a single token, which is dropped.
     kept = sum(len(text) - (len(text) % longest == 1) for text in texts)
-    if kept < FEWEST_TOKENS:
-        with pytest.raises(InputError, match=rf"has {kept} tokens; give at least {FEWEST_TOKENS}"):
-            divided(texts, "a file", longest, seed)
+    if kept < MIN_TOKENS:
+        with pytest.raises(InputError, match=rf"has {kept} tokens; give at least {MIN_TOKENS}"):
+            split_texts(texts, "a file", longest, seed)
         return
-    text = divided(texts, "a file", longest, seed)
+    text = split_texts(texts, "a file", longest, seed)
     parts = [*text.calibration, *text.held_out]
     assert all(1 < len(part) <= longest for part in parts)
     together = np.concatenate(parts)
@@ -50,15 +48,15 @@ def test_both_parts_together_are_the_text(lengths, longest: int, seed: int) -> N
     assert text.calibration
 
 
-def test_a_text_that_occurs_twice_is_not_in_both_parts() -> None:
+def test_duplicates_are_dropped() -> None:
     texts = random_texts(20, 100)
-    text = divided([*texts, *texts], "a file", 100)
+    text = split_texts([*texts, *texts], "a file", 100)
     assert text.tokens == 2000
 
 
-def test_the_same_seed_divides_alike() -> None:
+def test_the_same_seed_gives_the_same_split() -> None:
     texts = random_texts(20, 100)
-    first, same, other = (divided(texts, "a file", 64, seed) for seed in (1, 1, 2))
+    first, same, other = (split_texts(texts, "a file", 64, seed) for seed in (1, 1, 2))
     assert [part.tolist() for part in first.calibration] == [part.tolist() for part in same.calibration]
     assert [part.tolist() for part in first.calibration] != [part.tolist() for part in other.calibration]
 
@@ -68,12 +66,13 @@ def test_the_same_seed_divides_alike() -> None:
 def test_statistics_are_averages_of_the_inputs(tmp_path, family: str, tied: bool) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "model", family, tie_word_embeddings=tied))
     config = read_config(source.folder)
+    model = SourceModel(source, config, 256)
     calibration = tuple(random_texts(9, 30))
     text = CalibrationText(calibration, (), "random")
-    store = collect_statistics(source, config, text, tmp_path / "work", 256, True, silent)
-    runner = LayerRunner(source, config, 256)
+    store = collect_statistics(model, text, tmp_path / "work", True, silent)
+    runner = LayerRunner(model)
     inputs = {}
-    (batch,) = packed(calibration)
+    (batch,) = pack_texts(calibration)
     hidden = runner.embed(batch)
     for index in range(config.layers):
         hidden, found = runner.captured(index, hidden, batch, runner.matrix)
@@ -94,37 +93,40 @@ def test_statistics_are_averages_of_the_inputs(tmp_path, family: str, tied: bool
     assert not list((tmp_path / "work").glob("before*"))
 
 
-def test_second_moments_only_where_they_are_asked_for(tmp_path) -> None:
+def test_second_moments_are_optional(tmp_path) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "model"))
     text = CalibrationText(tuple(random_texts(4, 30)), (), "random")
-    store = collect_statistics(source, read_config(source.folder), text, tmp_path / "work", 256, False, silent)
+    store = collect_statistics(
+        SourceModel(source, read_config(source.folder), 256), text, tmp_path / "work", False, silent
+    )
     statistics = store.of("layers.0.down")
     assert statistics is not None
     assert statistics.second_moment is None
 
 
 class Broken(Exception):
-    """Stands for whatever ends a run."""
+    """Interrupts a run."""
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_an_interrupted_pass_goes_on_where_it_stopped(tmp_path, after: int) -> None:
+def test_an_interrupted_pass_is_resumed(tmp_path, after: int) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "model", num_hidden_layers=3))
     config = read_config(source.folder)
+    model = SourceModel(source, config, 256)
     text = CalibrationText(tuple(random_texts(40, 50)), (), "random")
     calls = []
 
-    def breaks(fraction: float) -> None:
+    def breaks(_: str, fraction: float) -> None:
         calls.append(fraction)
         if len(calls) == after + 1:
             raise Broken
 
     with pytest.raises(Broken):
-        collect_statistics(source, config, text, tmp_path / "work", 256, False, breaks)
+        collect_statistics(model, text, tmp_path / "work", False, breaks)
     begun: list[float] = []
-    store = collect_statistics(source, config, text, tmp_path / "work", 256, False, begun.append)
+    store = collect_statistics(model, text, tmp_path / "work", False, lambda _, done: begun.append(done))
     assert len(begun) == config.layers - after + 1
-    whole = collect_statistics(source, config, text, tmp_path / "other", 256, False, silent)
+    whole = collect_statistics(model, text, tmp_path / "other", False, silent)
     for linear in fused_linears(config):
         resumed, once = store.of(linear.name), whole.of(linear.name)
         assert resumed is not None
@@ -132,14 +134,14 @@ def test_an_interrupted_pass_goes_on_where_it_stopped(tmp_path, after: int) -> N
         np.testing.assert_array_equal(resumed.mean_square, once.mean_square)
         np.testing.assert_array_equal(resumed.mean_magnitude, once.mean_magnitude)
     done: list[float] = []
-    collect_statistics(source, config, text, tmp_path / "work", 256, False, done.append)
+    collect_statistics(model, text, tmp_path / "work", False, lambda _, share: done.append(share))
     assert not done
 
 
 @pytest.mark.parametrize("lengths", [[2000], [1500, 2], [600, 3, 600]])
 def test_a_single_text_is_cut(lengths) -> None:
     tokens = np.arange(sum(lengths))
-    text = divided(np.split(tokens, np.cumsum(lengths)[:-1]), "a file", 4000)
+    text = split_texts(np.split(tokens, np.cumsum(lengths)[:-1]), "a file", 4000)
     assert all(len(part) > 1 for part in (*text.calibration, *text.held_out))
     assert sorted(np.concatenate([*text.calibration, *text.held_out]).tolist()) == tokens.tolist()
     assert 0.2 < sum(map(len, text.held_out)) / text.tokens < 0.6

@@ -1,4 +1,4 @@
-"""How many tokens a draft's head should have."""
+"""The size of a draft's LM head: agreement, times, and the best size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgerun.export.drafts.head_size import (
     agreeing_sizes,
     agreement_by_size,
     best_size,
-    speed,
+    tokens_per_second,
 )
 from edgerun.export.drafts.token_ranking import TokenRanking, rank_tokens
 from edgerun.models.bundle import open_bundle
@@ -43,12 +43,12 @@ def test_agreement_of_two_models(tmp_path: Path) -> None:
     texts = [random.integers(0, 300, length) for length in (70, 2, 33)]
     starts = [40, 0, 20]
     ranking = rank_tokens(texts, 300, {0})
-    heard: list[float] = []
-    found = agreement_by_size(target, draft, ranking, texts, starts, heard.append)
-    assert heard == pytest.approx([1 / 3, 2 / 3, 1])
+    reported: list[float] = []
+    found = agreement_by_size(target, draft, ranking, texts, starts, reported.append)
+    assert reported == pytest.approx([1 / 3, 2 / 3, 1])
 
     def logits(bundle: Path) -> np.ndarray:
-        """Of the rows that stand before a token to guess."""
+        """Logits at the positions before a token that the draft predicts."""
         manifest = open_bundle(bundle).manifest
         assert manifest is not None
         rows = []
@@ -57,57 +57,59 @@ def test_agreement_of_two_models(tmp_path: Path) -> None:
             rows.append(session.forward(text[:-1], np.arange(len(text) - 1))[max(0, start - 1) :])
         return np.concatenate(rows)
 
-    preferred, guessed = logits(target).argmax(axis=1), logits(draft)
+    preferred, predicted = logits(target).argmax(axis=1), logits(draft)
     assert len(preferred) == 30 + 1 + 13
     for size in (1, 10, 150, 300):
         kept = ranking.order[:size]
-        assert found[size] == pytest.approx(np.mean(kept[guessed[:, kept].argmax(axis=1)] == preferred))
+        assert found[size] == pytest.approx(np.mean(kept[predicted[:, kept].argmax(axis=1)] == preferred))
     assert found.shape == (301,)
 
 
-def test_a_perfect_draft_agrees_everywhere_if_its_head_is_whole(tiny_bundle: Path) -> None:
+def test_a_perfect_draft_with_a_whole_head_always_agrees(tiny_bundle: Path) -> None:
     texts = [np.arange(20, 60)]
     agreement = agreement_by_size(tiny_bundle, tiny_bundle, rank_tokens(texts, 300, ()), texts, [0], lambda _: None)
     assert agreement[0] == 0
     assert agreement[-1] == 1
 
 
-def vocabulary(tokens: int, least: int = 1) -> TokenRanking:
-    return TokenRanking(np.arange(tokens), least, np.zeros(tokens, np.int64))
+def vocabulary(tokens: int, min_tokens: int = 1) -> TokenRanking:
+    return TokenRanking(np.arange(tokens), min_tokens, np.zeros(tokens, np.int64))
 
 
 FLAT = dict.fromkeys(TARGET_WIDTHS, 1.0)
 
 
-def test_a_step_s_time_lies_on_a_line() -> None:
+def test_step_time_is_linear_in_the_size() -> None:
     times = StepTimes(FLAT, 0.9, 0.1)
     sizes = vocabulary(101)
     assert [times.of_head(size, sizes) for size in (1, 51, 101)] == pytest.approx([0.1, 0.5, 0.9])
     assert StepTimes(FLAT, 0.1, 0.2).of_head(101, sizes) == 0.2  # noise; a larger head is never faster
 
 
-def test_rows_that_cost_nothing_all_stay() -> None:
+def test_all_rows_are_kept_where_they_cost_nothing() -> None:
     agreement = np.linspace(0, 0.8, 1001)
     assert best_size(vocabulary(1000), agreement, StepTimes(FLAT, 0.1, 0.1)) == 1000
 
 
-def test_rows_that_gain_nothing_all_go() -> None:
+def test_rows_that_gain_nothing_are_dropped() -> None:
     agreement = np.full(1001, 0.5)
     assert best_size(vocabulary(1000, 7), agreement, StepTimes(FLAT, 0.9, 0.1)) == 7
 
 
-def test_a_gain_that_no_measurement_shows_is_none() -> None:
+def test_a_gain_within_the_noise_is_ignored() -> None:
     agreement = np.full(1001, 0.5)
     assert best_size(vocabulary(1000), agreement, StepTimes(FLAT, 0.1, 0.099)) == 1000
     assert best_size(vocabulary(1000), agreement, StepTimes(FLAT, 0.3, 0.1)) == 1
 
 
-def test_what_is_gained_is_weighed_against_what_it_costs() -> None:
+def test_the_gain_is_weighed_against_the_cost() -> None:
     agreement = 0.8 * (1 - np.exp(-np.arange(1001) / 100))
     chosen = [best_size(vocabulary(1000), agreement, StepTimes(FLAT, whole, 0.05)) for whole in (0.06, 0.3, 3.0)]
     assert 1000 >= chosen[0] > chosen[1] > chosen[2] > 1
 
 
-def test_a_chain_is_as_long_as_suits_it() -> None:
-    assert speed(1.0, 0.0, FLAT) == 8.0
-    assert speed(0.5, 0.25, {1: 1.0, **{rows: 1.0 + rows for rows in range(2, 9)}}) == pytest.approx(1.5 / 3.25)
+def test_the_best_chain_length_is_used() -> None:
+    assert tokens_per_second(1.0, 0.0, FLAT) == 8.0
+    assert tokens_per_second(0.5, 0.25, {1: 1.0, **{rows: 1.0 + rows for rows in range(2, 9)}}) == pytest.approx(
+        1.5 / 3.25
+    )

@@ -1,4 +1,4 @@
-"""Units of 2 bits with factors of low rank: in the graph, in the store, in bytes, and chosen where they win."""
+"""Low-rank corrections of 2-bit linears: in the graph, in the store, in bytes, and chosen where they win."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgerun.export.allocation.format_candidates import (
 from edgerun.export.allocation.plan_costs import bytes_read
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.allocation.sensitivity import measure_sensitivities
-from edgerun.export.bundle_content import BundleContent
+from edgerun.export.bundle_content import BundleContent, SourceModel
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.calibration.calibrated_source import CalibratedSource
 from edgerun.export.calibration.calibration_text import CalibrationText
@@ -51,12 +51,12 @@ RANK = replace(TWO, rank=32)
 PLACES = ("qkv", "o", "gate_up", "down")
 
 
-def content_of(folder: Path, family: str, repaired: dict[str, WeightFormat]) -> BundleContent:
-    """A tiny model of 2 bits, some of whose units are repaired."""
+def content_of(folder: Path, family: str, corrected: dict[str, WeightFormat]) -> BundleContent:
+    """A tiny model of 2 bits, some of whose linears have a low-rank correction."""
     source = Checkpoint(write_checkpoint(folder / "checkpoint", family))
     config = read_config(source.folder)
-    plan = with_embedding(config, {**uniform_plan(config, TWO), **repaired})
-    store = QuantizedLinearStore(source, config, folder / "units")
+    plan = with_embedding(config, {**uniform_plan(config, TWO), **corrected})
+    store = QuantizedLinearStore(source, config, folder / "linears")
     for linear in planned_linears(config):
         store.make(linear, plan[linear.name])
     return BundleContent(store.view(plan), source, config, plan, 64, GraphLayout.EDGE, "")
@@ -70,12 +70,12 @@ def file_size(folder: Path, content: BundleContent) -> int:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_graph_is_the_reference_wherever_a_unit_is_repaired(tmp_path, family: str, place: str) -> None:
+def test_the_graph_equals_the_reference_for_any_corrected_linear(tmp_path, family: str, place: str) -> None:
     name = f"layers.1.{place}"
     content = content_of(tmp_path, family, {name: RANK})
     folder = tmp_path / "bundle"
     folder.mkdir()
-    written = write_bundle(folder, content)  # fails where the graph is not the reference
+    written = write_bundle(folder, content)  # fails where the graph differs from the reference
     nodes = {node.name: node for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node}
     assert list(nodes[name].input) == [f"{name}.product", f"{name}.repair"]
     assert [nodes[f"{name}.{part}"].op_type for part in ("product", "thin", "repair")] == ["MatMulNBits"] * 3
@@ -88,7 +88,7 @@ def test_the_graph_is_the_reference_wherever_a_unit_is_repaired(tmp_path, family
 
 
 @pytest.mark.parametrize("change", ["forgotten", "twice"])
-def test_a_graph_that_repairs_otherwise_is_not_written(tmp_path, monkeypatch, change: str) -> None:
+def test_a_graph_with_a_wrong_correction_is_not_written(tmp_path, monkeypatch, change: str) -> None:
     right = graph_module.build_graph
 
     def wrong(*arguments):
@@ -108,38 +108,37 @@ def test_a_graph_that_repairs_otherwise_is_not_written(tmp_path, monkeypatch, ch
 @pytest.mark.parametrize("shape", [(96, 64), (64, 200)])
 def test_factors_lower_the_error_of_the_output(shape: tuple[int, int], powers_of_two: bool) -> None:
     weights, inputs = random_rows(0, *shape), correlated_inputs(1, shape[1])
-    form = WeightFormat(2, 64, powers_of_two=powers_of_two)
-    quantized = nearest_rows(weights, form)
+    weight_format = WeightFormat(2, 64, powers_of_two=powers_of_two)
+    quantized = nearest_rows(weights, weight_format)
 
     def cost(errors) -> float:
         return float(np.sum((errors @ inputs.second_moment) * errors))
 
-    errors = weights - dequantized(quantized, shape[1], form)
+    errors = weights - dequantized(quantized, shape[1], weight_format)
     before = whole = cost(errors)
     for rank in (4, 16, 32, 64):
-        ranked = replace(form, rank=rank)
+        ranked = replace(weight_format, rank=rank)
         factors = correction_factors(errors, inputs, ranked)
-        repaired = dequantized(quantized._replace(factors=factors), shape[1], ranked)
+        corrected = dequantized(quantized._replace(factors=factors), shape[1], ranked)
         np.testing.assert_allclose(
-            repaired - dequantized(quantized, shape[1], form), low_rank_product(factors, shape[1], ranked), atol=1e-5
+            corrected - dequantized(quantized, shape[1], weight_format),
+            low_rank_product(factors, shape[1], ranked),
+            atol=1e-5,
         )
-        left = cost(weights - repaired)
+        left = cost(weights - corrected)
         assert left < (1 if powers_of_two else 0.9) * before
-        # Eight bits of the factors are nearly as good as they are exactly; powers of two lose some.
-        assert (
-            left
-            <= low_rank_correction(errors, inputs, rank).residual_error * whole
-            + (0.02 if powers_of_two else 0.002) * whole
-        )
+        # 8-bit factors are nearly exact; powers of two lose some.
+        exact = low_rank_correction(errors, inputs, rank).residual_error
+        assert left <= exact * whole + (0.02 if powers_of_two else 0.002) * whole
         before = left
 
 
-def test_nothing_is_repaired_by_nothing() -> None:
+def test_without_errors_the_correction_is_zero() -> None:
     factors = correction_factors(np.zeros((40, 64), np.float32), correlated_inputs(0, 64), replace(TWO, rank=8))
     assert not low_rank_product(factors, 64, replace(TWO, rank=8)).any()
 
 
-def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
+def test_a_store_keeps_corrections_beside_the_codes(tmp_path) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "checkpoint"))
     config = read_config(source.folder)
     inputs = {linear.columns: correlated_inputs(0, linear.columns) for linear in fused_linears(config)}
@@ -150,15 +149,18 @@ def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
     def cost(errors, known: InputStatistics) -> float:
         return float(np.sum((errors @ known.second_moment) * errors))
 
-    store, blind = (
+    store, unweighted = (
         QuantizedLinearStore(source, config, tmp_path / name, correction_targets)
         for name, correction_targets in (("a", correction_target), ("b", None))
     )
     for linear in (linear for linear in planned_linears(config) if is_allowed(linear, RANK)):
-        plain, repaired = store.quantized(linear, TWO), store.quantized(linear, RANK)
-        np.testing.assert_array_equal(plain.packed, repaired.packed)
+        plain, corrected = store.quantized(linear, TWO), store.quantized(linear, RANK)
+        np.testing.assert_array_equal(plain.packed, corrected.packed)
         weights, known = correction_target(linear)
-        errors = [weights - each.weights(linear, form) for each, form in ((store, TWO), (store, RANK), (blind, RANK))]
+        errors = [
+            weights - each.weights(linear, weight_format)
+            for each, weight_format in ((store, TWO), (store, RANK), (unweighted, RANK))
+        ]
         without, by_inputs, alike = (cost(each, known) for each in errors)
         assert by_inputs < alike < without
         assert (errors[2] ** 2).sum() < (errors[1] ** 2).sum()
@@ -176,26 +178,26 @@ def test_a_store_keeps_factors_beside_the_codes_they_repair(tmp_path) -> None:
 
 @settings(max_examples=30)
 @given(st.integers(64, 2000), st.integers(64, 2000), st.sampled_from(LOW_RANK_FORMATS))
-def test_budgets_count_factors(rows: int, columns: int, form: WeightFormat) -> None:
+def test_budgets_count_the_factors(rows: int, columns: int, weight_format: WeightFormat) -> None:
     linear = FusedLinear("layers.0.o", ("o_proj",), (rows,), columns)
-    factors = factor_format(form)
+    factors = factor_format(weight_format)
     thin = (
-        FusedLinear("layers.0.o", ("down",), (form.rank,), columns),
-        FusedLinear("layers.0.o", ("up",), (rows,), form.rank),
+        FusedLinear("layers.0.o", ("down",), (weight_format.rank,), columns),
+        FusedLinear("layers.0.o", ("up",), (rows,), weight_format.rank),
     )
-    parts = bytes_read(linear, replace(form, rank=0)) + sum(bytes_read(each, factors) for each in thin)
-    assert bytes_read(linear, form) == parts
+    parts = bytes_read(linear, replace(weight_format, rank=0)) + sum(bytes_read(each, factors) for each in thin)
+    assert bytes_read(linear, weight_format) == parts
 
 
 def test_the_file_grows_by_the_factors(tmp_path) -> None:
     name = "layers.1.down"
-    repaired = content_of(tmp_path, "llama", {name: RANK})
-    grown = file_size(tmp_path / "repaired", repaired) - file_size(
+    corrected = content_of(tmp_path, "llama", {name: RANK})
+    grown = file_size(tmp_path / "corrected", corrected) - file_size(
         tmp_path / "plain", content_of(tmp_path, "llama", {})
     )
-    linear = next(linear for linear in fused_linears(repaired.config) if linear.name == name)
+    linear = next(linear for linear in fused_linears(corrected.config) if linear.name == name)
     stored = (
-        QuantizedLinearStore(Checkpoint(tmp_path / "checkpoint"), repaired.config, tmp_path / "units")
+        QuantizedLinearStore(Checkpoint(tmp_path / "checkpoint"), corrected.config, tmp_path / "linears")
         .quantized(linear, RANK)
         .factors
     )
@@ -204,13 +206,15 @@ def test_the_file_grows_by_the_factors(tmp_path) -> None:
     assert needed <= grown < needed + 4 * 4096 + 64  # each begins on a page
 
 
-def test_only_linears_of_layers_may_be_repaired(tmp_path) -> None:
+def test_only_linears_inside_layers_may_be_corrected(tmp_path) -> None:
     config = read_config(write_checkpoint(tmp_path, tie_word_embeddings=False))
-    tried = format_candidates([DEFAULT_METHODS], repaired=True)
+    tried = format_candidates([DEFAULT_METHODS], low_rank=True)
     assert set(tried) == {*BASE_FORMATS, *LOW_RANK_FORMATS}
-    sensitivities = measure_sensitivities(list(planned_linears(config)), tried, lambda *_: 1.0, tmp_path / "solo.json")
+    sensitivities = measure_sensitivities(
+        list(planned_linears(config)), tried, lambda *_: 1.0, tmp_path / "sensitivities.json"
+    )
     for linear in planned_linears(config):
-        ranks = {solo.form.rank for solo in sensitivities[linear.name]}
+        ranks = {each.weight_format.rank for each in sensitivities[linear.name]}
         assert ranks == ({0} if linear.name in ("embedding", "head") else {0, 16, 32, 64})
     assert not is_allowed(FusedLinear("layers.0.o", ("o",), (48,), 96), WeightFormat(2, 64, rank=64))
 
@@ -220,18 +224,22 @@ def test_no_format_for_all_weights_has_a_rank() -> None:
         ExportRecipe(RANK)
 
 
-def test_units_that_make_up_for_others_are_repaired_too(tmp_path) -> None:
+def test_sequential_gptq_with_corrections(tmp_path) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "model", num_hidden_layers=3))
     config, random = read_config(source.folder), np.random.default_rng(0)
+    model = SourceModel(source, config, 64)
     text = CalibrationText(tuple(random.integers(0, 300, (30, 40))), tuple(random.integers(0, 300, (10, 40))), "random")
-    statistics = collect_statistics(source, config, text, tmp_path / "statistics", 64, True, lambda _: None)
+    statistics = collect_statistics(model, text, tmp_path / "statistics", True, silent)
     known = CalibratedSource(source, config, statistics)
     plain, found = WeightFormat(2, 64, method=Method.GPTQ), []
-    for form in (plain, replace(plain, rank=32)):
-        plan = {linear.name: form if is_allowed(linear, form) else plain for linear in fused_linears(config)}
-        folder = tmp_path / str(form.rank)
-        store = quantize_sequentially(known, config, text, plan, folder, 64, silent, known.correction_target)
-        evaluator = PlanEvaluator(source, config, text.held_out, store.weights, folder / "states", 64)
+    for weight_format in (plain, replace(plain, rank=32)):
+        plan = {
+            linear.name: weight_format if is_allowed(linear, weight_format) else plain
+            for linear in fused_linears(config)
+        }
+        folder = tmp_path / str(weight_format.rank)
+        store = quantize_sequentially(replace(model, source=known), text, plan, folder, silent, known.correction_target)
+        evaluator = PlanEvaluator(model, text.held_out, store.weights, folder / "states")
         found.append(evaluator.divergence(plan).mean_kl)
     assert found[1] < 0.9 * found[0]
 

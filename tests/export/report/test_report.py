@@ -1,4 +1,4 @@
-"""The report of an export: what it compares, and that page and JSON say what the figures are."""
+"""The report of an export: compared plans, figures, page and JSON."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.export.allocation.linear_times import LinearTimes, linear_kind, timed_form
+from edgerun.export.allocation.linear_times import LinearTimes, linear_kind, timed_format
 from edgerun.export.allocation.plan_costs import weight_count
 from edgerun.export.allocation.sensitivity import Sensitivity
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.report import (
     ModelReport,
+    PlanComparison,
     PlanFigures,
     PlanKind,
     as_values,
-    compared_plans,
     linear_figures,
     megabytes,
-    nearest_plans,
     page,
     plan_figures,
     write_report,
@@ -43,7 +42,7 @@ VOID = {"meta", "line", "circle", "rect", "polyline", "br"}
 
 
 class Structure(HTMLParser):
-    """Checks that elements close in turn, and notes what the page would fetch."""
+    """Checks that elements are closed, and records what the page would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +72,8 @@ def structure_of(text: str) -> Structure:
 
 
 def bare(report: ModelReport) -> ModelReport:
-    """Nothing but what every export knows."""
-    linears = [dataclasses.replace(linear, solo_kl=None, milliseconds=None) for linear in report.linears]
+    """A report with only the figures that every export has."""
+    linears = [dataclasses.replace(linear, kl_alone=None, milliseconds=None) for linear in report.linears]
     (chosen,) = [each for each in report.plans if each.kind is PlanKind.CHOSEN]
     chosen = dataclasses.replace(chosen, kl=None, milliseconds={})
     return ModelReport("m", "c", linears, [chosen], 1, {})
@@ -90,15 +89,20 @@ def test_a_page_stands_alone_and_shows_everything(layers: int) -> None:
     assert "None" not in text
     assert "nan" not in " ".join(found.words)
     words = " ".join(" ".join(found.words).split())
-    for said in (
+    for text_part in (
         "50% less than uniform plans of its size",
         "Size against quality",
         "Time against quality",
         "The search",
     ):
-        assert said in words
-    for said in ("A pass over several tokens", "1.69 times", "written by the model itself", "tokens/s at 25 GB/s"):
-        assert said in words
+        assert text_part in words
+    for text_part in (
+        "A pass over several tokens",
+        "1.69x",
+        "text sampled from the model itself",
+        "tokens/s at 25 GB/s",
+    ):
+        assert text_part in words
     assert text.count("<tr") > len(report.linears)
     assert len(re.findall(r'class="fill bits\d', text)) == len(report.linears)
 
@@ -141,7 +145,7 @@ def test_files_are_part_of_a_bundle(tmp_path: Path) -> None:
     assert data["kl_against_rule"] == pytest.approx(2 / 3, rel=1e-3)
     assert data["bits_per_weight"] == 3.5
     assert data["quality"]["p99_kl"] == 0.913
-    assert data["linears"][1]["form"] == {"format": "int2/128", "bits": 2, "block": 128, "method": "gptq"}
+    assert data["linears"][1]["weight_format"] == {"format": "int2/128", "bits": 2, "block": 128, "method": "gptq"}
     assert data["plans"][0] | {"kl": 0} == {
         "name": "this model",
         "kind": "chosen",
@@ -185,14 +189,14 @@ def test_the_rule_is_compared_where_it_has_about_the_same_bytes() -> None:
 
 def test_rounding_to_nearest_is_measured_once_for_bits_and_blocks(tmp_path: Path) -> None:
     config = read_config(write_checkpoint(tmp_path))
-    forms = [WeightFormat(4, 64, method=Method.GPTQ), WeightFormat(4, 64, zero_points=True), WeightFormat(8, 32)]
+    formats = [WeightFormat(4, 64, method=Method.GPTQ), WeightFormat(4, 64, zero_points=True), WeightFormat(8, 32)]
     measured: list[set[tuple[str, Method | None]]] = []
 
     def divergence(plan: dict[str, WeightFormat]) -> float:
-        measured.append({(str(form), form.method) for form in plan.values()})
+        measured.append({(str(weight_format), weight_format.method) for weight_format in plan.values()})
         return 0.5
 
-    found = nearest_plans(config, forms, divergence)
+    found = PlanComparison(config, divergence).round_to_nearest(formats)
     assert [each.name for each in found] == ["int4/64 rtn", "int8/32 rtn"]
     assert measured == [{("int4/64", Method.RTN)}, {("int8/32", Method.RTN)}]
     assert {each.kind for each in found} == {PlanKind.NEAREST}
@@ -201,7 +205,7 @@ def test_rounding_to_nearest_is_measured_once_for_bits_and_blocks(tmp_path: Path
     near = [plan("rtn", PlanKind.NEAREST, bits, 2 * (report.chosen.kl or 0.0)) for bits in (3.5, 4.5)]
     report = dataclasses.replace(report, plans=[*report.plans, *near])
     assert report.against_nearest == pytest.approx(0.5)
-    assert "50% less than that of rounding to nearest at the same bytes" in page(report)
+    assert "50% less than that of round-to-nearest at the same bytes" in page(report)
     assert as_values(report)["kl_against_nearest"] == 0.5
     assert near[0] not in report.compared
 
@@ -235,22 +239,22 @@ def test_figures_are_gathered_from_a_plan(tied: bool, tmp_path: Path) -> None:
     plan = {linear.name: WeightFormat(4, 32) for linear in fused_linears(config)}
     plan["head"] = plan["embedding"] = WeightFormat(8, 32)
     by_hqq = WeightFormat(4, 32, method=Method.HQQ)
-    fine = {
-        name: (Sensitivity(by_hqq, 9.0), Sensitivity(form, 0.5)) for name, form in plan.items() if name != "layers.1.o"
-    }  # fmt: skip
+    sensitivities = {
+        name: (Sensitivity(by_hqq, 9.0), Sensitivity(each, 0.5)) for name, each in plan.items() if name != "layers.1.o"
+    }
     times = LinearTimes(
         config,
-        {(linear_kind(name), timed_form(form)): {1: 2.0, 4: 3.0} for name, form in plan.items()},
+        {(linear_kind(name), timed_format(weight_format)): {1: 2.0, 4: 3.0} for name, weight_format in plan.items()},
         {1: 10.0, 4: 20.0},
     )
-    linears = linear_figures(config, plan, fine, times)
+    linears = linear_figures(config, plan, sensitivities, times)
     whole = plan_figures(config, plan, "this", PlanKind.CHOSEN, 0.25, times)
     assert [linear.name for linear in linears] == [name for name in plan if not (tied and name == "embedding")]
     assert sum(linear.bytes_read for linear in linears) == whole.bytes_read
     assert sum(linear.rows * linear.columns for linear in linears) == weight_count(config)
-    assert {linear.name: linear.solo_kl for linear in linears}["layers.1.o"] is None
+    assert {linear.name: linear.kl_alone for linear in linears}["layers.1.o"] is None
     assert linears[-1].bits_per_weight == 10.0
-    assert linears[1].solo_kl == 0.5
+    assert linears[1].kl_alone == 0.5
     timed = [linear.milliseconds for linear in linears if linear.name != "embedding"]
     assert whole.milliseconds[1] == pytest.approx(10.0 + sum(filter(None, timed)))
     assert whole.milliseconds[4] == pytest.approx(20.0 + 3.0 * len(timed))
@@ -263,34 +267,30 @@ def test_figures_are_gathered_from_a_plan(tied: bool, tmp_path: Path) -> None:
 
 def test_plans_are_compared_at_the_chosen_ones_bytes(tmp_path: Path) -> None:
     config = read_config(write_checkpoint(tmp_path, num_hidden_layers=4, hidden_size=64, intermediate_size=128))
-    forms = [WeightFormat(bits, 64, method=Method.K_QUANT) for bits in (2, 4, 8)]
+    formats = [WeightFormat(bits, 64, method=Method.K_QUANT) for bits in (2, 4, 8)]
     better = WeightFormat(4, 64, zero_points=True, method=Method.GPTQ)
     measured: list[dict[str, WeightFormat]] = []
-    heard: list[float] = []
+    reported: list[float] = []
 
     def divergence(plan: dict[str, WeightFormat]) -> float:
         measured.append(plan)
-        return sum((1 - 0.1 * form.zero_points) / form.bits for form in plan.values())
+        return sum((1 - 0.1 * weight_format.zero_points) / weight_format.bits for weight_format in plan.values())
 
-    limit = plan_figures(config, uniform_plan(config, forms[1]), "", PlanKind.CHOSEN).bytes_read
-    found = compared_plans(
-        config,
-        [*forms, better],
-        limit,
-        divergence,
-        progress=lambda _, fraction: heard.append(fraction),
-        others=[uniform_plan(config, forms[0])],
-    )
+    limit = plan_figures(config, uniform_plan(config, formats[1]), "", PlanKind.CHOSEN).bytes_read
+    comparison = PlanComparison(config, divergence, progress=lambda _, fraction: reported.append(fraction))
+    found = comparison.baselines([*formats, better], limit, [uniform_plan(config, formats[0])])
     uniform, rule, other = found[:3], found[3], found[4]
     assert [each.name for each in uniform] == ["int2/64", str(better), "int8/64"]
     assert uniform[1].bytes_read == limit
     assert (rule.kind, other.kind) == (PlanKind.RULE, PlanKind.SEARCHED)
     assert rule.bytes_read <= limit
     ruled = [plan for plan in measured if len(set(plan.values())) > 1]
-    assert better in {form for plan in ruled for form in plan.values()}
-    assert all(form.zero_points for plan in ruled for form in plan.values() if form.bits == 4)
+    assert better in {weight_format for plan in ruled for weight_format in plan.values()}
+    assert all(
+        weight_format.zero_points for plan in ruled for weight_format in plan.values() if weight_format.bits == 4
+    )
     assert rule.kl == min(map(divergence, ruled))
-    assert heard[-1] == 1.0
-    assert max(heard) == 1.0
-    least = compared_plans(config, forms, uniform[0].bytes_read, divergence)
+    assert reported[-1] == 1.0
+    assert max(reported) == 1.0
+    least = PlanComparison(config, divergence).baselines(formats, uniform[0].bytes_read)
     assert [each.kind for each in least] == [PlanKind.UNIFORM] * 3

@@ -1,4 +1,4 @@
-"""What is kept of earlier passes: within its limit, and in memory of its own."""
+"""Caches of arrays keep to their limit, and copy the results of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from edgerun.export.check.contract_session import ModelSession
 
 def doubled(values) -> np.ndarray:
     """Twice the values, as ONNX Runtime returns them."""
-    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None]) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "twice", ports[:1], ports[1:])
+    values_info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "twice", values_info[:1], values_info[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     (result,) = ModelSession(model, Path()).run(["y"], {"x": np.asarray(values, np.float32)})
     return result
@@ -25,7 +25,7 @@ def doubled(values) -> np.ndarray:
 
 @pytest.mark.parametrize("keeper", ["recent", "pinned"])
 def test_results_do_not_hold_their_session(tmp_path, keeper: str) -> None:
-    """All memory of a session lives as long as one of its results."""
+    """A session's memory stays allocated as long as one of its results."""
     result = doubled([1, 2, 3])
     assert not result.flags.owndata
     holder = weakref.ref(result)
@@ -37,7 +37,7 @@ def test_results_do_not_hold_their_session(tmp_path, keeper: str) -> None:
     np.testing.assert_array_equal(kept.get("a"), [2, 4, 6])
 
 
-def test_what_numpy_holds_is_not_copied() -> None:
+def test_arrays_of_numpy_are_not_copied() -> None:
     array = np.arange(6.0)
     view = array.reshape(2, 3)[:, :2]
     assert owned(array) is array
@@ -47,7 +47,7 @@ def test_what_numpy_holds_is_not_copied() -> None:
     assert not np.shares_memory(owned(part), result)
 
 
-def test_the_oldest_go_first() -> None:
+def test_the_least_recently_used_are_dropped() -> None:
     kept = RecentArrays(3 * 8)
     for name in "abc":
         kept.put(name, np.zeros(1))
@@ -61,7 +61,7 @@ def test_the_oldest_go_first() -> None:
     assert [name for name in "acde" if name in kept] == ["e"]
 
 
-def test_pinned_ones_go_to_disk_beyond_the_limit(tmp_path) -> None:
+def test_pinned_arrays_go_to_disk_beyond_the_limit(tmp_path) -> None:
     kept = PinnedArrays(2 * 8, tmp_path / "states")
     kept.put("a", np.ones(2))
     assert not (tmp_path / "states").exists()

@@ -1,4 +1,4 @@
-"""A draft of its own checkpoint, put into its target's bundle."""
+"""A draft with its own checkpoint, in its target's bundle."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import edgerun
 from edgerun import BundleError, InputError
 from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.drafts.separate_draft import FASTEST_SIZE, TrimmingReport, adopt_draft, require_fitting
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.manifest import GraphLayout
@@ -21,18 +22,21 @@ from edgerun.runtime.measure.bundle_timing import BundleTimer
 from support.known_timings import BytesMachine, use_machine
 from support.tiny_models import write_bundle, write_checkpoint
 
-FORM = WeightFormat(8, 32)
+FORMAT = WeightFormat(8, 32)
 
 
 def texts(seed: int) -> list[np.ndarray]:
-    """Of few tokens, each behind a template's."""
+    """Texts of few tokens, each after a template."""
     random = np.random.default_rng(seed)
     return [np.array([2, *random.integers(20, 60, 9), 3, *random.integers(20, 60, 20), 0]) for _ in range(6)]
 
 
+TEXT = CalibrationText(tuple(texts(0)), tuple(texts(1)), "random")
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of a target, and of a draft with an untied head that is most of it."""
+    """Checkpoints of a target, and of a draft whose untied head is most of it."""
     folder = tmp_path_factory.mktemp("pair")
     write_checkpoint(folder / "target", num_hidden_layers=3)
     write_checkpoint(folder / "draft", seed=1, num_hidden_layers=1, tie_word_embeddings=False)
@@ -43,7 +47,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def target(checkpoints: tuple[Path, Path], tmp_path: Path) -> Path:
     folder = tmp_path / "target"
     for source, destination in zip(checkpoints, (folder, folder / "draft"), strict=True):
-        export_checkpoint(ExportRequest(source, destination, ExportRecipe(FORM)))
+        export_checkpoint(ExportRequest(source, destination, ExportRecipe(FORMAT)))
     return folder
 
 
@@ -53,30 +57,30 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def adopted(target: Path, vocabulary: int | None) -> TrimmingReport | None:
-    heard: list[float] = []
-    report = adopt_draft(target, vocabulary, texts(0), texts(1), lambda stage, done: heard.append(done) or None)
-    assert heard == sorted(heard)
-    assert heard[-1] == 1
+    reported: list[float] = []
+    report = adopt_draft(target, vocabulary, TEXT, lambda stage, done: reported.append(done) or None)
+    assert reported == sorted(reported)
+    assert reported[-1] == 1
     assert holds_only_bundle_files(target)
     open_bundle(target)
     return report
 
 
-def test_a_draft_that_stays_whole_is_named(target: Path) -> None:
+def test_a_whole_draft_is_named(target: Path) -> None:
     assert adopted(target, None) is None
     found = find_draft(open_bundle(target))
     assert found is not None
     assert (found.draft.folder, found.target_ids) == ((target / "draft").resolve(), None)
 
 
-def test_a_head_gets_as_many_tokens_as_asked_for(target: Path) -> None:
+def test_a_head_is_trimmed_to_the_given_size(target: Path) -> None:
     report = adopted(target, 40)
     found = find_draft(open_bundle(target))
     assert report is not None
     assert found is not None
     assert found.target_ids is not None
     kept = set(found.target_ids.tolist())
-    assert (report.tokens, report.all_tokens, report.least, len(kept)) == (40, 300, 5, 40)
+    assert (report.tokens, report.all_tokens, report.min_tokens, len(kept)) == (40, 300, 5, 40)
     assert set(range(5)) <= kept
     assert len(kept & set(range(20, 60))) == 35
     assert report.step_ms < report.whole_step_ms
@@ -88,31 +92,31 @@ def test_a_head_gets_as_many_tokens_as_asked_for(target: Path) -> None:
         assert engine.generate("what", max_tokens=30).text == plain.text
 
 
-def test_the_size_that_pays_most_is_chosen(target: Path) -> None:
+def test_the_fastest_size_is_chosen(target: Path) -> None:
     report = adopted(target, FASTEST_SIZE)
     assert report is not None
-    assert report.least <= report.tokens <= report.all_tokens
+    assert report.min_tokens <= report.tokens <= report.all_tokens
     assert report.tokens_per_second >= report.whole_tokens_per_second
 
 
-def test_where_rows_cost_nothing_no_guess_is_given_up(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def even(_: BundleTimer, bundles: Sequence[Path], rows: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
-        return [dict.fromkeys(rows, 1.0 * rounds) for _ in bundles]
+def test_no_agreement_is_lost_where_rows_cost_nothing(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def even(_: BundleTimer, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[Mapping[int, float]]:
+        return [dict.fromkeys(widths, 1.0 * rounds) for _ in bundles]
 
     monkeypatch.setattr(BundleTimer, "time_passes", even)
     shutil.rmtree(target / "draft")
     shutil.copytree(target, target.with_name("same"))
     target.with_name("same").rename(target / "draft")  # a draft that is always right while its head is whole
-    report = adopt_draft(target, FASTEST_SIZE, texts(0), texts(1), lambda *_: None)
+    report = adopt_draft(target, FASTEST_SIZE, TEXT, lambda *_: None)
     assert report is not None
     assert report.agreement == report.whole_agreement == 1
     assert (target / "draft" / "d2t.npy").exists() == (report.tokens < report.all_tokens)
 
 
 @pytest.mark.parametrize("vocabulary", [4, 301])
-def test_a_head_that_cannot_be_is_refused_and_nothing_changes(target: Path, vocabulary: int) -> None:
+def test_an_impossible_size_is_refused_without_changes(target: Path, vocabulary: int) -> None:
     before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match=f"a head of {vocabulary} tokens cannot be made; 5 have to stay, and the"):
+    with pytest.raises(InputError, match=f"a draft's head cannot have {vocabulary} tokens; give 5 to 300"):
         adopted(target, vocabulary)
     assert before == {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
 
@@ -126,10 +130,10 @@ def test_a_draft_with_another_vocabulary_is_refused(target: Path, tmp_path: Path
 
 def test_a_target_in_another_layout_is_refused(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
     target = export_checkpoint(
-        ExportRequest(checkpoints[0], tmp_path / "genai", ExportRecipe(FORM, layout=GraphLayout.GENAI))
+        ExportRequest(checkpoints[0], tmp_path / "genai", ExportRecipe(FORMAT, layout=GraphLayout.GENAI))
     ).bundle
-    draft = export_checkpoint(ExportRequest(checkpoints[1], tmp_path / "draft", ExportRecipe(FORM))).bundle
-    with pytest.raises(InputError, match="a draft is made for edge-run's own layout only; leave --layout or --draft"):
+    draft = export_checkpoint(ExportRequest(checkpoints[1], tmp_path / "draft", ExportRecipe(FORMAT))).bundle
+    with pytest.raises(InputError, match="drafts need edge-run's own layout; leave --layout or --draft"):
         require_fitting(target, draft)
 
 

@@ -1,4 +1,4 @@
-"""Plans as files: what is written is read again, and what does not fit the model is named in one line."""
+"""Plan files: round trip, and one-line errors for files that do not fit the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEW_BITS = st.builds(
     powers_of_two=st.booleans(),
     method=st.none() | st.sampled_from(Method),
 )
-FORMS = st.just(WeightFormat(32)) | FEW_BITS
+FORMATS = st.just(WeightFormat(32)) | FEW_BITS
 LOW_RANK_FORMATS = st.builds(
     WeightFormat,
     st.just(2),
@@ -42,13 +42,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
 
 @settings(max_examples=30)
 @given(st.data(), st.booleans())
-def test_what_is_written_is_read_again(tmp_path_factory, config: DecoderConfig, data, tied: bool) -> None:
+def test_a_written_plan_is_read_again(tmp_path_factory, config: DecoderConfig, data, tied: bool) -> None:
     model = replace(config, tied_head=tied)
     names = [linear.name for linear in planned_linears(model)]
-    plan = {name: data.draw(FORMS | LOW_RANK_FORMATS if name.startswith("layers") else FORMS) for name in names}
+    plan = {name: data.draw(FORMATS | LOW_RANK_FORMATS if name.startswith("layers") else FORMATS) for name in names}
     notes = {name: data.draw(st.text(max_size=20)) for name in names[::2]}
     file = tmp_path_factory.mktemp("plan") / "plan.toml"
-    text = write_plan(plan, notes, ["Weights of a model", data.draw(st.text(max_size=20))])
+    text = write_plan(plan, notes, ["Plan of a model", data.draw(st.text(max_size=20))])
     file.write_text(text, encoding="utf-8")
     read = read_plan(file, model)
     assert {name: spelled(form) for name, form in read.items()} == {
@@ -63,28 +63,31 @@ def test_what_is_written_is_read_again(tmp_path_factory, config: DecoderConfig, 
     [
         (
             {"layers.9.qkv": '"int4/64"'},
-            "names the unit 'layers.9.qkv' that the model does not have; the units are layers.0.qkv",
+            "names the linear 'layers.9.qkv' that the model does not have; the linears are layers.0.qkv",
         ),
-        ({"layers.0.qkv": None}, "lacks the unit 'layers.0.qkv'"),
-        ({"layers.0.qkv": None, "layers.0.o": None}, "lacks the units 'layers.0.qkv', 'layers.0.o'"),
-        ({"head": '"int3/64"'}, "gives head the format 'int3/64', which is none"),
-        ({"head": '"int4/48"'}, "gives head the format 'int4/48', which is none"),
-        ({"head": '"int4/64 magic"'}, "which is none"),
-        ({"head": '"fp32 rtn"'}, "which is none"),
-        ({"head": "4"}, "gives head the format 4, which is none"),
-        ({"head": '"int4/64+offsets"'}, "which is none"),
-        ({"layers.0.o": '"int4/64+rank32"'}, "gives layers.0.o the format 'int4/64+rank32', which is none"),
-        ({"layers.0.o": '"int2/64+rank24"'}, "which is none"),
-        ({"head": '"int2/64+rank32 hqq"'}, "gives head the format int2/64+rank32, which it cannot have; a rank is for"),
-        ({"embedding": '"int8/64"'}, "stores embedding and head in two ways"),
-        ({"head": '"int4'}, "is no plan"),
+        ({"layers.0.qkv": None}, "lacks the linear 'layers.0.qkv'"),
+        ({"layers.0.qkv": None, "layers.0.o": None}, "lacks the linears 'layers.0.qkv', 'layers.0.o'"),
+        ({"head": '"int3/64"'}, "gives head the unknown format 'int3/64'"),
+        ({"head": '"int4/48"'}, "gives head the unknown format 'int4/48'"),
+        ({"head": '"int4/64 magic"'}, "the unknown format"),
+        ({"head": '"fp32 rtn"'}, "the unknown format"),
+        ({"head": "4"}, "gives head the unknown format 4"),
+        ({"head": '"int4/64+offsets"'}, "the unknown format"),
+        ({"layers.0.o": '"int4/64+rank32"'}, "gives layers.0.o the unknown format 'int4/64+rank32'"),
+        ({"layers.0.o": '"int2/64+rank24"'}, "the unknown format"),
+        (
+            {"head": '"int2/64+rank32 hqq"'},
+            "gives head the format int2/64+rank32, which it cannot have; give a rank only",
+        ),
+        ({"embedding": '"int8/64"'}, "gives embedding and head two formats"),
+        ({"head": '"int4'}, "is not a quantization plan"),
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_named(tmp_path: Path, config: DecoderConfig, change, message: str) -> None:
+def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path, config: DecoderConfig, change, message: str) -> None:
     lines = {linear.name: '"int4/64"' for linear in planned_linears(config)} | change
     file = tmp_path / "plan.toml"
-    file.write_text("[units]\n" + "".join(f'"{name}" = {form}\n' for name, form in lines.items() if form), "utf-8")
+    file.write_text("[linears]\n" + "".join(f'"{name}" = {form}\n' for name, form in lines.items() if form), "utf-8")
     with pytest.raises(InputError) as caught:
         read_plan(file, config)
     assert message in str(caught.value)
@@ -92,12 +95,12 @@ def test_what_does_not_fit_is_named(tmp_path: Path, config: DecoderConfig, chang
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"units = 3", b"\xff\xfe", b"[units", b"x = " + b"[" * 5000, b" " * (5 << 20)]
+    "content", [b"", b"linears = 3", b"\xff\xfe", b"[linears", b"x = " + b"[" * 5000, b" " * (5 << 20)]
 )
-def test_what_is_no_plan_is_refused(tmp_path: Path, config: DecoderConfig, content: bytes) -> None:
+def test_other_files_are_refused(tmp_path: Path, config: DecoderConfig, content: bytes) -> None:
     file = tmp_path / "plan.toml"
     file.write_bytes(content)
-    with pytest.raises(InputError, match="is no plan"):
+    with pytest.raises(InputError, match="is not a quantization plan"):
         read_plan(file, config)
 
 

@@ -1,4 +1,4 @@
-"""The target without some parts: what its graph computes, how often it agrees, and what of it is chosen."""
+"""Layer-skip drafts: what their graph computes, how often they agree, and which sub-layers are skipped."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from edgerun import InputError
 from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.drafts.head_size import TARGET_WIDTHS, speed
+from edgerun.export.drafts.head_size import TARGET_WIDTHS, tokens_per_second
 from edgerun.export.drafts.layer_skip_draft import adopt_layer_skip_draft
 from edgerun.export.drafts.separate_draft import FASTEST_SIZE
 from edgerun.export.drafts.skip_agreement import SkipAgreement
@@ -39,12 +40,15 @@ SKIPPED = (
     SubLayer(2, SubLayerKind.ATTENTION),
     SubLayer(2, SubLayerKind.FEED_FORWARD),
 )
-TARGET = {rows: 0.01 * (1 + 0.1 * (rows - 1)) for rows in TARGET_WIDTHS}
+TARGET = {width: 0.01 * (1 + 0.1 * (width - 1)) for width in TARGET_WIDTHS}
 
 
 def texts(count: int = 4, length: int = 40, seed: int = 0) -> list[TokenArray]:
     random = np.random.default_rng(seed)
     return [random.integers(5, 300, length + number) for number in range(count)]
+
+
+TEXT = CalibrationText(tuple(texts()), tuple(texts()), "random")
 
 
 def architecture(bundle: Path) -> Architecture:
@@ -54,15 +58,15 @@ def architecture(bundle: Path) -> Architecture:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3_text", "olmo2", "qwen3_moe", "granite"])
-def test_leaving_a_part_out_is_a_part_that_gives_nothing(family: str, tmp_path: Path) -> None:
-    """A checkpoint whose matrices at the end of these parts are zero says the same."""
+def test_a_skipped_sub_layer_is_one_without_output(family: str, tmp_path: Path) -> None:
+    """A checkpoint with zero matrices at the end of these sub-layers computes the same."""
     layers = 4
     bundle = write_bundle(tmp_path / "whole", family, num_hidden_layers=layers)
     config = tiny_config(family, num_hidden_layers=layers)
     weights = tiny_weights(config)
     ends = {SubLayerKind.ATTENTION: (".self_attn.o_proj.",), SubLayerKind.FEED_FORWARD: (".down_proj.",)}
     for name, value in weights.items():
-        if any(f"layers.{part.layer}." in name and end in name for part in SKIPPED for end in ends[part.part]):
+        if any(f"layers.{part.layer}." in name and end in name for part in SKIPPED for end in ends[part.kind]):
             value[...] = 0
     source = write_checkpoint(tmp_path / "zero", family, num_hidden_layers=layers)
     write_weights(source, weights)
@@ -70,7 +74,7 @@ def test_leaving_a_part_out_is_a_part_that_gives_nothing(family: str, tmp_path: 
     tokens = texts(1, 12)[0]
     reference = ContractSession(expected, architecture(expected), 12).forward(tokens, np.arange(12))
     left = without(onnx.load(bundle / "model.onnx", load_external_data=False), SKIPPED)
-    names = {port.name for port in left.graph.input}
+    names = {value.name for value in left.graph.input}
     assert "past_key_values.1.key" in names
     assert "past_key_values.2.key" not in names
     session = ContractSession(bundle, architecture(bundle), 12, left)
@@ -78,7 +82,7 @@ def test_leaving_a_part_out_is_a_part_that_gives_nothing(family: str, tmp_path: 
     np.testing.assert_allclose(session.forward(tokens, np.arange(12)), reference, atol=1e-4)
 
 
-def test_what_is_left_out_is_not_in_the_graph(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_skipped_sub_layers_are_not_in_the_graph(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, num_hidden_layers=4)
     model = onnx.load(bundle / "model.onnx", load_external_data=False)
     left = without(model, SKIPPED)
@@ -91,18 +95,18 @@ def test_what_is_left_out_is_not_in_the_graph(tiny_bundle: Path, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(tmp_path_factory.mktemp("judged"), weights=INT4, num_hidden_layers=5)
+    return write_bundle(tmp_path_factory.mktemp("measured"), weights=INT4, num_hidden_layers=5)
 
 
-def test_a_choice_is_judged_behind_rows_of_the_target(bundle: Path) -> None:
+def test_a_choice_is_measured_after_slots_of_the_target(bundle: Path) -> None:
     given_texts, starts = texts(), [1, 0, 30, 5]
     numbers = architecture(bundle)
-    judge = SkipAgreement(bundle, numbers, given_texts, starts, 1000)
-    assert judge.agreement(()) == 1
-    assert judge.parts == inner_sub_layers(5)
-    found = np.concatenate(list(judge.logits(SKIPPED)))
+    measured = SkipAgreement(bundle, numbers, given_texts, starts, 1000)
+    assert measured.agreement(()) == 1
+    assert measured.sub_layers == inner_sub_layers(5)
+    found = np.concatenate(list(measured.logits(SKIPPED)))
     model = without(onnx.load(bundle / "model.onnx", load_external_data=False), SKIPPED)
-    names = {port.name for port in model.graph.input}
+    names = {value.name for value in model.graph.input}
     at = 0
     for text, start in zip(given_texts, starts, strict=True):
         target = ContractSession(bundle, numbers, len(text))
@@ -110,7 +114,7 @@ def test_a_choice_is_judged_behind_rows_of_the_target(bundle: Path) -> None:
         draft.buffers = [each for each in target.buffers if each[0] in names]
         wanted = target.forward(text, np.arange(len(text))).argmax(axis=1)
         for place in range(max(start - 1, 1), len(text) - 1):
-            assert judge.preferred[at] == wanted[place]
+            assert measured.preferred[at] == wanted[place]
             kept = [buffer.copy() for _, _, buffer in target.buffers]
             draft.length = place
             logits = draft.forward(text[place : place + 1], np.zeros(1, np.int64))[0]
@@ -118,17 +122,17 @@ def test_a_choice_is_judged_behind_rows_of_the_target(bundle: Path) -> None:
                 buffer[...] = rows
             assert np.corrcoef(logits, found[at])[0, 1] > 0.99  # 8-bit activations
             at += 1
-    assert at == judge.rows
-    assert 0 < judge.agreement(SKIPPED) < 1
+    assert at == measured.preferred.size
+    assert 0 < measured.agreement(SKIPPED) < 1
 
 
-def test_there_has_to_be_something_to_guess(bundle: Path) -> None:
+def test_texts_without_an_answer_are_refused(bundle: Path) -> None:
     with pytest.raises(InputError, match="no answer"):
         SkipAgreement(bundle, architecture(bundle), texts(1, 5), [5], 10)
 
 
 class Toy:
-    """Agreement that every part costs a share of, and two together a little more."""
+    """An agreement that falls by a factor for each sub-layer, and a little more for one pair."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self.parts = inner_sub_layers(2 + len(shares) // 2)
@@ -145,7 +149,7 @@ class Toy:
 
     def best(self) -> float:
         choices = [c for n in range(1, len(self.parts) + 1) for c in itertools.combinations(self.parts, n)]
-        return max(speed(self.agreement(c), self.times().step(c), TARGET) for c in choices)
+        return max(tokens_per_second(self.agreement(c), self.times().step(c), TARGET) for c in choices)
 
 
 @settings(max_examples=25)
@@ -154,15 +158,17 @@ def test_the_search_comes_near_the_best_choice(shares: list[float], seed: int) -
     toy = Toy(shares)
     search = SkipSearch(toy.agreement, toy.times(), seed=seed)
     found = search.best()
-    assert len(toy.asked) == len(set(toy.asked)) == search.judged
+    assert len(toy.asked) == len(set(toy.asked)) == search.measured
     assert found.skipped
-    assert found.speed == speed(toy.agreement(found.skipped), toy.times().step(found.skipped), TARGET)
+    assert found.tokens_per_second == tokens_per_second(
+        toy.agreement(found.skipped), toy.times().step(found.skipped), TARGET
+    )
     again = SkipSearch(toy.agreement, toy.times(), seed=seed).best()
     assert again == found
-    assert found.speed >= 0.97 * toy.best()
+    assert found.tokens_per_second >= 0.97 * toy.best()
 
 
-def test_a_search_without_time_judges_the_parts_alone_and_no_more() -> None:
+def test_a_search_without_time_measures_one_sub_layer() -> None:
     toy = Toy([0.9, 0.8, 0.99, 0.7])
     found = SkipSearch(toy.agreement, toy.times(), deadline=0).best()
     assert found.skipped == {toy.parts[0]}
@@ -172,7 +178,7 @@ def test_a_search_without_time_judges_the_parts_alone_and_no_more() -> None:
 def time_by_bytes(
     _: BundleTimer, bundles: Sequence[Path], rows: Sequence[int], rounds: int
 ) -> list[Mapping[int, float]]:
-    """Times in proportion to the bytes of the weights; a row more is a tenth more."""
+    """Times in proportion to the bytes of the weights; each further token takes a tenth more."""
     times = []
     for bundle in bundles:
         open_bundle(bundle)
@@ -190,11 +196,12 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("known_times")
 @pytest.mark.parametrize("vocabulary", [None, 120, FASTEST_SIZE])
-def test_a_draft_is_chosen_measured_and_put_into_the_bundle(vocabulary: int | None, tmp_path: Path) -> None:
+def test_a_draft_is_chosen_measured_and_added_to_the_bundle(vocabulary: int | None, tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, weights=INT4, num_hidden_layers=5)
     before = {path.name: path.read_bytes() for path in bundle.iterdir() if path.name != "edge.json"}
-    counted, held_out = texts(seed=1), texts(seed=2)
-    report = adopt_layer_skip_draft(bundle, vocabulary, counted, held_out, silent, seconds=20)
+    held_out = texts(seed=2)
+    text = CalibrationText(tuple(texts(seed=1)), tuple(held_out), "random")
+    report = adopt_layer_skip_draft(bundle, vocabulary, text, silent, max_seconds=20)
     after = {path.name: path.read_bytes() for path in bundle.iterdir() if path.name != "edge.json"}
     assert {name: after[name] for name in before} == before
     assert after.keys() - before.keys() == {"draft.onnx"} | ({"d2t.npy"} if report.tokens < 300 else set())
@@ -202,14 +209,14 @@ def test_a_draft_is_chosen_measured_and_put_into_the_bundle(vocabulary: int | No
     assert opened.manifest is not None
     assert opened.manifest.draft is not None
     assert opened.manifest.draft.skips == report.skips
-    assert 0 < len(report.skips) <= report.parts == 6
+    assert 0 < len(report.skips) <= report.sub_layers == 6
     assert report.step_ms < report.target_ms
     assert report.pays == (report.tokens_per_second > report.plain_tokens_per_second)
     if vocabulary is None:
         assert report.tokens == 300
     elif vocabulary != FASTEST_SIZE:
         assert report.tokens == vocabulary
-    # What it says of itself is what the runtime finds.
+    # The reported agreement is the one that the runtime measures.
     config = SessionConfig(choose_device("cpu"), 1)
     target = RuntimeSession(bundle / "model.onnx", config)
     pair = find_draft(opened)
@@ -221,16 +228,16 @@ def test_a_draft_is_chosen_measured_and_put_into_the_bundle(vocabulary: int | No
 
 
 @pytest.mark.usefixtures("known_times")
-def test_too_few_layers_another_layout_or_no_text_are_one_line(tmp_path: Path) -> None:
+def test_models_without_a_layer_skip_draft_are_refused(tmp_path: Path) -> None:
     small = write_bundle(tmp_path / "small")
-    with pytest.raises(InputError, match="2 layers has none to do without"):
-        adopt_layer_skip_draft(small, None, texts(), texts(), silent)
+    with pytest.raises(InputError, match="2 layers has none to skip"):
+        adopt_layer_skip_draft(small, None, TEXT, silent)
     other = write_bundle(tmp_path / "other", weights=ExportRecipe(FP32, layout=GraphLayout.GENAI), num_hidden_layers=4)
-    with pytest.raises(InputError, match="own layout only"):
-        adopt_layer_skip_draft(other, None, texts(), texts(), silent)
+    with pytest.raises(InputError, match="own layout"):
+        adopt_layer_skip_draft(other, None, TEXT, silent)
     fit = write_bundle(tmp_path / "fit", num_hidden_layers=4)
     with pytest.raises(InputError, match="no text"):
-        adopt_layer_skip_draft(fit, None, [], texts(), silent)
-    with pytest.raises(InputError, match="a head of 301 tokens"):
-        adopt_layer_skip_draft(fit, 301, texts(), texts(), silent)
+        adopt_layer_skip_draft(fit, None, CalibrationText((), TEXT.held_out, ""), silent)
+    with pytest.raises(InputError, match="head cannot have 301 tokens"):
+        adopt_layer_skip_draft(fit, 301, TEXT, silent)
     assert not (fit / "draft.onnx").exists()

@@ -1,4 +1,4 @@
-"""A trimmed head gives the whole one's logits of its tokens, and nothing else of a model changes."""
+"""A trimmed head computes the whole head's logits of its tokens, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "form", "settings_of_it"),
+    ("family", "weight_format", "settings_of_it"),
     [
         ("llama", FP32, {}),
         ("llama", WeightFormat(8, 64), {"tie_word_embeddings": False}),
@@ -52,10 +52,10 @@ def folder(tmp_path: Path) -> Path:
     ],
     ids=str,
 )
-def test_kept_logits_are_the_whole_heads(
-    tmp_path: Path, family: str, form: WeightFormat, settings_of_it: dict[str, bool]
+def test_kept_logits_are_those_of_the_whole_head(
+    tmp_path: Path, family: str, weight_format: WeightFormat, settings_of_it: dict[str, bool]
 ) -> None:
-    bundle = write_bundle(tmp_path, family, weights=ExportRecipe(form), **settings_of_it)
+    bundle = write_bundle(tmp_path, family, weights=ExportRecipe(weight_format), **settings_of_it)
     kept = np.arange(0, VOCABULARY, 7)
     write_trimmed(open_bundle(bundle), tmp_path / "trimmed", kept)
     expected, found = logits(bundle)[:, kept], logits(tmp_path / "trimmed")
@@ -66,7 +66,7 @@ def test_kept_logits_are_the_whole_heads(
 
 @given(kept=st.sets(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_tokens_may_stay(whole: Path, folder: Path, kept: set[int]) -> None:
+def test_any_tokens_can_be_kept(whole: Path, folder: Path, kept: set[int]) -> None:
     ids = np.array(sorted(kept))
     write_trimmed(open_bundle(whole), folder, ids)
     np.testing.assert_allclose(logits(folder), logits(whole)[:, ids], atol=1e-4)
@@ -78,7 +78,7 @@ def matrices(folder: Path) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tuple(tensor.dims) for tensor in found if tensor.name.startswith(("embedding.", "head."))}
 
 
-def test_an_untied_head_gives_up_its_bytes(tmp_path: Path, folder: Path) -> None:
+def test_an_untied_head_becomes_smaller(tmp_path: Path, folder: Path) -> None:
     bundle = open_bundle(write_bundle(tmp_path, weights=WeightFormat(4, 32), tie_word_embeddings=False))
     write_trimmed(bundle, folder, np.arange(30))
     assert matrices(folder) == {
@@ -102,7 +102,7 @@ def test_a_tied_head_gets_rows_of_its_own(whole: Path, folder: Path) -> None:
     assert manifest.weights == before.weights
 
 
-def test_the_folder_is_a_bundle_that_checks_itself(whole: Path, folder: Path) -> None:
+def test_the_folder_is_a_complete_bundle(whole: Path, folder: Path) -> None:
     write_trimmed(open_bundle(whole), folder, np.array([1, 2, 40]))
     manifest = open_bundle(folder).manifest
     assert manifest is not None
@@ -112,6 +112,6 @@ def test_the_folder_is_a_bundle_that_checks_itself(whole: Path, folder: Path) ->
 
 @pytest.mark.parametrize("kept", [[], [2, 1], [1, 1], [-1, 4], [4, 300]], ids=str)
 def test_other_ids_are_refused(whole: Path, folder: Path, kept: list[int]) -> None:
-    with pytest.raises(InputError, match="the kept tokens are not ascending ids of a head of 300; keep at least one"):
+    with pytest.raises(InputError, match="the kept tokens are not ascending ids below 300; keep at least one"):
         write_trimmed(open_bundle(whole), folder, np.array(kept, np.int64))
     assert not folder.exists()

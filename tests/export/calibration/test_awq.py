@@ -1,4 +1,4 @@
-"""AWQ's scaling: the model stays what it is, its statistics are those of the scaled model, and rounding costs less."""
+"""AWQ scaling: the float model is unchanged, its statistics are scaled, and quantization loses less."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from edgerun.export import FP32, Method, WeightFormat
-from edgerun.export.calibration.awq import AwqSource, AwqStatistics, fold
+from edgerun.export.bundle_content import SourceModel
+from edgerun.export.calibration.awq import AwqSource, AwqStatistics, apply_awq
 from edgerun.export.calibration.calibrated_source import CalibratedSource
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.calibration.collect_statistics import StatisticsStore, collect_statistics
@@ -23,7 +24,7 @@ from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.progress import silent
 from support.tiny_models import write_checkpoint
 
-FORM = WeightFormat(2, 32, method=Method.K_QUANT)
+FORMAT = WeightFormat(2, 32, method=Method.K_QUANT)
 FAMILIES = {
     "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     "qwen2": {},
@@ -37,30 +38,32 @@ TOKENS = np.array([7, 200, 31, 4, 299, 18, 31, 4])
 
 
 class Uneven:
-    """Statistics of inputs whose sizes differ far more than those of a model of random weights."""
+    """Statistics of inputs whose magnitudes differ far more than those of random weights."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self._columns = {linear.name: linear.columns for linear in fused_linears(config)}
 
     def of(self, linear: str) -> InputStatistics:
-        """Of a unit's inputs."""
+        """Statistics of a linear's inputs."""
         size = np.exp(2 * np.random.default_rng(self._columns[linear]).standard_normal(self._columns[linear]))
         return InputStatistics((size**2).astype(np.float32), (0.8 * size).astype(np.float32))
 
 
-def folded(folder, family: str = "llama", **overrides) -> tuple[Checkpoint, DecoderConfig, AwqSource, AwqStatistics]:
+def scaled_model(
+    folder, family: str = "llama", **overrides
+) -> tuple[Checkpoint, DecoderConfig, AwqSource, AwqStatistics]:
     source = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
     config = read_config(source.folder)
-    return source, config, *fold(source, config, Uneven(config), FORM, silent)
+    return source, config, *apply_awq(source, config, Uneven(config), FORMAT, silent)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_model_stays_what_it_is(tmp_path, family: str) -> None:
-    source, config, model, statistics = folded(tmp_path, family, **FAMILIES[family])
+def test_the_float_model_is_unchanged(tmp_path, family: str) -> None:
+    source, config, model, statistics = scaled_model(tmp_path, family, **FAMILIES[family])
     settings = json.loads((source.folder / "config.json").read_text())
     expected = reference_logits(source, settings, TOKENS, 256)
     np.testing.assert_allclose(reference_logits(model, settings, TOKENS, 256), expected, rtol=1e-4, atol=1e-4)
-    # And yet units of every kind were folded that can be.
+    # All kinds of linears that can be scaled are.
     before, changed = Uneven(config), set()
     for linear in fused_linears(config):
         known = statistics.of(linear.name)
@@ -72,7 +75,7 @@ def test_the_model_stays_what_it_is(tmp_path, family: str) -> None:
 
 
 def test_heads_of_a_group_share_their_factors(tmp_path) -> None:
-    _, config, _, statistics = folded(tmp_path, num_attention_heads=8, num_key_value_heads=2)
+    _, config, _, statistics = scaled_model(tmp_path, num_attention_heads=8, num_key_value_heads=2)
     before, after = Uneven(config).of("layers.0.o"), statistics.of("layers.0.o")
     assert after is not None
     factors = (after.mean_magnitude / before.mean_magnitude).reshape(2, 4, config.head_dim)
@@ -81,15 +84,15 @@ def test_heads_of_a_group_share_their_factors(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_statistics_are_those_of_the_folded_model(tmp_path, family: str) -> None:
-    source, config, model, _ = folded(tmp_path, family, tie_word_embeddings=False)
+def test_statistics_are_those_of_the_scaled_model(tmp_path, family: str) -> None:
+    source, config, model, _ = scaled_model(tmp_path, family, tie_word_embeddings=False)
     texts = tuple(np.random.default_rng(0).integers(0, 300, (6, 40)))
     text = CalibrationText(texts, (), "random")
 
-    def observed(which, name: str) -> StatisticsStore:
-        return collect_statistics(which, config, text, tmp_path / name, 256, True, lambda fraction: None)
+    def collected(which, name: str) -> StatisticsStore:
+        return collect_statistics(SourceModel(which, config, 256), text, tmp_path / name, True, silent)
 
-    expected, known = observed(model, "after"), AwqStatistics(observed(source, "before"), model.folds)
+    expected, known = collected(model, "after"), AwqStatistics(collected(source, "before"), model.scales)
     for linear in fused_linears(config):
         first, second = known.of(linear.name), expected.of(linear.name)
         assert (first is None) == (second is None) == (linear.name == "embedding")
@@ -100,18 +103,18 @@ def test_statistics_are_those_of_the_folded_model(tmp_path, family: str) -> None
             np.testing.assert_allclose(first.second_moment, second.second_moment, rtol=1e-2, atol=1e-4 * largest)
 
 
-def test_rounding_costs_less(tmp_path) -> None:
-    source, config, model, statistics = folded(tmp_path)
+def test_quantization_loses_less(tmp_path) -> None:
+    source, config, model, statistics = scaled_model(tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"
-    unfolded = CalibratedSource(source, config, Uneven(config))
-    with_factors = CalibratedSource(model, config, statistics)
+    unscaled = CalibratedSource(source, config, Uneven(config))
+    with_scales = CalibratedSource(model, config, statistics)
     mean_square = Uneven(config).of("layers.0.down").mean_square
     exact = source.read(name)
     rows = RowRange(name, 0, len(exact))
     columns = exact.shape[1]
-    plain = dequantized(unfolded.quantized(rows, FORM), columns, FORM)
-    # Back where the inputs are as they were.
-    scaled = dequantized(with_factors.quantized(rows, FORM), columns, FORM) * (exact / model.read(name))
+    plain = dequantized(unscaled.quantized(rows, FORMAT), columns, FORMAT)
+    # Undo the scaling of columns and rows.
+    scaled = dequantized(with_scales.quantized(rows, FORMAT), columns, FORMAT) * (exact / model.read(name))
     first, second = (float((np.square(each - exact) @ mean_square).sum()) for each in (plain, scaled))
     assert second < 0.9 * first
 
@@ -125,7 +128,7 @@ def test_even_inputs_are_left_alone(tmp_path) -> None:
             columns = next(each.columns for each in fused_linears(config) if each.name == linear)
             return InputStatistics(np.ones(columns, np.float32), np.ones(columns, np.float32))
 
-    model, statistics = fold(source, config, Even(), FORM, silent)
+    model, statistics = apply_awq(source, config, Even(), FORMAT, silent)
     for linear in fused_linears(config):
         for name in linear.weights:
             np.testing.assert_array_equal(model.read(name), source.read(name))
@@ -135,7 +138,7 @@ def test_even_inputs_are_left_alone(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_methods_get_the_statistics_of_the_unit(tmp_path, tied: bool) -> None:
+def test_methods_get_the_statistics_of_the_linear(tmp_path, tied: bool) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "model", tie_word_embeddings=tied))
     config = read_config(source.folder)
     statistics = Uneven(config)
@@ -143,6 +146,6 @@ def test_methods_get_the_statistics_of_the_unit(tmp_path, tied: bool) -> None:
     for linear in fused_linears(config):
         for name in linear.weights:
             (rows,) = source.row_ranges(name)
-            expected = QUANTIZERS[Method.K_QUANT](source.read(name), FORM, statistics.of(linear.name))
-            np.testing.assert_array_equal(calibrated.quantized(rows, FORM).packed, expected.packed)
+            expected = QUANTIZERS[Method.K_QUANT](source.read(name), FORMAT, statistics.of(linear.name))
+            np.testing.assert_array_equal(calibrated.quantized(rows, FORMAT).packed, expected.packed)
     assert calibrated.stored_format("model.embed_tokens.weight") == FP32

@@ -1,4 +1,4 @@
-"""The float model a half layer at a time: as the reference has it, however texts share a batch."""
+"""Half layers compute what the reference decoder does, however texts are packed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.errors import InputError
-from edgerun.export.calibration.layer_runner import LayerRunner
-from edgerun.export.calibration.text_batches import packed
+from edgerun.export.bundle_content import SourceModel
+from edgerun.export.calibration.layer_runner import LayerRunner, WeightsOf
+from edgerun.export.calibration.text_batches import Batch, pack_texts
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import embedding_layout, fused_linears
@@ -24,7 +25,12 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 
 def runner_of(folder, family: str = "llama", **overrides) -> LayerRunner:
     source = write_checkpoint(folder, family, **overrides)
-    return LayerRunner(Checkpoint(source), read_config(source), 256)
+    return LayerRunner(SourceModel(Checkpoint(source), read_config(source), 256))
+
+
+def run_layer(runner: LayerRunner, index: int, hidden, batch: Batch, weights_of: WeightsOf):
+    """Hidden states after a layer."""
+    return runner.feed_forward(index, runner.attention(index, hidden, batch, weights_of), weights_of)
 
 
 def texts_of(*lengths: int):
@@ -36,15 +42,15 @@ def texts_of(*lengths: int):
     ("family", "overrides"),
     [*((family, {}) for family in PLAIN), ("llama", {**BIASED, "tie_word_embeddings": False})],
 )
-def test_logits_are_the_references(tmp_path, family: str, overrides) -> None:
+def test_logits_are_those_of_the_reference(tmp_path, family: str, overrides) -> None:
     runner = runner_of(tmp_path, family, **overrides)
     settings = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     texts = texts_of(40, 17, 33, 5, 1, 22)
     found = set()
-    for batch in packed(texts, slots=100):
+    for batch in pack_texts(texts, slots=100):
         hidden = runner.embed(batch)
         for index in range(runner.config.layers):
-            hidden = runner.layer(index, hidden, batch, runner.matrix)
+            hidden = run_layer(runner, index, hidden, batch, runner.matrix)
         for number in set(batch.texts[batch.texts >= 0].tolist()):
             logits = runner.logits(hidden[batch.texts == number], runner.matrix)
             expected = reference_logits(runner.source, settings, texts[number], 256)
@@ -53,24 +59,24 @@ def test_logits_are_the_references(tmp_path, family: str, overrides) -> None:
     assert found == set(range(len(texts)))
 
 
-def test_a_layer_computes_with_the_matrices_it_is_given(tmp_path) -> None:
+def test_a_layer_uses_the_given_matrices(tmp_path) -> None:
     runner = runner_of(tmp_path)
-    (batch,) = packed(texts_of(20))
+    (batch,) = pack_texts(texts_of(20))
     hidden = runner.embed(batch)
-    without = runner.layer(1, hidden, batch, lambda linear: np.zeros(linear.shape, np.float32))
+    without = run_layer(runner, 1, hidden, batch, lambda linear: np.zeros(linear.shape, np.float32))
     np.testing.assert_array_equal(without, hidden)
     doubled = runner.embed(batch, 2 * runner.matrix(embedding_layout(runner.config)))
     np.testing.assert_allclose(doubled, 2 * hidden, rtol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "gemma2"])
-def test_captured_inputs_give_the_units_outputs(tmp_path, family: str) -> None:
-    """What a layer adds to the residual is linear in its last unit's matrix, and the inputs say how."""
+def test_captured_inputs_give_the_outputs(tmp_path, family: str) -> None:
+    """The output of a half layer is its last linear applied to the captured inputs."""
     runner = runner_of(tmp_path, family)
-    (batch,) = packed(texts_of(20, 9))
+    (batch,) = pack_texts(texts_of(20, 9))
     hidden = runner.embed(batch)
     after, inputs = runner.captured(0, hidden, batch, runner.matrix)
-    np.testing.assert_array_equal(after, runner.layer(0, hidden, batch, runner.matrix))
+    np.testing.assert_array_equal(after, run_layer(runner, 0, hidden, batch, runner.matrix))
     assert {name: values.shape[-1] for name, values in inputs.items()} == {
         linear.name: linear.columns for linear in fused_linears(runner.config) if linear.name.startswith("layers.0.")
     }
@@ -92,9 +98,9 @@ def test_models_with_experts_are_refused(tmp_path) -> None:
     slots=st.integers(1, 40),
 )
 def test_batches_hold_every_text_once(texts, slots: int) -> None:
-    batches = packed([np.array(text) for text in texts], slots)
+    batches = pack_texts([np.array(text) for text in texts], slots)
     width = max(map(len, texts))
-    beginnings = {tuple(text[: end + 1]) for text in texts for end in range(len(text))}
+    prefixes = {tuple(text[: end + 1]) for text in texts for end in range(len(text))}
     found, counted = {}, []
     for batch in batches:
         rows, columns = batch.tokens.shape
@@ -113,14 +119,14 @@ def test_batches_hold_every_text_once(texts, slots: int) -> None:
         assert not batch.counted[batch.texts < 0].any()
     assert [found[number] for number in range(len(texts))] == texts
     assert len(counted) == len(set(counted))
-    assert set(counted) == beginnings
+    assert set(counted) == prefixes
 
 
-def test_a_token_sees_its_own_text_back_to_its_window() -> None:
-    (batch,) = packed([np.arange(4), np.arange(5, 8), np.arange(9)], slots=18)
-    seen = batch.bias(3)[:, 0] == 0
+def test_a_token_attends_to_its_own_text_within_the_window() -> None:
+    (batch,) = pack_texts([np.arange(4), np.arange(5, 8), np.arange(9)], slots=18)
+    attended = batch.bias(3)[:, 0] == 0
     for row in range(2):
-        for query, key in np.ndindex(seen.shape[1:]):
+        for query, key in np.ndindex(attended.shape[1:]):
             same = batch.texts[row, query] == batch.texts[row, key]
             age = batch.positions[row, query] - batch.positions[row, key]
-            assert seen[row, query, key] == (query == key or (same and 0 <= age < 3))
+            assert attended[row, query, key] == (query == key or (same and 0 <= age < 3))

@@ -1,17 +1,20 @@
-"""Rounding unit by unit to what makes up for the units before: nearer to the float model, and the same every time."""
+"""Sequential GPTQ: closer to the float model than independent quantization, and resumable."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from edgerun.export import FP32, Method, WeightFormat
+from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.calibrated_source import CalibratedSource
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.sequential import quantize_sequentially
-from edgerun.export.checkpoint.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.quantization.codes import dequantized
@@ -26,39 +29,42 @@ def random_text(seed: int, texts: int = 60) -> CalibrationText:
     return CalibrationText(tuple(np.random.default_rng(seed).integers(0, 300, (texts, 40))), (), "random")
 
 
-def observed(folder, text: CalibrationText, family: str, **overrides) -> tuple[CalibratedSource, DecoderConfig]:
+def calibrated(folder, text: CalibrationText, family: str, **overrides) -> SourceModel:
     checkpoint = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
-    config = read_config(checkpoint.folder)
-    statistics = collect_statistics(checkpoint, config, text, folder / "statistics", 256, True, lambda _: None)
-    return CalibratedSource(checkpoint, config, statistics), config
+    model = SourceModel(checkpoint, read_config(checkpoint.folder), 256)
+    statistics = collect_statistics(model, text, folder / "statistics", True, silent)
+    return replace(model, source=CalibratedSource(checkpoint, model.config, statistics))
 
 
-def divergence(folder, source: CalibratedSource, config: DecoderConfig, plan, weights_of) -> float:
-    texts = random_text(1, 10).calibration
-    return PlanEvaluator(source, config, texts, weights_of, folder, 256).divergence(plan).mean_kl
+def divergence(folder, model: SourceModel, plan, weights_of) -> float:
+    return PlanEvaluator(model, random_text(1, 10).calibration, weights_of, folder).divergence(plan).mean_kl
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gemma2", False), ("olmo2", False), ("qwen2", True)])
-def test_nearer_to_the_float_model_than_units_by_themselves(tmp_path, family: str, tied: bool) -> None:
+def test_divergence_is_less_than_with_independent_linears(tmp_path, family: str, tied: bool) -> None:
     text = random_text(0)
-    source, config = observed(tmp_path, text, family, tie_word_embeddings=tied, num_hidden_layers=3)
+    model = calibrated(tmp_path, text, family, tie_word_embeddings=tied, num_hidden_layers=3)
+    source, config = model.source, model.config
     plan = {linear.name: GPTQ for linear in fused_linears(config)}
-    store = quantize_sequentially(source, config, text, plan, tmp_path / "store", 256, silent)
+    store = quantize_sequentially(model, text, plan, tmp_path / "store", silent)
 
-    def alone(linear, form):
+    def independent(linear, weight_format):
         parts = (rows for name in linear.weights for rows in source.row_ranges(name))
-        return np.concatenate([dequantized(source.quantized(rows, form), linear.columns, form) for rows in parts])
+        return np.concatenate(
+            [dequantized(source.quantized(rows, weight_format), linear.columns, weight_format) for rows in parts]
+        )
 
-    plain = divergence(tmp_path / "alone", source, config, plan, alone)
-    assert divergence(tmp_path / "successive", source, config, plan, store.weights) < 0.95 * plain
+    plain = divergence(tmp_path / "independent", model, plan, independent)
+    assert divergence(tmp_path / "sequential", model, plan, store.weights) < 0.95 * plain
 
 
-def test_only_units_of_gptq_have_targets(tmp_path) -> None:
+def test_only_linears_of_gptq_have_targets(tmp_path) -> None:
     text = random_text(0, 30)
-    source, config = observed(tmp_path, text, "llama")
+    model = calibrated(tmp_path, text, "llama")
+    source, config = model.source, model.config
     plan = {linear.name: K_QUANT for linear in fused_linears(config)}
     plan |= {"layers.0.o": GPTQ, "layers.1.down": GPTQ, "layers.1.qkv": FP32}
-    store = quantize_sequentially(source, config, text, plan, tmp_path / "store", 256, silent)
+    store = quantize_sequentially(model, text, plan, tmp_path / "store", silent)
     for linear in fused_linears(config):
         if plan[linear.name].bits == 32:
             np.testing.assert_array_equal(
@@ -75,23 +81,21 @@ def test_only_units_of_gptq_have_targets(tmp_path) -> None:
 
 
 class Broken(Exception):
-    """Stands for whatever ends a run."""
+    """Interrupts a run."""
 
 
-def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path) -> None:
+def test_an_interrupted_run_is_resumed(tmp_path) -> None:
     text = random_text(0, 30)
-    source, config = observed(tmp_path, text, "llama")
-    plan = {linear.name: GPTQ for linear in fused_linears(config)}
+    model = calibrated(tmp_path, text, "llama")
+    plan = {linear.name: GPTQ for linear in fused_linears(model.config)}
 
     def breaks(stage: str, fraction: float) -> None:
         if fraction > 0:
             raise Broken
 
     with pytest.raises(Broken):
-        quantize_sequentially(source, config, text, plan, tmp_path / "broken", 256, breaks)
+        quantize_sequentially(model, text, plan, tmp_path / "broken", breaks)
     assert list((tmp_path / "broken").iterdir())
-    resumed, whole = (
-        quantize_sequentially(source, config, text, plan, tmp_path / name, 256, silent) for name in ("broken", "whole")
-    )
-    for linear in fused_linears(config):
+    resumed, whole = (quantize_sequentially(model, text, plan, tmp_path / name, silent) for name in ("broken", "whole"))
+    for linear in fused_linears(model.config):
         np.testing.assert_array_equal(resumed.quantized(linear, GPTQ).packed, whole.quantized(linear, GPTQ).packed)

@@ -1,4 +1,4 @@
-"""What plans cost, measured without bundles: as two references have it, whatever ran before."""
+"""Divergence of plans measured without bundles: equal to the reference decoder's, whatever ran before."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgerun.export import FP32, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
+from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration import divergence as divergence_module
-from edgerun.export.calibration import logit_comparison as judging
+from edgerun.export.calibration import logit_comparison as comparison_module
 from edgerun.export.calibration.divergence import PlanEvaluator
-from edgerun.export.calibration.logit_comparison import LogitsJudge
+from edgerun.export.calibration.logit_comparison import LogitComparison
 from edgerun.export.check.parity import QuantizedWeights
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
@@ -30,16 +31,16 @@ def evaluator_of(folder, texts=TEXTS, family: str = "llama", **overrides) -> Pla
     source = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
     config = read_config(source.folder)
 
-    def weights_of(linear, form):
-        plan = {each.name: form for each in fused_linears(config)}
+    def weights_of(linear, weight_format):
+        plan = {each.name: weight_format for each in fused_linears(config)}
         rounded = QuantizedWeights(source, config, plan)
         return np.concatenate([piece for name in linear.weights for piece in rounded.chunks(name)])
 
-    return PlanEvaluator(source, config, texts, weights_of, folder / "work", 256)
+    return PlanEvaluator(SourceModel(source, config, 256), texts, weights_of, folder / "work")
 
 
 def expected(folder, plan, texts=TEXTS):
-    """The numbers of a plan by the reference decoder: mean and 99th percentile of KL, agreement, both perplexities."""
+    """Figures of a plan by the reference decoder: mean and 99th percentile of KL, agreement, both perplexities."""
     source = Checkpoint(folder / "model")
     config = read_config(source.folder)
     settings = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
@@ -65,7 +66,7 @@ def expected(folder, plan, texts=TEXTS):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_numbers_are_those_of_the_reference(tmp_path, family: str, tied: bool) -> None:
+def test_figures_are_those_of_the_reference_decoder(tmp_path, family: str, tied: bool) -> None:
     evaluator = evaluator_of(tmp_path, family=family, tie_word_embeddings=tied)
     for plan in (
         {"layers.0.gate_up": INT2},
@@ -80,16 +81,16 @@ def test_numbers_are_those_of_the_reference(tmp_path, family: str, tied: bool) -
 
 def test_the_head_alone(tmp_path) -> None:
     evaluator = evaluator_of(tmp_path, tie_word_embeddings=False)
-    assert evaluator.solo("head", INT2) == pytest.approx(expected(tmp_path, {"head": INT2})[0], rel=2e-3)
-    assert evaluator.solo("embedding", INT2) != evaluator.solo("head", INT2)
+    assert evaluator.divergence_alone("head", INT2) == pytest.approx(expected(tmp_path, {"head": INT2})[0], rel=2e-3)
+    assert evaluator.divergence_alone("embedding", INT2) != evaluator.divergence_alone("head", INT2)
 
 
 def test_a_tied_head_and_its_embedding_are_one(tmp_path) -> None:
     evaluator = evaluator_of(tmp_path)
-    assert evaluator.solo("head", INT4) == evaluator.solo("embedding", INT4) > 0
+    assert evaluator.divergence_alone("head", INT4) == evaluator.divergence_alone("embedding", INT4) > 0
 
 
-def test_nothing_rounded_costs_nothing(tmp_path) -> None:
+def test_an_empty_plan_has_no_divergence(tmp_path) -> None:
     found = evaluator_of(tmp_path).divergence({})
     assert (found.mean_kl, found.p99_kl, found.top1_agreement) == (0, 0, 1)
     assert found.perplexity == found.float_perplexity
@@ -103,13 +104,13 @@ LINEARS = [
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """An evaluator that many plans are put to, by the bytes of states that it keeps."""
+    """Returns an evaluator shared by many examples, by the bytes of states that it keeps."""
     made = {}
 
     def of(states: int) -> PlanEvaluator:
         if states not in made:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(divergence_module, "_STATES", states)
+                patch.setattr(divergence_module, "_STATE_BYTES", states)
                 made[states] = evaluator_of(tmp_path_factory.mktemp("evaluator"))
         return made[states]
 
@@ -124,18 +125,18 @@ def shared(tmp_path_factory):
     states=st.sampled_from([1 << 22, 60_000]),
     tokens=st.sampled_from([None, 10, 1000]),
 )
-def test_what_ran_before_makes_no_difference(shared, plans, states: int, tokens: int | None) -> None:
-    """With room for all states, for some, and for none but the float model's, on disk."""
+def test_earlier_plans_make_no_difference(shared, plans, states: int, tokens: int | None) -> None:
+    """With memory for all states, for some, and for none but the float model's, on disk."""
     for plan in plans:
         assert shared(states).divergence(plan, tokens) == shared(1).divergence(plan, tokens)
 
 
-def test_what_is_released_is_computed_again(tmp_path, monkeypatch) -> None:
+def test_released_memory_is_computed_again(tmp_path, monkeypatch) -> None:
     evaluator, asked = evaluator_of(tmp_path), []
     plan = {linear.name: INT4 for linear in fused_linears(evaluator._config)}
     weights_of = evaluator._weights_of
     monkeypatch.setattr(
-        evaluator, "_weights_of", lambda linear, form: asked.append(linear.name) or weights_of(linear, form)
+        evaluator, "_weights_of", lambda linear, each: asked.append(linear.name) or weights_of(linear, each)
     )
     first = evaluator.divergence(plan)
     once = len(asked)
@@ -146,34 +147,38 @@ def test_what_is_released_is_computed_again(tmp_path, monkeypatch) -> None:
     assert len(asked) == 2 * once
 
 
-def test_two_methods_of_one_format_are_two_forms(tmp_path) -> None:
-    """Formats compare equal whatever their method; what they cost does not."""
+def test_methods_of_one_format_are_distinguished(tmp_path) -> None:
+    """Formats compare equal whatever their method; their divergence differs."""
     source = Checkpoint(write_checkpoint(tmp_path / "model"))
 
-    def weights_of(linear, form):
-        factor = 0 if form.method is Method.HQQ else 1
+    def weights_of(linear, weight_format):
+        factor = 0 if weight_format.method is Method.HQQ else 1
         return np.concatenate([factor * source.read(name) for name in linear.weights])
 
-    evaluator = PlanEvaluator(source, read_config(source.folder), TEXTS, weights_of, tmp_path / "work", 256)
-    assert evaluator.solo("layers.0.o", INT4) == 0
-    assert evaluator.solo("layers.0.o", replace(INT4, method=Method.HQQ)) > 0
+    evaluator = PlanEvaluator(
+        SourceModel(source, read_config(source.folder), 256), TEXTS, weights_of, tmp_path / "work"
+    )
+    assert evaluator.divergence_alone("layers.0.o", INT4) == 0
+    assert evaluator.divergence_alone("layers.0.o", replace(INT4, method=Method.HQQ)) > 0
 
 
-def test_weights_that_are_what_they_are_rounded_to_cost_nothing(tmp_path) -> None:
-    """Of a checkpoint trained for few bits what is left is the noise of arithmetic, which may even be less than 0."""
+def test_lossless_quantization_has_no_divergence(tmp_path) -> None:
+    """For a checkpoint trained for few bits only the noise of arithmetic is left, which may even be negative."""
     source = Checkpoint(write_checkpoint(tmp_path / "model"))
 
-    def weights_of(linear, form):
-        # Off by some last digits, as sums in another order are.
+    def weights_of(linear, weight_format):
+        # Differs in the last digits, like sums in another order.
         return np.concatenate([source.read(name) for name in linear.weights]) * np.float32(1 + 1e-6)
 
-    evaluator = PlanEvaluator(source, read_config(source.folder), TEXTS, weights_of, tmp_path / "work", 256)
+    evaluator = PlanEvaluator(
+        SourceModel(source, read_config(source.folder), 256), TEXTS, weights_of, tmp_path / "work"
+    )
     found = evaluator.divergence(dict.fromkeys(LINEARS, INT4))
     assert found.mean_kl == 0
     assert found.p99_kl != 0
 
 
-def test_the_first_tokens_only(tmp_path, monkeypatch) -> None:
+def test_part_of_the_text(tmp_path, monkeypatch) -> None:
     texts = list(np.random.default_rng(6).integers(0, 300, (40, 100)))
     evaluator = evaluator_of(tmp_path, texts)
     plan = {"layers.0.gate_up": INT2}
@@ -184,8 +189,8 @@ def test_the_first_tokens_only(tmp_path, monkeypatch) -> None:
     assert few.mean_kl == pytest.approx(first.divergence(plan).mean_kl, rel=1e-4)
 
 
-def test_a_bundle_as_it_is(tmp_path) -> None:
-    """In float32 it is the model; in 8 bits it differs by its activations too, and by little."""
+def test_divergence_of_a_bundle(tmp_path) -> None:
+    """In float32 it equals the model; in 8 bits it differs a little more than its weights, by its activations."""
     texts = [*TEXTS, TEXTS[0][:10], np.concatenate([TEXTS[1][:12], TEXTS[2]])]
     evaluator = evaluator_of(tmp_path, texts)
     exact = export_checkpoint(ExportRequest(tmp_path / "model", tmp_path / "exact", ExportRecipe(FP32))).bundle
@@ -193,24 +198,25 @@ def test_a_bundle_as_it_is(tmp_path) -> None:
     assert found.mean_kl == pytest.approx(0, abs=1e-7)
     assert found.top1_agreement == 1
     assert found.perplexity == pytest.approx(found.float_perplexity)
-    form = WeightFormat(8, 32)
-    rounded = export_checkpoint(ExportRequest(tmp_path / "model", tmp_path / "rounded", ExportRecipe(form))).bundle
+    weight_format = WeightFormat(8, 32)
+    request = ExportRequest(tmp_path / "model", tmp_path / "rounded", ExportRecipe(weight_format))
+    rounded = export_checkpoint(request).bundle
     few = evaluator.divergence_of_bundle(rounded)
-    weights_alone = evaluator.divergence(dict.fromkeys(LINEARS, form))
+    weights_alone = evaluator.divergence(dict.fromkeys(LINEARS, weight_format))
     assert weights_alone.mean_kl < few.mean_kl < 50 * weights_alone.mean_kl
     assert few.tokens == weights_alone.tokens == found.tokens < sum(map(len, texts))
 
 
 @pytest.mark.parametrize("vocabulary", [50, 400])
-def test_what_is_not_among_the_likeliest_counts_as_one(monkeypatch, vocabulary: int) -> None:
-    monkeypatch.setattr(judging, "WHOLE_UP_TO", 10)
-    monkeypatch.setattr(judging, "LIKELIEST", 60)
+def test_tokens_beyond_the_likeliest_count_as_one(monkeypatch, vocabulary: int) -> None:
+    monkeypatch.setattr(comparison_module, "FULL_VOCABULARY", 10)
+    monkeypatch.setattr(comparison_module, "TOP_TOKENS", 60)
     random = np.random.default_rng(0)
     ours, theirs = (4 * random.standard_normal((7, vocabulary)).astype(np.float32) for _ in range(2))
     following = np.array([3, 0, -1, 49, 2, 2, -1])
-    judge = LogitsJudge(vocabulary)
-    believed = judge.believed(ours, following)
-    judged = judge.judged(theirs, following, believed)
+    comparison = LogitComparison(vocabulary)
+    reference = comparison.reference(ours, following)
+    difference = comparison.compare(theirs, following, reference)
     p, q = (np.exp(each.astype(np.float64)) for each in (ours, theirs))
     p, q = (each / each.sum(-1, keepdims=True) for each in (p, q))
     order = np.argsort(-p, axis=-1)
@@ -219,22 +225,22 @@ def test_what_is_not_among_the_likeliest_counts_as_one(monkeypatch, vocabulary: 
         p_sorted, q_sorted = (
             np.concatenate([each[:, :60], each[:, 60:].sum(-1, keepdims=True)], -1) for each in (p_sorted, q_sorted)
         )
-    np.testing.assert_allclose(judged.kl, (p_sorted * np.log(p_sorted / q_sorted)).sum(-1), rtol=1e-3)
-    assert judged.agrees.tolist() == (p.argmax(-1) == q.argmax(-1)).tolist()
-    np.testing.assert_array_equal(np.isnan(judged.surprise), following < 0)
-    for surprise, probabilities in ((believed.surprise, p), (judged.surprise, q)):
-        rows = following >= 0
-        np.testing.assert_allclose(surprise[rows], -np.log(probabilities[rows, following[rows]]), rtol=1e-4)
+    np.testing.assert_allclose(difference.kl, (p_sorted * np.log(p_sorted / q_sorted)).sum(-1), rtol=1e-3)
+    assert difference.agrees.tolist() == (p.argmax(-1) == q.argmax(-1)).tolist()
+    np.testing.assert_array_equal(np.isnan(difference.next_nll), following < 0)
+    for nll, probabilities in ((reference.next_nll, p), (difference.next_nll, q)):
+        positions = following >= 0
+        np.testing.assert_allclose(nll[positions], -np.log(probabilities[positions, following[positions]]), rtol=1e-4)
 
 
-def test_the_whole_vocabulary_where_it_is_small() -> None:
+def test_a_small_vocabulary_is_compared_as_a_whole() -> None:
     random = np.random.default_rng(0)
     ours, theirs = (4 * random.standard_normal((7, 400)).astype(np.float32) for _ in range(2))
     nothing = np.full(7, -1)
-    judge = LogitsJudge(400)
-    judged = judge.judged(theirs, nothing, judge.believed(ours, nothing))
+    comparison = LogitComparison(400)
+    difference = comparison.compare(theirs, nothing, comparison.reference(ours, nothing))
     p, q = (
         each.astype(np.float64) - np.log(np.exp(each.astype(np.float64)).sum(-1, keepdims=True))
         for each in (ours, theirs)
     )
-    np.testing.assert_allclose(judged.kl, (np.exp(p) * (p - q)).sum(-1), rtol=1e-4)
+    np.testing.assert_allclose(difference.kl, (np.exp(p) * (p - q)).sum(-1), rtol=1e-4)
