@@ -17,6 +17,7 @@ from edgerun.export.allocation.format_candidates import BASE_FORMATS, format_can
 from edgerun.export.allocation.plan_costs import ByteCosts, bytes_read, plan_cost, weight_count
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.allocation.sensitivity import measure_sensitivities
+from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -76,7 +77,7 @@ class TestAllocation:
         source = Checkpoint(checkpoint)
         text = [np.random.default_rng(seed).integers(0, config.vocab_size, 40) for seed in range(4)]
         store = QuantizedLinearStore(source, config, tmp_path / "linears")
-        evaluator = PlanEvaluator(source, config, text, store.weights, tmp_path / "states", 64)
+        evaluator = PlanEvaluator(SourceModel(source, config, 64), text, store.weights, tmp_path / "states")
         formats = format_candidates((DEFAULT_METHODS,))
 
         def divergence(plan: Mapping[str, WeightFormat]) -> float:
