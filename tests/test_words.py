@@ -1,0 +1,93 @@
+"""Retired words: source, help texts, messages and documents use the terms of docs/glossary.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgerun.edge.cli.main import main
+
+ROOT = Path(__file__).resolve().parent.parent
+RETIRED = {
+    r"(?<!there )\b(?:is|are) no (?!longer|more|less|larger|smaller|dearer|cheaper|faster|slower|better|worse)": "not a",
+    r"guess(?:es|ed|ing)?": "draft token, candidate",
+    r"laws?": "distribution",
+    r"workshop": "drafter pool",
+    r"workbench(?:es)?": "runtime/measure",
+    r"stopwatch(?:es)?": "timing",
+    r"landed": "done, finished",
+    r"laid to rest": "disabled, backoff",
+    r"certificates?": "exactness report",
+    r"verdicts?": "result",
+    r"foresight|foreseen": "oracle",
+    r"choosers?": "sampler",
+    r"acquitted": "within tolerance",
+    r"ladders?": "format candidates",
+    r"companions?": "tokenizer and config files, separate draft",
+}
+"""By pattern, what to write instead."""
+PATTERN = re.compile(rf"(?<![a-z])(?:{'|'.join(RETIRED)})(?![a-z])", re.IGNORECASE)
+SUFFIXES = (".py", ".md", ".toml", ".jinja")
+EXCEPT = ("tests/test_words.py", "training/everyday.py", "models/bundled/shell-helper/")
+"""This list itself, and what models are trained on or read."""
+COMMANDS = ("run", "export", "bench", "verify", "tune", "inspect", "devices", "pull", "models")
+
+
+def tracked() -> list[Path]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    kept = [name for name in names if name.endswith(SUFFIXES) and not name.startswith(EXCEPT)]
+    return [ROOT / name for name in kept if (ROOT / name).is_file()]
+
+
+def words_of(text: str) -> str:
+    """The text with the words of identifiers apart: `GuessTree` and `guess_tree` read `Guess Tree` and `guess tree`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text).replace("_", " ")
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Docstrings of modules, classes, functions and attributes."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def test_the_pattern_finds_what_it_should() -> None:
+    for text in ("it is no number", "a guess", "guessed_tokens", "GuessTree", "a law of tokens", "Laid to rest", "ladder"):
+        assert PATTERN.search(words_of(text)), text
+    for text in ("there is no model", "it is no longer kept", "lawn", "outlaw", "islanded", "claws"):
+        assert not PATTERN.search(words_of(text)), text
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="reads the files that git tracks")
+def test_no_file_uses_a_retired_word() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match.group(0)!r}"
+        for path in tracked()
+        for number, line in enumerate(words_of(path.read_text(encoding="utf-8")).split("\n"), 1)
+        for match in PATTERN.finditer(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="reads the files that git tracks")
+def test_no_docstring_begins_with_of() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path in tracked()
+        if path.suffix == ".py"
+        for text in docstrings(path)
+        if text.startswith("Of ")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_help_text_uses_a_retired_word(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main([command, "--help"])
+    assert PATTERN.findall(capsys.readouterr().out) == []
