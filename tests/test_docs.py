@@ -1,9 +1,12 @@
-"""What the documents say is so."""
+"""What the documents say agrees with the code."""
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -31,3 +34,65 @@ def test_the_user_guide_names_every_option(command: str, capsys: pytest.CaptureF
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help", "--no-cache"}
     guide = (ROOT / "docs" / "user-guide.md").read_text(encoding="utf-8")
     assert {option for option in options if option not in guide} == set()
+
+
+LISTED = re.compile(r"^([a-z_.]+):([A-Za-z_.]+)", re.MULTILINE)
+"""A line of a call path in docs/how-it-works.md: module and function."""
+MAX_FIRST, MAX_FURTHER = 10, 5
+
+
+def documented_paths() -> tuple[list[str], list[str]]:
+    """The calls to the first token and to every further one, as `module:function`."""
+    text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").partition("## The path of a token")[2]
+    first, further = (LISTED.findall(block) for block in text.split("```")[1:4:2])
+    return [f"{module}:{name.split('.')[-1]}" for module, name in first], [
+        f"{module}:{name.split('.')[-1]}" for module, name in further
+    ]
+
+
+def function_of(frame: FrameType) -> str | None:
+    """A frame of edge-run's as `module:function`; None for one of another package, or inside a function."""
+    module = frame.f_globals.get("__name__", "")
+    name = frame.f_code.co_name
+    return None if not module.startswith("edgerun.") or name.startswith("<") else f"{module[8:]}:{name}"
+
+
+def calls_of(run: Callable[[], object]) -> tuple[list[str], list[list[str]]]:
+    """The functions of edge-run that `run` calls, in order, and what is on the stack at every forward pass."""
+    calls: list[str] = []
+    stacks: list[list[str]] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or (name := function_of(frame)) is None:
+            return
+        calls.append(name)
+        if name.endswith(":forward"):
+            stack, at = [], frame
+            while at is not None:
+                if (found := function_of(at)) is not None:
+                    stack.append(found)
+                at = at.f_back  # type: ignore[assignment]
+            stacks.append(stack[::-1])
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls, stacks
+
+
+def test_the_path_of_a_token_is_the_documented_one(capsys: pytest.CaptureFixture[str]) -> None:
+    first, further = documented_paths()
+    assert len(first) <= MAX_FIRST
+    assert len(further) <= MAX_FURTHER
+    calls, stacks = calls_of(lambda: main(["-p", "list files", "--spec", "off", "-n", "3", "--no-cache"]))
+    assert capsys.readouterr().out
+    # Drafts and measurements have passes of their own; plain decoding of a prompt without a cache has none of them.
+    ours = [stack for stack in stacks if "runtime.generation:generate" in stack]
+    until = calls[: calls.index("runtime.sampling:choose") + 1]
+    assert [until.index(name) for name in first] == sorted(until.index(name) for name in first)
+    entry = {"edge.cli.main:main"}
+    assert set(ours[0]) - entry <= set(first)
+    assert set(ours[-1]) - entry - {first[0]} <= set(further)
+    assert calls[-1 - calls[::-1].index("runtime.sampling:choose")] == further[-1]
