@@ -13,8 +13,9 @@ import pytest
 from edgerun.edge.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
+IS_NO = r"(?<!there )\b(?:is|are) no (?!longer|more|less|larger|smaller|cheaper|faster|slower|better|worse)"
+"""`a head of 3 is no number`; write `must be a positive number, not 3`."""
 RETIRED = {
-    r"(?<!there )\b(?:is|are) no (?!longer|more|less|larger|smaller|dearer|cheaper|faster|slower|better|worse)": "not a",
     r"guess(?:es|ed|ing)?": "draft token, candidate",
     r"laws?": "distribution",
     r"workshop": "drafter pool",
@@ -31,7 +32,7 @@ RETIRED = {
     r"companions?": "tokenizer and config files, separate draft",
 }
 """By pattern, what to write instead."""
-PATTERN = re.compile(rf"(?<![a-z])(?:{'|'.join(RETIRED)})(?![a-z])", re.IGNORECASE)
+PATTERN = re.compile(rf"{IS_NO}|(?<![a-z])(?:{'|'.join(RETIRED)})(?![a-z])", re.IGNORECASE)
 SUFFIXES = (".py", ".md", ".toml", ".jinja")
 EXCEPT = ("tests/test_words.py", "training/everyday.py", "models/bundled/shell-helper/")
 """This list itself, and what models are trained on or read."""

@@ -14,7 +14,6 @@ import typer
 
 from ...errors import InputError
 from ...runtime.decode import FinishReason
-from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ...runtime.speculation.choice import Speculation
@@ -48,7 +47,7 @@ class RunOptions:
     model: ModelOptions
     generate: GenerateOptions
     prompt: str | None
-    """None for a chat."""
+    """The prompt to answer; None for a chat."""
     system: str | None
     resume: Path | None
     as_json: bool
@@ -177,48 +176,47 @@ def run(
     # Without speculation a draft model would cost memory and processor time for nothing.
     used_draft = None if options.speculation == Speculation.OFF else draft
     opened = ModelOptions(model, device, threads, context, tokenizer, used_draft, cache, history)
-    return _run(RunOptions(opened, options, prompt, system, resume, as_json, stats))
+    request = RunOptions(opened, options, prompt, system, resume, as_json, stats)
+    return _chat(request) if chatting else _answer(request)
 
 
-def _run(options: RunOptions) -> int:
+def _chat(options: RunOptions) -> int:
+    with options.model.open() as engine:
+        chat = TerminalChat(
+            engine, options.generate, system=options.system, resume=options.resume, show_stats=options.stats
+        )
+        return chat.run()
+
+
+def _answer(options: RunOptions) -> int:
+    """Answer the prompt once; Ctrl-C keeps what was written."""
+    prompt = options.prompt or ""
     started = time.perf_counter()
     engine = options.model.open()
     load_s = time.perf_counter() - started
+    pieces = []
     with engine:
-        if options.prompt is None:
-            chat = TerminalChat(
-                engine, options.generate, system=options.system, resume=options.resume, show_stats=options.stats
-            )
-            return chat.run()
-        reply, interrupted = _answer(engine, options.prompt, options)
+        if options.resume is not None:
+            session = engine.session(system=options.system, resume=options.resume)
+            chunks = session.stream(prompt, options.generate)
+        else:
+            chunks = engine.stream(prompt, options.generate, system=options.system)
+        with closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
+            for chunk in chunks:
+                pieces.append(chunk)
+                if not options.as_json:
+                    write_out(chunk.text)
+        reply = Reply.of(pieces)
         if options.as_json:
             shown = reply_json(reply, engine, options.generate.speculation, load_s)
             print(json.dumps(shown, ensure_ascii=False))  # noqa: T201
+        elif not reply.text.endswith("\n"):
+            write_out("\n")
         if options.generate.explain:
             show_rounds(reply.stats.rounds, engine.graph_io)
         if options.stats:
             write_error(stats_line(reply.stats, load_s))
-    return _INTERRUPTED if interrupted else 0
-
-
-def _answer(engine: Engine, prompt: str, options: RunOptions) -> tuple[Reply, bool]:
-    """Answer once; Ctrl-C keeps what was written. Returns the reply and whether it was interrupted."""
-    if options.resume is not None:
-        session = engine.session(system=options.system, resume=options.resume)
-        chunks = session.stream(prompt, options.generate)
-    else:
-        chunks = engine.stream(prompt, options.generate, system=options.system)
-    show = not options.as_json
-    pieces = []
-    with closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
-        for chunk in chunks:
-            pieces.append(chunk)
-            if show:
-                write_out(chunk.text)
-    reply = Reply.of(pieces)
-    if show and not reply.text.endswith("\n"):
-        write_out("\n")
-    return reply, interrupted() and reply.finish_reason is FinishReason.CANCELLED
+    return _INTERRUPTED if interrupted() and reply.finish_reason is FinishReason.CANCELLED else 0
 
 
 def _check_chat(*, raw: bool, as_json: bool) -> None:

@@ -137,12 +137,12 @@ def test_pull_names_older_commits(hub: HubServer, capsys: pytest.CaptureFixture[
         (
             ["pull", "org/tiny", "--offline"],
             1,
-            "org/tiny is not downloaded, and the hub may not be answer_options (offline); run",
+            "org/tiny is not downloaded, and the hub may not be asked (offline); run",
         ),
         (
             ["org/tiny", "-p", "a", "--offline"],
             1,
-            "org/tiny is not downloaded, and the hub may not be answer_options (offline)",
+            "org/tiny is not downloaded, and the hub may not be asked (offline)",
         ),
         (["models", "--remove", "org/tiny"], 2, "org/tiny is not downloaded; edge-run models lists what is"),
         (
