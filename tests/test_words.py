@@ -59,7 +59,15 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def test_the_pattern_finds_what_it_should() -> None:
-    for text in ("it is no number", "a guess", "guessed_tokens", "GuessTree", "a law of tokens", "Laid to rest", "ladder"):
+    for text in (
+        "it is no number",
+        "a guess",
+        "guessed_tokens",
+        "GuessTree",
+        "a law of tokens",
+        "Laid to rest",
+        "ladder",
+    ):
         assert PATTERN.search(words_of(text)), text
     for text in ("there is no model", "it is no longer kept", "lawn", "outlaw", "islanded", "claws"):
         assert not PATTERN.search(words_of(text)), text
