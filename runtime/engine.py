@@ -87,8 +87,6 @@ class Engine:
         self.tokenizer: Final = model.tokenizer
         self.template: Final = model.template
         """The chat template, or None."""
-        self.defaults: Final = model.defaults
-        """Sampling defaults of the model."""
 
     def generate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
         """Answer `prompt` and return the whole answer.

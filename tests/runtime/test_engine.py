@@ -105,8 +105,8 @@ def test_a_closed_engine_refuses_answers(tiny_bundle: Path) -> None:
 
 
 def test_a_filter_switches_sampling_on(engine: Engine) -> None:
-    assert GenerateOptions().sampling(engine.defaults).greedy
-    params = GenerateOptions(top_p=0.5).sampling(engine.defaults)
+    assert GenerateOptions().sampling(engine.model.defaults).greedy
+    params = GenerateOptions(top_p=0.5).sampling(engine.model.defaults)
     assert (params.temperature, params.top_p) == (1.0, 0.5)
 
 
@@ -122,9 +122,9 @@ def test_defaults_come_from_generation_config(tiny_bundle: Path, tmp_path: Path)
     }
     (folder / "generation_config.json").write_text(json.dumps(config))
     with edgerun.load(folder) as engine:
-        params = GenerateOptions().sampling(engine.defaults)
+        params = GenerateOptions().sampling(engine.model.defaults)
         assert (params.temperature, params.top_k, params.top_p, params.repeat_penalty) == (0.7, 5, 0.9, 1.2)
-        assert GenerateOptions(temperature=0).sampling(engine.defaults).greedy
+        assert GenerateOptions(temperature=0).sampling(engine.model.defaults).greedy
         assert engine.tokenizer.eos == {0, 7}
 
 
