@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layout import FINAL_NORM, fused_linears, layer_layout
 from edgerun.export.quantization.codes import dequantize_rows
-from edgerun.models.bundle import COMPANIONS, Bundle, open_bundle
+from edgerun.models.bundle import TOKENIZER_AND_CONFIG_FILES, Bundle, open_bundle
 
 Tensors = dict[str, npt.NDArray[np.float32]]
 
@@ -38,7 +38,7 @@ def write_checkpoint(bundle: Bundle, folder: Path) -> Path:
     """Write model.safetensors and the bundle's small files into a folder; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(read_weights(bundle, read_config(bundle.folder)), folder / "model.safetensors")
-    for name in COMPANIONS:
+    for name in TOKENIZER_AND_CONFIG_FILES:
         if (source := bundle.file(name)) is not None:
             shutil.copyfile(source, folder / name)
     return folder

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
+from ..models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, digest_file
 from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest
 from ..models.progress import Progress, silent
 from ..models.variants import GENAI_CONFIG
@@ -51,14 +51,14 @@ def write_bundle(folder: Path, content: BundleContent, progress: Progress = sile
         graph = build_graph(config, content.context, content.plan, weights)
         files[WEIGHTS_NAME] = data.digest()
     (folder / GRAPH_NAME).write_bytes(graph.SerializeToString())
-    for name in COMPANIONS:
+    for name in TOKENIZER_AND_CONFIG_FILES:
         if (checkpoint.folder / name).is_file():
             shutil.copyfile(checkpoint.folder / name, folder / name)
     parity = check_parity(folder, content, lambda fraction: progress("checking", fraction))
     if content.layout is GraphLayout.GENAI:
         write_genai_layout(folder, config, content.context)
     progress("checking", 1.0)
-    names = (GRAPH_NAME, GENAI_CONFIG, *COMPANIONS)
+    names = (GRAPH_NAME, GENAI_CONFIG, *TOKENIZER_AND_CONFIG_FILES)
     files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
     bits = sum(weights.linear_bits.values()) / total
     manifest = Manifest(

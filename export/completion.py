@@ -86,7 +86,7 @@ def complete_bundle(
     model.evaluator.release()
     progress(_STAGE, 0.5)
     calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in (text.calibration, text.held_out))
-    calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, folded=recipe.awq)
+    calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, awq=recipe.awq)
     _record(folder, calibration, shipped)
     (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
     progress(_STAGE, 1.0)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ..errors import DestinationError, InputError
 from ..models.atomic import folder_written_atomically
-from ..models.bundle import holds_only_bundle_files
-from ..models.text_path import require_text_path
+from ..models.bundle import holds_only_bundle_files, require_text_path
 from .check.parity import Parity
 from .report import ModelReport
 

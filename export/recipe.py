@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import InputError
-from ..models.manifest import SHORTEST_CONTEXT, GraphLayout, Method, WeightFormat
+from ..models.manifest import MIN_CONTEXT, GraphLayout, Method, WeightFormat
 from .allocation.budget import Budget
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import FusedLinear, QuantPlan, fused_linears
@@ -149,8 +149,8 @@ class ExportRecipe:
             _require_exportable(weight_format)
         if self.method is not None and {self.body, self.head_format} == {FP32}:
             raise InputError("--method has no effect on fp32 weights, which are not quantized", "leave --method out")
-        if self.context is not None and self.context < SHORTEST_CONTEXT:
-            raise InputError(f"a context of {self.context} positions is too short", f"give at least {SHORTEST_CONTEXT}")
+        if self.context is not None and self.context < MIN_CONTEXT:
+            raise InputError(f"a context of {self.context} positions is too short", f"give at least {MIN_CONTEXT}")
 
     @property
     def calibrated(self) -> bool:

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Writing files and folders atomically: whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a reader sees the old file or the new one, never a part.
+    """Write `data` to `path` so that a reader sees the old file or the new one, never a part of it.
 
     Raises:
-        OSError: the file cannot be written; `path` is as it was before.
+        OSError: the file cannot be written; `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not by tempfile: its files are private, and one written here is as readable as any other.
+    # tempfile would make the file readable by its owner alone.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
         with temporary.open("xb") as file:
@@ -33,11 +33,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def folder_written_atomically(destination: Path, replaceable: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yield an empty sibling folder that takes `destination`'s place when the block ends without an error.
+    """Yield an empty sibling folder that replaces `destination` when the block ends without an error.
 
-    An existing destination is replaced only if it is empty or `replaceable(destination)` agrees, before the block and
-    after it, so that a mistyped path never deletes someone's files. A link is followed: the folder it leads to is
-    replaced. On any error the sibling is removed and the destination is untouched.
+    An existing destination is replaced only if it is empty or `replaceable(destination)` is true, before the block and
+    after it, so that a mistyped path never deletes other files. A link is followed: the folder it points to is
+    replaced. On any error the sibling is removed and the destination is unchanged.
 
     Raises:
         FileExistsError: the destination exists and may not be replaced.
@@ -48,7 +48,7 @@ def folder_written_atomically(destination: Path, replaceable: Callable[[Path], b
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".new", dir=destination.parent))
     try:
-        staging.chmod(0o755)  # mkdtemp makes it private; a model folder is shared like any other
+        staging.chmod(0o755)  # mkdtemp creates it for its owner alone
         yield staging
         _require_replaceable(destination, replaceable)
         _swap_in(staging, destination)
@@ -65,7 +65,7 @@ def _require_replaceable(destination: Path, replaceable: Callable[[Path], bool])
 
 
 def _swap_in(staging: Path, destination: Path) -> None:
-    """Move `staging` to `destination`; what stood there comes back if the second rename fails."""
+    """Move `staging` to `destination`; the old folder is restored if the second rename fails."""
     if not destination.exists():
         staging.rename(destination)
         return

@@ -1,7 +1,7 @@
-"""A model folder: which files it has, and whether they are the ones that were written.
+"""Model folders: their files, and checking them against the manifest.
 
 A bundle is a plain folder with `model.onnx`, its weights in `model.onnx.data`, the tokenizer and configuration files as
-Hugging Face names them, and `edge.json` (see `manifest`). Folders that others wrote have other names (see `variants`).
+Hugging Face names them, and `edge.json` (see `manifest`). Folders of other tools have other names (see `variants`).
 Only the .onnx file and a tokenizer are required; the rest is introspected or has a default.
 """
 
@@ -20,54 +20,57 @@ from .cache import cache_folder
 from .device_kind import DeviceKind
 from .graph_files import find_graph
 from .json_file import is_whole, read_json_object
-from .manifest import MANIFEST_NAME, SHORTEST_CONTEXT, FileDigest, Manifest
+from .manifest import MANIFEST_NAME, MIN_CONTEXT, FileDigest, Manifest
 from .onnx_file.external_data import check_external_data, external_files
-from .text_path import require_text_path
 from .variants import GENAI_CONFIG
 
 GRAPH_NAME: Final = "model.onnx"
 WEIGHTS_NAME: Final = "model.onnx.data"
 REPORT_DATA_NAME: Final = "report.json"
+"""The report of an export, for programs; the runtime does not read it."""
 REPORT_PAGE_NAME: Final = "report.html"
+"""The same report for people."""
 PLAN_NAME: Final = "plan.toml"
-"""The formats of a model's units as an export chose them, to be read, edited and followed again."""
-"""What an export chose and what that costs, for programs and for readers; nothing runs by them."""
-MAP_NAME: Final = "d2t.npy"
-"""The target's ids of the tokens that a draft's head has, unless a manifest names another file."""
+"""The quantization plan of an export, which can be edited and used again."""
+TARGET_IDS_NAME: Final = "d2t.npy"
+"""The target's token ids of a draft's logits, unless a manifest names another file."""
 DRAFT_GRAPH_NAME: Final = "draft.onnx"
-"""The graph of a draft that is the model itself without some of its parts; its weights are the model's."""
+"""The graph of a layer-skip draft, which uses the model's weights."""
 DRAFT_FOLDER: Final = "draft"
-"""Where an export puts a model's draft, which is a bundle too: in the model's folder."""
-COMPANIONS: Final = (
+"""Folder below the model's in which an export puts the draft, a bundle too."""
+TOKENIZER_AND_CONFIG_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
     "config.json",
     "generation_config.json",
 )
-"""Files that are carried from a checkpoint to its bundle as they are."""
+"""Files that an export copies from a checkpoint to its bundle unchanged."""
 
 _HASH_ALWAYS_BELOW: Final = 8 << 20
 _SAMPLE: Final = 1 << 20
-"""Bytes from either end of a file that stand for it where nothing recorded its digest."""
+"""Bytes from either end of a file that identify it if no digest was recorded."""
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A model on disk: the folder of its configuration, its graph file and, where there is one, its manifest."""
+    """A model on disk."""
 
     folder: Path
+    """Folder of the configuration files."""
     graph: Path
+    """The .onnx file."""
     manifest: Manifest | None
+    """Contents of `edge.json`, if there is one."""
     first: Path | None = None
-    """The graph for passes without cached rows, where that is another one (old exports of Optimum)."""
+    """The graph for passes without a cache, if that is another one (old exports of Optimum)."""
     tokenizer: Path | None = None
-    """Where the tokenizer is taken from instead: its file, or a folder with it."""
+    """A tokenizer.json, or a folder with one, that replaces the tokenizer beside the graph."""
 
     def file(self, name: str) -> Path | None:
-        """The bundle's file of that name, or None."""
+        """Return the path of the bundle's file of that name, or None."""
         folders = [self.graph.parent, self.folder]
         if self.tokenizer is not None and name in _TOKENIZER_FILES:
             if name == _TOKENIZER_FILES[0] and self.tokenizer.is_file():
@@ -76,7 +79,7 @@ class Bundle:
         return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
     def json_file(self, name: str) -> dict[str, Any]:
-        """The object in one of the bundle's JSON files; an absent file reads as an empty object.
+        """Read one of the bundle's JSON files; a missing file reads as an empty object.
 
         Raises:
             BundleError: the file cannot be read or is not a JSON object.
@@ -86,28 +89,28 @@ class Bundle:
 
     @cached_property
     def context(self) -> int | None:
-        """Most positions the model allows; None if nothing says so."""
+        """Largest context of the model; None if no file says so."""
         if self.manifest is not None:
             return self.manifest.architecture.context
-        said = [*(self.config.get(name) for name in _CONTEXT_NAMES), self.genai.get("context_length")]
-        return next((value for value in said if is_whole(value, SHORTEST_CONTEXT)), None)
+        values = [*(self.config.get(name) for name in _CONTEXT_NAMES), self.genai.get("context_length")]
+        return next((value for value in values if is_whole(value, MIN_CONTEXT)), None)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json; of a model with several parts, what it says of the text's."""
+        """Contents of config.json; of a multimodal model, with its `text_config` merged in."""
         config = self.json_file("config.json")
         text = config.get("text_config")
         return {**config, **text} if isinstance(text, dict) else config
 
     @cached_property
     def genai(self) -> dict[str, Any]:
-        """The `model` section of ONNX Runtime GenAI's configuration; empty without one."""
+        """The `model` section of genai_config.json; empty without one."""
         model = self.json_file(GENAI_CONFIG).get("model")
         return model if isinstance(model, dict) else {}
 
     @cached_property
     def input_vocab(self) -> int | None:
-        """Tokens the model's embedding has; None if nothing says so."""
+        """Number of tokens of the model's embedding; None if no file says so."""
         if self.manifest is not None:
             return self.manifest.architecture.vocab_size
         value = self.config.get("vocab_size", self.genai.get("vocab_size"))
@@ -115,16 +118,16 @@ class Bundle:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the graph and the weights beside it."""
+        """Bytes of the graph and its external weights."""
         data = [self.graph.parent / name for name in external_files(self.graph)]
         return self.graph.stat().st_size + sum(path.stat().st_size for path in data)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hexadecimal) that stands for the graph and its weights; without a manifest, for samples of them."""
+        """SHA-256 (hexadecimal) of the digests of graph and weights; without a manifest, of samples of these files."""
         if self.manifest is None:
             paths = [self.graph, *(self.graph.parent / name for name in external_files(self.graph))]
-            return hashlib.sha256(b"".join(map(_sampled, paths))).hexdigest()
+            return hashlib.sha256(b"".join(map(_sample_digest, paths))).hexdigest()
         files = self.manifest.files
         parts = "".join(files[name].sha256 for name in (GRAPH_NAME, WEIGHTS_NAME) if name in files)
         return hashlib.sha256(parts.encode()).hexdigest()
@@ -137,7 +140,7 @@ class Bundle:
         """
         if self.manifest is None:
             return
-        if GRAPH_NAME not in self.manifest.files:  # the fingerprint stands on its digest
+        if GRAPH_NAME not in self.manifest.files:  # the fingerprint needs its digest
             raise BundleError(f"{self.folder / MANIFEST_NAME} lacks files.{GRAPH_NAME}", "export the model again")
         for name, digest in self.manifest.files.items():
             if Path(name).name != name:
@@ -152,12 +155,12 @@ def open_bundle(path: Path, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Pat
     """Open a model folder, or the folder around an .onnx file, and check it against its manifest.
 
     Args:
-        path: of the folder or the file.
-        kind: what the model is to run on; decides between several graphs in the folder.
-        tokenizer: where to take the tokenizer from, a tokenizer.json or a folder with one; None for beside the graph.
+        path: path of the folder or the file.
+        kind: kind of device that decides between several graphs in the folder.
+        tokenizer: a tokenizer.json, or a folder with one; None for the one beside the graph.
 
     Raises:
-        BundleError: there is no such file, no graph in the folder, or the files are not those that were exported.
+        BundleError: the file does not exist, the folder holds no graph, or a file differs from the manifest.
     """
     try:
         graph, first, folder = find_graph(path, None, kind)
@@ -179,11 +182,23 @@ def open_bundle(path: Path, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Pat
     return bundle
 
 
-def _require_tokenizer(path: Path) -> None:
-    """Check that a path given for a tokenizer leads to one.
+def require_text_path(path: Path) -> None:
+    """Check that a path is UTF-8 text, which paths on Linux need not be; ONNX Runtime takes paths as text.
 
     Raises:
-        BundleError: it does not.
+        BundleError: the path has other bytes.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise BundleError(f"the path {path} is not UTF-8, which ONNX Runtime cannot open", "rename it") from error
+
+
+def _require_tokenizer(path: Path) -> None:
+    """Check that a path is a tokenizer.json or a folder with one.
+
+    Raises:
+        BundleError: it is neither.
     """
     hint = f"give a {_TOKENIZER_FILES[0]}, or a folder with one"
     if not path.exists():
@@ -193,21 +208,29 @@ def _require_tokenizer(path: Path) -> None:
 
 
 def holds_only_bundle_files(folder: Path) -> bool:
-    """Whether everything in `folder` is a file that an export writes, `edge.json` among them, or a draft like that."""
-    names = {GRAPH_NAME, WEIGHTS_NAME, MANIFEST_NAME, DRAFT_GRAPH_NAME, MAP_NAME, GENAI_CONFIG, *COMPANIONS}
+    """Return whether `folder` is a bundle with nothing but files that an export writes, in its draft's folder too."""
+    names = {
+        GRAPH_NAME,
+        WEIGHTS_NAME,
+        MANIFEST_NAME,
+        DRAFT_GRAPH_NAME,
+        TARGET_IDS_NAME,
+        GENAI_CONFIG,
+        *TOKENIZER_AND_CONFIG_FILES,
+    }
     names |= {REPORT_DATA_NAME, REPORT_PAGE_NAME, PLAN_NAME}
     entries = list(folder.iterdir())
     return folder / MANIFEST_NAME in entries and all(
         holds_only_bundle_files(entry)
         if entry.name == DRAFT_FOLDER and entry.is_dir()
-        # A folder of a file's name is somebody else's.
+        # A folder with the name of such a file belongs to somebody else.
         else entry.name in names and entry.is_file()
         for entry in entries
     )
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Size and SHA-256 of a file, read in pieces of 1 MiB."""
+    """Compute size and SHA-256 of a file, reading 1 MiB at a time."""
     sha = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
@@ -217,8 +240,8 @@ def digest_file(path: Path) -> FileDigest:
     return FileDigest(size, sha.hexdigest())
 
 
-def _sampled(path: Path) -> bytes:
-    """Bytes that stand for a file: its name, its size, its beginning and its end."""
+def _sample_digest(path: Path) -> bytes:
+    """Hash the name, size, beginning and end of a file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         beginning = file.read(_SAMPLE)
@@ -230,7 +253,7 @@ def verify_file(path: Path, expected: FileDigest) -> None:
     """Compare a file with its digest; a large one is hashed once per (size, modification time).
 
     Raises:
-        BundleError: it is missing or differs.
+        BundleError: the file is missing or differs.
     """
     hint = "copy the bundle again or export the model again"
     if not path.is_file():
@@ -242,19 +265,19 @@ def verify_file(path: Path, expected: FileDigest) -> None:
         return
     if digest_file(path).sha256 != expected.sha256:
         raise BundleError(f"{path} is damaged: its checksum is not the one recorded", hint)
-    remember_verified(path, expected)
+    mark_verified(path, expected)
 
 
-def remember_verified(path: Path, digest: FileDigest) -> None:
-    """Note that a file was found to have this digest, so that `verify_file` need not hash it while it is unchanged."""
+def mark_verified(path: Path, digest: FileDigest) -> None:
+    """Record that a file has this digest, so that `verify_file` does not hash it again while it is unchanged."""
     if (stamp := _stamp(path, digest)) is not None:
-        # A read-only cache only means hashing again next time.
+        # With a read-only cache the file is hashed again next time.
         with suppress(OSError):
             write_atomically(stamp, b"")
 
 
 def _stamp(path: Path, digest: FileDigest) -> Path | None:
-    """The file whose being there says that `path`, as it is now, has this digest; None if it is small."""
+    """Return the marker file that exists if `path` was verified in its present state; None for small files."""
     status = path.stat()
     if status.st_size < _HASH_ALWAYS_BELOW:
         return None

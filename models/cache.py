@@ -1,4 +1,4 @@
-"""Where edge-run keeps what it can make again: verified checksums, prepacked weights, calibrations."""
+"""The cache folder, for files that edge-run can create again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """The per-user cache folder; `EDGERUN_CACHE` overrides the platform's place. It may not exist yet."""
+    """Return the user's cache folder, which may not exist; `EDGERUN_CACHE` overrides the platform's location."""
     override = os.environ.get("EDGERUN_CACHE")
     if override:
         return Path(override)

@@ -1,4 +1,4 @@
-"""What a model computes on: the kinds that decide which form of a model's weights suits best."""
+"""Kinds of devices, which decide which variant of a model suits best."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class DeviceKind(Enum):
-    """What an execution provider computes on."""
+    """The device that an execution provider computes on."""
 
     CPU = "cpu"
     GPU = "gpu"

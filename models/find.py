@@ -1,4 +1,4 @@
-"""From what a user calls a model to where it lies."""
+"""Finds the model that a user names: a path, a model on the hub, or the bundled model."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _HINT: Final = "give an .onnx file or a model folder"
 
 
 def bundled_folder() -> Path:
-    """The folder of the model that comes with edge-run."""
+    """Return the folder of the model that comes with edge-run."""
     return Path(__file__).parent / "bundled" / BUNDLED_MODEL
 
 
 def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKind.CPU) -> Path:
-    """The path of a model: the one named, or the bundled one for None.
+    """Return the path of a model: the one named, or the bundled one for None.
 
-    What exists on disk wins, also with a variant behind it (`folder:q4`); a text `org/name[:variant][@revision]` that
-    does not is a model of the Hugging Face Hub, which is downloaded if it was not before. A `Path` is always a path.
+    A path that exists takes precedence, also with a variant (`folder:q4`). Any other text of the form
+    `org/name[:variant][@revision]` names a model on the Hugging Face Hub, which is downloaded if necessary. A `Path` is
+    always a path.
 
     Args:
         name: a path, a name on the hub, or None.
-        kind: what the model is to run on; decides which variant is downloaded where the name leaves that open.
+        kind: kind of device that the model will run on; decides which variant is downloaded if the name has none.
 
     Raises:
-        BundleError: the name is empty or of an unknown user's home, or this installation carries no bundled model.
-        EdgeError: the hub does not give the model; see `hub.fetch_model`.
+        BundleError: the name is empty or in an unknown user's home, or this installation has no bundled model.
+        EdgeError: the model cannot be downloaded; see `hub.fetch.fetch_model`.
     """
     if name is not None:
         if not os.fspath(name):
-            raise BundleError("a model of no name does not exist", _HINT)
+            raise BundleError("the model's name is empty", _HINT)
         try:
             path = Path(name).expanduser()
         except RuntimeError as error:
@@ -45,7 +46,7 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
         if (variant := _variant_of_folder(name)) is not None:
             return find_graph(*variant, kind)[0]
         if is_on_hub(name):
-            from .hub.fetch import fetch_model  # noqa: PLC0415  the usual model lies on disk
+            from .hub.fetch import fetch_model  # noqa: PLC0415  most models are on disk
 
             return fetch_model(parse_hub_id(str(name)), kind).path
         if isinstance(name, str) and looks_like_hub_id(name) and not path.exists():
@@ -53,22 +54,22 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
         return path
     folder = bundled_folder()
     if not folder.is_dir():
-        raise BundleError("this installation carries no model", "name one: edge-run MODEL")
+        raise BundleError("this installation has no bundled model", "name one: edge-run MODEL")
     return folder
 
 
 def _variant_of_folder(name: str | os.PathLike[str]) -> tuple[Path, str] | None:
-    """The folder and the variant in `folder:variant`; None for another name."""
+    """Split `folder:variant`; None for any other name."""
     folder, colon, variant = os.fspath(name).rpartition(":")
     path = Path(folder).expanduser() if colon and folder and variant else None
     return (path, variant) if path is not None and path.is_dir() and not os.path.lexists(name) else None
 
 
 def is_on_hub(name: str | os.PathLike[str]) -> bool:
-    """Whether a name means a model of the hub: it reads like one, and is no path on disk nor likely meant as one.
+    """Return whether a name refers to the hub: it has the form of an id, and is not a path on disk.
 
-    In a folder that exists it is taken for a mistyped path, which is nobody else's business, unless a model of that
-    name was downloaded (`edge-run pull` takes names of the hub alone).
+    If its first part is an existing folder, it is taken for a mistyped path, which must not be sent to the hub, unless
+    a model of that name was downloaded before (`edge-run pull` takes hub ids only).
     """
     if not isinstance(name, str) or not looks_like_hub_id(name) or os.path.lexists(name):
         return False

@@ -1,4 +1,4 @@
-"""Where the graphs of a model lie on disk: in a folder of one, of many variants, or of folders of them."""
+"""Finds the graph of a model on disk, also among several variants."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from .json_file import read_json_object
 from .variants import GENAI_CONFIG, choose_graph
 
 _HINT: Final = "give an .onnx file or a model folder"
-_DEEPEST: Final = 4
-"""Folders below a model folder in which graphs are looked for."""
+_MAX_DEPTH: Final = 4
+"""Levels of folders below a model folder that are searched for graphs."""
 
 
 def find_graph(path: Path, variant: str | None, kind: DeviceKind) -> tuple[Path, Path | None, Path]:
-    """The graph meant by a path, the graph of first passes if that is another one, and the configuration's folder.
+    """Find the graph of a model.
 
     Args:
-        path: of an .onnx file or a folder.
-        variant: which of several graphs in the folder; None for what suits the device best.
-        kind: what the model is to run on.
+        path: path of an .onnx file or a folder.
+        variant: name of one of several graphs in the folder; None for the one that suits the device best.
+        kind: kind of device that the model will run on.
+
+    Returns:
+        The graph, the graph for passes without a cache if that is another one, and the configuration's folder.
 
     Raises:
-        BundleError: there is no such file, no graph, or none that edge-run runs.
-        OSError: the disk does not let it be read.
+        BundleError: the path does not exist, or holds no graph that edge-run can run.
+        OSError: the path cannot be read.
     """
     try:
         mode = path.stat().st_mode
     except PermissionError:
         raise
-    except (OSError, ValueError) as error:  # such as a name that is too long, or holds a zero byte
+    except (OSError, ValueError) as error:  # for example a name that is too long or contains a zero byte
         raise BundleError(f"{path} does not exist", _HINT) from error
     if stat.S_ISDIR(mode):
         files = _files_below(path)
@@ -46,21 +49,21 @@ def find_graph(path: Path, variant: str | None, kind: DeviceKind) -> tuple[Path,
         named = {folder: name for folder in _folders_of_genai(files) if (name := _named_by_genai(path / folder))}
         chosen = choose_graph(files, variant, kind=kind, named=named, where=str(path))
         graph = path / chosen.graph
-        return graph, None if chosen.prefill is None else path / chosen.prefill, _configured(graph, path)
+        return graph, None if chosen.prefill is None else path / chosen.prefill, _configuration_folder(graph, path)
     if not stat.S_ISREG(mode) or path.suffix != ".onnx":
         is_gguf = path.suffix.lower() == ".gguf"
         hint = f"edge-run export {path.name} OUT makes a model folder of it" if is_gguf else _HINT
         raise BundleError(f"{path} is not an .onnx file", hint)
     first = path.with_name(path.name.replace("decoder_with_past_model", "decoder_model"))
-    return path, first if first != path and first.is_file() else None, _configured(path, path.parent.parent)
+    return path, first if first != path and first.is_file() else None, _configuration_folder(path, path.parent.parent)
 
 
 def _files_below(folder: Path) -> list[str]:
-    """POSIX paths of the files in a folder and the folders in it."""
+    """List the POSIX paths of the files in a folder and its subfolders."""
     found = []
     for root, folders, names in os.walk(folder):
         below = Path(root).relative_to(folder)
-        if len(below.parts) >= _DEEPEST:
+        if len(below.parts) >= _MAX_DEPTH:
             folders.clear()
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [(below / name).as_posix() for name in names]
@@ -72,23 +75,23 @@ def _folders_of_genai(files: Sequence[str]) -> list[str]:
 
 
 def _named_by_genai(folder: Path) -> str | None:
-    """The file name of the decoder's graph, as ONNX Runtime GenAI's configuration in a folder gives it."""
+    """Return the file name of the decoder's graph in a folder's genai_config.json."""
     name = _decoder_of_genai(folder).get("filename")
     return name if isinstance(name, str) else None
 
 
 def _decoder_of_genai(folder: Path) -> dict[str, Any]:
-    """The decoder's section of ONNX Runtime GenAI's configuration in a folder; empty without one."""
+    """Read the decoder section of a folder's genai_config.json; empty without one."""
     path = folder / GENAI_CONFIG
-    said: Any = read_json_object(path, BundleError, "restore it or leave it out") if path.is_file() else {}
-    for part in ("model", "decoder"):
-        said = said.get(part) if isinstance(said, dict) else None
-    return said if isinstance(said, dict) else {}
+    section: Any = read_json_object(path, BundleError, "restore it or leave it out") if path.is_file() else {}
+    for name in ("model", "decoder"):
+        section = section.get(name) if isinstance(section, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
-def _configured(graph: Path, root: Path) -> Path:
-    """The folder of a graph's configuration: its own, or where it is in a folder of graphs, the one around that."""
+def _configuration_folder(graph: Path, root: Path) -> Path:
+    """Return the folder of a graph's configuration: the graph's own, or one above it, up to `root`."""
     own = graph.parent
-    around = [folder for folder in (own, *own.parents) if folder == own or folder.is_relative_to(root)]
+    candidates = [folder for folder in (own, *own.parents) if folder == own or folder.is_relative_to(root)]
     names = ("config.json", GENAI_CONFIG)
-    return next((folder for folder in around if any((folder / name).is_file() for name in names)), own)
+    return next((folder for folder in candidates if any((folder / name).is_file() for name in names)), own)

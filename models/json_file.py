@@ -1,4 +1,4 @@
-"""JSON from files that nobody vouches for: an object, or one line that says why not."""
+"""Reading JSON from untrusted files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..errors import EdgeError
 
 
 def read_json_object(path: Path, error_type: type[EdgeError], hint: str) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        EdgeError: of `error_type` and with that hint: the file cannot be read or holds no JSON object.
+        EdgeError: the file cannot be read or holds no JSON object; the error has type `error_type` and that hint.
     """
     try:
         return parse_json_object(path.read_bytes())
@@ -26,10 +26,10 @@ def read_json_object(path: Path, error_type: type[EdgeError], hint: str) -> dict
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """The object that a JSON text is; bytes are UTF-8.
+    """Parse a JSON object; bytes are UTF-8.
 
     Raises:
-        ValueError: it is something else; the message goes on from the name of the text ("is not valid JSON: ...").
+        ValueError: the text is something else; the message continues the name of the file ("is not valid JSON: ...").
     """
     try:
         data = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
@@ -42,13 +42,13 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
     return data
 
 
-def is_whole(value: object, least: int) -> bool:
-    """Whether a JSON value is a whole number of at least `least`; true and false are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_whole(value: object, minimum: int) -> bool:
+    """Return whether a JSON value is an integer of at least `minimum`; true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_finite(value: object) -> bool:
-    """Whether a JSON value is a number that a float can hold; true and false are none."""
+    """Return whether a JSON value is a finite number; true and false are not."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -58,5 +58,5 @@ def is_finite(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A JSON value for a message, however long or deep it is."""
+    """Abbreviate a JSON value for an error message."""
     return reprlib.repr(value)

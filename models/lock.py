@@ -1,4 +1,7 @@
-"""A lock between processes: held by an open file, so that it ends with the process that held it, however that ends."""
+"""A lock between processes.
+
+An open file holds it, so that the lock ends with its process, also if that is killed.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ else:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-_BETWEEN_TRIES_S: Final = 0.005
+_RETRY_S: Final = 0.005
 
 
 @contextmanager
 def locked(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold the lock file at `path`, which is made if need be and stays, during the block.
+    """Hold the lock file at `path` during the block, against other threads and other processes.
 
-    It keeps out other threads as well as other processes. Closing the file lets go of it.
+    The file is created if necessary, and stays.
 
     Raises:
-        TimeoutError: somebody else held it for `wait_s` seconds.
-        OSError: the file cannot be made, or its file system has no locks.
+        TimeoutError: the lock was held elsewhere for `wait_s` seconds.
+        OSError: the file cannot be created, or its file system has no locks.
     """
-    until = time.monotonic() + wait_s
+    deadline = time.monotonic() + wait_s
     with path.open("ab") as file:
         file.seek(0)  # Windows locks a byte at the file's position
         while True:
@@ -43,7 +46,7 @@ def locked(path: Path, wait_s: float) -> Iterator[None]:
                 _take(file)
                 break
             except (BlockingIOError, PermissionError):
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     raise TimeoutError(f"{path} is in use") from None
-                time.sleep(_BETWEEN_TRIES_S)
+                time.sleep(_RETRY_S)
         yield

@@ -1,4 +1,4 @@
-"""`edge.json`: what a bundle says about itself."""
+"""`edge.json`, the manifest of a bundle."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from .json_file import is_finite, is_whole, parse_json_object, shown
 
 MANIFEST_NAME: Final = "edge.json"
 BUNDLE_FORMAT: Final = 1
-"""Version of the folder's layout and of this file."""
+"""Version of the folder layout and of this file."""
 GRAPH_CONTRACT: Final = 1
 """Version of the graph's inputs and outputs (docs/graph-contract.md)."""
-SHORTEST_CONTEXT: Final = 2
-"""Fewest positions a model can serve: one of a prompt and one of its answer."""
+MIN_CONTEXT: Final = 2
+"""Smallest context a model can have: one position of a prompt and one of its answer."""
 
 
 class GraphLayout(str, Enum):
-    """Whose inputs and outputs an exported graph has."""
+    """Convention that the inputs and outputs of an exported graph follow."""
 
     EDGE = "edge"
-    """edge-run's own (docs/graph-contract.md): trees, and logits of chosen rows only."""
+    """edge-run's own (docs/graph-contract.md): token trees, and logits of selected positions only."""
     GENAI = "genai"
-    """ONNX Runtime GenAI's, with the genai_config.json that it reads."""
+    """ONNX Runtime GenAI's, with its genai_config.json."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The numbers of a decoder-only transformer, as the exported graph has them."""
+    """Sizes of a decoder-only transformer, as the exported graph has them."""
 
     family: str
-    """Hugging Face `model_type`: llama, qwen2, qwen3."""
+    """Hugging Face `model_type`, such as llama, qwen2 or qwen3."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -44,41 +44,41 @@ class Architecture:
     kv_heads: int
     head_dim: int
     context: int
-    """Positions the graph's rotary table covers."""
+    """Number of positions that the graph's rotary table covers."""
     tied_head: bool
-    """Whether the LM head is the embedding."""
+    """Whether the LM head shares the weights of the embedding."""
 
 
 class Method(str, Enum):
-    """How codes and scales of few bits are chosen."""
+    """Method by which the codes and scales of quantized weights are chosen."""
 
     RTN = "rtn"
-    """Round to nearest: the scale is read off the largest weight of a block."""
+    """Round to nearest: the scale follows from the largest weight of a block."""
     K_QUANT = "k-quant"
-    """The scale is searched for by weighted least squares."""
+    """The scale is found by weighted least squares."""
     HQQ = "hqq"
-    """The scale is found by half-quadratic minimization of a norm that forgives outliers."""
+    """The scale is found by half-quadratic minimization of a norm that is robust to outliers."""
     GPTQ = "gptq"
-    """Codes are chosen column by column, each making up for the errors of those before it."""
+    """Codes are chosen column by column, each compensating the errors of the columns before it."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How one linear's weights are stored: 32 bits plain, or 2, 4 or 8 bits in blocks along the input dimension."""
+    """Storage format of a linear: float32, or 2, 4 or 8 bits in blocks along the input dimension."""
 
     bits: int
     block: int = 0
     offsets: bool = False
-    """Whether each block has an offset beside its scale, as formats with minima need."""
+    """Whether each block has an offset beside its scale, as quantization formats with minima have."""
     zero_points: bool = False
-    """Whether each block says which code stands for 0; else it is the middle one."""
+    """Whether each block has a zero point; if not, the middle code stands for 0."""
     powers_of_two: bool = False
-    """Whether scales are powers of two, perhaps negative, so that a shift does for the product with one."""
+    """Whether scales are powers of two (also negative ones), so that a shift replaces the multiplication."""
     rank: int = 0
-    """Of the product of two thin matrices of 8 bits that is added to the weights; 0 for none."""
+    """Rank of the 8-bit low-rank correction that is added to the weights; 0 for none."""
     method: Method | None = field(default=None, compare=False)
-    """How codes and scales were chosen, which makes no other format; None where nothing was chosen: plain weights, and
-    codes that came with a model (older bundles have it for rounding to nearest, too)."""
+    """Method by which codes and scales were chosen; not part of the storage format. None for float weights and for
+    codes that came with the model (in older bundles also for rounding to nearest)."""
 
     def __str__(self) -> str:
         if self.bits == 32:
@@ -98,33 +98,33 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The text by which weights were rounded and their formats chosen."""
+    """The text with which weights were quantized and their formats chosen."""
 
     origin: str
-    """Where it comes from, in words for a reader: a file's name, or that the model wrote it."""
+    """Origin of the text for a reader: the name of a file, or that it was sampled from the model."""
     tokens: int
-    """How many tokens statistics and choices were made with."""
+    """Number of tokens that statistics and choices are based on."""
     held_out_tokens: int
-    """How many others `Manifest.quality` was measured on."""
-    folded: bool = False
-    """Whether scales of inputs were folded into norms and neighbouring matrices, as AWQ does."""
+    """Number of other tokens, on which `Manifest.quality` was measured."""
+    awq: bool = False
+    """Whether AWQ scaling was applied."""
 
 
 @dataclass(frozen=True)
 class DraftPairing:
-    """The draft model that was made for a model."""
+    """The draft of a model."""
 
     path: str
-    """Its folder, from this bundle's folder, with forward slashes."""
+    """Path of the draft's folder relative to this bundle's folder, with forward slashes."""
     d2t: str = ""
-    """File in that folder with the target's ids of its head's tokens; empty where they are the same."""
+    """File in that folder with the target's token ids of the draft's logits; empty if the ids are the same."""
     d2t_offsets: bool = False
-    """Whether the file holds what is to be added to a token's own id (as EAGLE-3 has it) and not the target's id."""
+    """Whether that file holds differences to the draft's own ids, as in EAGLE-3, instead of the target's ids."""
     graph: str = ""
-    """File of a graph that is this model's own without some of its parts, over the same weights, to be run on the same
-    cache; `path` is then this folder. Empty where the draft is a model of its own."""
+    """File of a layer-skip draft: this model's graph without some sub-layers, over the same weights and the same cache.
+    `path` is then this folder. Empty if the draft is a model of its own."""
     skips: tuple[str, ...] = ()
-    """The parts that graph does without, such as `3.attention` and `5.feed-forward`."""
+    """The sub-layers that a layer-skip draft skips, such as `3.attention` and `5.feed-forward`."""
 
 
 @dataclass(frozen=True)
@@ -133,19 +133,19 @@ class Manifest:
 
     architecture: Architecture
     weights: Mapping[str, WeightFormat]
-    """Format by unit, a unit being one fused linear: `layers.0.qkv`, `layers.0.o`, `layers.0.gate_up`,
-    `layers.0.down`, `embedding`, `head`."""
+    """Format by name of the fused linear: `layers.0.qkv`, `layers.0.o`, `layers.0.gate_up`, `layers.0.down`,
+    `embedding`, `head`."""
     bits_per_weight: float
-    """Stored bits, scales included, over the number of weights in all units."""
+    """Stored bits, scales included, divided by the number of weights of all linears."""
     files: Mapping[str, FileDigest]
-    """Digest by file name, for every file of the bundle but this one."""
+    """Digest by file name, for every file of the bundle except this one."""
     parity: Mapping[str, float] = field(default_factory=dict)
-    """How near the graph came to the reference when it was exported: `max_abs_diff`, `mean_kl`, `top1_agreement`."""
+    """Comparison of the graph with the reference decoder at export: `max_abs_diff`, `mean_kl`, `top1_agreement`."""
     producer: str = ""
     command: str = ""
     calibration: Calibration | None = None
     quality: Mapping[str, float] = field(default_factory=dict)
-    """How near the rounded model stays to the float32 one on held-out calibration text: `mean_kl`, `p99_kl`,
+    """Comparison of the quantized model with the float32 model on held-out calibration text: `mean_kl`, `p99_kl`,
     `top1_agreement`, `perplexity`, `float_perplexity`; empty without calibration."""
     draft: DraftPairing | None = None
     layout: GraphLayout = GraphLayout.EDGE
@@ -153,7 +153,7 @@ class Manifest:
     contract: int = GRAPH_CONTRACT
 
     def to_json(self) -> str:
-        """The text of `edge.json`."""
+        """Return the text of `edge.json`."""
         data = asdict(self)
         for name in ("calibration", "quality"):
             if not data[name]:
@@ -162,19 +162,19 @@ class Manifest:
             del data["draft"]
         else:
             data["draft"] = {name: value for name, value in data["draft"].items() if value}
-        for form in data["weights"].values():
+        for weight_format in data["weights"].values():
             for name in ("offsets", "zero_points", "powers_of_two", "rank", "method"):
-                if not form[name]:
-                    del form[name]
+                if not weight_format[name]:
+                    del weight_format[name]
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = MANIFEST_NAME) -> Manifest:
-        """Read the text of `edge.json`; fields this program does not know are left out.
+        """Read the text of `edge.json`; unknown fields are ignored.
 
         Raises:
-            BundleError: it is not JSON, a field is missing or of the wrong type, or it is of a later format than this
-                program knows.
+            BundleError: it is not JSON, a field is missing or has the wrong type, or the format is newer than this
+                program.
         """
         try:
             data = _Fields(parse_json_object(text))
@@ -182,7 +182,7 @@ class Manifest:
             version, contract = data.whole("format", 1), data.whole("contract", 1)
             if version > BUNDLE_FORMAT or contract > GRAPH_CONTRACT:
                 raise BundleError(
-                    f"{where} is of format {shown(version)}, contract {shown(contract)}; this edge-run reads "
+                    f"{where} has format {shown(version)}, contract {shown(contract)}; this edge-run reads "
                     f"format {BUNDLE_FORMAT}, contract {GRAPH_CONTRACT}",
                     "upgrade edge-run",
                 )
@@ -214,7 +214,7 @@ _Choice = TypeVar("_Choice", GraphLayout, Method)
 
 
 class _Fields:
-    """One object of the file; every look-up checks a type. ValueError says what is wrong, as `it ...`."""
+    """A JSON object of the file; each method checks a type. The message of a ValueError continues "it ..."."""
 
     def __init__(self, data: Mapping[str, Any], path: str = "") -> None:
         self._data = data
@@ -288,7 +288,7 @@ def _architecture(data: _Fields) -> Architecture:
     data.require("family", *counts, "context", "tied_head")
     return Architecture(
         family=data.text("family"),
-        context=data.whole("context", SHORTEST_CONTEXT),
+        context=data.whole("context", MIN_CONTEXT),
         tied_head=data.flag("tied_head"),
         **{name: data.whole(name, 1) for name in counts},
     )
@@ -300,7 +300,7 @@ def _calibration(data: _Fields) -> Calibration:
         origin=data.text("origin"),
         tokens=data.whole("tokens", 0),
         held_out_tokens=data.whole("held_out_tokens", 0),
-        folded=data.flag("folded") if "folded" in data else False,
+        awq=next((data.flag(name) for name in ("awq", "folded") if name in data), False),  # formerly "folded"
     )
 
 
@@ -310,10 +310,10 @@ def _draft_pairing(data: _Fields) -> DraftPairing:
     if not path or PurePosixPath(path).is_absolute() or PureWindowsPath(path).drive or "\\" in path:
         raise ValueError(f"has draft.path {shown(path)}, which must be a path from the bundle's folder")
     d2t = data.text("d2t") if "d2t" in data else ""
-    if d2t and _is_no_file_name(d2t):
+    if d2t and _has_folder(d2t):
         raise ValueError(f"has draft.d2t {shown(d2t)}, which must be the name of a file")
     graph = data.text("graph") if "graph" in data else ""
-    if graph and (_is_no_file_name(graph) or path != "."):
+    if graph and (_has_folder(graph) or path != "."):
         raise ValueError(f"has draft.graph {shown(graph)}, which must be the name of a file in the bundle's own folder")
     return DraftPairing(
         path,
@@ -324,7 +324,7 @@ def _draft_pairing(data: _Fields) -> DraftPairing:
     )
 
 
-def _is_no_file_name(name: str) -> bool:
+def _has_folder(name: str) -> bool:
     return PurePosixPath(name).name != name or PureWindowsPath(name).name != name
 
 

@@ -1,9 +1,9 @@
-"""Which draft model goes with a model, and whether the two mean the same by their token ids.
+"""Finds the draft of a model and compares their vocabularies.
 
-A draft speaks in token ids, so one with another vocabulary would guess nonsense without a sign that anything is wrong.
-Two vocabularies are the same if they have the same tokens under the same ids and the same merges; by how much a graph
-pads its vocabulary (Qwen2.5 has graphs of 151936 and of 152064 for one tokenizer) does not matter. Everything else
-needs a map from the draft's ids to the target's.
+A draft proposes token ids, so the drafts of one with another vocabulary would be nonsense without any sign of an error.
+Two vocabularies are the same if they have the same tokens under the same ids and the same merges. The padding of a
+graph's vocabulary does not matter (there are graphs of 151936 and of 152064 tokens for the tokenizer of Qwen2.5). Any
+other draft needs a map from its ids to the target's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..errors import BundleError
 from .atomic import write_atomically
-from .bundle import GRAPH_NAME, MAP_NAME, Bundle, open_bundle
+from .bundle import GRAPH_NAME, TARGET_IDS_NAME, Bundle, open_bundle
 from .find import find_model
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, DraftPairing
@@ -33,51 +33,51 @@ _DAMAGED: Final = "restore it or export the model again"
 
 @dataclass(frozen=True)
 class DraftPair:
-    """A draft model that speaks a target's ids."""
+    """A draft, and the map from its token ids to the target's."""
 
     draft: Bundle
     target_ids: npt.NDArray[np.int32] | None
-    """int32 `[V]`, the target's id of each token of the draft's head; None if ids are the same."""
-    own: bool = False
-    """Whether the draft is the target itself without some of its parts, to be run on the target's weights and cache;
-    `draft` then is the folder of both with that graph."""
+    """The target's id of each token of the draft's head, int32 `[V]`; None if the ids are the same."""
+    layer_skip: bool = False
+    """Whether the draft is the target without some sub-layers, which runs on the target's weights and cache; `draft`
+    is then the target's bundle with that graph."""
 
     @property
     def name(self) -> str:
-        """What the draft is called."""
-        return f"{self.draft.graph.stem} of its own" if self.own else self.draft.folder.name
+        """Name of the draft."""
+        return f"{self.draft.graph.stem} of its own" if self.layer_skip else self.draft.folder.name
 
     @cached_property
     def token_count(self) -> int:
-        """Ids that the draft's tokenizer uses: the highest, and one more."""
+        """Highest token id of the draft's tokenizer, plus 1."""
         return max(_read_vocabulary(self.draft).ids.values(), default=-1) + 1
 
 
-def find_draft(target: Bundle, asked: str | os.PathLike[str] | None = "auto") -> DraftPair | None:
-    """The draft model for a target, or None.
+def find_draft(target: Bundle, draft: str | os.PathLike[str] | None = "auto") -> DraftPair | None:
+    """Find the draft model of a target; None if there is none.
 
     Args:
-        target: the model that will judge the guesses.
-        asked: a model folder or .onnx file; `auto` for the one that the target's manifest names, if it is there; None
-            or `none` for none.
+        target: the model that verifies the drafts.
+        draft: a model folder or .onnx file; `auto` for the one that the target's manifest names, if it exists; None or
+            `none` for no draft.
 
     Raises:
-        BundleError: it is not there, is damaged, or has another vocabulary.
+        BundleError: the draft is missing or damaged, or has another vocabulary.
     """
-    if asked is None or asked == "none":
+    if draft is None or draft == "none":
         return None
     named = target.manifest.draft if target.manifest is not None else None
     beside = (target.folder / named.path).resolve() if named is not None else None
-    if asked == "auto" and named is not None and named.graph:
-        return _own_draft(target, named)
-    if asked == "auto":
+    if draft == "auto" and named is not None and named.graph:
+        return _layer_skip_draft(target, named)
+    if draft == "auto":
         return pair(target, open_bundle(beside), named) if beside is not None and beside.is_dir() else None
-    draft = open_bundle(find_model(asked))
-    return pair(target, draft, named if draft.folder.resolve() == beside and draft.folder != target.folder else None)
+    found = open_bundle(find_model(draft))
+    return pair(target, found, named if found.folder.resolve() == beside and found.folder != target.folder else None)
 
 
-def _own_draft(target: Bundle, named: DraftPairing) -> DraftPair:
-    """The target without some of its parts.
+def _layer_skip_draft(target: Bundle, named: DraftPairing) -> DraftPair:
+    """Open the target's graph without some sub-layers.
 
     Raises:
         BundleError: the graph or the map of its ids is missing or damaged.
@@ -88,21 +88,21 @@ def _own_draft(target: Bundle, named: DraftPairing) -> DraftPair:
             raise BundleError(f"{path} is missing", "copy the whole model folder")
     check_external_data(graph)
     target_ids = _read_map(ids, offsets=named.d2t_offsets) if named.d2t else None
-    return DraftPair(dataclasses.replace(target, graph=graph, manifest=None), target_ids, own=True)
+    return DraftPair(dataclasses.replace(target, graph=graph, manifest=None), target_ids, layer_skip=True)
 
 
 def pair(target: Bundle, draft: Bundle, named: DraftPairing | None = None) -> DraftPair:
-    """Two models side by side; `named` is what the target's manifest says about the draft.
+    """Pair two models; `named` is the entry of the target's manifest about the draft, if any.
 
     Raises:
-        BundleError: they have different vocabularies and no map, or a wrong one.
+        BundleError: the vocabularies differ and there is no map, or the map is wrong.
     """
-    name = named.d2t if named is not None and named.d2t else MAP_NAME
+    name = named.d2t if named is not None and named.d2t else TARGET_IDS_NAME
     path = draft.file(name)
     if path is None and named is not None and named.d2t:
         raise BundleError(f"{draft.folder / name} is missing", "copy the whole model folder")
     target_ids = None if path is None else _read_map(path, offsets=named is not None and named.d2t_offsets)
-    if _same_file(target, draft):
+    if _same_tokenizer_file(target, draft):
         return DraftPair(draft, target_ids)
     ours, theirs = _read_vocabulary(target), _read_vocabulary(draft)
     difference = theirs.difference(ours) if target_ids is None else theirs.difference_through(target_ids, ours)
@@ -112,21 +112,20 @@ def pair(target: Bundle, draft: Bundle, named: DraftPairing | None = None) -> Dr
 
 
 def vocabulary_difference(target: Path, draft: Path) -> str:
-    """Where the tokens of a tokenizer.json in the folder `draft` are not those of the one in `target`, in a few words;
-    empty if they are the same.
+    """Describe where the tokenizer.json in the folder `draft` differs from the one in `target`; empty if it does not.
 
     Raises:
-        BundleError: one of them is missing or damaged.
+        BundleError: one of the files is missing or damaged.
     """
     ours, theirs = (Bundle(folder, folder / GRAPH_NAME, None) for folder in (target, draft))
-    return "" if _same_file(ours, theirs) else _read_vocabulary(theirs).difference(_read_vocabulary(ours))
+    return "" if _same_tokenizer_file(ours, theirs) else _read_vocabulary(theirs).difference(_read_vocabulary(ours))
 
 
 def name_draft(target: str | os.PathLike[str], draft: str | os.PathLike[str]) -> None:
-    """Write into a bundle's manifest that `draft`, which must fit it, is its draft model.
+    """Name a draft in its target's manifest.
 
     Raises:
-        BundleError: one of the folders is no bundle, or the draft does not fit.
+        BundleError: one of the folders is not a bundle, or the vocabularies do not match.
         OSError: the manifest cannot be written.
     """
     bundle = open_bundle(Path(target))
@@ -134,7 +133,7 @@ def name_draft(target: str | os.PathLike[str], draft: str | os.PathLike[str]) ->
         raise BundleError(f"{bundle.folder} has no {MANIFEST_NAME}", "export the model again")
     found = pair(bundle, open_bundle(Path(draft)))
     relative = Path(os.path.relpath(found.draft.folder.resolve(), bundle.folder.resolve())).as_posix()
-    named = DraftPairing(relative, MAP_NAME if found.target_ids is not None else "")
+    named = DraftPairing(relative, TARGET_IDS_NAME if found.target_ids is not None else "")
     manifest = dataclasses.replace(bundle.manifest, draft=named)
     write_atomically(bundle.folder / MANIFEST_NAME, manifest.to_json().encode())
 
@@ -142,11 +141,11 @@ def name_draft(target: str | os.PathLike[str], draft: str | os.PathLike[str]) ->
 @dataclass(frozen=True)
 class _Vocabulary:
     ids: dict[str, int]
-    """By token; added tokens included."""
+    """Id by token, added tokens included."""
     merges: list[tuple[str, ...]]
 
     def difference(self, target: _Vocabulary) -> str:
-        """Where this vocabulary is not the target's; empty if it is the same."""
+        """Describe where this vocabulary differs from the target's; empty if it does not."""
         if self.ids == target.ids:
             return "" if self.merges == target.merges else "its tokens are the same, but not its merges"
         own, other = _by_id(self.ids), _by_id(target.ids)
@@ -156,9 +155,9 @@ class _Vocabulary:
         return f"id {at} is {_shown(own.get(at))}, not {_shown(other.get(at))}"
 
     def difference_through(self, target_ids: npt.NDArray[np.int32], target: _Vocabulary) -> str:
-        """Where a map is wrong: its tokens are not all the target's ids say, or some of the vocabulary have none.
+        """Describe where a map leads to other tokens or lacks ids; empty if it is right.
 
-        With the target's own vocabulary any map will do: then the head is trimmed and nothing else.
+        With the target's own vocabulary any map is right: then the draft's head is trimmed and nothing else.
         """
         if self.ids == target.ids:
             return ""
@@ -179,8 +178,8 @@ def _shown(token: str | None) -> str:
     return "no token" if token is None else repr(token[:40])
 
 
-def _same_file(target: Bundle, draft: Bundle) -> bool:
-    """Whether both have the same tokenizer, byte for byte: the usual case, in which nothing need be parsed."""
+def _same_tokenizer_file(target: Bundle, draft: Bundle) -> bool:
+    """Return whether the tokenizers are equal byte for byte: the usual case, which needs no parsing."""
     files = [bundle.file(TOKENIZER_NAME) for bundle in (target, draft)]
     if files[0] is None or files[1] is None:
         return False
@@ -199,24 +198,24 @@ def _read_vocabulary(bundle: Bundle) -> _Vocabulary:
     try:
         return _vocabulary(data)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise BundleError(f"{path} cannot be read: it holds no vocabulary that edge-run knows", _DAMAGED) from error
+        raise BundleError(f"{path} cannot be read: its vocabulary has an unknown format", _DAMAGED) from error
 
 
 def _vocabulary(data: dict[str, Any]) -> _Vocabulary:
-    """The vocabulary of a parsed tokenizer.json: ids by token (BPE, WordPiece), or tokens in order (Unigram)."""
+    """Read a parsed tokenizer.json, which has ids by token (BPE, WordPiece) or tokens in order (Unigram)."""
     model = data["model"]
     listed = model["vocab"]
     ids = dict(listed) if isinstance(listed, dict) else {entry[0]: number for number, entry in enumerate(listed)}
     ids.update({token["content"]: token["id"] for token in data.get("added_tokens") or ()})
     if not all(is_whole(number, 0) for number in ids.values()):
         raise ValueError("an id is not a number")
-    # Written as "a b" by older programs and as ["a", "b"] by newer ones.
+    # Older programs write "a b", newer ones ["a", "b"].
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model.get("merges") or ()]
     return _Vocabulary(ids, merges)
 
 
 def _read_map(path: Path, *, offsets: bool) -> npt.NDArray[np.int32]:
-    """The target's ids from an .npy file of whole numbers `[V]`."""
+    """Read the target's ids from an .npy file of integers `[V]`."""
     try:
         with path.open("rb") as file:
             stored = np.load(file, allow_pickle=False)
@@ -225,10 +224,10 @@ def _read_map(path: Path, *, offsets: bool) -> npt.NDArray[np.int32]:
     except (ValueError, EOFError) as error:
         raise BundleError(f"{path} cannot be read: it is not an .npy file of numbers", _DAMAGED) from error
     if not isinstance(stored, np.ndarray) or stored.ndim != 1 or stored.dtype.kind not in "iu" or not stored.size:
-        raise BundleError(f"{path} cannot be read: it does not hold a list of whole numbers", _DAMAGED)
+        raise BundleError(f"{path} cannot be read: it does not hold a list of integers", _DAMAGED)
     ids = stored.astype(np.int64)
     if offsets:
         ids += np.arange(ids.size)
     if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max or np.unique(ids).size < ids.size:
-        raise BundleError(f"{path} is no map: its ids are not all different and at least 0", _DAMAGED)
+        raise BundleError(f"{path} cannot be used: its token ids must be distinct and at least 0", _DAMAGED)
     return ids.astype(np.int32)

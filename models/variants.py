@@ -1,9 +1,9 @@
-"""Which graph of a model folder is meant: published models lie in many forms beside one another.
+"""Chooses among the graphs of a model folder, which may hold many variants of a model.
 
-Layouts in the wild: `model.onnx` (Optimum, ONNX Runtime GenAI, edge-run); `onnx/model_q4.onnx` and its siblings
+Common layouts: `model.onnx` (Optimum, ONNX Runtime GenAI, edge-run); `onnx/model_q4.onnx` and its siblings
 (transformers.js); `decoder_model_merged.onnx`, or `decoder_model.onnx` with `decoder_with_past_model.onnx` (Optimum
 before 1.14); a folder for each device and precision with a `genai_config.json` in each (ONNX Runtime GenAI). A variant
-is called by its precision (`q4`) or by its folder (`cpu-int4-rtn-block-32`, or a part of that).
+is named by its precision (`q4`) or by its folder (`cpu-int4-rtn-block-32`, or a part of that).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .device_kind import DeviceKind
 
 GENAI_CONFIG: Final = "genai_config.json"
 _EDGE_MANIFEST: Final = "edge.json"
-_PLAIN: Final = "fp32"
-"""What a graph without a suffix is called, as transformers.js does."""
-_FORMS: Final = ("q4f16", "q4", "bnb4", "int8", "uint8", "quantized", "fp16", _PLAIN)
-_ALSO_CALLED: Final[Mapping[str, frozenset[str]]] = {
+_NO_SUFFIX: Final = "fp32"
+"""Precision of a graph whose name has no suffix, as in transformers.js."""
+_PRECISIONS: Final = ("q4f16", "q4", "bnb4", "int8", "uint8", "quantized", "fp16", _NO_SUFFIX)
+_SYNONYMS: Final[Mapping[str, frozenset[str]]] = {
     "int4": frozenset({"q4", "q4f16"}),
     "int8": frozenset({"int8", "quantized"}),
     "float16": frozenset({"fp16"}),
-    "float32": frozenset({_PLAIN}),
+    "float32": frozenset({_NO_SUFFIX}),
 }
-_ORDER: Final[Mapping[DeviceKind, Sequence[str]]] = {
-    # A CPU reads few bits quickly and computes in float32: half precision is converted on the way, at every step.
-    DeviceKind.CPU: ("q4", "int8", "quantized", "uint8", _PLAIN, "bnb4", "q4f16", "fp16"),
-    DeviceKind.GPU: ("q4f16", "q4", "fp16", _PLAIN, "bnb4", "int8", "quantized", "uint8"),
-    DeviceKind.NPU: ("q4", "int8", "quantized", "uint8", "q4f16", "fp16", _PLAIN, "bnb4"),
+_PREFERENCE: Final[Mapping[DeviceKind, Sequence[str]]] = {
+    # A CPU computes in float32: half precision is converted in every pass.
+    DeviceKind.CPU: ("q4", "int8", "quantized", "uint8", _NO_SUFFIX, "bnb4", "q4f16", "fp16"),
+    DeviceKind.GPU: ("q4f16", "q4", "fp16", _NO_SUFFIX, "bnb4", "int8", "quantized", "uint8"),
+    DeviceKind.NPU: ("q4", "int8", "quantized", "uint8", "q4f16", "fp16", _NO_SUFFIX, "bnb4"),
 }
 _DEVICE_WORDS: Final[Mapping[str, DeviceKind]] = {
     **dict.fromkeys(("cpu", "mobile"), DeviceKind.CPU),
@@ -43,14 +43,14 @@ _PRECISION_WORDS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("int4", "q4", "awq", "4bit", "uint4"), "q4"),
     **dict.fromkeys(("int8", "q8", "8bit"), "int8"),
     **dict.fromkeys(("fp16", "float16", "bf16"), "fp16"),
-    **dict.fromkeys(("fp32", "float32"), _PLAIN),
+    **dict.fromkeys(("fp32", "float32"), _NO_SUFFIX),
 }
-_NAMED: Final = re.compile(
-    rf"(model|decoder_model_merged|decoder_with_past_model|decoder_model)(?:_({'|'.join(_FORMS)}))?$"
+_GRAPH_NAME: Final = re.compile(
+    rf"(model|decoder_model_merged|decoder_with_past_model|decoder_model)(?:_({'|'.join(_PRECISIONS)}))?$"
 )
-_WHOLE: Final = ("model", "decoder_model_merged")
-"""Graphs that serve every pass, the better one first."""
-_PARTS: Final[Mapping[str, str]] = {
+_COMPLETE: Final = ("model", "decoder_model_merged")
+"""Names of graphs for passes with and without a cache, the preferred one first."""
+_COMPONENTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("encoder_model", "encoder"), "an encoder-decoder model"),
     **dict.fromkeys(
         ("vision_encoder", "vision", "visual", "vision_model", "image_encoder"), "a model of images and text"
@@ -59,36 +59,36 @@ _PARTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("embed_tokens", "embedding", "embeddings"), "a model whose embedding is a graph of its own"),
     **dict.fromkeys(("context", "context_ctx", "iterator", "iterator_ctx", "lm_head"), "a model cut into stages"),
 }
-"""What a model is that has a graph of this name beside its decoder; what says most comes first."""
+"""Kind of a model that has a graph of this name beside its decoder; the most specific first."""
 
 
 @dataclass(frozen=True)
 class GraphFiles:
-    """The graphs to run, as POSIX paths from the model folder."""
+    """Graphs to run, as POSIX paths relative to the model folder."""
 
     graph: str
     prefill: str | None = None
-    """Where the first pass, without a cache, is a graph of its own: that graph."""
+    """The graph for passes without a cache, if that is another one."""
 
 
 @dataclass(frozen=True)
 class _Candidate:
     files: GraphFiles
     precision: str
-    """One of `_FORMS`, or another graph's own name."""
+    """One of `_PRECISIONS`."""
     device: DeviceKind | None
-    """Which device its folder's name speaks of."""
+    """Kind of device that the folder's name mentions."""
 
     @property
     def folder(self) -> PurePosixPath:
         return PurePosixPath(self.files.graph).parent
 
     def rank(self, kind: DeviceKind) -> tuple[int, int, bool, int]:
-        """Lower is better; equal ranks are equally good."""
+        """Return the sort key for a kind of device; the lowest is the best."""
         device = 1 if self.device is None else 0 if self.device is kind else 2
-        order = _ORDER[kind]
+        order = _PREFERENCE[kind]
         precision = order.index(self.precision) if self.precision in order else len(order)
-        # 8-bit activations: on CPUs twice the speed of the same weights without.
+        # Accuracy level 4 means 8-bit activations, which are twice as fast on CPUs.
         slow = kind is DeviceKind.CPU and "acc-level-4" not in str(self.folder)
         return device, precision, slow, len(self.folder.parts)
 
@@ -101,19 +101,20 @@ def choose_graph(
     named: Mapping[str, str] | None = None,
     where: str = "the folder",
 ) -> GraphFiles:
-    """The graph to run of all those in a model folder.
+    """Choose the graph to run among those of a model folder.
 
     Args:
-        files: POSIX paths of every file, from the model folder.
-        variant: a precision (`q4`, `int8`, `fp16`, `fp32`), a folder's name or a part of it; None for what suits best.
-        kind: what the model is to run on.
-        named: file name of the decoder's graph by the folder whose `genai_config.json` names it ("" or "." is the
+        files: POSIX paths of all files, relative to the model folder.
+        variant: a precision (`q4`, `int8`, `fp16`, `fp32`), or a folder's name or a part of it; None for the variant
+            that suits the device best.
+        kind: kind of device that the model will run on.
+        named: file name of the decoder's graph, by the folder whose `genai_config.json` names it ("" or "." is the
             model folder itself).
-        where: what the folder is called in errors.
+        where: name of the folder in errors.
 
     Raises:
-        BundleError: there is no graph, none of that variant, several that suit equally, or the model is of a kind that
-            is no text decoder.
+        BundleError: there is no graph, no such variant, several graphs suit equally well, or the model is not a text
+            decoder.
     """
     paths = [PurePosixPath(file) for file in sorted(set(files))]
     names = {PurePosixPath(folder): name for folder, name in (named or {}).items()}
@@ -124,7 +125,7 @@ def choose_graph(
         raise _no_graph(paths, variant, where)
     labels = _labels(candidates)
     listed = f"name one of {', '.join(sorted(labels.values()))}"
-    meant = candidates if variant is None else _called(variant, labels) or _in_file(variant, paths)
+    meant = candidates if variant is None else _matching(variant, labels) or _by_file_name(variant, paths)
     if not meant:
         raise BundleError(f"{where} has no variant {variant}", listed)
     ranks = {candidate: candidate.rank(kind) for candidate in meant}
@@ -137,7 +138,7 @@ def choose_graph(
 
 
 def variant_of(files: Iterable[str], graph: str, named: Mapping[str, str] | None = None) -> str:
-    """What a graph that `choose_graph` found among `files` is called; empty if it is the only one."""
+    """Return the variant name of a graph that `choose_graph` chose among `files`; empty if it is the only one."""
     paths = [PurePosixPath(file) for file in sorted(set(files))]
     if graph == "model.onnx" and PurePosixPath(_EDGE_MANIFEST) in paths:
         return ""
@@ -151,47 +152,49 @@ def _candidates(paths: Sequence[PurePosixPath], named: Mapping[PurePosixPath, st
 
 
 def _in_folder(folder: PurePosixPath, paths: Sequence[PurePosixPath], named: str | None) -> list[_Candidate]:
-    """The decoders in one folder: the one its configuration names, else those with names that are known, else all."""
+    """List a folder's decoders: the one its configuration names, else those with known names, else all graphs."""
     graphs = [path for path in paths if path.parent == folder and path.suffix == ".onnx"]
     if named is not None:
         graphs = [path for path in graphs if path.name == named]
-        return [_candidate(GraphFiles(str(path)), _form(path.stem)) for path in graphs]
-    by_form: dict[str, dict[str, str]] = {}
+        return [_candidate(GraphFiles(str(path)), _precision_of(path.stem)) for path in graphs]
+    by_precision: dict[str, dict[str, str]] = {}
     for path in graphs:
-        if match := _NAMED.fullmatch(path.stem):
-            by_form.setdefault(match[2] or "", {})[match[1]] = str(path)
-    if by_form:
-        return [_candidate(_of_one_form(names), form) for form, names in by_form.items()]
-    return [_candidate(GraphFiles(str(path)), _form(path.stem)) for path in graphs if not _telling_part([path])]
+        if match := _GRAPH_NAME.fullmatch(path.stem):
+            by_precision.setdefault(match[2] or "", {})[match[1]] = str(path)
+    if by_precision:
+        return [_candidate(_best_of_precision(names), precision) for precision, names in by_precision.items()]
+    return [
+        _candidate(GraphFiles(str(path)), _precision_of(path.stem)) for path in graphs if not _find_component([path])
+    ]
 
 
-def _of_one_form(names: Mapping[str, str]) -> GraphFiles:
-    for whole in _WHOLE:
-        if whole in names:
-            return GraphFiles(names[whole])
+def _best_of_precision(names: Mapping[str, str]) -> GraphFiles:
+    for name in _COMPLETE:
+        if name in names:
+            return GraphFiles(names[name])
     if "decoder_with_past_model" in names:
         return GraphFiles(names["decoder_with_past_model"], names.get("decoder_model"))
     return GraphFiles(names["decoder_model"])
 
 
-def _form(stem: str) -> str:
-    """The form that a graph's name ends with; empty if with none."""
-    return next((form for form in _FORMS if stem.endswith(f"_{form}")), "")
+def _precision_of(stem: str) -> str:
+    """Return the precision that a graph's name ends with; empty if it has none."""
+    return next((precision for precision in _PRECISIONS if stem.endswith(f"_{precision}")), "")
 
 
-def _candidate(files: GraphFiles, form: str) -> _Candidate:
-    """With its precision and device, as its name says, else its folders."""
+def _candidate(files: GraphFiles, suffix: str) -> _Candidate:
+    """Determine the precision, from the name's suffix or else the folders, and the device."""
     folder = PurePosixPath(files.graph).parent
     words = [word for part in reversed(folder.parts) for word in re.split(r"[-_. ]", part.lower())]
     device = next((_DEVICE_WORDS[word] for word in words if word in _DEVICE_WORDS), None)
-    precision = form or next((_PRECISION_WORDS[word] for word in words if word in _PRECISION_WORDS), _PLAIN)
-    if not form and precision == "q4" and device is DeviceKind.GPU:
-        precision = "q4f16"  # what is built for a GPU computes in half precision
+    precision = suffix or next((_PRECISION_WORDS[word] for word in words if word in _PRECISION_WORDS), _NO_SUFFIX)
+    if not suffix and precision == "q4" and device is DeviceKind.GPU:
+        precision = "q4f16"  # GPU builds compute in half precision
     return _Candidate(files, precision, device)
 
 
 def _labels(candidates: Sequence[_Candidate]) -> dict[_Candidate, str]:
-    """What each candidate is called: as short as tells it from the others."""
+    """Name each candidate as briefly as distinguishes it from the others."""
     namings: tuple[Callable[[_Candidate], str], ...] = (
         lambda one: one.precision if str(one.folder) in (".", "onnx") else one.folder.name,
         lambda one: PurePosixPath(one.files.graph).stem if str(one.folder) in (".", "onnx") else str(one.folder),
@@ -208,11 +211,11 @@ def _labels(candidates: Sequence[_Candidate]) -> dict[_Candidate, str]:
     return labels
 
 
-def _called(variant: str, labels: Mapping[_Candidate, str]) -> list[_Candidate]:
-    """The candidates that a variant's name may mean, by the nearest reading that means any."""
+def _matching(variant: str, labels: Mapping[_Candidate, str]) -> list[_Candidate]:
+    """Return the candidates that match a variant's name, by the strictest comparison that matches any."""
     wanted = variant.strip("/").lower()
-    precisions = _ALSO_CALLED.get(wanted, frozenset({wanted}))
-    readings: tuple[Callable[[_Candidate], bool], ...] = (
+    precisions = _SYNONYMS.get(wanted, frozenset({wanted}))
+    comparisons: tuple[Callable[[_Candidate], bool], ...] = (
         lambda one: (
             wanted in (labels[one].lower(), one.files.graph.lower(), one.files.graph.removesuffix(".onnx").lower())
         ),
@@ -222,59 +225,58 @@ def _called(variant: str, labels: Mapping[_Candidate, str]) -> list[_Candidate]:
         lambda one: wanted in str(one.folder).lower(),
         lambda one: wanted in PurePosixPath(one.files.graph).stem.lower(),
     )
-    for reading in readings:
-        if meant := [candidate for candidate in labels if reading(candidate)]:
-            return meant
+    for matches in comparisons:
+        if found := [candidate for candidate in labels if matches(candidate)]:
+            return found
     return []
 
 
-def _in_file(variant: str, paths: Sequence[PurePosixPath]) -> list[_Candidate]:
-    """The graphs in files of a name, also of one that says nothing of a precision."""
+def _by_file_name(variant: str, paths: Sequence[PurePosixPath]) -> list[_Candidate]:
+    """Return the graphs with this file name, whatever precision it mentions."""
     wanted = variant.strip("/").lower().removesuffix(".onnx")
     found = []
     for path in paths:
         if path.suffix == ".onnx" and wanted in (path.stem.lower(), str(path.with_suffix("")).lower()):
             first = path.with_name(path.name.replace("decoder_with_past_model", "decoder_model"))
             files = GraphFiles(str(path), str(first) if first != path and first in paths else None)
-            found.append(_candidate(files, _form(path.stem)))
+            found.append(_candidate(files, _precision_of(path.stem)))
     return found
 
 
 def _require_text_decoder(
     chosen: _Candidate, paths: Sequence[PurePosixPath], named: Mapping[PurePosixPath, str], where: str
 ) -> None:
-    """Refuse a decoder that is a part of something larger.
+    """Check that a decoder is not a part of a larger model.
 
     Raises:
-        BundleError: the graphs beside it say so.
+        BundleError: the graphs beside it show that it is.
     """
     beside = [path for path in paths if path.parent == chosen.folder and path.suffix == ".onnx"]
-    if (part := _telling_part(beside)) is not None and named.get(chosen.folder) != part[0].name:
-        raise _refused(part, where)
+    if (part := _find_component(beside)) is not None and named.get(chosen.folder) != part[0].name:
+        raise _not_a_text_decoder(part, where)
 
 
-def _telling_part(graphs: Sequence[PurePosixPath]) -> tuple[PurePosixPath, str] | None:
-    """The graph that says most of what kind a model is, if it is no plain text decoder, and the kind."""
-    for name, what in _PARTS.items():
+def _find_component(graphs: Sequence[PurePosixPath]) -> tuple[PurePosixPath, str] | None:
+    """Return a graph that shows that the model is not a plain text decoder, and the kind of the model."""
+    for name, what in _COMPONENTS.items():
         for path in graphs:
-            form = _form(path.stem)
-            stem = path.stem.lower().removesuffix(f"_{form}")
+            stem = path.stem.lower().removesuffix(f"_{_precision_of(path.stem)}")
             if stem == name or stem.endswith(f"-{name}"):
                 return path, what
     return None
 
 
-def _refused(part: tuple[PurePosixPath, str], where: str) -> BundleError:
-    hint = "edge-run runs decoders of text that are one graph; look for a text-only export of this model"
+def _not_a_text_decoder(part: tuple[PurePosixPath, str], where: str) -> BundleError:
+    hint = "edge-run runs text decoders of one graph; look for a text-only export of this model"
     return BundleError(f"{where} is {part[1]} ({part[0].name} says so)", hint)
 
 
 def _no_graph(paths: Sequence[PurePosixPath], variant: str | None, where: str) -> BundleError:
-    """What a folder without a decoder is, as far as its files tell."""
+    """Describe a folder without a decoder, as far as its files show what it is."""
     what = f"{where} holds no .onnx file"
     graphs = [path for path in paths if path.suffix == ".onnx"]
-    if (part := _telling_part(graphs)) is not None:
-        return _refused(part, where)
+    if (part := _find_component(graphs)) is not None:
+        return _not_a_text_decoder(part, where)
     if any(path.suffix == ".safetensors" for path in paths):
         return BundleError(what, f"it looks like a checkpoint: run edge-run export {where} OUT first")
     if weights := [path for path in paths if path.suffix == ".gguf"]:
@@ -282,6 +284,6 @@ def _no_graph(paths: Sequence[PurePosixPath], variant: str | None, where: str) -
         return BundleError(what, f"it holds GGUF weights: run edge-run export {where}/{meant} OUT first")
     if any(path.name.startswith("pytorch_model") for path in paths):
         return BundleError(
-            what, "its weights are pickles, which can run code: look for a safetensors or ONNX form of it"
+            what, "its weights are pickles, which can run code; look for safetensors or ONNX weights of it"
         )
     return BundleError(what, "give an .onnx file or a model folder")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 from ..errors import BundleError, EdgeError, InputError, TemplateError
-from ..models.bundle import MAP_NAME, Bundle
+from ..models.bundle import TARGET_IDS_NAME, Bundle
 from ..models.pairing import DraftPair
 from .decode import check_prompt_fits
 from .generation import CachedSequence, generate
@@ -175,7 +175,7 @@ def _require_whole_head(bundle: Bundle, graph_io: GraphIO) -> None:
     Raises:
         BundleError: the model is one.
     """
-    if graph_io.vocab_size < graph_io.input_vocab and bundle.file(MAP_NAME) is not None:
+    if graph_io.vocab_size < graph_io.input_vocab and bundle.file(TARGET_IDS_NAME) is not None:
         raise BundleError(
             f"{bundle.folder} is a draft whose head has {graph_io.vocab_size} of {graph_io.input_vocab} tokens",
             "run the model that it drafts for",

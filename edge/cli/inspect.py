@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...models.bundle import Bundle
-from ...models.hub.local_store import in_bytes
+from ...models.hub.local_store import format_bytes
 from ...models.manifest import WeightFormat
 from ...models.pairing import find_draft
 from ...runtime.engine import Engine
@@ -117,7 +117,7 @@ def _draft(bundle: Bundle) -> dict[str, Any] | None:
     if pair is None:
         return None
     facts: dict[str, Any] = {"name": pair.name}
-    if not pair.own:
+    if not pair.layer_skip:
         facts["bytes"] = pair.draft.weight_bytes
     elif bundle.manifest is not None and bundle.manifest.draft is not None:
         facts["skips"] = ", ".join(bundle.manifest.draft.skips)
@@ -164,8 +164,8 @@ def _calibration(described: Mapping[str, Any] | None) -> str:
     """Where the calibration text came from, and how many tokens it had."""
     if described is None:
         return "none"
-    folded = ", AWQ scaling" if described["folded"] else ""
-    return f"{described['origin']}: {described['tokens']} tokens, {described['held_out_tokens']} held out{folded}"
+    awq = ", AWQ scaling" if described["awq"] else ""
+    return f"{described['origin']}: {described['tokens']} tokens, {described['held_out_tokens']} held out{awq}"
 
 
 def _exactness(described: Mapping[str, Any] | None) -> str:
@@ -187,7 +187,7 @@ def _counts_text(counts: Mapping[str, int]) -> str:
 
 
 def _files_text(files: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {in_bytes(size)}" for name, size in files.items())
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in files.items())
 
 
 def _draft_text(draft: Mapping[str, Any] | None) -> str:
@@ -195,7 +195,7 @@ def _draft_text(draft: Mapping[str, Any] | None) -> str:
         return "none"
     parts = [str(draft["name"])]
     if "bytes" in draft:
-        parts.append(in_bytes(draft["bytes"]))
+        parts.append(format_bytes(draft["bytes"]))
     if "skips" in draft:
         parts.append(f"the model itself without {draft['skips']}")
     if "weights" in draft:

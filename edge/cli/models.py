@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ...errors import InputError
 from ...models.find import BUNDLED_MODEL, bundled_folder
-from ...models.hub.local_store import Downloaded, Store, in_bytes, models_root, stores
+from ...models.hub.local_store import DownloadedModel, Store, format_bytes, models_root, stores
 from ...models.hub.model_id import HubId, parse_hub_id
 from .shared_options import AsJson, Debug
 
@@ -77,10 +77,10 @@ def _entry(repo: str, variant: str, commit: str, size: int, last_used: str | Non
 def _shown(model: dict[str, Any]) -> tuple[str, str, str, str]:
     name = f"{model['id']}:{model['variant']}" if model["variant"] else str(model["id"])
     if model["unfinished"]:
-        return name, "unfinished", in_bytes(model["bytes"]), ""
+        return name, "unfinished", format_bytes(model["bytes"]), ""
     used = model["last_used"]
     when = "" if used is None else str(used)[:16].replace("T", " ")
-    return name, model["commit"][:_COMMIT_SHOWN] or "bundled", in_bytes(model["bytes"]), when
+    return name, model["commit"][:_COMMIT_SHOWN] or "bundled", format_bytes(model["bytes"]), when
 
 
 def _remove(named: HubId, *, as_json: bool) -> None:
@@ -106,10 +106,10 @@ def _remove(named: HubId, *, as_json: bool) -> None:
         return
     for model in matching:
         typer.echo(f"removed {model.id}, commit {model.commit[:_COMMIT_SHOWN]}")
-    typer.echo(f"{in_bytes(freed)} freed")
+    typer.echo(f"{format_bytes(freed)} freed")
 
 
-def _matches(store: Store, named: HubId, model: Downloaded) -> bool:
+def _matches(store: Store, named: HubId, model: DownloadedModel) -> bool:
     if named.variant is not None and named.variant.lower() != model.variant.lower():
         return False
     if named.revision is None:

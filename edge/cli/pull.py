@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...models.hub.local_store import Downloaded, Store, in_bytes
+from ...models.hub.local_store import DownloadedModel, Store, format_bytes
 from ...models.hub.model_id import HubId, parse_hub_id
 from ...runtime.devices.providers import choose_device
 from .shared_options import AsJson, Debug, Offline
@@ -55,14 +55,14 @@ def pull(
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
         return
-    typer.echo(f"{found.id}: {in_bytes(found.bytes)}, commit {found.commit[:10]}")
+    typer.echo(f"{found.id}: {format_bytes(found.bytes)}, commit {found.commit[:10]}")
     typer.echo(f"in {found.folder}")
     for older in facts["older"]:
         typer.echo(f"an older commit is still on disk; to remove it: edge-run models --remove {shlex.quote(older)}")
     typer.echo(f"to run it: {facts['command']}")
 
 
-def describe(requested: HubId, found: Downloaded) -> dict[str, Any]:
+def describe(requested: HubId, found: DownloadedModel) -> dict[str, Any]:
     """A downloaded model as plain values."""
     # The command repeats the revision if one was given, and always names the variant that was downloaded.
     run = dataclasses.replace(requested, variant=found.variant or None)

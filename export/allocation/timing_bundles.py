@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from ...models.bundle import GRAPH_NAME, WEIGHTS_NAME, digest_file, remember_verified
+from ...models.bundle import GRAPH_NAME, WEIGHTS_NAME, digest_file, mark_verified
 from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
 from ..bundle_writer import PRODUCER, architecture_of
 from ..checkpoint.config import DecoderConfig
@@ -67,7 +67,7 @@ class TimingBundle:
             producer=PRODUCER,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-        remember_verified(folder / WEIGHTS_NAME, files[WEIGHTS_NAME])
+        mark_verified(folder / WEIGHTS_NAME, files[WEIGHTS_NAME])
 
 
 def timing_bundles(config: DecoderConfig, formats: Sequence[WeightFormat]) -> list[TimingBundle]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ...errors import CheckpointError
 from ...models.json_file import shown
-from ...models.manifest import SHORTEST_CONTEXT
+from ...models.manifest import MIN_CONTEXT
 from ..architectures.family import Family
 from ..graph.rope import Dynamic, Linear, Llama3, LongRope, Rope, RopeScaling, Unscaled, Yarn
 from .json_fields import count, number, optional_list, optional_number
@@ -39,7 +39,7 @@ def max_positions(config: Mapping[str, Any]) -> int:
     Raises:
         CheckpointError: config.json lacks the setting.
     """
-    return count(config, "max_position_embeddings", minimum=SHORTEST_CONTEXT)
+    return count(config, "max_position_embeddings", minimum=MIN_CONTEXT)
 
 
 def read_rotations(config: Mapping[str, Any], family: Family, head_dim: int) -> Rotations:

@@ -3,8 +3,8 @@
 Draft tokens are verified, so a draft's head need not have every token: a missing one is only predicted wrong, and fewer
 rows have to be read at each step. The kept rows are those of the whole head, bit for bit, with their codes, scales and
 zero points. A head that shared the embedding's matrix gets rows of its own; the embedding stays whole, so a trimmed
-draft reads every token. The token ids of the rows are written beside the graph (`models.bundle.MAP_NAME`), in ascending
-order.
+draft reads every token. The token ids of the rows are written beside the graph (`models.bundle.TARGET_IDS_NAME`), in
+ascending order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ...errors import ExportError, InputError
 from ...models.atomic import write_atomically
-from ...models.bundle import COMPANIONS, GRAPH_NAME, MAP_NAME, WEIGHTS_NAME, Bundle, digest_file
+from ...models.bundle import GRAPH_NAME, TARGET_IDS_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, Bundle, digest_file
 from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
 from ..check.contract_session import ContractSession
 from ..graph import inputs_outputs
@@ -119,13 +119,13 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
         model = graph.model(ToFile(data, lambda _: None))
         files = {WEIGHTS_NAME: data.digest()}
     (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
-    np.save(folder / MAP_NAME, kept)
-    for name in COMPANIONS:
+    np.save(folder / TARGET_IDS_NAME, kept)
+    for name in TOKENIZER_AND_CONFIG_FILES:
         if (source := whole.file(name)) is not None:
             shutil.copyfile(source, folder / name)
     architecture = whole.manifest.architecture
     _require_same(whole.folder, folder, architecture, kept)
-    names = (GRAPH_NAME, MAP_NAME, *COMPANIONS)
+    names = (GRAPH_NAME, TARGET_IDS_NAME, *TOKENIZER_AND_CONFIG_FILES)
     files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
     manifest = replace(
         whole.manifest,
@@ -159,9 +159,9 @@ def trim_layer_skip_draft(folder: Path, kept: TokenIds) -> None:
     _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
     write_atomically(place, graph.model(InPlace()).SerializeToString())
-    np.save(folder / MAP_NAME, kept)
-    named = replace(manifest.draft, d2t=MAP_NAME)
-    files = {**manifest.files, **{name: digest_file(folder / name) for name in (manifest.draft.graph, MAP_NAME)}}
+    np.save(folder / TARGET_IDS_NAME, kept)
+    named = replace(manifest.draft, d2t=TARGET_IDS_NAME)
+    files = {**manifest.files, **{name: digest_file(folder / name) for name in (manifest.draft.graph, TARGET_IDS_NAME)}}
     write_atomically(path, replace(manifest, draft=named, files=files).to_json().encode())
 
 

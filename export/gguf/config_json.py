@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any, Final
 
-from ...models.manifest import SHORTEST_CONTEXT
+from ...models.manifest import MIN_CONTEXT
 from .gguf_metadata import GgufMetadata
 from .rope_scaling import RopeFactors, rope_scaling
 
@@ -66,7 +66,7 @@ def config_settings(
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.count(f"{name}.attention.head_count_kv", 1) or heads,
         "head_dim": head_dim,
-        "max_position_embeddings": metadata.required_count(f"{name}.context_length", SHORTEST_CONTEXT),
+        "max_position_embeddings": metadata.required_count(f"{name}.context_length", MIN_CONTEXT),
         "rms_norm_eps": epsilon,
         "rope_theta": base,
         "tie_word_embeddings": "output.weight" not in tensors,

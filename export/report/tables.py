@@ -228,7 +228,7 @@ def _conditions(report: ModelReport) -> Table:
         facts["calibration text"] = (
             f"{text.origin}: {text.tokens} tokens, and {text.held_out_tokens} held out for these figures"
         )
-        facts["AWQ scaling"] = "applied" if text.folded else "not applied"
+        facts["AWQ scaling"] = "applied" if text.awq else "not applied"
     facts |= {
         "difference from the reference decoder": ", ".join(
             f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.items()

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import BundleError
-from ...models.bundle import COMPANIONS
+from ...models.bundle import TOKENIZER_AND_CONFIG_FILES
 from ...models.device_kind import DeviceKind
 from ...models.find import find_model
 from ...models.graph_files import find_graph
 from ...models.json_file import is_whole, read_json_object
-from ...models.manifest import SHORTEST_CONTEXT
+from ...models.manifest import MIN_CONTEXT
 from ...models.variants import GENAI_CONFIG
 
 _TOKENIZER: Final = "tokenizer.json"
@@ -79,7 +79,7 @@ class ForeignModel:
             self.config.get("n_positions"),
             self.genai.get("context_length"),
         ):
-            if is_whole(value, SHORTEST_CONTEXT):
+            if is_whole(value, MIN_CONTEXT):
                 return int(str(value))
         return None
 
@@ -115,7 +115,7 @@ class ForeignModel:
             BundleError: a settings file cannot be read.
             OSError: the disk refused a write.
         """
-        for name in COMPANIONS:
+        for name in TOKENIZER_AND_CONFIG_FILES:
             path = self.file(name)
             if path is not None:
                 shutil.copyfile(path, folder / name)

@@ -11,7 +11,7 @@ from typing import Final
 from onnx import ModelProto
 
 from ...errors import BundleError, InputError
-from ...models.bundle import COMPANIONS, GRAPH_NAME, WEIGHTS_NAME, digest_file
+from ...models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
 from ...models.progress import Progress, silent
 from ..bundle_writer import PRODUCER
@@ -218,7 +218,11 @@ class _Upgrade:
         width = self._foreign.config.get("intermediate_size")
         self.bits_per_weight = bits_per_weight(matrices)
         files: dict[str, FileDigest] = {WEIGHTS_NAME: self._digest}
-        files |= {name: digest_file(folder / name) for name in (GRAPH_NAME, *COMPANIONS) if (folder / name).is_file()}
+        files |= {
+            name: digest_file(folder / name)
+            for name in (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
+            if (folder / name).is_file()
+        }
         manifest = Manifest(
             architecture=architecture_of(
                 matrices, attention, self._foreign.family, self._context, width if isinstance(width, int) else None

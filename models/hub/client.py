@@ -1,9 +1,8 @@
-"""What is asked of the Hugging Face Hub: what a repository holds, and its files.
+"""Requests to the Hugging Face Hub: the list of a repository's files, and single files.
 
-Requests, log-ins, endpoints and redirects are the hub library's. What it does not do is go on with a file where an
-earlier process broke off (since its release 1.0 none does), so the file to write to and where to go on from are given
-to it here. One request lists a repository with the digest of every file; after that a file is one request, and is
-checked against its digest.
+The hub library does the requests, log-ins, endpoints and redirects. Since release 1.0 it does not resume a file that an
+earlier process left unfinished, so the file and the offset are given to it here. One request lists a repository with
+the digest of every file; each file is one more request, and is compared with its digest.
 """
 
 from __future__ import annotations
@@ -35,33 +34,33 @@ _LIBRARY: Final = "huggingface_hub"
 _REQUEST_S: Final = 30.0
 
 
-class BrokenOffError(HubError):
-    """The connection failed, so that another try may succeed."""
+class ConnectionFailedError(HubError):
+    """The connection failed, so another attempt may succeed."""
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids asking the hub (`HF_HUB_OFFLINE`, which `--offline` sets)."""
+    """Return whether the environment forbids requests to the hub (`HF_HUB_OFFLINE`, which `--offline` sets)."""
     return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
 def endpoint() -> str:
-    """The hub's address; `HF_ENDPOINT` names another."""
-    from huggingface_hub import constants  # noqa: PLC0415  it takes a third of a second, and most runs need no hub
+    """Return the hub's address; `HF_ENDPOINT` overrides it."""
+    from huggingface_hub import constants  # noqa: PLC0415  importing it takes a third of a second
 
     return (os.environ.get("HF_ENDPOINT") or str(constants.ENDPOINT)).rstrip("/")
 
 
 def list_repository(id_: HubId) -> Listing:
-    """The repository at the commit that the id's revision stands at now.
+    """List a repository at the commit that the id's revision refers to now.
 
     Raises:
-        HubError: the hub cannot be reached or does not answer as it should.
-        InputError: there is no such repository or revision, or it may not be read.
+        HubError: the hub cannot be reached, or its answer is not valid.
+        InputError: the repository or revision does not exist, or access is denied.
     """
     from huggingface_hub import HfApi  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
-    with _told_in_a_line(id_, "the list of files"), _quiet_library():
+    with _library_errors_explained(id_, "the list of files"), _library_silenced():
         api = HfApi(endpoint=endpoint(), library_name="edge-run", library_version=__version__)
         try:
             info = api.model_info(id_.repo, revision=id_.revision, files_metadata=True, timeout=_REQUEST_S)
@@ -70,17 +69,15 @@ def list_repository(id_: HubId) -> Listing:
         except HfHubHTTPError:  # some kinds of it are ValueErrors too
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise _no_hub() from error
+            raise _invalid_answer() from error
     listing = listing_of(id_.repo, commit, files)
     if len(commit) != 40 or not set(commit) <= set("0123456789abcdef") or (files and not listing.files):
-        raise _no_hub()
+        raise _invalid_answer()
     return listing
 
 
-def _no_hub() -> HubError:
-    return HubError(
-        f"{endpoint()} does not answer as the hub does", "check HF_ENDPOINT and what is between it and here"
-    )
+def _invalid_answer() -> HubError:
+    return HubError(f"{endpoint()} does not answer like the hub", "check HF_ENDPOINT, the proxy and the network log-in")
 
 
 def _repo_file(sibling: Any) -> RepoFile:
@@ -90,18 +87,18 @@ def _repo_file(sibling: Any) -> RepoFile:
 
 
 def download(listing: Listing, file: RepoFile, path: Path, progress: Callable[[int], None]) -> None:
-    """Download a file to `path`, going on after what is there already.
+    """Download a file to `path`, resuming after the bytes that are there.
 
     Args:
-        listing: of the repository.
+        listing: the repository.
         file: one of its files.
-        path: where to; on an error it keeps what came.
-        progress: called with the number of bytes that came, which is negative if some have to be given up.
+        path: destination; after an error it keeps the bytes that were received.
+        progress: receives the number of new bytes, which is negative if received bytes were discarded.
 
     Raises:
-        BrokenOffError: the hub cannot be reached, or the download broke off.
-        HubError: the hub does not give the file, or the disk is full.
-        InputError: the file may not be read.
+        ConnectionFailedError: the hub cannot be reached, or the connection ended.
+        HubError: the hub refuses the file, or the disk is full.
+        InputError: access to the file is denied.
     """
     from huggingface_hub import constants, hf_hub_url  # noqa: PLC0415
     from huggingface_hub.file_download import http_get  # noqa: PLC0415
@@ -109,22 +106,22 @@ def download(listing: Listing, file: RepoFile, path: Path, progress: Callable[[i
 
     if file.bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
         raise HubError(
-            f"{file.path} of {listing.repo} is larger than the hub sends at once",
-            f"fetch it with: hf download {listing.repo}",
+            f"{file.path} of {listing.repo} is too large for a plain download",
+            f"download it with: hf download {listing.repo}",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     url = hf_hub_url(listing.repo, file.path, revision=listing.commit, endpoint=endpoint())
-    with path.open("ab") as target, _told_in_a_line(HubId(listing.repo), file.path), _quiet_library():
+    with path.open("ab") as target, _library_errors_explained(HubId(listing.repo), file.path), _library_silenced():
         headers = build_hf_headers(library_name="edge-run", library_version=__version__)
-        # A size that was counted before compression could not be gone on from.
+        # The offset for resuming counts uncompressed bytes.
         headers["Accept-Encoding"] = "identity"
         if target.tell() > file.bytes:
             target.truncate(0)
             target.seek(0)
-        counted: Any = _Counted(target, progress)
+        counting: Any = _CountingFile(target, progress)
         http_get(
             url,
-            counted,
+            counting,
             resume_size=target.tell(),
             headers=headers,
             expected_size=file.bytes,
@@ -133,22 +130,22 @@ def download(listing: Listing, file: RepoFile, path: Path, progress: Callable[[i
 
 
 def check_download(listing: Listing, file: RepoFile, path: Path) -> FileDigest:
-    """Compare a downloaded file with the digest that the hub gives for it; one that differs is deleted.
+    """Compare a downloaded file with the digest of the repository's list, and delete it if it differs.
 
     Raises:
-        HubError: it differs.
+        HubError: the file differs.
     """
     digest = digest_file(path)
-    if digest.bytes == file.bytes and _is_content(path, digest, file):
+    if digest.bytes == file.bytes and _matches_digest(path, digest, file):
         return digest
     path.unlink()
     raise HubError(
-        f"{file.path} of {listing.repo} came damaged: its checksum is not the hub's",
-        "run the command again; if that does not help, something between the hub and here changes files",
+        f"{file.path} of {listing.repo} is damaged after the download: its checksum differs",
+        "run the command again; if that does not help, a proxy or network device changes files",
     )
 
 
-def _is_content(path: Path, digest: FileDigest, file: RepoFile) -> bool:
+def _matches_digest(path: Path, digest: FileDigest, file: RepoFile) -> bool:
     if file.sha256 is not None:
         return digest.sha256 == file.sha256
     if file.git_oid is None:
@@ -158,8 +155,8 @@ def _is_content(path: Path, digest: FileDigest, file: RepoFile) -> bool:
     return git.hexdigest() == file.git_oid
 
 
-class _Counted:
-    """A file opened for appending that tells how many bytes are written to it."""
+class _CountingFile:
+    """A file opened for appending that reports the number of written bytes."""
 
     def __init__(self, file: IO[bytes], progress: Callable[[int], None]) -> None:
         self._file = file
@@ -183,11 +180,10 @@ class _Counted:
 
 
 @contextmanager
-def _quiet_library() -> Iterator[None]:
-    """Keep the library to what is asked of it.
+def _library_silenced() -> Iterator[None]:
+    """Disable the library's progress bars, log messages and telemetry during the block.
 
-    Its bars and log lines would stand beside the one bar and the one line that there are to be, and with its telemetry
-    on it asks for and sends along what program it is started by.
+    edge-run shows its own progress bar and errors; the telemetry would send the name of the calling program.
     """
     from huggingface_hub import constants  # noqa: PLC0415
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars  # noqa: PLC0415
@@ -196,7 +192,7 @@ def _quiet_library() -> Iterator[None]:
     level, telemetry_off = logger.level, constants.HF_HUB_DISABLE_TELEMETRY
     logger.setLevel(logging.ERROR)
     constants.HF_HUB_DISABLE_TELEMETRY = True
-    decided = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None  # by the environment, which cannot be overruled
+    decided = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None  # by the environment, which takes precedence
     if not decided:
         disable_progress_bars(bars)
     try:
@@ -209,8 +205,8 @@ def _quiet_library() -> Iterator[None]:
 
 
 @contextmanager
-def _told_in_a_line(id_: HubId, what: str) -> Iterator[None]:
-    """Turn the library's errors into ours."""
+def _library_errors_explained(id_: HubId, what: str) -> Iterator[None]:
+    """Convert the library's errors to edge-run's."""
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
     try:
@@ -221,49 +217,55 @@ def _told_in_a_line(id_: HubId, what: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             hint = "make room, or set HF_HOME to a folder on another disk"
             raise HubError(f"{what} of {id_.repo} cannot be written: {error.strerror}", hint) from error
-        hint = "check the connection and run the command again: what came is kept"
-        raise BrokenOffError(f"{what} of {id_.repo} cannot be had from {endpoint()}: {_reason(error)}", hint) from error
+        hint = "check the connection and run the command again; it resumes where it stopped"
+        raise ConnectionFailedError(
+            f"{what} of {id_.repo} cannot be downloaded from {endpoint()}: {_reason(error)}", hint
+        ) from error
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
-    """What fails below the hub's own answers, in whichever HTTP library the hub library came with."""
+    """Return the types of network errors, of whichever HTTP library the hub library uses."""
     libraries = [sys.modules.get(name) for name in ("httpx2", "httpx")]
     found = (getattr(library, name, None) for library in libraries for name in ("HTTPError", "InvalidURL"))
     return OSError, *(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 def _reason(error: BaseException) -> str:
-    """The system's own words at the bottom of a chain of errors, else the first one's."""
+    """Return the operating system's message at the bottom of a chain of errors, or else the first error's."""
     bottom: BaseException | None = error
-    words = ""
+    message = ""
     while bottom is not None:
         if isinstance(bottom, OSError) and bottom.strerror:
-            words = bottom.strerror
+            message = bottom.strerror
         bottom = bottom.__cause__ or bottom.__context__
-    return words or str(error).split("\n")[0][:200] or type(error).__name__
+    return message or str(error).split("\n")[0][:200] or type(error).__name__
 
 
 def _refusal(id_: HubId, what: str, error: Any) -> EdgeError:
-    """The line for an answer that is an error (https://huggingface.co/docs/hub/api)."""
+    """Convert an error answer (https://huggingface.co/docs/hub/api)."""
     status = error.response.status_code
     code = error.response.headers.get("X-Error-Code", "")
     by_code = {
         "GatedRepo": InputError(
-            f"{id_.repo} is given only to those who accept its terms",
+            f"{id_.repo} requires that you accept its terms",
             f"accept them at {endpoint()}/{id_.repo}, then log in: {_LOG_IN}",
         ),
         "RevisionNotFound": InputError(
             f"{id_.repo} has no revision {id_.revision}", f"leave @{id_.revision} out for the newest"
         ),
-        "EntryNotFound": HubError(f"{id_.repo} lacks {what} that it lists", "run the command again"),
+        "EntryNotFound": HubError(f"{id_.repo} lists {what} but does not contain it", "run the command again"),
     }
     if code in by_code:
         return by_code[code]
     if status in (401, 403, 404):
-        hint = f"check the name; a private model needs a log-in that may read it: {_LOG_IN}"
-        return InputError(f"there is no model {id_.repo} on the hub, nor a file or folder of that name here", hint)
+        hint = f"check the name; a private model needs a log-in with access to it: {_LOG_IN}"
+        return InputError(f"{id_.repo} is neither a model on the hub nor a file or folder on this machine", hint)
     if status == 429:
         hint = f"wait a little; a log-in raises the limit: {_LOG_IN}"
-        return HubError("the hub has had too many requests from here", hint)
-    hint = "run the command again in a while: what came is kept" if status >= 500 else "check the name and the revision"
-    return HubError(f"the hub does not give {what} of {id_.repo} (status {status})", hint)
+        return HubError("the hub received too many requests from this address", hint)
+    hint = (
+        "run the command again in a while; it resumes where it stopped"
+        if status >= 500
+        else "check the name and the revision"
+    )
+    return HubError(f"the hub refused {what} of {id_.repo} (status {status})", hint)

@@ -1,7 +1,7 @@
-"""Models from the Hugging Face Hub: `org/name[:variant][@revision]`.
+"""Downloads models from the Hugging Face Hub.
 
-A model that was downloaded is used as it is, without a word to the hub: a run needs no network, and what a name means
-changes only when `edge-run pull` asks again. Of a repository only the files that one graph needs are fetched.
+A downloaded model is opened without a request: a run needs no network, and what an id refers to changes only with
+`edge-run pull`. Only the files that one graph needs are downloaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from ...errors import BundleError, HubError
-from ..bundle import COMPANIONS, GRAPH_NAME
+from ..bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES
 from ..device_kind import DeviceKind
 from ..json_file import read_json_object
 from ..manifest import MANIFEST_NAME, Manifest
@@ -21,28 +21,43 @@ from ..onnx_file.external_data import external_files
 from ..progress import ProgressDisplay
 from ..variants import GENAI_CONFIG, GraphFiles, choose_graph, variant_of
 from . import client as hub_client
-from .downloads import Parts, disk_told
-from .local_store import CHECKPOINT, Downloaded, Listing, RepoFile, Store, hub_library_cache, is_safe_path, listing_of
+from .downloads import PartialDownloads, disk_errors_explained
+from .local_store import (
+    CHECKPOINT,
+    DownloadedModel,
+    Listing,
+    RepoFile,
+    Store,
+    hub_library_cache,
+    is_safe_path,
+    listing_of,
+)
 from .model_id import HubId
 
-_TEXT_FILES: Final = (*COMPANIONS, GENAI_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+_TEXT_FILES: Final = (
+    *TOKENIZER_AND_CONFIG_FILES,
+    GENAI_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+)
 _CHECKPOINT_FILES: Final = (*_TEXT_FILES, "model.safetensors.index.json")
 _GGUF_VARIANT: Final = re.compile(r"(?i)[-_.]((?:IQ|TQ|Q)\d[A-Z0-9_]*|BF16|F16|F32|MXFP4)$")
 _GGUF_PART: Final = re.compile(r"-\d{5}-of-\d{5}$")
 
 
-def fetch_model(id_: HubId, kind: DeviceKind = DeviceKind.CPU, *, newest: bool = False) -> Downloaded:
-    """The model folder of an id, downloaded if need be.
+def fetch_model(id_: HubId, kind: DeviceKind = DeviceKind.CPU, *, newest: bool = False) -> DownloadedModel:
+    """Return the model folder of an id, downloaded if necessary.
 
     Args:
-        id_: of a repository with ONNX graphs.
-        kind: what the model is to run on; decides the variant where the id names none.
-        newest: whether to ask the hub what the revision stands at now, and to replace what is damaged.
+        id_: id of a repository with ONNX graphs.
+        kind: kind of device that the model will run on; decides the variant if the id names none.
+        newest: whether to ask the hub which commit the revision refers to now, and to replace damaged files.
 
     Raises:
-        BundleError: the repository holds no such graph, or what was downloaded is damaged.
-        HubError: the hub cannot be reached, does not give it, or may not be asked.
-        InputError: there is no such repository or revision, or it may not be read.
+        BundleError: the repository holds no such graph, or the downloaded files are damaged.
+        HubError: the hub cannot be reached or refuses, or edge-run is offline and the model is not downloaded.
+        InputError: the repository or revision does not exist, or access is denied.
     """
     newest = newest and not hub_client.is_offline()
     listing = _listing(id_, newest=newest)
@@ -50,21 +65,21 @@ def fetch_model(id_: HubId, kind: DeviceKind = DeviceKind.CPU, *, newest: bool =
     store = Store(id_.repo)
     files = set(listing.files)
     if id_.variant is None and not newest:
-        files = _without_graphs_elsewhere(
+        files = _without_missing_graphs(
             files, [each for each in store.all_downloaded() if each.commit == listing.commit]
         )
     chosen = choose_graph(files, id_.variant, kind=kind, named=listing.decoders, where=id_.repo)
     variant = variant_of(listing.files, chosen.graph, listing.decoders)
     return _model_folder(
-        store, listing, chosen.graph, variant, lambda parts: _graph_files(parts, chosen), repair=newest
+        store, listing, chosen.graph, variant, lambda downloads: _graph_files(downloads, chosen), repair=newest
     )
 
 
 def fetch_checkpoint(id_: HubId) -> Path:
-    """What `edge-run export` reads: a folder with safetensors, a GGUF file, or else a folder with an ONNX graph.
+    """Return the source of an export: a folder with safetensors, a GGUF file, or a folder with an ONNX graph.
 
-    A variant names a GGUF file (`Q4_K_M`) or an ONNX graph; without one safetensors come first, which are nearest to
-    what was trained.
+    A variant names a GGUF file (`Q4_K_M`) or an ONNX graph. Without a variant safetensors are preferred, because they
+    have the original precision.
 
     Raises:
         EdgeError: as for `fetch_model`.
@@ -77,13 +92,13 @@ def fetch_checkpoint(id_: HubId) -> Path:
         return _model_folder(store, listing, CHECKPOINT, "checkpoint", lambda _: files).path
     gguf = _gguf_files(listing)
     if gguf and (id_.variant is not None or not _has_graphs(listing)):
-        variant, path = _meant_gguf(id_, gguf)
+        variant, path = _choose_gguf(id_, gguf)
         return _model_folder(store, listing, path, variant, lambda _: {PurePosixPath(path).name: path}).path
     return fetch_model(id_).path
 
 
 def _listing(id_: HubId, *, newest: bool) -> Listing:
-    """The repository's files: as known, or as the hub lists them now."""
+    """Return the repository's files: as stored, or as the hub lists them now."""
     store = Store(id_.repo)
     commit = store.commit_of(id_.revision)
     known = store.listing(commit) if commit is not None else None
@@ -93,18 +108,18 @@ def _listing(id_: HubId, *, newest: bool) -> Listing:
         if (known := known or _library_listing(id_)) is not None:
             return known
         raise HubError(
-            f"{id_} is not downloaded, and the hub may not be asked (offline)",
+            f"{id_} is not downloaded, and edge-run is offline",
             f"run edge-run pull {id_} with a connection first",
         )
     listing = hub_client.list_repository(id_)
-    with disk_told():
+    with disk_errors_explained():
         listing = replace(listing, decoders=_decoders(store, listing))
-        store.keep_listing(listing, id_.revision)
+        store.save_listing(listing, id_.revision)
     return listing
 
 
 def _library_listing(id_: HubId) -> Listing | None:
-    """What the hub library's cache has of a repository, where other programs downloaded it."""
+    """List the files of a repository in the hub library's cache, where other programs may have put them."""
     folder = hub_library_cache() / f"models--{id_.repo.replace('/', '--')}"
     try:
         ref = folder / "refs" / (id_.revision or "main")
@@ -114,7 +129,7 @@ def _library_listing(id_: HubId) -> Listing | None:
             return None
         files = []
         for path in filter(Path.is_file, snapshot.rglob("*")):
-            # A blob is named by the digest of a large file, or by git's of a small one.
+            # The name of a blob is the SHA-256 of a large file, or the git object id of a small one.
             name, blob = path.relative_to(snapshot).as_posix(), path.resolve().name
             is_git = re.fullmatch("[0-9a-f]{40}", blob) is not None
             is_sha = re.fullmatch("[0-9a-f]{64}", blob) is not None
@@ -125,23 +140,23 @@ def _library_listing(id_: HubId) -> Listing | None:
 
 
 def _decoders(store: Store, listing: Listing) -> dict[str, str]:
-    """Which graph each `genai_config.json` names that has several beside it."""
+    """Return the decoder's file name by folder, for each `genai_config.json` with several graphs beside it."""
     folders = [PurePosixPath(path).parent for path in listing.files if path.endswith(".onnx")]
     paths = [str(folder / GENAI_CONFIG) for folder in dict.fromkeys(folders) if folders.count(folder) > 1]
-    parts = Parts(store, listing, lambda _done, _todo: None)
+    downloads = PartialDownloads(store, listing, lambda _done, _total: None)
     named = {}
     for path in paths:
         if path in listing.files:
-            file = parts.get([path])[path][0]
-            config = read_json_object(file, BundleError, f"tell the makers of {listing.repo}")
+            file = downloads.get([path])[path][0]
+            config = read_json_object(file, BundleError, f"tell the authors of {listing.repo}")
             decoder = config.get("model", {}).get("decoder", {}) if isinstance(config.get("model"), dict) else {}
             if isinstance(decoder, dict) and isinstance(decoder.get("filename"), str):
                 named[str(PurePosixPath(path).parent)] = decoder["filename"]
     return named
 
 
-def _without_graphs_elsewhere(files: set[str], downloaded: Sequence[Downloaded]) -> set[str]:
-    """The files of a repository without the graphs that were not downloaded, if any was."""
+def _without_missing_graphs(files: set[str], downloaded: Sequence[DownloadedModel]) -> set[str]:
+    """Return the files of a repository; if some graphs are downloaded, without the other graphs."""
     here = {model.source for model in downloaded if model.source.endswith(".onnx")}
     here |= {source.replace("decoder_with_past_model", "decoder_model") for source in here}
     return {file for file in files if file in here or not file.endswith(".onnx")} if here else files
@@ -152,11 +167,11 @@ def _model_folder(
     listing: Listing,
     source: str,
     variant: str,
-    wanted: Callable[[Parts], Mapping[str, str]],
+    wanted: Callable[[PartialDownloads], Mapping[str, str]],
     *,
     repair: bool = False,
-) -> Downloaded:
-    """The model folder for a file of a repository; `wanted` says which files it takes, by their path in it."""
+) -> DownloadedModel:
+    """Return the model folder for a file of a repository; `wanted` gives its files, by their path in the folder."""
     found = store.downloaded(listing.commit, source)
     if found is not None and repair:
         try:
@@ -165,13 +180,15 @@ def _model_folder(
             store.remove([found])
             found = None
     if found is None:
-        with disk_told(), store.locked(), ProgressDisplay() as progress:
-            # Another process may have made it meanwhile.
+        with disk_errors_explained(), store.locked(), ProgressDisplay() as progress:
+            # Another process may have downloaded it meanwhile.
             found = store.downloaded(listing.commit, source)
             if found is None:
-                parts = Parts(store, listing, progress.bytes_of(Downloaded.name(listing.repo, variant)))
-                names = wanted(parts)
-                files = parts.get(names.values())
+                downloads = PartialDownloads(
+                    store, listing, progress.bytes_of(DownloadedModel.name(listing.repo, variant))
+                )
+                names = wanted(downloads)
+                files = downloads.get(names.values())
                 found = store.assemble(
                     listing.commit, source, variant, {name: files[path] for name, path in names.items()}
                 )
@@ -179,18 +196,18 @@ def _model_folder(
     return found
 
 
-def _graph_files(parts: Parts, chosen: GraphFiles) -> dict[str, str]:
-    """What runs one graph, by its path in the model folder: all beside the graph, wherever the repository has it."""
-    listing = parts.listing
+def _graph_files(downloads: PartialDownloads, chosen: GraphFiles) -> dict[str, str]:
+    """Return the files that one graph needs, by their path in the model folder."""
+    listing = downloads.listing
     folder = PurePosixPath(chosen.graph).parent
     graphs = [path for path in (chosen.graph, chosen.prefill) if path is not None]
-    parts.require_room(
+    downloads.check_room(
         path
         for path in listing.files
         if any(path == graph or path.startswith((f"{graph}_data", f"{graph}.data")) for graph in graphs)
     )
     wanted = {PurePosixPath(path).name: path for path in graphs}
-    for graph, (file, _) in parts.get(graphs).items():
+    for graph, (file, _) in downloads.get(graphs).items():
         try:
             data = external_files(file)
         except BundleError as error:
@@ -200,7 +217,7 @@ def _graph_files(parts: Parts, chosen: GraphFiles) -> dict[str, str]:
             if not is_safe_path(name):
                 raise BundleError(f"{graph} of {listing.repo} keeps weights in {name!r}", "do not use this model")
             if path not in listing.files:
-                raise BundleError(f"{listing.repo} lacks {path}, where {graph} keeps weights", "tell its makers")
+                raise BundleError(f"{listing.repo} lacks {path}, where {graph} keeps weights", "tell its authors")
             wanted[name] = path
     for name in _TEXT_FILES:
         places = [str(place / name) for place in (folder, *folder.parents)]
@@ -208,29 +225,29 @@ def _graph_files(parts: Parts, chosen: GraphFiles) -> dict[str, str]:
             wanted[name] = nearest[0]
     manifest = str(folder / MANIFEST_NAME)
     if PurePosixPath(chosen.graph).name == GRAPH_NAME and manifest in listing.files:
-        wanted |= _named_by_manifest(parts, manifest)
+        wanted |= _named_by_manifest(downloads, manifest)
     return wanted
 
 
-def _named_by_manifest(parts: Parts, path: str) -> dict[str, str]:
-    """The files of a bundle that edge-run exported, its draft model's too if that lies inside."""
+def _named_by_manifest(downloads: PartialDownloads, path: str) -> dict[str, str]:
+    """Return the files that a bundle's manifest names, and those of its draft if that lies inside."""
     folder = PurePosixPath(path).parent
-    manifest = Manifest.from_json(parts.get([path])[path][0].read_bytes(), f"{path} of {parts.listing.repo}")
+    manifest = Manifest.from_json(downloads.get([path])[path][0].read_bytes(), f"{path} of {downloads.listing.repo}")
     names = [MANIFEST_NAME, *manifest.files]
     wanted = {name: str(folder / name) for name in names if is_safe_path(name)}
     if manifest.draft is not None and not manifest.draft.graph and is_safe_path(manifest.draft.path):
         draft = folder / manifest.draft.path
-        for each in map(PurePosixPath, parts.listing.files):
+        for each in map(PurePosixPath, downloads.listing.files):
             if draft in each.parents:
                 wanted[str(each.relative_to(folder))] = str(each)
-    return {name: file for name, file in wanted.items() if file in parts.listing.files}
+    return {name: file for name, file in wanted.items() if file in downloads.listing.files}
 
 
 def _require_graph(id_: HubId, listing: Listing) -> None:
     """Check that a repository has ONNX graphs.
 
     Raises:
-        BundleError: it has none; says how to make one of what it has.
+        BundleError: it has none; the hint shows how to export its weights.
     """
     if _has_graphs(listing):
         return
@@ -242,7 +259,7 @@ def _require_graph(id_: HubId, listing: Listing) -> None:
         raise BundleError(what, hint)
     if _safetensors(listing):
         raise BundleError(what, f"export its checkpoint: edge-run export {replace(id_, variant=None)} OUT")
-    raise BundleError(what, "nor safetensors or GGUF weights to export; look for another repository of this model")
+    raise BundleError(what, "and no safetensors or GGUF weights to export; look for another repository of this model")
 
 
 def _has_graphs(listing: Listing) -> bool:
@@ -250,12 +267,12 @@ def _has_graphs(listing: Listing) -> bool:
 
 
 def _safetensors(listing: Listing) -> list[str]:
-    """The weights of a checkpoint at the repository's root, as transformers names them."""
+    """List the weights of a checkpoint at the repository's root, by transformers' naming."""
     return [path for path in listing.files if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", path)]
 
 
 def _gguf_files(listing: Listing) -> dict[str, str]:
-    """GGUF files by what tells them apart: the form of their weights, else their names."""
+    """Return GGUF files by variant: the format of their weights, or else their names."""
     paths = [path for path in sorted(listing.files) if path.endswith(".gguf")]
     found: dict[str, str] = {}
     for path in paths:
@@ -266,11 +283,11 @@ def _gguf_files(listing: Listing) -> dict[str, str]:
     return found
 
 
-def _meant_gguf(id_: HubId, gguf: Mapping[str, str]) -> tuple[str, str]:
-    """The GGUF file that a variant names, or the only one: its variant and path.
+def _choose_gguf(id_: HubId, gguf: Mapping[str, str]) -> tuple[str, str]:
+    """Return variant and path of the GGUF file that the id's variant names, or of the only one.
 
     Raises:
-        BundleError: there is none, or several, or it is cut into pieces.
+        BundleError: no file or several files match, or the file is one of several pieces.
     """
     wanted = (id_.variant or "").lower()
     exact = [name for name in gguf if wanted in (name.lower(), gguf[name].lower())]

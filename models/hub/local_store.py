@@ -1,16 +1,16 @@
-"""Where models from the Hugging Face Hub lie on this machine, and what is known about them.
+"""Stores models from the Hugging Face Hub on this machine.
 
     HF_HOME/assets/edge-run/models/org--name/
-        refs/main             the commit that a branch or tag stood at when it was last asked for
-        partial/              files that are not yet whole, or not yet in their folder
+        refs/main             the commit that a branch or tag referred to at the last request
+        partial/              files that are incomplete, or not yet in their folder
         <commit>/files.json   every file of the repository at that commit
         <commit>/<graph>/     a model folder: one graph, its weights, tokenizer and configuration, and hub.json
 
-A model folder holds plain files. The hub library's own cache would not do: there a model is a folder of links into a
-folder of blobs, and those perhaps again links into a store for all models. ONNX Runtime 1.24.1 refuses weights behind
-such links, later releases take them only if graph and weights end up in one folder, and the onnx package refuses links
-of either kind, hard ones too (docs/decisions/0012-models-from-the-hub.md). The assets folder beside it is the one the
-library gives to other programs.
+A model folder holds plain files. In the hub library's cache a model is a folder of links to blobs, which may be links
+to a store of all models. ONNX Runtime 1.24.1 refuses weights behind such links, later releases accept them only if
+graph and weights end up in one folder, and the onnx package refuses symbolic and hard links
+(docs/decisions/0012-models-from-the-hub.md and 0028-hub-store.md). The library offers its assets folder to other
+programs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from urllib.parse import quote
 
 from ...errors import BundleError, HubError
 from ..atomic import folder_written_atomically, write_atomically
-from ..bundle import remember_verified, verify_file
+from ..bundle import mark_verified, verify_file
 from ..json_file import is_whole, read_json_object
 from ..lock import locked
 from ..manifest import FileDigest
@@ -38,10 +38,10 @@ MAIN: Final = "main"
 _LISTING_NAME: Final = "files.json"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 CHECKPOINT: Final = "."
-"""What stands for a whole checkpoint where one file would be named."""
+"""The `source` of a whole checkpoint, in place of a file."""
 _FORMAT: Final = 1
 _LOCK_NAME: Final = "lock"
-_LONGEST_DOWNLOAD_S: Final = 24 * 3600.0
+_MAX_DOWNLOAD_S: Final = 24 * 3600.0
 _REMOVAL_WAIT_S: Final = 1.0
 
 
@@ -50,12 +50,12 @@ class RepoFile:
     """A file of a repository."""
 
     path: str
-    """POSIX, from the repository's root."""
+    """POSIX path relative to the repository's root."""
     bytes: int
     sha256: str | None
-    """Hexadecimal, of the content; None for small files, which the hub keeps in git itself."""
+    """SHA-256 of the content (hexadecimal); None for small files, which the hub stores in git."""
     git_oid: str | None
-    """Git's SHA-1 of the file (for a large one: of the pointer to it)."""
+    """Git object id of the file, or for a large file of the pointer to it."""
 
 
 @dataclass(frozen=True)
@@ -65,55 +65,55 @@ class Listing:
     repo: str
     commit: str
     files: Mapping[str, RepoFile]
-    """By path."""
+    """File by path."""
     decoders: Mapping[str, str] = field(default_factory=dict)
-    """Where several graphs lie with a `genai_config.json`: which of them it names, by folder."""
+    """File name of the decoder's graph by folder, where a `genai_config.json` has several graphs beside it."""
 
 
 @dataclass(frozen=True)
-class Downloaded:
-    """A model folder that came from the hub."""
+class DownloadedModel:
+    """A model folder that was downloaded from the hub."""
 
     folder: Path
     repo: str
     commit: str
     variant: str
-    """What `org/name:variant` calls it; empty if the repository has one graph only."""
+    """The variant in `org/name:variant`; empty if the repository has only one graph."""
     source: str
-    """The file of the repository that the folder was made for: a graph, a GGUF file, or `CHECKPOINT`."""
+    """The file of the repository that the folder is for: a graph or a GGUF file; or `CHECKPOINT`."""
     files: Mapping[str, FileDigest]
-    """By path from the folder."""
+    """Digest by path relative to the folder."""
 
     @property
     def path(self) -> Path:
-        """What is opened: a GGUF file, else the folder."""
+        """Path to open: a GGUF file, or the folder."""
         return self.folder / PurePosixPath(self.source).name if self.source.endswith(".gguf") else self.folder
 
     @property
     def id(self) -> str:
-        """What to call it by, as long as its branch stands where it stood."""
+        """The id of the model, as long as its branch refers to the same commit."""
         return self.name(self.repo, self.variant if self.source != CHECKPOINT else "")
 
     @staticmethod
     def name(repo: str, variant: str) -> str:
-        """A repository and a variant in one."""
+        """Join a repository and a variant."""
         return f"{repo}:{variant}" if variant else repo
 
     @property
     def bytes(self) -> int:
-        """Size of all its files."""
+        """Total size of the files in bytes."""
         return sum(digest.bytes for digest in self.files.values())
 
     @property
     def last_used(self) -> float:
-        """When it was last opened, in seconds since 1970."""
+        """Time at which it was last opened, in seconds since 1970."""
         return (self.folder / RECORD_NAME).stat().st_mtime
 
     def verify(self) -> None:
-        """Check that its files are as they came, and note that it is used; large files are hashed once.
+        """Check that the files are unchanged, and record the time of use; large files are hashed once.
 
         Raises:
-            BundleError: one is missing or damaged.
+            BundleError: a file is missing or damaged.
         """
         try:
             for name, digest in self.files.items():
@@ -122,41 +122,41 @@ class Downloaded:
             raise BundleError(error.what, f"download it again: edge-run pull {self.id}") from error
         try:
             os.utime(self.folder / RECORD_NAME)
-        except OSError:  # a cache that may only be read
+        except OSError:  # the cache is read-only
             return
 
 
 def models_root() -> Path:
-    """The folder of all models from the hub; it may not exist yet."""
+    """Return the folder of all models from the hub, which may not exist."""
     given = os.environ.get("HF_ASSETS_CACHE") or os.environ.get("HUGGINGFACE_ASSETS_CACHE")
-    return (_place(given) if given else hugging_face_home() / "assets") / "edge-run" / "models"
+    return (_expanded(given) if given else hugging_face_home() / "assets") / "edge-run" / "models"
 
 
 def hub_library_cache() -> Path:
-    """Where the hub library and the programs that use it keep their downloads."""
+    """Return the hub library's own cache folder."""
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    return _place(given) if given else hugging_face_home() / "hub"
+    return _expanded(given) if given else hugging_face_home() / "hub"
 
 
 def hugging_face_home() -> Path:
-    """`HF_HOME`, with the library's default."""
+    """Return `HF_HOME`, or the library's default."""
     given = os.environ.get("HF_HOME")
-    return _place(given) if given else _place(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return _expanded(given) if given else _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
 
 
-def _place(text: str) -> Path:
+def _expanded(text: str) -> Path:
     return Path(os.path.expandvars(os.path.expanduser(text)))
 
 
 def is_safe_path(path: str) -> bool:
-    """Whether a repository's path stays inside the folder it is put in, on every system."""
+    """Return whether a path stays inside the folder that it is relative to, on every operating system."""
     windows = PureWindowsPath(path)
     inside = not (windows.drive or windows.root or "\\" in path or ":" in path or "\0" in path)
     return bool(path) and inside and ".." not in windows.parts
 
 
 class Store:
-    """What is on disk of one repository."""
+    """The files of one repository on this machine."""
 
     def __init__(self, repo: str) -> None:
         self.repo: Final = repo
@@ -164,13 +164,13 @@ class Store:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from downloading the same repository."""
+        """Lock the repository against other processes that download or remove it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder / _LOCK_NAME, _LONGEST_DOWNLOAD_S):
+        with locked(self.folder / _LOCK_NAME, _MAX_DOWNLOAD_S):
             yield
 
     def commit_of(self, revision: str | None) -> str | None:
-        """The commit that a revision stood at when it was last asked for."""
+        """Return the commit that a revision referred to at the last request; None if it was not requested."""
         if revision is not None and _COMMIT.fullmatch(revision):
             return revision
         try:
@@ -180,7 +180,7 @@ class Store:
         return commit if _COMMIT.fullmatch(commit) else None
 
     def listing(self, commit: str) -> Listing | None:
-        """The repository's files at a commit, if they were once asked for."""
+        """Return the stored list of the repository's files at a commit; None if there is none."""
         path = self.folder / commit / _LISTING_NAME
         if not path.is_file():
             return None
@@ -189,10 +189,10 @@ class Store:
             files = [RepoFile(name, each["bytes"], each["sha256"], each["git"]) for name, each in data["files"].items()]
             return replace(listing_of(self.repo, commit, files), decoders=dict(data["decoders"]))
         except (BundleError, LookupError, TypeError, ValueError, AttributeError):
-            return None  # it can be asked for again
+            return None  # it can be requested again
 
-    def keep_listing(self, listing: Listing, revision: str | None) -> None:
-        """Keep a listing, and that `revision` stands at its commit."""
+    def save_listing(self, listing: Listing, revision: str | None) -> None:
+        """Store a listing, and that `revision` refers to its commit."""
         files = {
             file.path: {"bytes": file.bytes, "sha256": file.sha256, "git": file.git_oid}
             for file in listing.files.values()
@@ -203,23 +203,23 @@ class Store:
             write_atomically(self._ref(revision), listing.commit.encode())
 
     def partial(self, file: RepoFile) -> Path:
-        """Where a file is put together: by its content's digest, so that a new commit goes on with it."""
+        """Return the path of a partial file: named by its digest, so that a download for another commit resumes it."""
         return self.folder / "partial" / (file.sha256 or file.git_oid or quote(file.path, safe=""))
 
-    def downloaded(self, commit: str, source: str) -> Downloaded | None:
-        """The model folder made for a file of the repository (or for `CHECKPOINT`) at a commit, if it is there."""
+    def downloaded(self, commit: str, source: str) -> DownloadedModel | None:
+        """Return the model folder for a `source` of the repository at a commit, if it exists."""
         return read_downloaded(self._model_folder(commit, source))
 
     def assemble(
         self, commit: str, source: str, variant: str, files: Mapping[str, tuple[Path, FileDigest]]
-    ) -> Downloaded:
-        """Move files, by their path in the model folder, from where they were put together to their model folder.
+    ) -> DownloadedModel:
+        """Move complete files to a new model folder.
 
         Args:
-            commit: of the repository.
-            source: see `Downloaded`.
-            variant: see `Downloaded`.
-            files: each with what it was found to be.
+            commit: commit of the repository.
+            source: see `DownloadedModel`.
+            variant: see `DownloadedModel`.
+            files: present path and digest, by path in the model folder.
         """
         folder = self._model_folder(commit, source)
         digests = {name: digest for name, (_, digest) in files.items()}
@@ -235,31 +235,31 @@ class Store:
             paths = [path for path, _ in files.values()]
             for name, (path, _) in files.items():
                 (staging / name).parent.mkdir(parents=True, exist_ok=True)
-                # A draft beside its model has the same tokenizer, which is downloaded once.
-                put = shutil.copyfile if paths.count(path) > 1 else os.replace
-                put(path, staging / name)
+                # A draft inside its target's folder has the same tokenizer, which is downloaded once.
+                place = shutil.copyfile if paths.count(path) > 1 else os.replace
+                place(path, staging / name)
             (staging / RECORD_NAME).write_text(json.dumps(record, indent=1), encoding="utf-8")
         for name, (path, digest) in files.items():
             path.unlink(missing_ok=True)
-            remember_verified(folder / name, digest)
-        return Downloaded(folder, self.repo, commit, variant, source, digests)
+            mark_verified(folder / name, digest)
+        return DownloadedModel(folder, self.repo, commit, variant, source, digests)
 
-    def all_downloaded(self) -> list[Downloaded]:
-        """Every model folder of the repository."""
+    def all_downloaded(self) -> list[DownloadedModel]:
+        """List the model folders of the repository."""
         folders = sorted(self.folder.glob(f"*/[!.]*/{RECORD_NAME}"))
         return [found for record in folders if (found := read_downloaded(record.parent)) is not None]
 
     def unfinished_bytes(self) -> int:
-        """Size of what was downloaded in part."""
+        """Return the total size of partial files in bytes."""
         return sum(path.stat().st_size for path in self.folder.glob("partial/*") if path.is_file())
 
-    def remove(self, models: Iterable[Downloaded] | None = None) -> int:
-        """Remove some model folders of the repository, or everything of it; returns the bytes freed.
+    def remove(self, models: Iterable[DownloadedModel] | None = None) -> int:
+        """Remove some model folders of the repository, or all its files; return the number of bytes freed.
 
-        Nothing outside the repository's folder is touched; a link in it is removed, not what it leads to.
+        Nothing outside the repository's folder is removed; of a link only the link itself.
 
         Raises:
-            HubError: the disk refused, or another process is downloading.
+            HubError: the disk refused, or another process is downloading the repository.
         """
         before = self._size()
         try:
@@ -294,20 +294,20 @@ class Store:
 
 
 def stores() -> list[Store]:
-    """Every repository of which something is on disk."""
+    """List the repositories that have files on this machine."""
     folders = models_root().glob("*--*")
     return [Store(folder.name.replace("--", "/", 1)) for folder in sorted(folders) if folder.is_dir()]
 
 
 def listing_of(repo: str, commit: str, files: Iterable[RepoFile]) -> Listing:
-    """A listing without the files whose names or sizes cannot be."""
+    """Create a listing, without files that have unsafe paths or invalid sizes."""
     return Listing(
         repo, commit, {file.path: file for file in files if is_safe_path(file.path) and is_whole(file.bytes, 0)}
     )
 
 
-def read_downloaded(folder: Path) -> Downloaded | None:
-    """What a model folder's record says, or None if there is no sound one."""
+def read_downloaded(folder: Path) -> DownloadedModel | None:
+    """Read a model folder's record; None if it is missing or damaged."""
     path = folder / RECORD_NAME
     if not path.is_file():
         return None
@@ -319,7 +319,7 @@ def read_downloaded(folder: Path) -> Downloaded | None:
         return None
     if not all(isinstance(text, str) for text in (repo, commit, variant, source)) or not all(map(is_safe_path, files)):
         return None
-    return Downloaded(folder, repo, commit, variant, source, files)
+    return DownloadedModel(folder, repo, commit, variant, source, files)
 
 
 def _remove(path: Path) -> None:
@@ -329,9 +329,9 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def in_bytes(count: int) -> str:
-    """A number of bytes for people: 12 kB, 3.4 MB, 5.6 GB."""
-    for linear, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+def format_bytes(count: int) -> str:
+    """Format a number of bytes for people: 12 kB, 3.4 MB, 5.6 GB."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
-            return f"{count / size:.3g} {linear}" if count < 1000 * size else f"{count // size} {linear}"
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count // size} {unit}"
     return f"{max(count, 0)} bytes"

@@ -1,8 +1,8 @@
-"""Which files an ONNX model keeps its weights in, read from the model before anything opens them.
+"""Finds and checks the external data files of an ONNX model.
 
-A model names files beside it (`external_data` of a tensor, key `location`). A file that was made to harm may name any
-path, so the names are checked here and not left to the runtime's version. The model is read as protobuf wire format,
-following only the fields of onnx.proto that can hold a tensor.
+A model names files beside it (`external_data` of a tensor, key `location`). A malicious file may name any path, so the
+names are checked here instead of relying on the runtime's version. The model is read as protobuf wire format, following
+only the fields of onnx.proto that can hold a tensor.
 """
 
 from __future__ import annotations
@@ -27,58 +27,58 @@ _FIELDS: Final[Mapping[str, Mapping[int, str]]] = {
     "tensor": {13: "entry"},
 }
 """Message fields that lead to tensors, by message and field number in onnx.proto."""
-_DEEPEST: Final = 64
+_MAX_DEPTH: Final = 64
 _NUMBER: Final = re.compile("[0-9]{1,18}")
 
 
 def check_external_data(graph: Path) -> None:
-    """Check that a model keeps its weights in files beside it, and that they are there, whole.
+    """Check that the external data files of a model lie in its folder, exist and are long enough.
 
     Raises:
-        BundleError: the file is not an ONNX model, names a file outside its folder, or one that is missing or too
+        BundleError: the file is not an ONNX model, or names a file that lies outside its folder, is missing or is too
             short.
     """
-    for name, least in _needed(graph).items():
+    for name, minimum in _required_sizes(graph).items():
         windows = PureWindowsPath(name)
         if not name or windows.is_absolute() or windows.drive or windows.root or ".." in windows.parts:
             raise BundleError(f"{graph} keeps weights in {name!r}, outside its folder", "do not use this model")
         file = graph.parent / PurePosixPath(name)
         if not file.is_file():
             raise BundleError(f"{graph} keeps weights in {name}, which is missing", "copy the whole model folder")
-        if (size := file.stat().st_size) < least:
-            raise BundleError(f"{file} is damaged: {size} bytes, {least} expected", "copy the whole model folder")
+        if (size := file.stat().st_size) < minimum:
+            raise BundleError(f"{file} is damaged: {size} bytes, {minimum} expected", "copy the whole model folder")
 
 
 def external_files(graph: Path) -> list[str]:
-    """Names of the files that the tensors of a model refer to, sorted.
+    """List the external data files of a model, sorted by name.
 
     Raises:
-        BundleError: the file is not protobuf, so it is no ONNX model.
+        BundleError: the file is not an ONNX model.
     """
-    return sorted(_needed(graph))
+    return sorted(_required_sizes(graph))
 
 
-def _needed(graph: Path) -> dict[str, int]:
-    """The files that the tensors of a model refer to, sorted, and how many bytes each must have at the least."""
-    needed: dict[str, int] = {}
+def _required_sizes(graph: Path) -> dict[str, int]:
+    """Return the minimum size in bytes of each external data file, sorted by name."""
+    sizes: dict[str, int] = {}
     with mapped_model(graph) as data:
         for name, end in _tensors(data, 0, len(data), "model", 0):
-            needed[name] = max(needed.get(name, 0), end)
-    return dict(sorted(needed.items()))
+            sizes[name] = max(sizes.get(name, 0), end)
+    return dict(sorted(sizes.items()))
 
 
 def _tensors(data: mmap.mmap, start: int, end: int, message: str, depth: int) -> Iterator[tuple[str, int]]:
-    """File and end in it of every tensor that lies outside the model; 0 where the model does not say the end."""
-    if depth > _DEEPEST:
+    """Yield file name and end offset of every external tensor; the offset is 0 if the model does not give it."""
+    if depth > _MAX_DEPTH:
         raise ValueError("it is nested too deeply")
-    said: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for number, begin, stop in submessages(data, start, end):
         kind = _FIELDS[message].get(number)
         if kind == "entry":
             parts = {field: data[first:last].decode("utf-8") for field, first, last in submessages(data, begin, stop)}
-            said[parts.get(1, "")] = parts.get(2, "")
+            entries[parts.get(1, "")] = parts.get(2, "")
         elif kind is not None:
             yield from _tensors(data, begin, stop, kind, depth + 1)
-    if "location" in said:
-        place = [said.get(key, "0") for key in ("offset", "length")]
-        yield said["location"], sum(map(int, place)) if all(_NUMBER.fullmatch(each) for each in place) else 0
+    if "location" in entries:
+        numbers = [entries.get(key, "0") for key in ("offset", "length")]
+        yield entries["location"], sum(map(int, numbers)) if all(_NUMBER.fullmatch(each) for each in numbers) else 0

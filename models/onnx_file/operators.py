@@ -1,7 +1,7 @@
-"""Which operators a model uses, read from the file before anything loads it.
+"""Lists the operators of a model file without loading it.
 
-A graph that needs a library nobody has, or that is a program compiled for one device, fails to load with an error that
-says neither; here it can be told by name.
+A graph that needs a custom operator library, or that was compiled for one device, fails to load with an unhelpful
+error; its operators show the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 from .wire import mapped_model, submessages
 
-_DEEPEST: Final = 64
+_MAX_DEPTH: Final = 64
 _GRAPH, _FUNCTION = 7, 25  # of a model
 _NODE_OF_GRAPH, _NODE_OF_FUNCTION = 1, 7
 _OPERATOR, _ATTRIBUTE, _DOMAIN = 4, 5, 7  # of a node
@@ -24,23 +24,23 @@ _DOMAIN_OF_FUNCTION: Final = 10
 
 @dataclass(frozen=True)
 class Operators:
-    """The operators of a model's nodes, those in subgraphs and functions included."""
+    """Operators of a model's nodes, including those in subgraphs and functions."""
 
     used: frozenset[tuple[str, str]]
-    """Domain (empty for ONNX's own) and operator."""
+    """Domain (empty for ONNX's own) and name of each operator."""
     own_domains: frozenset[str]
-    """Domains of functions that the model brings along."""
+    """Domains of the functions that the model contains."""
 
     def __contains__(self, operator: str) -> bool:
-        """Whether an operator of that name is used, of whatever domain."""
+        """Return whether an operator of that name is used, in any domain."""
         return any(name == operator for _, name in self.used)
 
 
 def operators_of(graph: Path) -> Operators:
-    """The operators of a model file.
+    """Read the operators of a model file.
 
     Raises:
-        BundleError: the file is not protobuf, so it is no ONNX model.
+        BundleError: the file is not an ONNX model.
     """
     used: set[tuple[str, str]] = set()
     domains: set[str] = set()
@@ -59,7 +59,7 @@ def operators_of(graph: Path) -> Operators:
 
 
 def _in_nodes(data: mmap.mmap, start: int, end: int, field_of_nodes: int, depth: int) -> Iterator[tuple[str, str]]:
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         raise ValueError("it is nested too deeply")
     for number, begin, stop in submessages(data, start, end):
         if number == field_of_nodes:

@@ -1,8 +1,7 @@
-"""Giving a graph the weights of another file: tensors of one model written over those of the same name in another.
+"""Replaces the external tensors of one model file by those of another.
 
-Weights packed for a machine lie in a file of their own, of which each tensor of the packed graph says where (and where
-its packed form is). A second graph over the same weights finds them by the same words. As `onnx_wire` reads, so this
-writes: protobuf wire format, with everything that is not replaced byte for byte as it was.
+The tensors of a prepacked graph refer to the packed weights in its data file. A second graph over the same weights uses
+them through the same references. Everything else in the file stays the same byte for byte.
 """
 
 from __future__ import annotations
@@ -12,23 +11,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from .wire import mapped_model, submessages
+from .wire import field_header, mapped_model, submessages
 
 _GRAPH: Final = 7  # of a model
 _TENSOR: Final = 5  # of a graph
-_NAME, _ELSEWHERE = 8, 13  # of a tensor
-_LENGTH_DELIMITED: Final = 2
+_NAME, _EXTERNAL_DATA = 8, 13  # of a tensor
 
 
 def with_tensors_of(graph: Path, other: Path) -> bytes:
-    """The model in `graph`, each of whose weights in another file is replaced by the tensor of its name in `other`.
+    """Return the model in `graph`, with each external tensor replaced by the tensor of that name in `other`.
 
     Raises:
         BundleError: one of the files is not an ONNX model.
-        KeyError: `other` has no tensor of such a name.
+        KeyError: `other` lacks a tensor.
     """
     with mapped_model(other) as data:
-        theirs = {
+        replacements = {
             _name(data, begin, stop): data[begin:stop]
             for first, last in _fields(data, 0, len(data), _GRAPH)
             for begin, stop in _fields(data, first, last, _TENSOR)
@@ -36,13 +34,13 @@ def with_tensors_of(graph: Path, other: Path) -> bytes:
     with mapped_model(graph) as data:
 
         def tensor(start: int, end: int) -> bytes:
-            elsewhere = any(True for _ in _fields(data, start, end, _ELSEWHERE))
-            return theirs[_name(data, start, end)] if elsewhere else data[start:end]
+            external = any(True for _ in _fields(data, start, end, _EXTERNAL_DATA))
+            return replacements[_name(data, start, end)] if external else data[start:end]
 
         def tensors(start: int, end: int) -> bytes:
-            return _with_each(data, start, end, _TENSOR, tensor)
+            return _replace_fields(data, start, end, _TENSOR, tensor)
 
-        return _with_each(data, 0, len(data), _GRAPH, tensors)
+        return _replace_fields(data, 0, len(data), _GRAPH, tensors)
 
 
 def _fields(data: mmap.mmap, start: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:
@@ -53,27 +51,17 @@ def _name(data: mmap.mmap, start: int, end: int) -> str:
     return next((data[begin:stop].decode("utf-8") for begin, stop in _fields(data, start, end, _NAME)), "")
 
 
-def _with_each(data: mmap.mmap, start: int, end: int, wanted: int, change: Callable[[int, int], bytes]) -> bytes:
-    """The message in `data[start:end]` with every field of one number replaced by what `change` makes of it."""
+def _replace_fields(
+    data: mmap.mmap, start: int, end: int, wanted: int, replacement: Callable[[int, int], bytes]
+) -> bytes:
+    """Return the message in `data[start:end]` with every field of one number replaced."""
     pieces: list[bytes] = []
-    at = start
+    copied = start
     for begin, stop in _fields(data, start, end, wanted):
-        header = _header(wanted, stop - begin)
+        header = field_header(wanted, stop - begin)
         if data[begin - len(header) : begin] != header:
-            raise ValueError("a length is not written the shortest way")
-        body = change(begin, stop)
-        pieces += [data[at : begin - len(header)], _header(wanted, len(body)), body]
-        at = stop
-    return b"".join([*pieces, data[at:end]])
-
-
-def _header(number: int, size: int) -> bytes:
-    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
-
-
-def _varint(value: int) -> bytes:
-    written = bytearray()
-    while value >= 0x80:
-        written.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*written, value])
+            raise ValueError("a length is not encoded in the shortest way")
+        body = replacement(begin, stop)
+        pieces += [data[copied : begin - len(header)], field_header(wanted, len(body)), body]
+        copied = stop
+    return b"".join([*pieces, data[copied:end]])

@@ -1,7 +1,7 @@
-"""ONNX files read as protobuf wire format, without decoding more than is asked for.
+"""Reading and writing ONNX files as protobuf wire format.
 
-The runtime does without the onnx package, and a model whose weights are inline may be as large as memory: fields that
-do not matter are skipped unread. https://protobuf.dev/programming-guides/encoding/
+The runtime does not need the onnx package, and a model with inline weights may be as large as memory, so other fields
+are skipped without reading them. https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ...errors import BundleError
 
 @contextmanager
 def mapped_model(graph: Path) -> Iterator[mmap.mmap]:
-    """The bytes of a model file; what its reader finds wrong with them is the file's fault.
+    """Map a model file into memory; errors of the block that reads it become a `BundleError`.
 
     Raises:
-        BundleError: the file is not protobuf, so it is no ONNX model.
+        BundleError: the file is not an ONNX model.
     """
     try:
         if graph.stat().st_size == 0:
@@ -31,23 +31,23 @@ def mapped_model(graph: Path) -> Iterator[mmap.mmap]:
 
 
 def submessages(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Field number, begin and end of every length-delimited field of the message in `data[start:end]`.
+    """Yield field number, begin and end of every length-delimited field of the message in `data[start:end]`.
 
     Raises:
-        ValueError: that is not a message.
+        ValueError: the bytes are not a message.
     """
     at = start
     while at < end:
-        tag, at = _varint(data, at, end)
+        tag, at = _read_varint(data, at, end)
         number, wire = tag >> 3, tag & 7
         if number == 0:
             raise ValueError("a field has the number 0")
         if wire == 0:
-            _, at = _varint(data, at, end)
+            _, at = _read_varint(data, at, end)
         elif wire in (1, 5):
             at += 8 if wire == 1 else 4
         elif wire == 2:
-            size, at = _varint(data, at, end)
+            size, at = _read_varint(data, at, end)
             if size > end - at:
                 raise ValueError("it ends too early")
             yield number, at, at + size
@@ -58,7 +58,7 @@ def submessages(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, in
         raise ValueError("it ends too early")
 
 
-def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
+def _read_varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
     value = shift = 0
     while at < end and shift < 64:
         byte = data[at]
@@ -68,3 +68,16 @@ def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
             return value, at
         shift += 7
     raise ValueError("it ends too early")
+
+
+def field_header(number: int, size: int) -> bytes:
+    """Encode the header of a length-delimited field."""
+    return _varint(number << 3 | 2) + _varint(size)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])

@@ -233,7 +233,7 @@ class DrafterPool:
 
     def _load_draft_model(self, pair: DraftPair) -> DraftModel:
         graph_io, config, cache = self._graph.graph_io, self._draft_config, self._persistence.cache
-        if pair.own:
+        if pair.layer_skip:
             return load_layer_skip_draft(pair, config, self._bundle, graph_io, self._context, cache=cache)
         return load_draft(pair, config, graph_io.vocab_size, self._context, cache=cache)
 

@@ -91,7 +91,7 @@ def test_calibration_lowers_the_divergence(checkpoint: Path, tmp_path: Path, met
     manifest = open_bundle(tmp_path / "calibrated").manifest
     assert manifest is not None
     assert manifest.calibration is not None
-    assert manifest.calibration.folded is awq
+    assert manifest.calibration.awq is awq
     assert {each.method for each in manifest.weights.values()} == {method}
 
 

@@ -1,4 +1,4 @@
-"""Bundles and their manifests: one clear line for everything that can be wrong with them."""
+"""Bundles and manifests: reading, writing, and errors of one clear line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def drop(*names: str) -> Change:
     return lambda data: [data.pop(name) for name in names]
 
 
-def test_a_manifest_reads_as_it_was_written() -> None:
+def test_manifests_survive_json() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
     assert Manifest.from_json(MANIFEST.to_json().encode()) == MANIFEST
     assert "draft" not in MANIFEST.to_json()
@@ -69,11 +69,17 @@ def test_a_manifest_reads_as_it_was_written() -> None:
     [put("later", {"a": 1}), put("architecture/window", 5), put("weights/head/outliers", True)],
     ids=["top", "architecture", "weights"],
 )
-def test_fields_of_later_programs_are_left_out(change: Change) -> None:
+def test_unknown_fields_are_ignored(change: Change) -> None:
     assert Manifest.from_json(changed(change)) == MANIFEST
 
 
-def test_what_has_a_default_may_be_missing() -> None:
+def test_an_older_name_of_a_field_is_read() -> None:
+    calibration = {"origin": "a.txt", "tokens": 9, "held_out_tokens": 3, "folded": True}
+    manifest = Manifest.from_json(changed(put("calibration", calibration)))
+    assert manifest.calibration == Calibration("a.txt", 9, 3, awq=True)
+
+
+def test_fields_with_a_default_may_be_missing() -> None:
     manifest = Manifest.from_json(changed(drop("parity", "producer", "command")))
     assert (manifest.parity, manifest.producer, manifest.command) == ({}, "", "")
 
@@ -124,7 +130,7 @@ BAD: list[tuple[str | bytes, str]] = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD, ids=[message[:50] for _, message in BAD])
-def test_bad_manifests_are_refused_in_one_line(tmp_path: Path, text: str | bytes, message: str) -> None:
+def test_invalid_manifests_are_errors_of_one_line(tmp_path: Path, text: str | bytes, message: str) -> None:
     (tmp_path / "model.onnx").write_bytes(b"graph")
     (tmp_path / "edge.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BundleError) as caught:
@@ -135,7 +141,7 @@ def test_bad_manifests_are_refused_in_one_line(tmp_path: Path, text: str | bytes
     assert "\n" not in str(caught.value)
 
 
-def test_a_manifest_must_vouch_for_the_graph(tmp_path: Path) -> None:
+def test_a_manifest_must_have_the_graphs_digest(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"graph")
     (tmp_path / "edge.json").write_text(changed(put("files", {})))
     with pytest.raises(BundleError, match=r"edge\.json lacks files\.model\.onnx; export the model again"):
@@ -151,7 +157,7 @@ def test_a_manifest_must_vouch_for_the_graph(tmp_path: Path) -> None:
         (b"3", "does not hold a JSON object"),
     ],
 )
-def test_bad_json_beside_the_graph_is_named(tmp_path: Path, data: bytes, message: str) -> None:
+def test_invalid_json_beside_the_graph_is_an_error(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "model.onnx").write_bytes(b"")
     (tmp_path / "config.json").write_bytes(data)
     bundle = Bundle(tmp_path, tmp_path / "model.onnx", None)
@@ -161,18 +167,21 @@ def test_bad_json_beside_the_graph_is_named(tmp_path: Path, data: bytes, message
 
 
 @pytest.mark.parametrize("name", ["nothing", "x" * 5000, "a\0b", "nothing/" * 2000], ids=len)
-def test_a_model_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
+def test_a_missing_model_is_an_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(BundleError, match=r"does not exist; give an \.onnx file or a model folder"):
         open_bundle(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["", "~no-such-user-of-this-machine/model"])
-def test_names_that_lead_nowhere(name: str) -> None:
-    with pytest.raises(BundleError, match=r"does not exist.*; give an \.onnx file or a model folder"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("", "the model's name is empty"), ("~no-such-user-of-this-machine/model", "does not exist.*")],
+)
+def test_invalid_names_are_errors(name: str, message: str) -> None:
+    with pytest.raises(BundleError, match=rf"{message}; give an \.onnx file or a model folder"):
         find_model(name)
 
 
-def test_names_lead_to_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_paths_or_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     assert find_model("~/model") == find_model(Path("~/model")) == tmp_path / "model"
@@ -180,13 +189,13 @@ def test_names_lead_to_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert find_model(None) == bundled_folder()
 
 
-def test_a_file_that_is_no_graph_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_graph_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(BundleError, match=r"notes\.txt is not an \.onnx file"):
         open_bundle(tmp_path / "notes.txt")
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.onnx").write_bytes(b"graph")
     (tmp_path / "edge.json").write_text("{}")
 
@@ -198,7 +207,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
         open_bundle(tmp_path)
 
 
-def test_a_folder_holds_a_bundle_and_nothing_else(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_only_a_bundle(tmp_path: Path) -> None:
     for name in ("edge.json", "model.onnx", "model.onnx.data", "tokenizer.json", "chat_template.jinja"):
         (tmp_path / name).write_text("")
         assert holds_only_bundle_files(tmp_path)
@@ -221,12 +230,12 @@ def test_a_folder_holds_a_bundle_and_nothing_else(tmp_path: Path) -> None:
     assert not holds_only_bundle_files(tmp_path)
 
 
-def test_numbers_of_json() -> None:
+def test_json_numbers_are_told_apart() -> None:
     assert [is_whole(value, 1) for value in (1, 10**400, 0, True, 1.0, "1", None)] == [True, True, *[False] * 5]
     finite = (1, 0.5, -3, 10**400, float("nan"), float("inf"), True, "1", None)
     assert [is_finite(value) for value in finite] == [True, True, True, *[False] * 6]
 
 
-def test_digests_are_of_the_whole_file(tmp_path: Path) -> None:
+def test_digests_cover_the_whole_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"a" * (2 << 20))
     assert digest_file(tmp_path / "file").bytes == 2 << 20

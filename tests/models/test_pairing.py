@@ -106,7 +106,7 @@ def test_another_vocabulary_is_refused(tiny_bundle: Path, tmp_path: Path, change
 def test_what_is_no_vocabulary_is_named(tiny_bundle: Path, tmp_path: Path, change: Change) -> None:
     draft = copied(tiny_bundle, tmp_path / "draft", change)
     assert refusal(tiny_bundle, draft) == (
-        f"{draft / 'tokenizer.json'} cannot be read: it holds no vocabulary that edge-run knows; "
+        f"{draft / 'tokenizer.json'} cannot be read: its vocabulary has an unknown format; "
         "restore it or export the model again"
     )
 
@@ -145,13 +145,13 @@ def test_maps_of_ids_and_of_offsets_are_the_same(tiny_bundle: Path, kept: set[in
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (np.array([1.0]), "cannot be read: it does not hold a list of whole numbers"),
-        (np.array([[1]]), "cannot be read: it does not hold a list of whole numbers"),
-        (np.array([], np.int64), "cannot be read: it does not hold a list of whole numbers"),
+        (np.array([1.0]), "cannot be read: it does not hold a list of integers"),
+        (np.array([[1]]), "cannot be read: it does not hold a list of integers"),
+        (np.array([], np.int64), "cannot be read: it does not hold a list of integers"),
         (np.array([{"a": 1}]), "cannot be read: it is not an .npy file of numbers"),
-        (np.array([1, 1]), "is no map: its ids are not all different and at least 0"),
-        (np.array([1, -1]), "is no map: its ids are not all different and at least 0"),
-        (np.array([1, 1 << 40]), "is no map: its ids are not all different and at least 0"),
+        (np.array([1, 1]), "cannot be used: its token ids must be distinct and at least 0"),
+        (np.array([1, -1]), "cannot be used: its token ids must be distinct and at least 0"),
+        (np.array([1, 1 << 40]), "cannot be used: its token ids must be distinct and at least 0"),
     ],
 )
 def test_what_is_no_map_is_named(tiny_bundle: Path, tmp_path: Path, ids: Any, message: str) -> None:

@@ -118,7 +118,7 @@ def test_any_file_can_be_named(variant: str) -> None:
         (
             ["pytorch_model.bin"],
             None,
-            "m holds no .onnx file; its weights are pickles, which can run code: look for a safetensors or ONNX form "
+            "m holds no .onnx file; its weights are pickles, which can run code; look for safetensors or ONNX weights "
             "of it",
         ),
     ],
@@ -142,7 +142,7 @@ def test_what_cannot_be_chosen_is_one_line(files: list[str], variant: str | None
 @pytest.mark.parametrize("alone", [True, False])
 def test_parts_of_something_larger_are_refused(beside: str, what: str, alone: bool) -> None:
     files = [f"onnx/{beside}"] if alone else ["onnx/decoder_model_merged_q4.onnx", f"onnx/{beside}"]
-    with pytest.raises(BundleError, match=f"^m is {re.escape(what)}; edge-run runs decoders of text"):
+    with pytest.raises(BundleError, match=f"^m is {re.escape(what)}; edge-run runs text decoders of one graph"):
         choose_graph(files, where="m")
     assert choose_graph(["model.onnx", f"other/{beside}"]) == GraphFiles("model.onnx")
 

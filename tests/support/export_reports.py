@@ -52,7 +52,7 @@ def whole_report(layers: int = 24) -> ModelReport:
         plans=plans,
         file_bytes=230_400_000,
         parity={"max_abs_diff": 2.1e-4, "mean_kl": 0.0813, "top1_agreement": 0.91},
-        calibration=Calibration("text sampled from the model itself", 14_336, 2_048, folded=True),
+        calibration=Calibration("text sampled from the model itself", 14_336, 2_048, awq=True),
         quality=Divergence(0.0791, 0.913, 0.9144, 9.1234, 8.7654, 2048),
         shipped=Divergence(0.0812, 0.922, 0.9121, 9.1301, 8.7654, 2048),
         speed=Speed({1: 8.6, 2: 9.4, 4: 13.5, 8: 22.0}, {1: 8.8, 2: 9.3, 4: 13.9, 8: 22.6}),

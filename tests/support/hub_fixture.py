@@ -1,4 +1,4 @@
-"""The environment of tests that ask a hub of their own."""
+"""The environment of tests that use the test hub server."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _OF_THE_USER = (
 
 @contextmanager
 def own_hub(folder: Path) -> Iterator[HubServer]:
-    """A hub that is asked instead of the real one, with `folder` as HF_HOME and nobody logged in."""
+    """Run a test hub server instead of the real hub, with `folder` as HF_HOME and without a log-in."""
     with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
         for name in _OF_THE_USER:
             patch.delenv(name, raising=False)
-        patch.setenv("HF_HUB_OFFLINE", "0")  # and not taken away, so that what --offline sets is undone
+        patch.setenv("HF_HUB_OFFLINE", "0")  # set, so that the value that --offline sets is restored
         patch.setenv("HF_HOME", str(folder))
         patch.setenv("HF_ENDPOINT", hub.url)
-        # What the library reads from the environment when it is imported.
+        # The library reads this from the environment when it is imported.
         patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
         yield hub
         close_connections()
 
 
 def close_connections() -> None:
-    """Close what the hub library keeps open: it does so only when Python ends."""
-    for name in ("close_session", "reset_sessions"):  # as it is called from release 1.0 on, and before
+    """Close the connections that the hub library keeps open until Python ends."""
+    for name in ("close_session", "reset_sessions"):  # the name since release 1.0, and the older one
         if hasattr(huggingface_hub.utils, name):
             getattr(huggingface_hub.utils, name)()
             break

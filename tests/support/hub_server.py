@@ -1,6 +1,6 @@
-"""A Hugging Face Hub of the tests' own: the calls that edge-run makes, answered over HTTP as the hub answers them.
+"""A test server that answers edge-run's requests over HTTP like the Hugging Face Hub.
 
-Listings with digests, files (large ones behind a redirect, with ranges), and the hub's ways of refusing
+It serves listings with digests, files (large ones behind a redirect, with ranges), and the hub's error answers
 (https://huggingface.co/docs/hub/api; the headers are those that the hub library reads).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 LARGE_FROM = 4096
-"""Bytes from which a file is kept as a large one, outside git."""
+"""Size in bytes from which a file is stored outside git."""
 
 
 def sha256(data: bytes) -> str:
@@ -34,11 +34,11 @@ class Repo:
     commits: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     token: str = ""
-    """Which token may read it; empty for all."""
+    """Token that is required to read it; empty for none."""
     gated: bool = False
 
     def put(self, files: Mapping[str, bytes], ref: str = "main") -> str:
-        """Commit files and let a branch stand there; returns the commit."""
+        """Commit files, set a branch to the commit and return it."""
         commit = hashlib.sha1(json.dumps([len(self.commits), sorted(files)]).encode()).hexdigest()  # noqa: S324
         self.commits[commit] = dict(files)
         self.refs[ref] = commit
@@ -47,7 +47,7 @@ class Repo:
 
 @dataclass(frozen=True)
 class Seen:
-    """A request that came in."""
+    """A request that the server received."""
 
     method: str
     path: str
@@ -57,21 +57,21 @@ class Seen:
 
 @dataclass
 class Faults:
-    """What goes wrong; each for requests whose path holds a text."""
+    """Faults to simulate, for requests whose path contains a text."""
 
     status: dict[str, int] = field(default_factory=dict)
-    """Answered with this status."""
+    """Status of the answer."""
     cut: dict[str, int] = field(default_factory=dict)
-    """The connection ends after this many bytes of the body, once."""
+    """Number of bytes of the body after which the connection ends, once."""
     stall: dict[str, int] = field(default_factory=dict)
-    """Nothing more comes after this many bytes, until `go_on`."""
+    """Number of bytes after which the answer waits for `go_on`."""
     flip: set[str] = field(default_factory=set)
-    """The last byte is another."""
+    """Change the last byte."""
     no_ranges: bool = False
     html: bool = False
-    """What answers is no hub at all."""
+    """Answer with an HTML page, as a network log-in does."""
     change: Callable[[dict[str, Any]], None] = lambda _: None
-    """Done to a listing before it is sent."""
+    """Changes a listing before it is sent."""
     go_on: threading.Event = field(default_factory=threading.Event)
 
 
@@ -105,7 +105,7 @@ class HubServer:
         return self.repos[name]
 
     def bodies(self) -> list[str]:
-        """Paths of the files that were asked for, in order."""
+        """Return the paths of the requested files, in order."""
         return [seen.path.split("/resolve/")[1].split("/", 1)[1] for seen in self.seen if "/resolve/" in seen.path]
 
     def __enter__(self) -> HubServer:
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, head)
 
     def _files(self, name: str, revision: str, token: str | None, head: bool) -> tuple[str, Mapping[str, bytes]] | None:
-        """The commit and files of a revision; None if it was refused."""
+        """Return the commit and files of a revision; None if access was refused."""
         repo = self.server_hub.repos.get(name)
         if repo is None or (repo.token and token != repo.token):
             self._send(401 if token is None else 404, b"{}", {"X-Error-Code": "RepoNotFound"}, head)
@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Repo-Commit": commit,
             "X-Linked-Etag": f'"{sha256(data)}"',
             "X-Linked-Size": str(len(data)),
-            # Another host, as the hub's is: the library does not look behind such a redirect, nor sends a token there.
+            # Another host, like the hub's: the library sends no token there.
             "Location": f"http://localhost:{self.server_hub.port}/cdn/{sha256(data)}/{path}",
         }
         return self._send(302, b"", headers, head)
@@ -251,6 +251,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def files_of(folder: Path, below: str = "") -> dict[str, bytes]:
-    """The files of a folder as a repository's, put below a folder of it."""
+    """Return the files of a folder by path in a repository, below the prefix `below`."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {below + path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}

@@ -33,7 +33,7 @@ def test_a_calibrated_export_has_a_report(checkpoint: Path, tmp_path: Path, caps
     report, manifest = (json.loads((out / name).read_text()) for name in ("report.json", "edge.json"))
     assert report["shipped"] | {"tokens": 0} == pytest.approx(manifest["quality"] | {"tokens": 0}, rel=1e-5)
     assert report["calibration"] == manifest["calibration"]
-    assert report["calibration"]["folded"] is True
+    assert report["calibration"]["awq"] is True
     assert report["command"] == manifest["command"]
     assert [linear["name"] for linear in report["linears"]] == [
         name for name in manifest["weights"] if name != "embedding"

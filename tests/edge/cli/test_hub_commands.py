@@ -120,35 +120,35 @@ def test_pull_names_older_commits(hub: HubServer, capsys: pytest.CaptureFixture[
         (
             ["pull", "org/none"],
             2,
-            "there is no model org/none on the hub, nor a file or folder of that name here",
+            "org/none is neither a model on the hub nor a file or folder on this machine",
         ),
         (
             ["org/none", "-p", "a"],
             2,
-            "there is no model org/none on the hub, nor a file or folder of that name here",
+            "org/none is neither a model on the hub nor a file or folder on this machine",
         ),
-        (["pull", "model"], 2, "'model' is no name of a model on the Hugging Face Hub; write org/name"),
+        (["pull", "model"], 2, "'model' is not an id of a model on the Hugging Face Hub; write org/name"),
         (
             ["pull", "org/tiny", "--revision", "a b"],
             2,
-            "'org/tiny@a b' names no revision that could exist; write org/name",
+            "the revision in 'org/tiny@a b' is not valid; write org/name",
         ),
         (["pull", "org/js:q2"], 2, "org/js has no variant q2; name one of fp32, q4f16"),
         (
             ["pull", "org/tiny", "--offline"],
             1,
-            "org/tiny is not downloaded, and the hub may not be asked (offline); run",
+            "org/tiny is not downloaded, and edge-run is offline; run",
         ),
         (
             ["org/tiny", "-p", "a", "--offline"],
             1,
-            "org/tiny is not downloaded, and the hub may not be asked (offline)",
+            "org/tiny is not downloaded, and edge-run is offline",
         ),
         (["models", "--remove", "org/tiny"], 2, "org/tiny is not downloaded; edge-run models lists what is"),
         (
             ["models", "--remove", "../tiny"],
             2,
-            "'../tiny' is no name of a model on the Hugging Face Hub; write org/name",
+            "'../tiny' is not an id of a model on the Hugging Face Hub; write org/name",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_inspect_prints_the_plan_and_the_calibration(
     planned = dataclasses.replace(
         manifest,
         weights={**manifest.weights, "layers.1.down": WeightFormat(2, 64, method=Method.GPTQ)},
-        calibration=Calibration("written by the model", 900, 100, folded=True),
+        calibration=Calibration("written by the model", 900, 100, awq=True),
         quality={"mean_kl": 0.125},
     )
     (folder / "edge.json").write_text(planned.to_json())

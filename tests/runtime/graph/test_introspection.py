@@ -24,7 +24,7 @@ FOR_CPU = "choose a variant of the model for the CPU"
 ATTENTION_ONLY = "choose a model whose layers are all attention"
 NO_PAGES = "export it again without paged attention"
 TEXT_ONLY = "choose a text-only model"
-ONE_GRAPH = "edge-run runs decoders of text that are one graph; look for a text-only export of this model"
+ONE_GRAPH = "edge-run runs text decoders of one graph; look for a text-only export of this model"
 SPLIT_MODEL = (
     "takes embeddings (inputs_embeds) instead of token ids: it is one part of a model that was split up; "
     "choose an export whose decoder takes input_ids"

@@ -1,4 +1,4 @@
-"""Which names mean a model on the Hugging Face Hub, and what their parts are."""
+"""Ids of models on the Hugging Face Hub: which names are ids, and their parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgerun.models.hub.model_id import HubId, looks_like_hub_id, parse_hub_id
         ("a/b:Q4_K_M@0123456789abcdef", HubId("a/b", "Q4_K_M", "0123456789abcdef")),
     ],
 )
-def test_the_parts_of_a_name(name: str, parts: HubId) -> None:
+def test_ids_are_split_into_their_parts(name: str, parts: HubId) -> None:
     assert looks_like_hub_id(name)
     assert parse_hub_id(name) == parts
     assert str(parts) == name
@@ -49,13 +49,13 @@ def test_the_parts_of_a_name(name: str, parts: HubId) -> None:
         "/a",
     ],
 )
-def test_paths_stay_paths(name: str) -> None:
+def test_paths_are_not_ids(name: str) -> None:
     assert not looks_like_hub_id(name)
 
 
 @pytest.mark.parametrize("name", ["org/a--b", "org/..", "org/name.", "-org/x", "a/b.git", "a/" + "x" * 200, "org"])
-def test_names_that_the_hub_does_not_have(name: str) -> None:
-    with pytest.raises(InputError, match="is no name of a model on the Hugging Face Hub; write org/name"):
+def test_invalid_ids_are_errors(name: str) -> None:
+    with pytest.raises(InputError, match="is not an id of a model on the Hugging Face Hub; write org/name"):
         parse_hub_id(name)
 
 
@@ -71,12 +71,12 @@ def test_names_that_the_hub_does_not_have(name: str) -> None:
         ("a/b@a b", "revision"),
     ],
 )
-def test_variants_and_revisions_that_cannot_be(name: str, part: str) -> None:
-    with pytest.raises(InputError, match=f"names no {part} that could exist; write org/name"):
+def test_invalid_variants_and_revisions_are_errors(name: str, part: str) -> None:
+    with pytest.raises(InputError, match=f"the {part} in .* is not valid; write org/name"):
         parse_hub_id(name)
 
 
-def test_what_is_on_disk_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_on_disk_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_on_hub("org/name")
     assert not is_on_hub(Path("org/name"))
@@ -84,7 +84,7 @@ def test_what_is_on_disk_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not is_on_hub("org/name")
 
 
-def test_a_mistyped_path_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_path_is_not_sent_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     os.makedirs("exports")
@@ -95,7 +95,7 @@ def test_a_mistyped_path_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: py
 
 
 @given(st.text(alphabet="ab/:@.-_~\\ C\0", max_size=20))
-def test_any_text_is_a_path_a_name_or_one_line(text: str) -> None:
+def test_any_text_is_a_path_an_id_or_an_error_of_one_line(text: str) -> None:
     if looks_like_hub_id(text):
         try:
             assert str(parse_hub_id(text)) == text
