@@ -1,4 +1,4 @@
-"""The report's plots: what plans cost and lose, which unit got what, how a search went, what passes take."""
+"""Plots of a report: linears in grids, plans by size and time, the search, times of passes."""
 
 from __future__ import annotations
 
@@ -7,32 +7,30 @@ from typing import Final
 
 from .axes import Frame, dot, path, text
 from .figures import ModelReport, PlanFigures, PlanKind
-from .grids import bits_grid, kl_alone_grid
+from .grids import bits_grid, kl_grid
 
 _KINDS: Final[Mapping[PlanKind, str]] = {
-    PlanKind.NEAREST: "rounded to nearest",
+    PlanKind.NEAREST: "round-to-nearest",
     PlanKind.UNIFORM: "one format",
     PlanKind.RULE: "by rule",
-    PlanKind.SEARCHED: "other mixes",
+    PlanKind.SEARCHED: "other plans",
     PlanKind.CHOSEN: "this model",
 }
-"""In the order of drawing, so that the chosen plan lies on top."""
-_LETTER: Final = 5.8
-"""Pixels of a letter, about."""
-_CELL_HEIGHT: Final = 30
-_WIDEST_CELL: Final = 62
+"""Labels of the kinds of plans, in the order of drawing, so that the chosen plan lies on top."""
+_LETTER_WIDTH: Final = 5.8
+"""Approximate width of a letter of a legend in pixels."""
 
 
 def plots_of(report: ModelReport) -> dict[str, str]:
-    """An SVG element for each plot the report has data for, by a short name."""
+    """SVG elements, by a short name, of the plots for which the report has figures."""
     drawn = {
         "bits": bits_grid(report.linears),
-        "kl": kl_alone_grid(report.linears),
+        "kl": kl_grid(report.linears),
         "frontier": _plans(
-            report.plans, "Size against quality", "MB read for a token", lambda plan: plan.bytes_read / 1e6, joined=True
+            report.plans, "Size against quality", "MB per token", lambda plan: plan.bytes_read / 1e6, joined=True
         ),
         "latency": _plans(
-            report.plans, "Time against quality", "milliseconds of a token", lambda plan: plan.milliseconds.get(1)
+            report.plans, "Time against quality", "milliseconds per token", lambda plan: plan.milliseconds.get(1)
         ),
         "passes": _passes(report),
         "search": _search(report),
@@ -44,66 +42,67 @@ def _plans(
     plans: Sequence[PlanFigures],
     title: str,
     label: str,
-    cost: Callable[[PlanFigures], float | None],
+    cost_of: Callable[[PlanFigures], float | None],
     *,
     joined: bool = False,
 ) -> str | None:
-    """KL, in a logarithmic scale, over what plans cost; `joined` draws a line through the uniform ones."""
-    known = [(plan, price, plan.kl) for plan in plans if (price := cost(plan)) is not None and plan.kl and plan.kl > 0]
+    """KL of plans, on a logarithmic scale, over their cost; `joined` connects the uniform plans by a line."""
+    known = [(plan, cost, plan.kl) for plan in plans if (cost := cost_of(plan)) is not None and plan.kl and plan.kl > 0]
     if len(known) < 2:
         return None
     frame = Frame(title, label, "mean KL, nats")
-    x, y = frame.x_axis([price for _, price, _ in known]), frame.y_axis([kl for _, _, kl in known], log=True)
+    x, y = frame.x_axis([cost for _, cost, _ in known]), frame.y_axis([kl for _, _, kl in known], log=True)
     marks: list[str] = []
     shown = []
     for kind, name in _KINDS.items():
-        points = sorted((price, kl, plan.name) for plan, price, kl in known if plan.kind is kind)
+        points = sorted((cost, kl, plan.name) for plan, cost, kl in known if plan.kind is kind)
         if not points:
             continue
         shown.append((kind.value, name))
         if kind in (PlanKind.UNIFORM, PlanKind.NEAREST) and joined:
-            marks.append(path([(x.at(price), y.at(kl)) for price, kl, _ in points], kind.value))
-        for price, kl, plan_name in points:
-            hint = f"{plan_name}: {price:.4g} {label.partition(' ')[0]}, KL {kl:.4g}"
-            marks.append(dot(x.at(price), y.at(kl), 6 if kind is PlanKind.CHOSEN else 4, kind.value, hint))
+            marks.append(path([(x.at(cost), y.at(kl)) for cost, kl, _ in points], kind.value))
+        for cost, kl, plan_name in points:
+            tooltip = f"{plan_name}: {cost:.4g} {label.partition(' ')[0]}, KL {kl:.4g}"
+            marks.append(dot(x.at(cost), y.at(kl), 6 if kind is PlanKind.CHOSEN else 4, kind.value, tooltip))
             if kind is PlanKind.UNIFORM:
-                marks.append(text(x.at(price) + 6, y.at(kl) - 6, plan_name.removeprefix("int"), "tick"))
-    return frame.drawn(x, y, [*marks, *_legend(shown)])
+                marks.append(text(x.at(cost) + 6, y.at(kl) - 6, plan_name.removeprefix("int"), "tick"))
+    return frame.svg(x, y, [*marks, *_legend(shown)])
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
-    """Kind and words of each series, below the title."""
+    """CSS class and label of each series, below the title."""
     parts: list[str] = []
-    at = 62.0
-    for kind, words in entries:
-        parts += [dot(at, 33, 4, kind, words), text(at + 8, 37, words, "tick")]
-        at += 24 + _LETTER * len(words)
+    x = 62.0
+    for css_class, label in entries:
+        parts += [dot(x, 33, 4, css_class, label), text(x + 8, 37, label, "tick")]
+        x += 24 + _LETTER_WIDTH * len(label)
     return parts
 
 
 def _passes(report: ModelReport) -> str | None:
-    """Milliseconds of a pass over its rows, as predicted and as measured."""
+    """Predicted and measured milliseconds of a pass over its width."""
     speed = report.speed
     if speed is None or len(speed.measured) < 2:
         return None
     frame = Frame("A pass over several tokens", "tokens in a pass", "milliseconds")
     both = {"chosen": ("measured", speed.measured), "uniform": ("predicted", speed.predicted)}
-    series = {kind: (name, sorted(times.items())) for kind, (name, times) in both.items() if times}
-    x = frame.x_axis([float(rows) for _, points in series.values() for rows, _ in points], zero=True)
+    series = {css_class: (name, sorted(times.items())) for css_class, (name, times) in both.items() if times}
+    x = frame.x_axis([float(width) for _, points in series.values() for width, _ in points], zero=True)
     y = frame.y_axis([ms for _, points in series.values() for _, ms in points], zero=True)
     marks: list[str] = []
-    for kind, (name, points) in reversed(series.items()):
-        marks.append(path([(x.at(rows), y.at(ms)) for rows, ms in points], kind))
-        marks += [dot(x.at(rows), y.at(ms), 4, kind, f"{name}, {rows} tokens: {ms:.4g} ms") for rows, ms in points]
-    return frame.drawn(x, y, [*marks, *_legend([(kind, name) for kind, (name, _) in series.items()])])
+    for css_class, (name, points) in reversed(series.items()):
+        marks.append(path([(x.at(width), y.at(ms)) for width, ms in points], css_class))
+        for width, ms in points:
+            marks.append(dot(x.at(width), y.at(ms), 4, css_class, f"{name}, {width} tokens: {ms:.4g} ms"))
+    return frame.svg(x, y, [*marks, *_legend([(css_class, name) for css_class, (name, _) in series.items()])])
 
 
 def _search(report: ModelReport) -> str | None:
-    """The best plan's KL by generation."""
+    """KL of the best plan by generation."""
     steps = [step for step in report.search if step.kl > 0]
     if len(steps) < 2:
         return None
-    frame = Frame("The search", "generations", "mean KL of the best plan, nats")
+    frame = Frame("The search", "generation", "mean KL of the best plan, nats")
     x = frame.x_axis([step.generation for step in steps])
     y = frame.y_axis([step.kl for step in steps], log=True)
     corners: list[tuple[float, float]] = []
@@ -111,4 +110,4 @@ def _search(report: ModelReport) -> str | None:
         if corners:
             corners.append((x.at(step.generation), corners[-1][1]))
         corners.append((x.at(step.generation), y.at(step.kl)))
-    return frame.drawn(x, y, [path(corners, "chosen")])
+    return frame.svg(x, y, [path(corners, "chosen")])

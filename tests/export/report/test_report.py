@@ -30,7 +30,7 @@ from edgerun.export.report import (
     plan_figures,
     write_report,
 )
-from edgerun.export.report.axes import spanning
+from edgerun.export.report.axes import axis_for
 from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.export.report.figures import log_line
 from edgerun.models.bundle import holds_only_bundle_files
@@ -224,7 +224,7 @@ positive = st.floats(1e-9, 1e9)
 
 @given(st.lists(positive, min_size=1, max_size=5), st.booleans(), st.booleans())
 def test_axes_hold_every_value_and_have_ticks(values: list[float], log: bool, zero: bool) -> None:
-    axis = spanning(values, 300, 20, log=log, zero=zero)
+    axis = axis_for(values, 300, 20, log=log, zero=zero)
     for value in values:
         assert 20 <= axis.at(value) <= 300
     ticks = axis.ticks()
