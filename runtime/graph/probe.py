@@ -1,4 +1,4 @@
-"""Runs a foreign graph to find out what its inputs do not tell.
+"""Probes a foreign graph for properties that its inputs do not declare.
 
 Declared shapes and the files beside a graph often say nothing, or something wrong, about three properties: whether its
 cache may be extended in place, whether it computes the logits of all tokens, and whether several new tokens may follow

@@ -252,14 +252,14 @@ class LayoutWriter:
         turned = []
         for function in (np.cos, np.sin):
             table = nodes.constant(function(angles), np.float32, f"{function.__name__}_cached")
-            rows = nodes.op("Gather", table, positions, axis=0)
+            values = nodes.op("Gather", table, positions, axis=0)
             if self.layout.positions is Positions.THREE:
                 # Sections of the channels belong to time, height and width.
                 parts = [f"{nodes.prefix}{function.__name__}_section_{i}" for i in range(3)]
-                nodes.op("Split", rows, nodes.constant([2, 3, 3]), outputs=parts, axis=-1)
+                nodes.op("Split", values, nodes.constant([2, 3, 3]), outputs=parts, axis=-1)
                 own = [nodes.op("Gather", part, nodes.constant(i), axis=0) for i, part in enumerate(parts)]
-                rows = nodes.op("Concat", *own, axis=-1)
-            twice = nodes.op("Concat", rows, rows, axis=-1)
+                values = nodes.op("Concat", *own, axis=-1)
+            twice = nodes.op("Concat", values, values, axis=-1)
             turned.append(nodes.op("Unsqueeze", twice, nodes.constant([1])))
         return turned[0], turned[1]
 
@@ -278,9 +278,9 @@ class LayoutWriter:
             mask = nodes.op("Cast", layout.name_of("attention_mask"), to=TensorProto.BOOL)
             seen = nodes.op("Unsqueeze", mask, nodes.constant([1, 2]))
         if layout.mask is not Mask.NOT_CAUSAL or past is None:
-            rows = nodes.op("Unsqueeze", nodes.span(past or zero, total), nodes.constant([1]))
-            columns = nodes.op("Unsqueeze", nodes.span(zero, total), zero)
-            causal = nodes.op("Unsqueeze", nodes.op("LessOrEqual", columns, rows), nodes.constant([0, 1]))
+            queries = nodes.op("Unsqueeze", nodes.span(past or zero, total), nodes.constant([1]))
+            keys = nodes.op("Unsqueeze", nodes.span(zero, total), zero)
+            causal = nodes.op("Unsqueeze", nodes.op("LessOrEqual", keys, queries), nodes.constant([0, 1]))
             seen = causal if seen is None else nodes.op("And", seen, causal)
         assert seen is not None
         dtype = np.float16 if self.fused and layout.cache_type is CacheType.FLOAT16 else np.float32

@@ -18,7 +18,9 @@ FORMATS = [
 ]
 
 
-def run_operators(quantized: QuantizedRows, columns: int, form: WeightFormat, accuracy_level: int = 1, inputs=None):
+def run_operators(
+    quantized: QuantizedRows, columns: int, weight_format: WeightFormat, accuracy_level: int = 1, inputs=None
+):
     """Run both operators on quantized weights [N, K].
 
     Returns:
@@ -36,8 +38,8 @@ def run_operators(quantized: QuantizedRows, columns: int, form: WeightFormat, ac
         domain="com.microsoft",
         K=columns,
         N=rows,
-        bits=form.bits,
-        block_size=form.block,
+        bits=weight_format.bits,
+        block_size=weight_format.block,
         accuracy_level=accuracy_level,
     )
     gathered = helper.make_node(
@@ -45,8 +47,8 @@ def run_operators(quantized: QuantizedRows, columns: int, form: WeightFormat, ac
         ["codes", "rows", "gather_scales", *(["gather_zero_points"] if points is not None else [])],
         ["gathered"],
         domain="com.microsoft",
-        bits=form.bits,
-        block_size=form.block,
+        bits=weight_format.bits,
+        block_size=weight_format.block,
         gather_axis=0,
         quantize_axis=2,
     )
@@ -58,7 +60,9 @@ def run_operators(quantized: QuantizedRows, columns: int, form: WeightFormat, ac
     }
     if points is not None:
         constants["zero_points"] = points
-        constants["gather_zero_points"] = unpack_zero_points(points, quantized.scales.shape[1], form.bits)[..., None]
+        constants["gather_zero_points"] = unpack_zero_points(points, quantized.scales.shape[1], weight_format.bits)[
+            ..., None
+        ]
     graph = helper.make_graph(
         [product, gathered],
         "operators",

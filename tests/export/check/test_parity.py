@@ -58,12 +58,12 @@ def interleave_rotation(model: onnx.ModelProto) -> None:
             node.attribute.append(helper.make_attribute("rotary_interleaved", 1))
 
 
-@pytest.mark.parametrize("form", [FP32, INT8, INT4], ids=str)
+@pytest.mark.parametrize("weight_format", [FP32, INT8, INT4], ids=str)
 @pytest.mark.parametrize(
     "defect",
     [drop_norm, swap_gate_and_up, change_epsilon, swap_sine_and_cosine, use_wrong_residual, interleave_rotation],
 )
-def test_a_miswired_graph_is_rejected(tmp_path, monkeypatch, form, defect) -> None:
+def test_a_miswired_graph_is_rejected(tmp_path, monkeypatch, weight_format, defect) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3")
     build_graph = graph_module.build_graph
 
@@ -74,7 +74,7 @@ def test_a_miswired_graph_is_rejected(tmp_path, monkeypatch, form, defect) -> No
 
     monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", build_wrong_graph)
     with pytest.raises(ExportError, match=r"differs from the reference by .* in a logit, 0\.00\d+ is allowed"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(form)))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format)))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -82,8 +82,8 @@ def test_swapped_codes_are_rejected(tmp_path, monkeypatch) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
 
     class Swapped(Checkpoint):
-        def quantized(self, rows, form):
-            quantized = super().quantized(rows, form)
+        def quantized(self, rows, weight_format):
+            quantized = super().quantized(rows, weight_format)
             return quantized._replace(packed=(quantized.packed >> 4 | quantized.packed << 4).astype(np.uint8))
 
     # Only the graph gets the wrong codes, not the reference.
@@ -117,24 +117,26 @@ def test_wrong_low_bit_kernels_are_detected(tmp_path, monkeypatch) -> None:
 
 
 def test_correct_graphs_are_far_below_the_tolerance(tmp_path) -> None:
-    for form in (FP32, INT8, INT4):
-        bundle: Path = write_bundle(tmp_path / str(form.bits), "qwen2", weights=form)
-        report = export_checkpoint(ExportRequest(tmp_path / str(form.bits) / "checkpoint", bundle, ExportRecipe(form)))
+    for weight_format in (FP32, INT8, INT4):
+        bundle: Path = write_bundle(tmp_path / str(weight_format.bits), "qwen2", weights=weight_format)
+        report = export_checkpoint(
+            ExportRequest(tmp_path / str(weight_format.bits) / "checkpoint", bundle, ExportRecipe(weight_format))
+        )
         assert report.parity.max_abs_diff < TOLERANCE / 20
 
 
 def test_fewer_bits_give_a_higher_kl(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     kls = [
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(form))).parity.mean_kl
-        for form in (FP32, INT8, INT4)
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format))).parity.mean_kl
+        for weight_format in (FP32, INT8, INT4)
     ]
     assert kls[0] < 1e-9
     assert kls[0] < kls[1] < kls[2]
 
 
-@pytest.mark.parametrize("form", [INT8, WeightFormat(2, 64)], ids=str)
-def test_a_graph_with_slow_kernels_is_rejected(tmp_path, monkeypatch, capfd, form) -> None:
+@pytest.mark.parametrize("weight_format", [INT8, WeightFormat(2, 64)], ids=str)
+def test_a_graph_with_slow_kernels_is_rejected(tmp_path, monkeypatch, capfd, weight_format) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     build_graph = graph_module.build_graph
 
@@ -146,9 +148,11 @@ def test_a_graph_with_slow_kernels_is_rejected(tmp_path, monkeypatch, capfd, for
         return model
 
     monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", build_with_float_inputs)
-    message = f"no fast kernel on this machine for some of {form}: 2 products of a pass would expand their matrices"
+    message = (
+        f"no fast kernel on this machine for some of {weight_format}: 2 products of a pass would expand their matrices"
+    )
     with pytest.raises(ExportError, match=message):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(form)))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format)))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     assert "onnxruntime" not in capfd.readouterr().err
 

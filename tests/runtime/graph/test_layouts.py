@@ -307,16 +307,16 @@ def test_a_conversation_of_another_layout_is_rejected(folder_of, tmp_path: Path)
 
 
 TAMPERED: dict[str, Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]] = {
-    "text": lambda rows: {"rows.0": np.array(["a"])},
-    "struct": lambda rows: {"rows.0": np.zeros(3, [("a", np.float32)])},
-    "scalar": lambda rows: {"rows.0": np.array(3.0)},
-    "flat": lambda rows: {"rows.1": np.zeros(3, np.float32)},
-    "not a number": lambda rows: {"rows.0": rows["rows.0"] * np.float32("nan")},
-    "other type": lambda rows: {"rows.0": rows["rows.0"].astype(np.float64)},
-    "exchanged": lambda rows: {"rows.0": rows["rows.1"], "rows.1": rows["rows.0"]},
-    "too many": lambda rows: {"rows.2": rows["rows.1"]},
-    "fewer rows": lambda rows: {"rows.0": rows["rows.0"][..., :3]},
-    "fewer tokens": lambda rows: {"tokens": rows["tokens"][:3]},
+    "text": lambda arrays: {"rows.0": np.array(["a"])},
+    "struct": lambda arrays: {"rows.0": np.zeros(3, [("a", np.float32)])},
+    "scalar": lambda arrays: {"rows.0": np.array(3.0)},
+    "flat": lambda arrays: {"rows.1": np.zeros(3, np.float32)},
+    "not a number": lambda arrays: {"rows.0": arrays["rows.0"] * np.float32("nan")},
+    "other type": lambda arrays: {"rows.0": arrays["rows.0"].astype(np.float64)},
+    "exchanged": lambda arrays: {"rows.0": arrays["rows.1"], "rows.1": arrays["rows.0"]},
+    "too many": lambda arrays: {"rows.2": arrays["rows.1"]},
+    "fewer rows": lambda arrays: {"rows.0": arrays["rows.0"][..., :3]},
+    "fewer tokens": lambda arrays: {"tokens": arrays["tokens"][:3]},
 }
 
 
