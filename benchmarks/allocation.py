@@ -1,15 +1,16 @@
-"""Formats chosen unit by unit against one format for all, and against the usual rule, at the same bytes.
+"""Formats chosen for each linear, compared with one format for all and with the usual rule, at equal size.
 
 Example: python benchmarks/allocation.py CHECKPOINT --text conversations.jsonl --work work --budgets 3 3.5 4 4.5 5 6
 
-For each budget in bits a weight, as a pass reads them, a plan is searched for on one part of the text; mean KL from the
-float32 model is of the other part. Two lines go through the plans with one format for all, straight in log KL over
-bytes: of those rounded by the same methods, with the same text, and of those rounded to nearest. The rule gives more
-bits to the head and to qkv and down of the outer layers; of its plans that fit the budget the best one counts. A level
-is in vain if a cheaper one of that unit would give no more KL. Mixed plans and those of the same methods are rounded
-once more in the end, layer by layer, as an export does it. Prints a table, then one JSON line.
+For each budget in bits per weight, as a pass reads them, a plan is searched for on one part of the text, and its mean
+KL divergence from the float32 model is measured on the other part. It is compared with plans that have one format for
+all linears, interpolated linearly in log KL over bytes: plans rounded by the same methods with the same text, and plans
+rounded to nearest. The usual rule gives more bits to the LM head and to qkv and down of the outer layers; the best of
+its plans that fit the budget is compared. A choice is wasteful if a cheaper format of that linear would give no more
+KL. Mixed plans and those of the same methods are finally rounded layer by layer, as in an export. Prints a table, then
+one JSON line.
 
-`--work` keeps everything that is found out, and a second run goes on from there.
+`--work` keeps all results, and a second run continues from there.
 """
 
 from __future__ import annotations
@@ -52,15 +53,17 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--text", type=Path, help="what to calibrate with; without it, the model's own words")
+    parser.add_argument("--text", type=Path, help="calibration text; without it, text that the model generates")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--budgets", type=float, nargs="+", default=[2.75 + 0.25 * step for step in range(14)])
-    parser.add_argument("--tokens", type=int, default=16384, help="of text that is read")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of text")
     parser.add_argument("--searched", type=int, default=2048, help="tokens on which plans are compared")
-    parser.add_argument("--solo", type=int, default=1024, help="tokens on which units are measured by themselves")
-    parser.add_argument("--method", type=Method, default=Method.GPTQ, choices=list(Method), help="of 2 and 4 bits")
+    parser.add_argument("--solo", type=int, default=1024, help="tokens on which linears are measured separately")
+    parser.add_argument(
+        "--method", type=Method, default=Method.GPTQ, choices=list(Method), help="method of 2 and 4 bits"
+    )
     parser.add_argument("--zero-points", action="store_true")
-    parser.add_argument("--seconds", type=float, default=600, help="of each search, at most")
+    parser.add_argument("--seconds", type=float, default=600, help="time limit of each search")
     parser.add_argument("--patience", type=int, default=SearchSettings.patience)
     options = parser.parse_args()
     with open_source(options.checkpoint) as (config, checkpoint):
@@ -79,23 +82,23 @@ class Comparison:
         text = calibration_text(self.model, request, work, silent)
         statistics = collect_statistics(self.model, text, work / "statistics", True, silent)
         self.methods = {**CALIBRATED_METHODS, 2: options.method, 4: options.method}
-        self.forms = format_candidates([self.methods], options.zero_points)
+        self.formats = format_candidates([self.methods], options.zero_points)
         self.text = text
         self.observed = SourceModel(CalibratedSource(checkpoint, config, statistics), config, context)
         store = QuantizedLinearStore(self.observed.source, config, work / "linears")
-        self.chooser = PlanEvaluator(self.model, text.calibration, store.weights, work / "search")
-        self.judge = PlanEvaluator(self.model, text.held_out, store.weights, work / "judge")
-        tokens = f"{sum(map(len, text.calibration))} tokens to choose by, {sum(map(len, text.held_out))} to judge by"
+        self.search_evaluator = PlanEvaluator(self.model, text.calibration, store.weights, work / "search")
+        self.final_evaluator = PlanEvaluator(self.model, text.held_out, store.weights, work / "held-out")
+        tokens = f"{sum(map(len, text.calibration))} tokens for the search, {sum(map(len, text.held_out))} held out"
         print(f"{options.checkpoint.name}, {weight_count(config)} weights; {tokens}")
 
     def print_all(self) -> None:
-        """Every budget against what else there is."""
+        """Measure and print every budget."""
         rounded = self.uniform(format_candidates([dict.fromkeys(DEFAULT_METHODS, Method.RTN)]), self.kl)
-        uniform = self.uniform(self.forms, self.exported_kl)
+        uniform = self.uniform(self.formats, self.exported_kl)
         for kind, plans in (("", uniform), ("to nearest", rounded)):
             for plan in plans:
                 print(f"{plan.name:24} {kind:10} {plan.bits_per_weight:6.3f} bits, KL {plan.kl:.5f}")
-        titles = ("bits", "seed KL", "found KL", "KL", "/ uniform", "/ nearest", "/ rule", "in vain")
+        titles = ("bits", "seed KL", "found KL", "KL", "/ uniform", "/ nearest", "/ rule", "wasteful")
         print(f"{'budget':>6}", *(f"{title:>9}" for title in titles))
         results = []
         for amount in self.options.budgets:
@@ -112,10 +115,10 @@ class Comparison:
     def row(
         self, budget: Budget, uniform: Sequence[PlanFigures], rounded: Sequence[PlanFigures]
     ) -> dict[str, float | None]:
-        """One budget; quotients of KL are those of the mixed plan over the others, None where there is no other."""
+        """Figures of one budget; ratios are of the mixed plan's KL to another plan's, None if there is none."""
         found = self.mixed(budget)
         kl, size = self.exported_kl(found.plan), self.size(found.plan)
-        rules = rule_plans(self.config, self.forms, ByteCosts(), budget.limit(self.config))
+        rules = rule_plans(self.config, self.formats, ByteCosts(), budget.limit(self.config))
         best = min(rules, key=self.kl, default=None)
         lines = log_line(size, uniform), log_line(size, rounded), None if best is None else self.exported_kl(best)
         of_uniform, of_nearest, of_rule = (None if other is None else kl / other for other in lines)
@@ -128,44 +131,44 @@ class Comparison:
             "of_uniform": of_uniform,
             "of_nearest": of_nearest,
             "of_rule": of_rule,
-            "in_vain": self.levels_in_vain(found),
+            "wasteful": self.wasteful_choices(found),
         }
 
     def mixed(self, budget: Budget) -> Allocation:
-        """A plan of the search."""
+        """Search for a plan."""
         settings = SearchSettings(
             seconds=self.options.seconds, patience=self.options.patience, offspring=16, survivors=(4,)
         )
         stages = [partial(self.searched_kl, tokens) for tokens in (self.options.searched // 4, self.options.searched)]
         problem = AllocationProblem(
             self.config,
-            lambda linear, form: self.chooser.divergence_alone(linear, form, self.options.solo),
+            lambda linear, form: self.search_evaluator.divergence_alone(linear, form, self.options.solo),
             stages,
             budget,
             cost_limits(budget, self.config),
-            self.forms,
+            self.formats,
         )
         return allocate(problem, self.options.work, settings)
 
     def searched_kl(self, tokens: int, plan: Plan) -> float:
-        """Mean KL of a plan on text that it is chosen by."""
-        return self.chooser.divergence(plan, tokens).mean_kl
+        """Mean KL of a plan on the text of the search."""
+        return self.search_evaluator.divergence(plan, tokens).mean_kl
 
-    def levels_in_vain(self, found: Allocation) -> int:
-        """How many units have a level that the next cheaper one would match, on the text of the search."""
-        vain = 0
+    def wasteful_choices(self, found: Allocation) -> int:
+        """Number of linears whose next cheaper format would give no more KL, on the text of the search."""
+        count = 0
         for choice in linear_choices(self.config, found.sensitivities, [ByteCosts()]):
-            forms = [option.weight_format for option in choice.options]
-            at = forms.index(found.plan[choice.linear])
+            formats = [option.weight_format for option in choice.options]
+            at = formats.index(found.plan[choice.linear])
             if at > 0:
-                plan = with_embedding(self.config, {**found.plan, choice.linear: forms[at - 1]})
-                vain += self.chooser.divergence(plan, self.options.searched).mean_kl <= found.divergence
-        return vain
+                plan = with_embedding(self.config, {**found.plan, choice.linear: formats[at - 1]})
+                count += self.search_evaluator.divergence(plan, self.options.searched).mean_kl <= found.divergence
+        return count
 
-    def uniform(self, forms: Sequence[WeightFormat], kl: Callable[[Plan], float]) -> list[PlanFigures]:
-        """A plan for each format."""
+    def uniform(self, formats: Sequence[WeightFormat], kl: Callable[[Plan], float]) -> list[PlanFigures]:
+        """Figures of a uniform plan for each format."""
         found = []
-        for form in forms:
+        for form in formats:
             plan = uniform_plan(self.config, form)
             size = self.size(plan)
             bits = 8 * size / weight_count(self.config)
@@ -173,21 +176,21 @@ class Comparison:
         return found
 
     def size(self, plan: Plan) -> int:
-        """Bytes of a plan that a pass reads."""
+        """Number of bytes that a pass reads with a plan."""
         return int(plan_cost(plan, ByteCosts(), self.config))
 
     def exported_kl(self, plan: Plan) -> float:
-        """Mean KL of a plan as an export rounds it, on text that nothing was chosen by."""
+        """Mean KL of a plan as an export rounds it, on held-out text."""
         whole = with_embedding(self.config, plan)
         key = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()[:16]
         folder = self.options.work / f"rounded-{key}"
         store = quantize_sequentially(self.observed, self.text, whole, folder, silent)
-        judge = PlanEvaluator(self.model, self.text.held_out, store.weights, folder / "judge")
-        return judge.divergence(whole, self.options.searched).mean_kl
+        final_evaluator = PlanEvaluator(self.model, self.text.held_out, store.weights, folder / "held-out")
+        return final_evaluator.divergence(whole, self.options.searched).mean_kl
 
     def kl(self, plan: Plan) -> float:
-        """Mean KL of a plan, its units rounded by themselves, on text that nothing was chosen by."""
-        return self.judge.divergence(plan, self.options.searched).mean_kl
+        """Mean KL of a plan whose linears are rounded separately, on held-out text."""
+        return self.final_evaluator.divergence(plan, self.options.searched).mean_kl
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models a benchmark needs, made once and kept in a working folder."""
+"""Models for benchmarks, made once and kept in a working folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_che
 
 
 def checkpoint(work: Path, shape: Shape, tokenizer: Path | None = None) -> Path:
-    """A random-weights checkpoint of the shape, with the tokenizer of a folder or a stand-in."""
+    """A checkpoint of the shape with random weights, and the tokenizer of a folder or a byte-level one."""
     return _once(
         work / _name(shape, tokenizer) / "checkpoint",
         lambda folder: write_checkpoint(shape, folder, tokenizer=tokenizer),
@@ -21,7 +21,7 @@ def checkpoint(work: Path, shape: Shape, tokenizer: Path | None = None) -> Path:
 
 
 def bundle(work: Path, shape: Shape, block: int, tokenizer: Path | None = None) -> Path:
-    """Its edge-run bundle, 4 bits in blocks of `block`."""
+    """Its edge-run bundle, with 4-bit weights in blocks of `block`."""
 
     def make(folder: Path) -> None:
         export_checkpoint(
@@ -36,7 +36,7 @@ def _name(shape: Shape, tokenizer: Path | None) -> str:
 
 
 def genai_model(work: Path, shape: Shape, block: int, python: str) -> Path:
-    """Its export by the model builder of ONNX Runtime GenAI, which is installed beside `python`."""
+    """Its export by the model builder of ONNX Runtime GenAI, run with the interpreter `python`."""
 
     def make(folder: Path) -> None:
         command = [python, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
@@ -50,7 +50,7 @@ def genai_model(work: Path, shape: Shape, block: int, python: str) -> Path:
 
 
 def optimum_model(work: Path, shape: Shape, python: str) -> Path:
-    """Its float32 export by Optimum, which is installed beside `python`."""
+    """Its float32 export by Optimum, run with the interpreter `python`."""
 
     def make(folder: Path) -> None:
         command = [python, "-m", "optimum.exporters.onnx", "--task", "text-generation-with-past", "--no-post-process"]
@@ -64,7 +64,7 @@ def optimum_model(work: Path, shape: Shape, python: str) -> Path:
 
 
 def upgraded(model: Path, recipe: ExportRecipe) -> Path:
-    """A foreign ONNX model upgraded, in a folder beside it."""
+    """The upgrade of a foreign ONNX model, in a folder beside it."""
     return _once(
         model.with_name(f"{model.name}-upgraded-{recipe.body or 'as-stored'}".replace("/", "-")),
         lambda folder: upgrade_model(ExportRequest(model, folder, recipe)),
@@ -72,7 +72,7 @@ def upgraded(model: Path, recipe: ExportRecipe) -> Path:
 
 
 def _once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """`folder`, made under another name first so that an interrupted run leaves nothing half-made."""
+    """Make `folder` if it does not exist, under another name first so that an interrupted run leaves no partial one."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = folder.with_name(folder.name + ".part")

@@ -1,9 +1,9 @@
-"""A checkpoint of a bundle: the weights that its codes stand for, in float32, for exporting them in another form.
+"""Writes a float32 checkpoint of a bundle's dequantized weights, to export them in another format.
 
 Example: python benchmarks/bundle_checkpoint.py models/bundled/shell-helper /tmp/shell-helper
 
-For models whose checkpoint is not at hand. What their export rounded away stays lost, so the bundle itself, and not the
-model as it was trained, is what a new export of this checkpoint is compared with. Families llama and qwen2.
+It is meant for models whose own checkpoint is not available. A new export of the checkpoint is compared with the bundle
+and not with the model as it was trained, since rounding cannot be undone. Families llama and qwen2 are supported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def write_checkpoint(bundle: Bundle, folder: Path) -> Path:
-    """Write model.safetensors and the bundle's small files into a folder; returns the folder."""
+    """Write model.safetensors and the bundle's tokenizer and config files into a folder; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(read_weights(bundle, read_config(bundle.folder)), folder / "model.safetensors")
     for name in TOKENIZER_AND_CONFIG_FILES:
@@ -48,13 +48,12 @@ def read_weights(bundle: Bundle, config: DecoderConfig) -> Tensors:
     """Tensors by their Hugging Face names.
 
     Raises:
-        ValueError: the bundle has no manifest, is of a family with other tensors, or has weights with zero points
-            or offsets.
+        ValueError: the bundle has no manifest, another family, or weights with zero points or offsets.
     """
     if bundle.manifest is None or bundle.manifest.architecture.family not in ("llama", "qwen2"):
-        raise ValueError(f"{bundle.folder} is no bundle of the families llama and qwen2")
+        raise ValueError(f"{bundle.folder} is not a bundle of family llama or qwen2")
     if any(form.offsets or form.zero_points for form in bundle.manifest.weights.values()):
-        raise ValueError(f"{bundle.folder} has weights with more than codes and scales")
+        raise ValueError(f"{bundle.folder} has weights with zero points or offsets")
     graph = onnx.load(bundle.graph).graph
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     tensors: Tensors = {}

@@ -1,7 +1,7 @@
-"""Write a Hugging Face checkpoint of a known model's shape with random weights.
+"""Writes a Hugging Face checkpoint of a known model's shape with random weights.
 
-Speed and memory depend on shapes, not on what a model has learned, so benchmarks need no download. Weights are drawn
-and written a few megabytes at a time: memory stays small whatever the model's size.
+Speed and memory depend on shapes and not on weights, so benchmarks need no download. Weights are drawn and written a
+few megabytes at a time, so that large models need little memory.
 
     python benchmarks/checkpoints.py qwen2.5-0.5b OUT
 """
@@ -32,7 +32,7 @@ _CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['role'] }}: {{ 
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers that fix a Qwen2 model's tensors."""
+    """Sizes of a Qwen2 model."""
 
     name: str
     vocab: int
@@ -45,7 +45,7 @@ class Shape:
     context: int = 32768
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every tensor's name and shape (linear weights as `[out, in]`), in file order; the head is tied."""
+        """Name and shape of every tensor in file order (linear weights are [out, in]); the LM head is tied."""
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         for i in range(self.layers):
             layer = f"model.layers.{i}"
@@ -102,7 +102,7 @@ def write_checkpoint(
 ) -> None:
     """Write a complete checkpoint into `folder`, creating it.
 
-    `dtype` is `float32` or `bfloat16`; `tokenizer` is a folder whose files the checkpoint gets.
+    `dtype` is `float32` or `bfloat16`; `tokenizer` is a folder whose tokenizer files are copied.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(shape, folder / "model.safetensors", dtype, seed)
@@ -112,7 +112,7 @@ def write_checkpoint(
 
 
 def _write_weights(shape: Shape, path: Path, dtype: str, seed: int) -> None:
-    """Stream the weights into one safetensors file, which the library itself can only write from whole arrays."""
+    """Stream the weights into a safetensors file, which the safetensors library writes from whole arrays only."""
     label, stored = _DTYPES[dtype]
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -140,7 +140,7 @@ def _write_tensor(file: BinaryIO, name: str, size: int, stored: np.dtype[np.gene
 
 
 def _write_tokenizer(shape: Shape, folder: Path, given: Path | None) -> None:
-    """The one given, or the real Qwen2.5 tokenizer where the data folder has it and it fits, else bytes and an end."""
+    """Copy the given tokenizer, or Qwen2.5's if it fits and is in the data folder; else write a byte-level one."""
     real = Path(os.environ.get("EDGERUN_DATA", "")) / "tokenizers" / "qwen2.5"
     if given is None and os.environ.get("EDGERUN_DATA") and shape.name.startswith("qwen2.5") and real.is_dir():
         given = real
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to create")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder whose tokenizer the checkpoint gets")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder whose tokenizer is copied")
     options = parser.parse_args()
     write_checkpoint(
         SHAPES[options.shape], options.out, dtype=options.dtype, seed=options.seed, tokenizer=options.tokenizer

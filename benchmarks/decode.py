@@ -1,7 +1,7 @@
-"""Plain decoding speed, prompt speed, memory, load time, and what a pass over several tokens costs.
+"""Speed of plain decoding, prefill and wide passes, memory, and load time.
 
-edge-run against a bare onnxruntime loop over the same graph and, where it is installed, against ONNX Runtime GenAI over
-its own export. Every engine runs in its own process, measured in turn while the others are still; ratios are medians
+Compares edge-run with a bare onnxruntime loop over the same graph and, if it is installed, with ONNX Runtime GenAI and
+its own export. Every engine runs in its own process, and they are measured one at a time in turn; ratios are medians
 over rounds. Weights are random (see checkpoints.py): speed does not depend on them. Prints tables, then one JSON line.
 """
 
@@ -28,7 +28,7 @@ from rich.table import Table
 from artifacts import bundle, genai_model
 from checkpoints import SHAPES, Shape
 from processes import Worker
-from rounds import Series, Stillness, alternate, join, median_ratio, spread
+from rounds import IdleLoad, Series, alternate, join, median_ratio, spread
 
 CONTEXT: Final = 128
 PROMPTS: Final = (128, 1024)
@@ -39,24 +39,24 @@ _CAPACITY: Final = 1280
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How much is measured."""
+class Repetitions:
+    """Number of repetitions of each measurement."""
 
     restarts: int
-    """Times all processes are started anew: where a process's memory lands changes its speed by several per cent."""
+    """Number of times that all processes are restarted: memory placement changes their speed by several per cent."""
     rounds: int
     tokens: int
-    """Tokens a decode measurement is long."""
+    """Number of tokens per decode measurement."""
     passes: int
-    """Passes a width measurement is the median of."""
+    """Number of passes whose median is one measurement."""
 
 
-FULL: Final = Effort(restarts=3, rounds=6, tokens=32, passes=5)
-QUICK: Final = Effort(restarts=1, rounds=3, tokens=12, passes=3)
+FULL: Final = Repetitions(restarts=3, rounds=6, tokens=32, passes=5)
+QUICK: Final = Repetitions(restarts=1, rounds=3, tokens=12, passes=3)
 
 
 @dataclass(frozen=True)
-class Contender:
+class MeasuredEngine:
     """An engine and the model it runs."""
 
     label: str
@@ -65,13 +65,13 @@ class Contender:
     python: str | None = None
 
     def start(self, threads: int) -> Worker:
-        """Its process, loaded."""
+        """Start its process and load the model."""
         return Worker(self.label, self.engine, self.model, python=self.python, threads=threads, capacity=_CAPACITY)
 
 
 @dataclass
-class Findings:
-    """Everything measured; one `Series` part a restart."""
+class Measurements:
+    """All measurements, with one `Series` per restart."""
 
     decode: list[Series] = field(default_factory=list)
     prefill: dict[int, list[Series]] = field(default_factory=lambda: {count: [] for count in PROMPTS})
@@ -79,31 +79,35 @@ class Findings:
     load_s: dict[str, list[float]] = field(default_factory=dict)
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     first_load_s: float = 0.0
-    """edge-run's first load of the bundle, which packs the weights for this machine."""
-    stillness: Stillness = field(default_factory=Stillness)
+    """Seconds of edge-run's first load of the bundle, which packs the weights for this machine."""
+    idle_load: IdleLoad = field(default_factory=IdleLoad)
 
 
-def measure(contenders: Sequence[Contender], threads: int, effort: Effort, say: Callable[[str], None]) -> Findings:
-    """Run everything."""
-    found = Findings()
-    edge = next(each for each in contenders if each.label == EDGE)
+def measure(
+    engines: Sequence[MeasuredEngine], threads: int, repetitions: Repetitions, report: Callable[[str], None]
+) -> Measurements:
+    """Run all measurements."""
+    found = Measurements()
+    edge = next(each for each in engines if each.label == EDGE)
     with edge.start(threads) as worker:
         found.first_load_s = worker.loaded["seconds"]
-    for restart in range(effort.restarts):
-        turn = restart % len(contenders)
-        say(f"processes {restart + 1} of {effort.restarts}: loading")
+    for restart in range(repetitions.restarts):
+        turn = restart % len(engines)
+        report(f"processes {restart + 1} of {repetitions.restarts}: loading")
         with ExitStack() as stack:
-            workers = [stack.enter_context(each.start(threads)) for each in [*contenders[turn:], *contenders[:turn]]]
-            _measure_once(workers, effort, found, say)
+            workers = [stack.enter_context(each.start(threads)) for each in [*engines[turn:], *engines[:turn]]]
+            _measure_once(workers, repetitions, found, report)
     return found
 
 
-def _measure_once(workers: Sequence[Worker], effort: Effort, found: Findings, say: Callable[[str], None]) -> None:
-    """All measurements with the processes that are running now."""
+def _measure_once(
+    workers: Sequence[Worker], repetitions: Repetitions, found: Measurements, report: Callable[[str], None]
+) -> None:
+    """Run all measurements with the running processes."""
     for worker in workers:
         found.load_s.setdefault(worker.label, []).append(worker.loaded["seconds"])
-        worker.ask("decode", context=CONTEXT, tokens=4)  # first passes allocate
-        now = worker.ask("memory")
+        worker.call("decode", context=CONTEXT, tokens=4)  # first passes allocate
+        now = worker.call("memory")
         found.memory[worker.label] = {
             "before": worker.loaded["before"]["resident"],
             "loaded": worker.loaded["after"]["resident"],
@@ -111,48 +115,48 @@ def _measure_once(workers: Sequence[Worker], effort: Effort, found: Findings, sa
             "decoding_anonymous": now["anonymous"],
         }
 
-    say(f"  decoding after {CONTEXT} tokens")
+    report(f"  decoding after {CONTEXT} tokens")
 
     def decode(worker: Worker) -> float:
-        return float(worker.ask("decode", context=CONTEXT, tokens=effort.tokens))
+        return float(worker.call("decode", context=CONTEXT, tokens=repetitions.tokens))
 
-    found.decode.append(alternate(workers, effort.rounds, decode, found.stillness))
+    found.decode.append(alternate(workers, repetitions.rounds, decode, found.idle_load))
 
     same_graph = [worker for worker in workers if worker.label in (EDGE, BARE)]
     parts: dict[int, list[Series]] = {width: [] for width in WIDTHS}
-    for number in range(effort.rounds):
-        say(f"  passes of {WIDTHS[0]} to {WIDTHS[-1]} tokens, round {number + 1}")
+    for number in range(repetitions.rounds):
+        report(f"  passes of {WIDTHS[0]} to {WIDTHS[-1]} tokens, round {number + 1}")
         for width in WIDTHS if number % 2 == 0 else reversed(WIDTHS):
 
             def run_pass(worker: Worker, width: int = width) -> float:
-                return float(worker.ask("passes", context=CONTEXT, rows=width, times=effort.passes))
+                return float(worker.call("passes", context=CONTEXT, width=width, repeats=repetitions.passes))
 
             order = same_graph if number % 2 == 0 else same_graph[::-1]
-            parts[width].append(alternate(order, 1, run_pass, found.stillness))
+            parts[width].append(alternate(order, 1, run_pass, found.idle_load))
     for width in WIDTHS:
         found.widths[width].append(join(parts[width]))
 
     for count in PROMPTS:
-        say(f"  prompts of {count} tokens")
+        report(f"  prompts of {count} tokens")
 
         def prefill(worker: Worker, count: int = count) -> float:
-            return float(worker.ask("prefill", tokens=count))
+            return float(worker.call("prefill", tokens=count))
 
-        rounds = max(2, effort.rounds // 2) if count > CONTEXT else effort.rounds
-        found.prefill[count].append(alternate(workers, rounds, prefill, found.stillness))
+        rounds = max(2, repetitions.rounds // 2) if count > CONTEXT else repetitions.rounds
+        found.prefill[count].append(alternate(workers, rounds, prefill, found.idle_load))
     for worker in workers:
-        found.memory[worker.label]["peak"] = worker.ask("memory")["peak"]
+        found.memory[worker.label]["peak"] = worker.call("memory")["peak"]
 
 
-def account(found: Findings, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """The findings in numbers; a ratio is this engine's time by the bare loop's, quartiles beside it."""
+def summarize(found: Measurements, engines: Sequence[MeasuredEngine]) -> dict[str, Any]:
+    """Medians, and ratios of each engine's time to the bare loop's with quartiles."""
     decode = join(found.decode)
     prefill = {count: join(parts) for count, parts in found.prefill.items()}
     widths = {width: join(parts) for width, parts in found.widths.items()}
-    engines = {}
-    for each in contenders:
+    figures = {}
+    for each in engines:
         label = each.label
-        engines[label] = {
+        figures[label] = {
             "weights_mib": _weights(each.model) / 2**20,
             "load_s": statistics.median(found.load_s[label]),
             "resident_mib": found.memory[label],
@@ -180,8 +184,8 @@ def account(found: Findings, contenders: Sequence[Contender]) -> dict[str, Any]:
         }
         for label in (EDGE, BARE)
     }
-    engines[EDGE]["first_load_s"] = found.first_load_s
-    return {"engines": engines, "pass_cost": cost, "idle_core_share": found.stillness.idle_core_share}
+    figures[EDGE]["first_load_s"] = found.first_load_s
+    return {"engines": figures, "pass_cost": cost, "idle_core_share": found.idle_load.idle_core_share}
 
 
 def _weights(model: Path) -> int:
@@ -190,9 +194,9 @@ def _weights(model: Path) -> int:
 
 def show(console: Console, result: dict[str, Any], title: str) -> None:
     """Print the tables."""
-    speed = Table(title=f"{title}: speed; in brackets, time by the bare loop's (median over rounds)")
+    speed = Table(title=f"{title}: speed; in brackets, time relative to the bare loop (median over rounds)")
     speed.add_column("")
-    for name in (f"ms a token\nafter {CONTEXT}", *(f"tokens/s, prompt\nof {count}" for count in PROMPTS)):
+    for name in (f"ms per token\nafter {CONTEXT}", *(f"tokens/s, prompt\nof {count}" for count in PROMPTS)):
         speed.add_column(name, justify="right")
     memory = Table(title="load time and resident memory, MiB")
     memory.add_column("")
@@ -208,7 +212,7 @@ def show(console: Console, result: dict[str, Any], title: str) -> None:
         resident = row["resident_mib"]
         stages = [resident[name] for name in ("loaded", "decoding", "decoding_anonymous", "peak")]
         memory.add_row(label, f"{row['weights_mib']:.0f}", f"{row['load_s']:.2f}", *(f"{size:.0f}" for size in stages))
-    passes = Table(title=f"a pass over m tokens after {CONTEXT}, logits for all: ms (times a pass over one)")
+    passes = Table(title=f"pass over m tokens after {CONTEXT}, with all logits: ms (ratio to a pass over one token)")
     for name in ("m", *result["pass_cost"]):
         passes.add_column(name, justify="right")
     for width in WIDTHS:
@@ -219,11 +223,11 @@ def show(console: Console, result: dict[str, Any], title: str) -> None:
     console.print(f"edge-run's first load, which packs the weights: {result['engines'][EDGE]['first_load_s']:.2f} s")
     share = result["idle_core_share"]
     if share > 0.02:
-        console.print(f"[yellow]waiting processes took {share:.0%} of a core while others were measured[/yellow]")
+        console.print(f"[yellow]waiting processes used {share:.0%} of a core while others were measured[/yellow]")
 
 
-def conditions(shape: Shape, threads: int, block: int, effort: Effort) -> dict[str, Any]:
-    """What the numbers hold for."""
+def conditions(shape: Shape, threads: int, block: int, repetitions: Repetitions) -> dict[str, Any]:
+    """The conditions of the measurement."""
     return {
         "shape": shape.name,
         "weights": f"random, int4, block {block}",
@@ -234,13 +238,13 @@ def conditions(shape: Shape, threads: int, block: int, effort: Effort) -> dict[s
         "system": platform.platform(),
         "python": platform.python_version(),
         "onnxruntime": version("onnxruntime"),
-        "restarts": effort.restarts,
-        "rounds": effort.rounds,
+        "restarts": repetitions.restarts,
+        "rounds": repetitions.rounds,
     }
 
 
 def _rounded(value: Any) -> Any:
-    """The same with every number cut to five significant digits."""
+    """Round every number to five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -267,8 +271,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--block", type=int, choices=(32, 64, 128), default=128, help="weights that share a scale")
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
-    parser.add_argument("--quick", action="store_true", help="few rounds, no restarts: a first look")
-    parser.add_argument("--restarts", type=int, metavar="N", help="times all processes are started anew (3; quick: 1)")
+    parser.add_argument("--quick", action="store_true", help="few rounds, no restarts")
+    parser.add_argument("--restarts", type=int, metavar="N", help="restarts of all processes (3; quick: 1)")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
     parser.add_argument(
         "--genai-python", metavar="PATH", help="interpreter that has onnxruntime-genai, psutil and numpy"
@@ -279,24 +283,26 @@ def main() -> None:
     if not console.is_terminal:
         console.width = 120
     shape = SHAPES[options.shape]
-    effort = QUICK if options.quick else FULL
+    repetitions = QUICK if options.quick else FULL
     if options.restarts:
-        effort = replace(effort, restarts=options.restarts)
+        repetitions = replace(repetitions, restarts=options.restarts)
     progress.print("preparing models")
-    cache = options.work / "cache"  # of its own and empty, so that the first load is one
+    cache = options.work / "cache"  # an empty one, so that the first load packs the weights
     shutil.rmtree(cache, ignore_errors=True)
     os.environ["EDGERUN_CACHE"] = str(cache.absolute())
     ours = bundle(options.work, shape, options.block)
-    contenders = [Contender(EDGE, "edge-run", ours), Contender(BARE, "bare", ours)]
+    engines = [MeasuredEngine(EDGE, "edge-run", ours), MeasuredEngine(BARE, "bare", ours)]
     if options.genai_python:
         for block in sorted({options.block, 32}, reverse=True):
             model = genai_model(options.work, shape, block, options.genai_python)
             label = f"GenAI, block {block}" + (" (its default)" if block == 32 else "")
-            contenders.append(Contender(label, "genai", model, options.genai_python))
-    found = measure(contenders, options.threads, effort, progress.print)
-    holds_for = conditions(shape, options.threads, options.block, effort)
-    result = {"benchmark": "decode", "conditions": holds_for, **account(found, contenders)}
-    show(console, result, f"{shape.name}, int4 block {options.block}, {options.threads} threads, {holds_for['cpu']}")
+            engines.append(MeasuredEngine(label, "genai", model, options.genai_python))
+    found = measure(engines, options.threads, repetitions, progress.print)
+    run_conditions = conditions(shape, options.threads, options.block, repetitions)
+    result = {"benchmark": "decode", "conditions": run_conditions, **summarize(found, engines)}
+    show(
+        console, result, f"{shape.name}, int4 block {options.block}, {options.threads} threads, {run_conditions['cpu']}"
+    )
     print(json.dumps(_rounded(result)))
 
 

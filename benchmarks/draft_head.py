@@ -1,10 +1,10 @@
-"""What a draft's step takes by the size of its head: whether time falls with the bytes that need not be read.
+"""Time of a draft step by the size of the draft's LM head, compared with the bytes read.
 
 Example: python benchmarks/draft_head.py models/bundled/shell-helper/draft --keep 1024 256
 
-Trims the head of a bundle to its first tokens, which cost as much as any others, and times passes of one row of all the
-results in turn. Bytes are those that a step reads of quantized linears as ONNX Runtime packs them on x86. Without a
-bundle, random weights of the Qwen2.5-0.5B shape are exported first. Prints a table, then one JSON line.
+Trims the LM head of a bundle to its first tokens, which cost as much as any others, and times passes over one token of
+all results in turn. Bytes are those of quantized linears as ONNX Runtime packs them on x86. Without a bundle, random
+weights of the Qwen2.5-0.5B shape are exported first. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path, nargs="?")
-    parser.add_argument("--keep", type=int, nargs="+", help="tokens of the heads (a quarter, and a sixteenth)")
-    parser.add_argument("--block", type=int, choices=(32, 64, 128), default=128, help="of the Qwen2.5-0.5B shape")
+    parser.add_argument(
+        "--keep", type=int, nargs="+", help="sizes of the trimmed heads (a quarter and a sixteenth of all tokens)"
+    )
+    parser.add_argument(
+        "--block", type=int, choices=(32, 64, 128), default=128, help="block size of the Qwen2.5-0.5B shape"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
@@ -47,12 +51,12 @@ def main() -> None:
             write_trimmed(whole, drafts[-1], np.arange(size))
         read = [bytes_read(open_bundle(draft)) for draft in drafts]
         times = [each[1] for each in BundleTimer(options.threads).time_passes(drafts, (1,), options.rounds)]
-    table = Table(title=f"{whole.folder.name}: a step by the size of its head")
-    for name in ("head", "MB read", "of the whole", "ms", "of the whole"):
+    table = Table(title=f"{whole.folder.name}: draft step by size of the LM head")
+    for name in ("tokens", "MB read", "ratio", "ms", "ratio"):
         table.add_column(name, justify="right")
     for size, count, seconds in zip(sizes, read, times, strict=True):
-        shares = f"{count / read[0]:.3f}", f"{seconds / times[0]:.3f}"
-        table.add_row(str(size), f"{count / 1e6:.1f}", shares[0], f"{1e3 * seconds:.3f}", shares[1])
+        ratios = f"{count / read[0]:.3f}", f"{seconds / times[0]:.3f}"
+        table.add_row(str(size), f"{count / 1e6:.1f}", ratios[0], f"{1e3 * seconds:.3f}", ratios[1])
     Console().print(table)
     results = [
         {"head": size, "bytes": count, "seconds": seconds}
@@ -62,7 +66,7 @@ def main() -> None:
 
 
 def bytes_read(model: Bundle) -> float:
-    """What a pass of one row reads of quantized linears, packed."""
+    """Bytes of packed quantized linears that a pass over one token reads."""
     total = 0.0
     for node in onnx.load(model.graph, load_external_data=False).graph.node:
         if node.op_type == "MatMulNBits":

@@ -1,9 +1,9 @@
-"""What an export costs: seconds and peak resident memory, each in a process of its own.
+"""Time and peak resident memory of exports, each in a process of its own.
 
 Example: python benchmarks/export.py --shape qwen2.5-0.5b --dtype float32
 
-Exports a random-weights checkpoint (made once in --work, nothing is downloaded) to 4 and 8 bits; checksums and the
-check against the reference decoder are included, as in `edge-run export`. Prints a table, then one JSON line.
+Exports a checkpoint of random weights (made once in --work, nothing is downloaded) to 4 and 8 bits, including checksums
+and the check against the reference decoder, as `edge-run export` does. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the checkpoint")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the checkpoint")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Greedy decoding with ONNX Runtime GenAI over a model folder of its own builder."""
+"""Greedy decoding with ONNX Runtime GenAI and an export of its model builder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prompts import prompt_tokens
 
 
 class GenaiLoop:
-    """A GenAI model; every measurement uses a fresh generator with `capacity` rows of cache."""
+    """A GenAI model; every measurement uses a new generator with a cache of `capacity` slots."""
 
     def __init__(self, model: Path, threads: int, capacity: int) -> None:
         config = og.Config(str(model))
@@ -24,7 +24,7 @@ class GenaiLoop:
         self.vocab: Final[int] = description["model"]["vocab_size"]
 
     def prefill(self, tokens: int) -> float:
-        """Seconds from `tokens` ids and an empty cache to the next token."""
+        """Seconds to process a prompt of `tokens` tokens and choose the next one."""
         prompt = prompt_tokens(tokens, self.vocab)
         generator = self._generator()
         started = time.perf_counter()
@@ -34,10 +34,10 @@ class GenaiLoop:
         return time.perf_counter() - started
 
     def decode(self, context: int, tokens: int) -> float:
-        """Seconds for each of `tokens` greedy tokens after a prompt of `context`."""
+        """Seconds per token of `tokens` greedy tokens after a prompt of `context` tokens."""
         generator = self._generator()
         generator.append_tokens(prompt_tokens(context, self.vocab))
-        generator.generate_next_token()  # chosen from the prompt's own logits
+        generator.generate_next_token()  # from the logits of the prompt
         started = time.perf_counter()
         for _ in range(tokens):
             generator.generate_next_token()

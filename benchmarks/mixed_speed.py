@@ -1,12 +1,12 @@
-"""Size, memory and speed of mixed weights against uniform 4 bits, and whether time budgets are kept.
+"""Size, memory and speed of mixed weights, compared with uniform 4-bit weights.
 
 Example: python benchmarks/mixed_speed.py --shape qwen2.5-0.5b --budgets 3.5bpw 8ms
 
-Weights are random (see checkpoints.py), so there is no quality to measure by: units are taken to suffer alike, each
-weight by a quarter for every bit more and by the size of its block, and plans are those that the exporter makes of that
-within a budget; of a time it measures whole passes. They are written as real bundles, rounded to nearest. Every bundle
-runs in a process of its own, in turn with the others, for passes of 1 and of 4 rows. Prints tables (bytes on disk and
-resident, time by that of uniform int4/128, predicted and measured milliseconds), then one JSON line.
+Weights are random (see checkpoints.py), so quality cannot be measured: every weight is assumed to lose a quarter as
+much with each further bit, and more in larger blocks. Plans are those that the exporter finds for these losses within a
+budget; for a time budget it measures whole passes. They are written as bundles, rounded to nearest. Every bundle runs
+in a process of its own, in turn with the others, for passes over 1 and 4 tokens. Prints tables (bytes on disk and
+resident, time relative to uniform int4/128, predicted and measured milliseconds), then one JSON line.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from edgerun.export.recipe import ExportRecipe, with_methods
 from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.runtime.measure.bundle_timing import BundleTimer
 from processes import Worker
-from rounds import Series, Stillness, alternate, join, median_ratio, spread
+from rounds import IdleLoad, Series, alternate, join, median_ratio, spread
 
 UNIFORM: Final = "int4/128"
-ROWS: Final = (1, 4)
+WIDTHS: Final = (1, 4)
 _CONTEXT: Final = 256
-"""Tokens before those that are timed, as in the times that plans are made by."""
+"""Tokens before those that are exporter_seconds, as in the times that plans are made by."""
 _PASSES: Final = 9
 _CAPACITY: Final = 512
-_TURNS: Final = 16
-"""Of the exporter's own timer, by which predictions are judged: it takes the faster third of passes, as the times
-that plans are made by do, and not the median."""
+_ROUNDS: Final = 16
+"""Rounds of the exporter's own timer, which predictions are compared with: it uses the faster third of the passes, like
+the timings that plans are based on, and not the median."""
 
 Plan = dict[str, WeightFormat]
 
@@ -73,20 +73,22 @@ def main() -> None:
     with open_source(source) as (config, _):
         times = load_or_measure(config, BASE_FORMATS)
         plans = {UNIFORM: with_embedding(config, uniform_plan(config, WeightFormat(4, 128)))}
-        # The machine as it is, not as it was when the units were measured.
-        times = times.scaled(measured_over_predicted(times, plans[UNIFORM], ROWS))
+        # The speed of the machine now, not when the linears were timed.
+        times = times.scaled(measured_over_predicted(times, plans[UNIFORM], WIDTHS))
         plans |= {str(budget): plan_within(budget, config, times) for budget in options.budgets}
     try:
         bundles = {
             label: write(source, folder / str(number), plan) for number, (label, plan) in enumerate(plans.items())
         }
-        timed = dict(zip(bundles, BundleTimer().time_passes(list(bundles.values()), ROWS, _TURNS), strict=True))
-        found, memory = measure(bundles, options.restarts, options.rounds)
+        exporter_seconds = dict(
+            zip(bundles, BundleTimer().time_passes(list(bundles.values()), WIDTHS, _ROUNDS), strict=True)
+        )
+        series_by_width, memory = measure(bundles, options.restarts, options.rounds)
         disk = {label: sum(file.stat().st_size for file in path.glob("model.onnx*")) for label, path in bundles.items()}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     results = [
-        account(label, plan, config, times, memory[label], found, timed[label], disk[label])
+        figures_of(label, plan, config, times, memory[label], series_by_width, exporter_seconds[label], disk[label])
         for label, plan in plans.items()
     ]
     show(results)
@@ -98,9 +100,9 @@ def main() -> None:
 
 
 def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes) -> Plan:
-    """What the exporter chooses where all weights count alike."""
-    timed = budget.measure is Measure.MILLISECONDS
-    rows = dict.fromkeys((budget.width, *ROWS) if timed else ROWS)
+    """The plan that the exporter chooses if all weights are equally important."""
+    is_time = budget.measure is Measure.MILLISECONDS
+    widths = dict.fromkeys((budget.width, *WIDTHS) if is_time else WIDTHS)
     sizes = {linear.name: linear.weight_count for linear in planned_linears(config)}
 
     def alone(linear: str, form: WeightFormat) -> float:
@@ -113,16 +115,16 @@ def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes) -> Pl
         return measured_over_predicted(times, plan, [budget.width])
 
     with tempfile.TemporaryDirectory() as folder:
-        limits = cost_limits(budget, config, [times.costs(count) for count in rows])
+        limits = cost_limits(budget, config, [times.costs(width) for width in widths])
         problem = AllocationProblem(
-            config, alone, [together], budget, limits, BASE_FORMATS, measured_ratio if timed else None
+            config, alone, [together], budget, limits, BASE_FORMATS, measured_ratio if is_time else None
         )
-        found = allocate(problem, Path(folder), SearchSettings(generations=0))
-    return dict(found.plan)
+        allocation = allocate(problem, Path(folder), SearchSettings(generations=0))
+    return dict(allocation.plan)
 
 
 def write(source: Path, folder: Path, plan: Plan) -> Path:
-    """A bundle of that plan."""
+    """Write a bundle with that plan."""
     folder.mkdir(parents=True)
     with open_source(source) as (config, weights):
         recipe = ExportRecipe(method=Method.RTN)
@@ -135,9 +137,9 @@ def write(source: Path, folder: Path, plan: Plan) -> Path:
 def measure(
     bundles: dict[str, Path], restarts: int, rounds: int
 ) -> tuple[dict[int, Series], dict[str, dict[str, float]]]:
-    """Seconds by rows of a pass and label, and resident MiB."""
-    stillness = Stillness()
-    parts: dict[int, list[Series]] = {rows: [] for rows in ROWS}
+    """Seconds by pass width and label, and resident MiB."""
+    idle_load = IdleLoad()
+    parts: dict[int, list[Series]] = {width: [] for width in WIDTHS}
     memory: dict[str, dict[str, float]] = {}
     labels = list(bundles)
     for restart in range(restarts + 1):
@@ -148,30 +150,30 @@ def measure(
                 for label in (*labels[turn:], *labels[:turn])
             ]
             for worker in workers:
-                worker.ask("decode", context=_CONTEXT, tokens=4)
-                memory[worker.label] = worker.ask("memory")
-            if restart == 0:  # packs the weights for this machine, and has all of them in memory meanwhile
+                worker.call("decode", context=_CONTEXT, tokens=4)
+                memory[worker.label] = worker.call("memory")
+            if restart == 0:  # packs the weights for this machine, and holds all of them in memory meanwhile
                 continue
-            for rows in ROWS:
+            for width in WIDTHS:
 
-                def run_pass(worker: Worker, rows: int = rows) -> float:
-                    return float(worker.ask("passes", context=_CONTEXT, rows=rows, times=_PASSES))
+                def run_pass(worker: Worker, width: int = width) -> float:
+                    return float(worker.call("passes", context=_CONTEXT, width=width, repeats=_PASSES))
 
-                parts[rows].append(alternate(workers, rounds, run_pass, stillness))
-    return {rows: join(series) for rows, series in parts.items()}, memory
+                parts[width].append(alternate(workers, rounds, run_pass, idle_load))
+    return {width: join(series) for width, series in parts.items()}, memory
 
 
-def account(
+def figures_of(
     label: str,
     plan: Plan,
     config: DecoderConfig,
     times: LinearTimes,
     memory: dict[str, float],
-    found: dict[int, Series],
-    timed: Mapping[int, float],
+    series_by_width: dict[int, Series],
+    exporter_seconds: Mapping[int, float],
     on_disk: int,
 ) -> dict[str, Any]:
-    """The figures of one bundle."""
+    """Figures of one bundle."""
     read = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
     return {
         "plan": label,
@@ -183,14 +185,14 @@ def account(
         "read_mb": read / 1e6,
         "resident_mib": memory["resident"],
         "passes": {
-            str(rows): {
-                "predicted_ms": times.milliseconds(plan, rows),
-                "measured_ms": 1e3 * timed[rows],
+            str(width): {
+                "predicted_ms": times.milliseconds(plan, width),
+                "measured_ms": 1e3 * exporter_seconds[width],
                 "median_ms": 1e3 * statistics.median(series[label]),
                 "speed": 1 / median_ratio(series, label, UNIFORM),
                 "time_ratio_quartiles": spread(series, label, UNIFORM),
             }
-            for rows, series in found.items()
+            for width, series in series_by_width.items()
         },
     }
 
@@ -205,10 +207,10 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{each['plan']:10} {each['bits_per_weight']:6.2f} {each['disk_mb']:9.1f} {disk:6.3f} "
             f"{each['read_mb']:9.1f} {each['resident_mib']:13.0f} {resident:6.3f}  {each['formats']}"
         )
-    for rows in map(str, ROWS):
-        print(f"passes of {rows}: milliseconds predicted, measured, their ratio; in use, times as fast as {UNIFORM}")
+    for width in map(str, WIDTHS):
+        print(f"passes over {width} tokens: ms predicted and measured, their ratio; speed relative to {UNIFORM}")
         for each in results:
-            one = each["passes"][rows]
+            one = each["passes"][width]
             predicted, measured = one["predicted_ms"], one["measured_ms"]
             ratios = f"{predicted / measured:7.3f} {one['speed']:7.3f}"
             print(f"  {each['plan']:10} {predicted:8.2f} {measured:8.2f} {ratios}")

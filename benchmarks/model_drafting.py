@@ -1,12 +1,12 @@
-"""What a draft model gains where its target is large: the bundled pair's answers replayed over a larger graph.
+"""Speedup of a draft model for a larger target: the bundled pair's answers replayed over a larger graph.
 
-The bundled target answers requests greedily; those answers are replayed over a graph of another model's shape with
-the bundled vocabulary and random weights, with the bundled draft model guessing. Its acceptance is real, because text
-and draft are, and so is the cost of every pass. Modes are compared with plain decoding, request by request, in one run.
+The bundled target answers requests greedily. These answers are replayed over a graph of another model's shape with the
+bundled vocabulary and random weights, and with the bundled draft model. Acceptance is real, because text and draft are,
+and so is the cost of every pass. Modes are compared with plain decoding, request by request, in one run.
 
 Example: python benchmarks/model_drafting.py --requests heldout.jsonl --spec auto --spec model --spec suffix
 
-Each line of the file is an object with `request`; without a file, the shell requests of `edge-run bench` are taken.
+Each line of the file is an object with `request`; without a file, the shell requests of `edge-run bench` are used.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from edgerun.runtime.speculation.choice import Speculation
 from shell_requests import shell_requests
 
 _SHAPE: Final = "qwen2.5-0.5b"
-_LONGEST: Final = 96
+_MAX_TOKENS: Final = 96
 
 
 def record(requests: list[str], path: Path) -> None:
     """Write the bundled model's greedy answers as a recording."""
     with edgerun.load(draft=None) as engine, path.open("w", encoding="utf-8") as file:
         for number, request in enumerate(requests):
-            answer = engine.generate(request, temperature=0.0, max_tokens=_LONGEST, speculation=Speculation.OFF).text
+            answer = engine.generate(request, temperature=0.0, max_tokens=_MAX_TOKENS, speculation=Speculation.OFF).text
             turns = [{"prompt": request, "response": answer}]
             file.write(json.dumps({"id": number, "category": "shell", "turns": turns}) + "\n")
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=Path, metavar="FILE", help="JSON lines with `request`")
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="requests (100)")
-    parser.add_argument("--spec", action="append", help="as edge-run --spec; may be repeated (auto)")
+    parser.add_argument("--spec", action="append", help="as in edge-run --spec; may be repeated (auto)")
     parser.add_argument("--block", type=int, choices=(32, 64, 128), default=128, help="weights that share a scale")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
     options = parser.parse_args()
@@ -67,7 +67,7 @@ def main() -> None:
     model = bundle(options.work, shape, options.block, folder)
     with edgerun.load(model, draft=folder / "draft") as engine:
         modes = [DecodingMode(str(each), each) for each in map(Speculation.parse, options.spec or ["auto"])]
-        plan = BenchSettings(_LONGEST, TurnRange.parse("all"), replay=True)
+        plan = BenchSettings(_MAX_TOKENS, TurnRange.parse("all"), replay=True)
         busy = machine_load()
         conversations = read_recording(recording)
         found = measure_modes(engine, conversations, modes, plan)
@@ -79,7 +79,7 @@ def main() -> None:
             context=engine.context,
             source="answers of the bundled model",
             replay=True,
-            max_tokens=_LONGEST,
+            max_tokens=_MAX_TOKENS,
             turns="all",
             temperature=0.0,
             conversations=len(conversations),

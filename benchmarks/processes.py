@@ -1,4 +1,4 @@
-"""Measured engines as processes: started, asked one at a time, ended."""
+"""Measured engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _WORKER: Final = Path(__file__).with_name("worker.py")
 
 
 class WorkerError(RuntimeError):
-    """A worker process ended early; what it had to say is on standard error."""
+    """A worker process ended early; its message is on standard error."""
 
 
 class Worker:
     """An engine in its own process; use as a context manager.
 
-    A worker only computes while it is asked something, so several may be alive and be measured in turn.
+    A worker computes only during a call, so several may be alive and be measured in turn.
     """
 
     def __init__(self, label: str, engine: str, model: Path, *, python: str | None = None, **settings: Any) -> None:
@@ -28,15 +28,15 @@ class Worker:
         self._process = subprocess.Popen(
             [python or sys.executable, str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
         )
-        self.loaded: Final[dict[str, Any]] = self.ask("load", engine=engine, model=str(model), **settings)
+        self.loaded: Final[dict[str, Any]] = self.call("load", engine=engine, model=str(model), **settings)
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Process id."""
         return self._process.pid
 
-    def ask(self, what: str, **arguments: Any) -> Any:
-        """The worker's answer to one request.
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Call a method in the worker process and return its result.
 
         Raises:
             WorkerError: the process has ended.
@@ -45,7 +45,7 @@ class Worker:
         assert process.stdin is not None  # noqa: S101 - for the type checker
         assert process.stdout is not None  # noqa: S101
         try:
-            process.stdin.write(json.dumps({"do": what, "with": arguments}) + "\n")
+            process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:

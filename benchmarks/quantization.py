@@ -1,13 +1,14 @@
-"""What few bits cost in quality: mean KL from the float32 model, by method and format.
+"""Loss of quality by quantization: mean KL divergence from the float32 model, by method and format.
 
 Example: python benchmarks/quantization.py CHECKPOINT --text conversations.jsonl --formats 4/32 2/32+z
 
-Exports the checkpoint once in float32 and once for each method and format, and runs the same texts through all of them:
-the lines of a text file, or of a .jsonl file the `messages`, in the model's chat template where it has one; without
---text, what the float32 model itself makes of --prompt with as many seeds. Methods that observe the model do so on
---calibration-tokens of its own words, or with --same-kind of the rest of the text file. Of the methods that need not,
-those with "+text" do too. Prints a table (mean KL in nats over all positions, of several with the same tokens before
-them only one; share of positions that prefer the same token; seconds of the export), then one JSON line.
+Exports the checkpoint once in float32 and once for each method and format, and runs the same texts through all exports:
+the lines of a text file, or the `messages` of a .jsonl file, in the model's chat template if it has one; without
+--text, continuations of --prompt by the float32 model with different seeds. Methods that need calibration use
+--calibration-tokens of text by the model itself, or with --same-kind the other lines of the text file. Methods with
+"+text" are calibrated although they need not be. Prints a table (mean KL in nats over all positions, where positions
+with equal prefixes count once; fraction of positions with the same top token; seconds of the export), then one JSON
+line.
 """
 
 from __future__ import annotations
@@ -43,23 +44,24 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to few bits."""
+    """A quantization method with or without calibration and AWQ scaling."""
 
-    rounding: Method
-    observed: bool = True
-    folded: bool = False
+    method: Method
+    calibrated: bool = True
+    awq: bool = False
 
-    def recipe(self, form: WeightFormat, text: CalibrationRequest) -> ExportRecipe:
-        """For all units in one format."""
-        return ExportRecipe(form, method=self.rounding, awq=self.folded, calibration=text if self.observed else None)
+    def recipe(self, weight_format: WeightFormat, text: CalibrationRequest) -> ExportRecipe:
+        """The recipe with one format for all linears."""
+        calibration = text if self.calibrated else None
+        return ExportRecipe(weight_format, method=self.method, awq=self.awq, calibration=calibration)
 
 
 CHOICES: Final = {
-    **{each.value: Choice(each, observed=False) for each in (Method.RTN, Method.K_QUANT, Method.HQQ)},
+    **{each.value: Choice(each, calibrated=False) for each in (Method.RTN, Method.K_QUANT, Method.HQQ)},
     **{f"{each.value}+text": Choice(each) for each in (Method.K_QUANT, Method.HQQ)},
     "gptq": Choice(Method.GPTQ),
-    "awq": Choice(Method.RTN, folded=True),
-    **{f"awq+{each.value}": Choice(each, folded=True) for each in (Method.K_QUANT, Method.GPTQ)},
+    "awq": Choice(Method.RTN, awq=True),
+    **{f"awq+{each.value}": Choice(each, awq=True) for each in (Method.K_QUANT, Method.GPTQ)},
 }
 
 
@@ -72,9 +74,11 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["4/32", "4/128", "2/32", "8/32"], help="bits/block[+z][+p]")
     parser.add_argument("--methods", nargs="+", choices=CHOICES, default=[*CHOICES])
     parser.add_argument("--calibration-tokens", type=int, default=DEFAULT_CALIBRATION_TOKENS)
-    parser.add_argument("--same-kind", action="store_true", help="observe on the lines of --text that are not measured")
+    parser.add_argument(
+        "--same-kind", action="store_true", help="calibrate with the lines of --text that are not measured"
+    )
     parser.add_argument("--texts", type=int, default=100)
-    parser.add_argument("--longest", type=int, default=256, help="tokens of a text that are read")
+    parser.add_argument("--longest", type=int, default=256, help="maximum tokens of a text")
     options = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -84,13 +88,13 @@ def main() -> None:
         else:
             texts = read_texts(exact, options.text, options.texts, options.longest)
         rest = unread_lines(options.text, options.texts, Path(folder)) if options.same_kind else None
-        observed = CalibrationRequest(rest, options.calibration_tokens)
+        calibration = CalibrationRequest(rest, options.calibration_tokens)
         print(f"{options.checkpoint.name}, {sum(map(len, texts))} tokens in {len(texts)} texts")
         print(f"{'weights':8} {'method':12} {'mean KL':>9} {'top-1':>7} {'bits':>6} {'seconds':>8}")
         for name in options.formats:
-            form = read_format(name)
+            weight_format = read_format(name)
             for method in options.methods:
-                recipe = CHOICES[method].recipe(form, observed)
+                recipe = CHOICES[method].recipe(weight_format, calibration)
                 destination = Path(folder) / "few"
                 report = export_checkpoint(ExportRequest(options.checkpoint, destination, recipe))
                 kl, agreement = compare(exact, report.bundle, texts)
@@ -101,21 +105,21 @@ def main() -> None:
 
 
 def read_format(name: str) -> WeightFormat:
-    """A format as --formats spells it."""
+    """Parse a format of --formats."""
     plain, *marks = name.split("+")
     bits, block = map(int, plain.split("/"))
     return WeightFormat(bits, block, zero_points="z" in marks, powers_of_two="p" in marks)
 
 
 def shuffled_lines(source: Path) -> list[str]:
-    """The lines of a file that say something, in the same order every time."""
+    """The non-empty lines of a file, shuffled in the same order every time."""
     lines = [line for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
     random.Random(0).shuffle(lines)
     return lines
 
 
 def unread_lines(source: Path, count: int, folder: Path) -> Path:
-    """A file of the lines that `read_texts` leaves and that are none of those it takes."""
+    """Write a file of the lines that `read_texts` does not read."""
     lines = shuffled_lines(source)
     taken = set(lines[:count])
     rest = folder / f"rest{source.suffix}"
@@ -123,8 +127,8 @@ def unread_lines(source: Path, count: int, folder: Path) -> Path:
     return rest
 
 
-def read_texts(bundle: Path, source: Path, count: int, longest: int) -> Tokens:
-    """Some texts as tokens, the same ones every time."""
+def read_texts(bundle: Path, source: Path, count: int, max_length: int) -> Tokens:
+    """Read some texts as token ids, the same ones every time."""
     lines = shuffled_lines(source)
     with edgerun.load(bundle) as engine:
         texts = []
@@ -136,30 +140,30 @@ def read_texts(bundle: Path, source: Path, count: int, longest: int) -> Tokens:
                 ids = engine.tokenizer.encode("\n".join(turns), add_special_tokens=True)
             else:
                 ids = engine.model.encode_chat(json.loads(line)["messages"])
-            texts.append(np.array(ids[:longest], np.int64))
+            texts.append(np.array(ids[:max_length], np.int64))
     return [text for text in texts if len(text) > 1]
 
 
-def sampled_texts(bundle: Path, prompt: str, count: int, longest: int) -> Tokens:
-    """Texts that the model writes after a prompt, as tokens, the prompt's included."""
+def sampled_texts(bundle: Path, prompt: str, count: int, max_length: int) -> Tokens:
+    """Sample texts after a prompt, as token ids including the prompt."""
     with edgerun.load(bundle) as engine:
         ids = engine.tokenizer.encode(prompt, add_special_tokens=True)
-        room = longest - len(ids)
+        room = max_length - len(ids)
         replies = [
             engine.generate(prompt, raw=True, seed=seed, temperature=1.0, max_tokens=room) for seed in range(count)
         ]
         return [
-            np.array([*ids, *engine.tokenizer.encode(reply.text, add_special_tokens=False)][:longest], np.int64)
+            np.array([*ids, *engine.tokenizer.encode(reply.text, add_special_tokens=False)][:max_length], np.int64)
             for reply in replies
         ]
 
 
 def compare(exact: Path, rounded: Path, texts: Tokens) -> tuple[float, float]:
-    """Mean KL(exact || rounded) over all positions of all texts, and the share that agrees on the likeliest token."""
-    longest = max(map(len, texts))
-    first, second = (ContractSession(bundle, read_config(bundle), longest) for bundle in (exact, rounded))
+    """Mean KL(exact || rounded) over all positions of all texts, and the fraction with the same top token."""
+    max_length = max(map(len, texts))
+    first, second = (ContractSession(bundle, read_config(bundle), max_length) for bundle in (exact, rounded))
     divergences, same = [], []
-    seen: set[bytes] = set()  # what many texts begin with, the template's tokens, counts once
+    seen: set[bytes] = set()  # a prefix of several texts, such as the template's tokens, counts once
     for tokens in texts:
         prefixes = [tokens[: end + 1].tobytes() for end in range(len(tokens))]
         new = np.array([prefix not in seen for prefix in prefixes])

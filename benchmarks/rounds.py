@@ -1,4 +1,4 @@
-"""Fair comparison of running workers: in turn, in both orders, each while the others are still."""
+"""Fair comparison of running workers: in turn, in both orders, one at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import psutil
 from processes import Worker
 
 _SETTLE_S: Final = 0.05
-"""Pause before a measurement: onnxruntime's threads spin for a moment after their last task."""
+"""Pause before a measurement: onnxruntime's threads spin for some time after their last task."""
 
 
-class Stillness:
-    """Keeps the share of a core that waiting workers took while others were measured."""
+class IdleLoad:
+    """Measures the fraction of a core that waiting workers use while others are measured."""
 
     def __init__(self) -> None:
         self._busy_s = 0.0
@@ -25,11 +25,11 @@ class Stillness:
 
     @property
     def idle_core_share(self) -> float:
-        """Processor time of all waiting workers by measured time; the clock's hundredths even out over a run."""
+        """Processor time of all waiting workers divided by measured time."""
         return self._busy_s / self._elapsed_s if self._elapsed_s else 0.0
 
     def watch(self, waiting: Sequence[Worker], work: Callable[[], float]) -> float:
-        """The result of `work`."""
+        """Run `work` and return its result."""
         processes = [psutil.Process(worker.pid) for worker in waiting]
         before = _processor_seconds(processes)
         started = time.perf_counter()
@@ -44,34 +44,34 @@ def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 Series = dict[str, list[float]]
-"""Seconds by worker label, one value a round."""
+"""Seconds by worker label, one value per round."""
 
 
 def alternate(
-    workers: Sequence[Worker], rounds: int, measure: Callable[[Worker], float], stillness: Stillness
+    workers: Sequence[Worker], rounds: int, measure: Callable[[Worker], float], idle_load: IdleLoad
 ) -> Series:
-    """Measure every worker once a round, in the opposite order every other round."""
+    """Measure every worker once per round, in the opposite order every other round."""
     series: Series = {worker.label: [] for worker in workers}
     for number in range(rounds):
         for worker in workers if number % 2 == 0 else reversed(workers):
             waiting = [other for other in workers if other is not worker]
             time.sleep(_SETTLE_S)
-            series[worker.label].append(stillness.watch(waiting, partial(measure, worker)))
+            series[worker.label].append(idle_load.watch(waiting, partial(measure, worker)))
     return series
 
 
 def join(parts: Sequence[Series]) -> Series:
-    """Series one after the other."""
+    """Concatenate series."""
     return {label: [value for part in parts for value in part[label]] for label in parts[0]}
 
 
 def median_ratio(series: Series, label: str, base: str) -> float:
-    """Median over the rounds of `label`'s time by `base`'s of the same round."""
+    """Median over the rounds of the ratio of `label`'s time to `base`'s."""
     return statistics.median(one / other for one, other in zip(series[label], series[base], strict=True))
 
 
 def spread(series: Series, label: str, base: str) -> tuple[float, float]:
-    """Lower and upper quartile of the ratios whose median `median_ratio` gives."""
+    """Lower and upper quartile of the ratios of which `median_ratio` is the median."""
     ratios = sorted(one / other for one, other in zip(series[label], series[base], strict=True))
     if len(ratios) == 1:
         return ratios[0], ratios[0]

@@ -1,9 +1,9 @@
-"""How good the bundled model is: its greedy answers to held-out requests, through the runtime as shipped.
+"""Quality of the bundled model: its greedy answers to held-out requests.
 
 Example: python benchmarks/shell_helper.py heldout.jsonl
 
-Each line of the file is an object with `source`, `request` and `command`. Reported are the shares of answers that equal
-the command and of answers whose first word is the command's, by source, and then one JSON line.
+Each line of the file is an object with `source`, `request` and `command`. Prints the fractions of answers that equal
+the command, and of answers with the first word of the command, by source, then one JSON line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import edgerun
 
 
 def main() -> None:
-    """Answer every request and print the shares."""
+    """Answer every request and print the fractions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heldout", type=Path, help="JSON lines with source, request and command")
     parser.add_argument("--model", type=Path, default=None, help="model folder (default: the bundled model)")
@@ -46,13 +46,13 @@ def main() -> None:
 
 
 def first_word(command: str) -> str:
-    """The program a command runs first."""
+    """The program that a command runs first."""
     words = command.split()
     return words[0] if words else ""
 
 
 def share(hits: Sequence[bool]) -> float:
-    """Hits over all."""
+    """Fraction of hits."""
     return statistics.fmean(hits)
 
 

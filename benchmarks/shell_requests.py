@@ -1,4 +1,4 @@
-"""Requests for the bundled model: a file's, or those of `edge-run bench`."""
+"""Requests for the bundled model, from a file or `edge-run bench`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgerun.edge.bench.prompt_sets import bundled_prompts
 
 
 def shell_requests(file: Path | None, limit: int) -> list[str]:
-    """At most `limit` of them; each line of a file is an object with `request`."""
+    """Read at most `limit` requests; each line of a file is an object with `request`."""
     if file is None:
         requests = [each.exchanges[0].prompt for each in bundled_prompts(for_shell=True)]
     else:

@@ -1,9 +1,9 @@
-"""What speculation gains on real answers: replay of recorded conversations over graphs of known models' shapes.
+"""Speedup of speculation on recorded conversations, replayed over graphs of known models' shapes.
 
-Weights are random (see checkpoints.py) and every pass over them really runs, while the tokens are those of the
-recording: the cost of every pass is real, and so is the acceptance of the drafters that look at the text alone. Plain
-decoding, speculation and a drafter that knows the answer take turns, conversation by conversation. That last one goes
-through the same pruning, so it shows what no drafter can surpass here. Prints tables, then one JSON line.
+Weights are random (see checkpoints.py) and every pass is run, while the tokens are those of the recording. So the cost
+of every pass is real, and so is the acceptance of drafters that use only the text. Plain decoding, speculation and an
+oracle drafter, which proposes the recorded answer, take turns, conversation by conversation. The oracle's drafts are
+pruned like others, so its speed is an upper bound. Prints tables, then one JSON line.
 
 Example: python benchmarks/speculation.py --data DIR --tokenizer DIR/tokenizers/qwen2.5
 
@@ -38,15 +38,15 @@ from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
 
 _SHAPES: Final = ("qwen2.5-0.5b", "qwen2.5-1.5b")
-_CEILING: Final = "knows the answer"
+_ORACLE: Final = "oracle"
 _WRONG: Final = "always wrong"
 _CATEGORIES: Final = 8
-"""Of MT-Bench; a recording of one category gets as many conversations as its eight together."""
+"""Number of categories of MT-Bench; a recording of one category gets as many conversations as all of them."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording and the turns of it that are measured."""
+    """A recording, and the turns of it that are measured."""
 
     name: str
     file: str
@@ -61,14 +61,14 @@ RECORDINGS: Final = (
 
 
 def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespace, console: Console) -> BenchResult:
-    """One recording over one model."""
+    """Measure one recording with one model."""
     conversations = read_recording(options.data / "replay" / recording.file)
     each = options.limit * (_CATEGORIES if len(count_by_category(conversations)) == 1 else 1)
     conversations = limit_per_category(conversations, each)
     modes = [DecodingMode(str(choice), choice) for choice in map(Speculation.parse, options.spec or ["auto"])]
     if options.wrong:
         modes.append(DecodingMode(_WRONG, Speculation.AUTO, oracle_mode=OracleMode.WRONG))
-    modes.append(DecodingMode(_CEILING, Speculation.AUTO, oracle_mode=OracleMode.RIGHT))
+    modes.append(DecodingMode(_ORACLE, Speculation.AUTO, oracle_mode=OracleMode.RIGHT))
     plan = BenchSettings(options.max_tokens, TurnRange.parse(recording.turns), replay=True)
     busy = machine_load()
     with console.status(recording.name) as status:
@@ -96,33 +96,33 @@ def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespac
 
 
 def summary(results: dict[tuple[str, str], BenchResult]) -> Table:
-    """Geometric means, and the category that gained least."""
-    table = Table(title="times plain decoding, geometric mean over categories", title_justify="left")
+    """Table of geometric means, and of the categories with the smallest speedup."""
+    table = Table(title="speedup over plain decoding, geometric mean over categories", title_justify="left")
     for name in ("shape", "recording", "mode"):
         table.add_column(name)
-    for name in ("ratio", "tokens\na pass", "least", "of the\nceiling's gain"):
+    for name in ("speedup", "tokens\nper pass", "smallest", "of the\noracle's gain"):
         table.add_column(name, justify="right")
     for (shape, recording), result in results.items():
-        ceiling = result.modes[-1]
+        oracle = result.modes[-1]
         for mode in result.modes:
-            least = min(mode.categories, key=lambda each: each.ratio.value)
+            smallest = min(mode.categories, key=lambda each: each.ratio.value)
             table.add_row(
                 shape,
                 recording,
                 mode.name,
                 ratio_text(mode.mean),
                 f"{mode.stats.tokens_per_pass:.2f}",
-                f"{least.ratio.value:.2f} ({least.name})",
-                f"{gain_share(mode, ceiling):.0%}",
+                f"{smallest.ratio.value:.2f} ({smallest.name})",
+                f"{gain_share(mode, oracle):.0%}",
             )
         table.add_section()
     return table
 
 
-def gain_share(mode: ModeResult, ceiling: ModeResult) -> float:
-    """How much of what the all-knowing drafter gains this one gains; 0 where nothing can be gained."""
-    most = ceiling.mean.value - 1
-    return (mode.mean.value - 1) / most if most > 0 else 0.0
+def gain_share(mode: ModeResult, oracle: ModeResult) -> float:
+    """Fraction of the oracle's gain that a mode has; 0 if the oracle has none."""
+    possible = oracle.mean.value - 1
+    return (mode.mean.value - 1) / possible if possible > 0 else 0.0
 
 
 def main() -> None:
@@ -131,19 +131,21 @@ def main() -> None:
     parser.add_argument("--shape", choices=_SHAPES, action="append", help="may be repeated (all)")
     parser.add_argument("--data", type=Path, default=os.environ.get("EDGERUN_DATA"), metavar="DIR")
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="folder of the real tokenizer")
-    parser.add_argument("--spec", action="append", help="as edge-run --spec; may be repeated (auto)")
+    parser.add_argument("--spec", action="append", help="as in edge-run --spec; may be repeated (auto)")
     parser.add_argument("--recording", choices=[each.name for each in RECORDINGS], action="append", help="(all)")
     parser.add_argument("--limit", type=int, default=4, metavar="N", help="conversations of each MT-Bench category (4)")
-    parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="most tokens an answer (1024)")
+    parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="maximum tokens of an answer (1024)")
     parser.add_argument("--context", type=int, default=4096, metavar="N")
     parser.add_argument("--block", type=int, choices=(32, 64, 128), default=128, help="weights that share a scale")
-    parser.add_argument("--wrong", action="store_true", help="also a drafter that is sure of itself and never right")
+    parser.add_argument(
+        "--wrong", action="store_true", help="also measure a drafter that is confident and always wrong"
+    )
     parser.add_argument("--threads", type=int)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
-    parser.add_argument("--reports", type=Path, metavar="DIR", help="write an HTML report of each part here")
+    parser.add_argument("--reports", type=Path, metavar="DIR", help="folder for an HTML report of each recording")
     options = parser.parse_args()
     if options.data is None:
-        parser.error("--data is needed where EDGERUN_DATA is not set")
+        parser.error("give --data, or set EDGERUN_DATA")
 
     console, progress = Console(), Console(stderr=True)
     if not console.is_terminal:
@@ -165,18 +167,18 @@ def main() -> None:
 
 
 def write(folder: Path, name: str, result: BenchResult) -> None:
-    """One report."""
-    from edgerun.edge.bench.report import write_report  # noqa: PLC0415  matplotlib is needed for reports alone
+    """Write one HTML report."""
+    from edgerun.edge.bench.report import write_report  # noqa: PLC0415  matplotlib is needed for reports only
 
     folder.mkdir(parents=True, exist_ok=True)
     write_report(folder / f"{Path(name).stem}.html", result)
 
 
 def mapping(key: tuple[str, str], result: BenchResult) -> dict[str, Any]:
-    """One part, for JSON."""
-    ceiling = result.modes[-1]
-    shares = {mode.name: round(gain_share(mode, ceiling), 3) for mode in result.modes}
-    return {"shape": key[0], "recording": key[1], "share_of_ceiling": shares, **result.to_json()}
+    """One result as a JSON object."""
+    oracle = result.modes[-1]
+    shares = {mode.name: round(gain_share(mode, oracle), 3) for mode in result.modes}
+    return {"shape": key[0], "recording": key[1], "share_of_oracle": shares, **result.to_json()}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How long a user waits: importing edgerun, and the bundled model's first character from the start of the process.
+"""Startup time: import of edgerun, and the bundled model's first character from process start.
 
 Example: python benchmarks/startup.py --runs 9
 
-Every run is a new process; medians are printed, then one JSON line.
+Every run is a new process. Prints medians, then one JSON line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One engine in a process of its own, driven by JSON lines on standard input and output (see `processes.Worker`).
+"""One engine in a process of its own, controlled by JSON lines (see `processes.Worker`).
 
-Needs only NumPy, psutil and the engine's own package, so it also runs in an environment without edge-run.
+It needs only NumPy, psutil and the engine's own package, so it also runs in an environment without edge-run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENGINES: Final = {
 
 
 def memory() -> dict[str, float]:
-    """This process's memory in MiB: resident, its peak, and what belongs to it alone (file pages it maps excluded)."""
+    """Memory of this process in MiB: resident, its peak, unique to the process, and anonymous (no mapped files)."""
     info = psutil.Process().memory_full_info()
     peak = getattr(info, "peak_wset", None) or _linux_peak() or info.rss
     private = info.uss
@@ -37,7 +37,7 @@ def _linux_peak() -> int:
 
 
 def _linux_status(field: str) -> int:
-    """Bytes of a line in /proc/self/status; 0 on other systems."""
+    """A size from /proc/self/status in bytes; 0 on other systems."""
     status = Path("/proc/self/status")
     if not status.is_file():
         return 0
@@ -49,13 +49,13 @@ def _linux_status(field: str) -> int:
 
 
 def main() -> None:
-    """Answer one JSON line with another until standard input ends."""
+    """Answer each JSON line with another one until standard input ends."""
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not mix with the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     engine: Any = None
     for line in sys.stdin:
         request = json.loads(line)
-        name, arguments = request["do"], request["with"]
+        name, arguments = request["method"], request["arguments"]
         answer: object
         if name == "load":
             module, kind = ENGINES[arguments.pop("engine")]

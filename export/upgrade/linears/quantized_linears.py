@@ -61,23 +61,16 @@ def absorb_biases(graph: EditableGraph) -> None:
             graph.remove(add)
 
 
-def join_linears(graph: EditableGraph) -> int:
-    """Join quantized linears that share an input.
-
-    Returns:
-        Number of calls that this saves.
-    """
+def join_linears(graph: EditableGraph) -> None:
+    """Join quantized linears that share an input."""
     groups: defaultdict[tuple[object, ...], list[Node]] = defaultdict(list)
     for node in graph.in_order():
         if node.op == "MatMulNBits" and (key := _group_key(graph, node)) is not None:
             groups[key].append(node)
-    saved = 0
     for nodes in groups.values():
         if len(nodes) > 1:
             _join(graph, _in_heads_order(graph, nodes))
-            saved += len(nodes) - 1
     graph.sweep()
-    return saved
 
 
 def share_reshaped_constants(graph: EditableGraph) -> None:

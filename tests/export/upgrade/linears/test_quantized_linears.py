@@ -55,7 +55,7 @@ def test_joined_linears_compute_the_same(zero_points: bool, tmp_path: Path) -> N
     graph = EditableGraph(model, tmp_path)
     absorb_biases(graph)
     assert not graph.nodes_of("Add")
-    assert join_linears(graph) == 2
+    join_linears(graph)
     (joined,) = graph.nodes_of("MatMulNBits")
     assert joined.attribute("N") == 96
     for expected, found in zip(before, evaluate(graph.model(InPlace()), {"x": VALUE}), strict=True):
@@ -67,7 +67,8 @@ def test_linears_of_different_formats_are_not_joined(tmp_path: Path) -> None:
     nodes = [node for node, _ in linears] + [helper.make_node("Neg", [name], [f"{name}.out"]) for name in "abc"]
     constants = {name: value for _, each in linears for name, value in each.items()}
     graph = EditableGraph(model_of(nodes, constants, {"x": VALUE}, ["a.out", "b.out", "c.out"]), tmp_path)
-    assert join_linears(graph) == 0
+    join_linears(graph)
+    assert len(graph.nodes_of("MatMulNBits")) == 3
 
 
 def test_linears_without_accuracy_level_round_activations(tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
-"""How well the times of units add up: plans' predicted milliseconds against measured ones.
+"""Predicted times of quantization plans, from times of single linears, compared with measured ones.
 
-Example: python benchmarks/unit_times.py --shape qwen2.5-0.5b --plans 6
+Example: python benchmarks/linear_times.py --shape qwen2.5-0.5b --plans 6
 
-Measures the units of a shape in every format (`export.allocation.unit_times`), and in the same turns passes of models
-of that shape with random weights. The first has 4 bits in blocks of 128 throughout; the second 2 bits in part of the
-layers' linears, drawn at random, so that a weight has 3.5 bits as packed; then come random plans of three kinds in
-turn: every unit any format, every unit one of two formats, and every kind of unit one format in all layers. Prints a
-table (megabytes of the weights file and as a pass reads them; milliseconds predicted and measured, and their ratio; the
-measured time over that of the first plan), then one JSON line. On Linux, `chrt --rr 1` in front keeps other programs
-off the cores.
+Times the linears of a shape in every format (`export.allocation.linear_times`) and, in the same rounds, passes of
+models of that shape with random weights. The first plan has 4 bits in blocks of 128 everywhere. The second has 2 bits
+in randomly chosen linears of the layers, so that packed weights have 3.5 bits on average. Random plans of three kinds
+follow in turn: any format for every linear, one of two formats for every linear, and one format for every kind of
+linear in all layers. Prints a table (megabytes of the weights file and as read by a pass; predicted and measured
+milliseconds, and their ratio; measured time relative to the first plan), then one JSON line. On Linux, run it with
+`chrt --rr 1` to keep other programs off the cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.bundle import WEIGHTS_NAME
 from edgerun.runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
 
-_ROWS = (1, 4)
+_WIDTHS = (1, 4)
 _FOUR = WeightFormat(4, 128)
 _TWO = WeightFormat(2, 128)
 _BITS = 3.5
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--plans", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=16, help="turns of the timer")
+    parser.add_argument("--rounds", type=int, default=16, help="rounds of the timer")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -62,24 +62,24 @@ def main() -> None:
         paths = [folder / f"plan-{number}" for number in range(len(plans))]
         for plan, path in zip(plans, paths, strict=True):
             TimingBundle(replace(config, tied_head=True), plan).write(path)
-        timer = TimerWithOthers(options.threads, paths)
+        timer = TimerWithPlans(options.threads, paths)
         started = time.perf_counter()
         times = measure(config, rounds=options.rounds, timer=timer)
         files = [(path / WEIGHTS_NAME).stat().st_size / 1e6 for path in paths]
-    print(f"{options.shape}: measured in {time.perf_counter() - started:.0f} s; us a unit at {_ROWS} rows")
-    show_units(config, times.to_json())
+    print(f"{options.shape}: measured in {time.perf_counter() - started:.0f} s; us per linear at widths {_WIDTHS}")
+    show_linears(config, times.to_json())
     results = []
-    for rows in _ROWS:
-        print(f"passes over {rows} rows:")
-        first = timer.measured[0][rows].seconds
+    for width in _WIDTHS:
+        print(f"passes over {width} tokens:")
+        first = timer.measured[0][width].seconds
         for plan, passes, file in zip(plans, timer.measured, files, strict=True):
             size = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config)) / 1e6
-            predicted, measured = times.milliseconds(plan, rows), 1e3 * passes[rows].seconds
-            ratios = f"{predicted / measured:7.3f} {passes[rows].seconds / first:7.3f}"
+            predicted, measured = times.milliseconds(plan, width), 1e3 * passes[width].seconds
+            ratios = f"{predicted / measured:7.3f} {passes[width].seconds / first:7.3f}"
             print(f"  {file:7.1f} MB {size:7.1f} MB {predicted:8.2f} {measured:8.2f} {ratios}")
             results.append(
                 {
-                    "rows": rows,
+                    "width": width,
                     "file_megabytes": file,
                     "megabytes": size,
                     "predicted_ms": predicted,
@@ -88,35 +88,35 @@ def main() -> None:
             )
     print(
         json.dumps(
-            {"benchmark": "unit_times", "edgerun": edgerun.__version__, "shape": options.shape, "results": results}
+            {"benchmark": "linear_times", "edgerun": edgerun.__version__, "shape": options.shape, "results": results}
         )
     )
 
 
-class TimerWithOthers(BundleTimer):
-    """A timer that times other bundles in the same turns as those it is given."""
+class TimerWithPlans(BundleTimer):
+    """A timer that also times the bundles of plans in the same rounds."""
 
-    def __init__(self, threads: int, others: Sequence[Path]) -> None:
+    def __init__(self, threads: int, plans: Sequence[Path]) -> None:
         super().__init__(threads)
-        self._others = others
+        self._plans = plans
         self.measured: list[dict[int, PassNodeTimes]] = []
-        """The times of the others."""
+        """Times of the plans' bundles, by pass width."""
 
     def time_nodes(self, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[dict[int, PassNodeTimes]]:
         """See `BundleTimer.time_nodes`."""
-        times = super().time_nodes([*bundles, *self._others], widths, rounds)
+        times = super().time_nodes([*bundles, *self._plans], widths, rounds)
         self.measured = times[len(bundles) :]
         return times[: len(bundles)]
 
 
 def config_of(shape: str, folder: Path) -> DecoderConfig:
-    """The numbers of a shape, as of a checkpoint."""
+    """The configuration of a shape."""
     (folder / "config.json").write_text(json.dumps(SHAPES[shape].config("bfloat16")))
     return read_config(folder)
 
 
 def partly_two(config: DecoderConfig, uniform: dict[str, WeightFormat], seed: int) -> dict[str, WeightFormat]:
-    """A plan with 2 bits in as many linears, of those it meets in random order, as make 3.5 bits a weight."""
+    """A plan with 2 bits in randomly chosen linears, as many as make 3.5 bits per weight."""
     linears = list(planned_linears(config))
     plan = dict(uniform)
     for place in np.random.default_rng(seed).permutation(len(linears)):
@@ -128,7 +128,7 @@ def partly_two(config: DecoderConfig, uniform: dict[str, WeightFormat], seed: in
 
 
 def random_plans(config: DecoderConfig, count: int, seed: int) -> list[dict[str, WeightFormat]]:
-    """Plans of the three kinds in turn."""
+    """Random plans of the three kinds in turn."""
     rng = np.random.default_rng(seed)
     linears = [linear.name for linear in planned_linears(config)]
     plans = []
@@ -147,14 +147,14 @@ def random_plans(config: DecoderConfig, count: int, seed: int) -> list[dict[str,
     return plans
 
 
-def show_units(config: DecoderConfig, times: Mapping[str, Any]) -> None:
-    """Microseconds of each kind of unit in each format."""
+def show_linears(config: DecoderConfig, times: Mapping[str, Any]) -> None:
+    """Print microseconds of each kind of linear in each format."""
     linears, rest = times["linears"], times["overhead"]
     print(f"{'':8} " + " ".join(f"{kind:>15}" for kind in linears))
-    for form in next(iter(linears.values())):
-        cells = (" ".join(f"{1e3 * forms[form][rows]:7.0f}" for rows in _ROWS) for forms in linears.values())
-        print(f"{form:8} " + " ".join(cells))
-    print(f"the rest of {config.layers} layers: " + ", ".join(f"{rest[rows]:.2f} ms" for rows in _ROWS))
+    for name in next(iter(linears.values())):
+        cells = (" ".join(f"{1e3 * formats[name][width]:7.0f}" for width in _WIDTHS) for formats in linears.values())
+        print(f"{name:8} " + " ".join(cells))
+    print(f"the rest of {config.layers} layers: " + ", ".join(f"{rest[width]:.2f} ms" for width in _WIDTHS))
 
 
 if __name__ == "__main__":
