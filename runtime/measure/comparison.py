@@ -75,7 +75,7 @@ class _Case:
 class _ConstantPassCost(PassCost):
     """A pass cost that does not change with observed passes."""
 
-    def observe(self, rows: int, context: int, seconds: float) -> None:
+    def observe(self, width: int, context: int, seconds: float) -> None:
         """Ignore the pass."""
 
 

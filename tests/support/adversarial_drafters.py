@@ -21,7 +21,7 @@ NEARLY_FREE: Final = {128: {1: 1.0, 2: 1.0001, 16: 1.001}}
 class FixedCost(PassCost):
     """Believes what it was told, whatever passes take."""
 
-    def observe(self, rows: int, context: int, seconds: float) -> None:
+    def observe(self, width: int, context: int, seconds: float) -> None:
         """Learn nothing."""
 
 

@@ -1,25 +1,24 @@
-"""Earlier conversations of a model, kept on disk: an append-only log of token sequences, and the index made from it.
+"""Earlier conversations of a model on disk: an SQLite database of token sequences, and the index made from it.
 
-The log is a header and records, each with its length and checksum; a process killed while it appends leaves a piece
-at the end that nobody reads and the next one cuts off. What is older than the bound allows goes when the log is written
-anew, whole, under another identity. A damaged log is set aside (one, the latest) and what can be read of it stays in
-use. Everybody who touches the log holds a lock for that moment; who cannot get it does without. The index is a file
-that never changes, is found by looking for it, and can be made again from the log.
+Every operation holds a lock file and opens the database for itself; if the lock is taken, the operation is skipped. A
+damaged database is set aside (the latest one), and the sequences that can be read stay in use. When the size limit is
+reached, the oldest sequences are deleted. The index is a separate file that never changes, is found by its name, and
+can be made again from the database (docs/decisions/0027-history-store.md).
 
-The bound holds for all of it: a token takes four bytes in the log, eight in the index and four in a log set aside. (On
-Windows, where a file in use cannot be removed, an old index may stay until its last reader ends.) Nothing here raises
-for what it finds on disk, or fails to write: conversations are a help, never a need.
+The size limit covers everything: a token takes four bytes in the database, eight in the index and four in a database
+that was set aside. (On Windows, where a file in use cannot be removed, an old index may stay until its last reader
+ends.) Problems with the files are reported as warnings and never raised: decoding works without earlier conversations.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
-import struct
+import sqlite3
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -27,123 +26,130 @@ from ....models.atomic import write_atomically
 from ....models.lock import locked
 from .history_index import HEADER_BYTES, TOKEN_LIMIT, WORD, Covered, HistoryIndex, Tokens, encode
 
-_HEADER: Final = struct.Struct("<8s16s")
-"""Magic, and the log's identity: random bytes that change whenever it is written anew."""
-_MAGIC: Final = b"edgehlg1"
-_RECORD: Final = struct.Struct("<4sII")
-"""Mark, number of tokens, and the CRC-32 of that number and the tokens; the tokens follow as little-endian uint32."""
-_MARK: Final = b"\xed\x9e\x70\xff"  # as a number no token is as large
-_LOG: Final = "log"
-_SET_ASIDE: Final = "log.damaged"
+_DATABASE: Final = "history.db"
+_SET_ASIDE: Final = "history.db.damaged"
 _LOCK: Final = "lock"
 _INDEX: Final = "index-"
 _WAIT_S: Final = 0.25
-_LEAST_BYTES: Final = 64 << 10
+_MIN_BYTES: Final = 64 << 10
+_PAGE_BYTES: Final = 1024
+"""Size of a database page; the smallest databases have a few pages."""
+_SCHEMA: Final = f"""
+PRAGMA page_size = {_PAGE_BYTES};
+PRAGMA auto_vacuum = FULL;
+CREATE TABLE sequences (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL, crc INTEGER NOT NULL);
+CREATE TABLE store (identity BLOB NOT NULL);
+"""
+"""Tokens are little-endian uint32. The identity changes whenever sequences are deleted, so that an index of them is
+recognized as outdated."""
 
 
-class _Log(NamedTuple):
-    identity: bytes
-    records: list[tuple[int, int]]
-    """Where each record's tokens start, and how many bytes they are, oldest first."""
-    end: int
-    """Where the last record ends; what is beyond was never finished."""
-    damaged: bool
+class _DamagedError(sqlite3.DatabaseError):
+    """The database or a sequence in it is damaged."""
+
+
+_DATABASE_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
+"""Errors of `sqlite3`, which cannot decode its own message if that cites damaged text."""
+_ENVIRONMENT_ERRORS: Final = (
+    "attempt to write a readonly database",
+    "database is locked",
+    "database or disk is full",
+    "disk I/O error",
+    "unable to open database file",
+)
+"""Errors that are due to the disk or to permissions, not to the contents of the database."""
 
 
 class HistoryStore:
     """Finished token sequences of one model, in a folder of their own.
 
     Args:
-        folder: of this model alone; made, private to the user, with the first sequence.
-        max_bytes: the most that everything in the folder may take, at least 64 KiB.
-        warn: told, in one line, what is wrong with the files; decoding goes on without them.
+        folder: folder for this model alone; created with the first sequence, private to the user.
+        max_bytes: maximum size of all files in the folder, at least 64 KiB.
+        warn: called with a message of one line when something is wrong with the files.
 
     Raises:
         ValueError: `max_bytes` is too small.
     """
 
     def __init__(self, folder: Path, max_bytes: int, warn: Callable[[str], None]) -> None:
-        if max_bytes < _LEAST_BYTES:
-            raise ValueError(f"a history of {max_bytes} bytes is too small; {_LEAST_BYTES} is the least")
+        if max_bytes < _MIN_BYTES:
+            raise ValueError(f"a history of {max_bytes} bytes is too small; the minimum is {_MIN_BYTES}")
         self._folder = folder
-        self._log_bytes = (max_bytes - HEADER_BYTES - 2 * WORD) // 4
+        self._path = folder / _DATABASE
+        self._max_pages = (max_bytes - HEADER_BYTES - 2 * WORD) // 4 // _PAGE_BYTES
         self._warn = warn
         self.index: HistoryIndex | None = None
-        """What is known of the sequences, which may lack the latest; None if nothing is."""
+        """Index of the sequences, which may lack the latest; None if there is none."""
         self._open_index()
 
-    def append(self, tokens: Sequence[int]) -> bool:
-        """Keep a finished sequence; of a very long one, the end. Whether it could be kept.
+    def append(self, token_ids: Sequence[int]) -> bool:
+        """Store a finished sequence, or the end of a very long one; returns whether it was stored.
 
-        To keep a growing conversation, append what is new of it: a sequence need not start where a text starts.
+        To store a growing conversation, append its new tokens: a sequence need not start where a conversation starts.
 
         Raises:
             ValueError: a token is negative or 2**31 - 2 or more.
         """
-        if not len(tokens):
+        if not len(token_ids):
             return True
-        if min(tokens) < 0 or max(tokens) >= TOKEN_LIMIT:
-            raise ValueError(f"tokens are from 0 to {TOKEN_LIMIT - 1}")
-        most = (self._log_bytes // 2 - _RECORD.size) // WORD
-        record = _record(np.asarray(tokens[-most:], "<u4").tobytes())
+        if min(token_ids) < 0 or max(token_ids) >= TOKEN_LIMIT:
+            raise ValueError(f"token ids must be 0 to {TOKEN_LIMIT - 1}")
+        max_tokens = self._max_pages // 2 * (_PAGE_BYTES - 64) // WORD
+        tokens = np.asarray(token_ids[-max_tokens:], "<u4").tobytes()
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with locked(self._folder / _LOCK, _WAIT_S):
-                self._append(record)
-        except OSError as error:
-            self._warn(f"this conversation is not kept: {error}")
+            try:
+                self._append(tokens, check=False)
+            except _DATABASE_ERRORS:
+                self._append(tokens, check=True)
+        except (OSError, *_DATABASE_ERRORS) as error:
+            self._warn(f"this conversation is not stored: {error}")
             return False
         return True
 
     def sequences(self) -> list[Tokens]:
-        """What is kept, oldest first; nothing if the store is in use."""
+        """The stored sequences, oldest first; empty if the store is in use."""
         try:
-            if not (self._folder / _LOG).exists():
-                return []
-            with locked(self._folder / _LOCK, _WAIT_S):
-                return _sequences(*self._read())
-        except OSError as error:
+            return self._read()[0] if self._path.exists() else []
+        except (OSError, *_DATABASE_ERRORS) as error:
             self._warn(f"earlier conversations cannot be read: {error}")
             return []
 
     def is_indexed(self) -> bool:
-        """Whether the index knows all sequences."""
+        """Whether the index has all sequences."""
         try:
-            with (self._folder / _LOG).open("rb") as file:
-                header = file.read(_HEADER.size)
-                end = file.seek(0, os.SEEK_END)
-        except OSError:
+            if not self._path.exists():
+                return True
+            with self._database() as database:
+                return self.index is not None and self.index.covered == _covered(database)
+        except (OSError, *_DATABASE_ERRORS):
             return True
-        if self.index is None:
-            return False
-        covered = self.index.covered
-        return header == _MAGIC + covered.identity and end == covered.end
 
     def reindex(self) -> bool:
-        """Make the index know all sequences: 0.5 s for a million tokens, for a quiet moment. Whether it does.
+        """Index all sequences, 0.5 s for a million tokens; returns whether the index has them all.
 
-        Other threads run meanwhile, and go on with the old index until the new one is complete.
+        Other threads run meanwhile and use the old index until the new one is complete.
         """
         try:
-            if not (self._folder / _LOG).exists():
+            if not self._path.exists():
                 return True
-            with locked(self._folder / _LOCK, _WAIT_S):
-                data, log = self._read()
-            encoded = encode(_sequences(data, log), Covered(log.identity, log.end))
-            with locked(self._folder / _LOCK, _WAIT_S):
-                if self._identity() != log.identity:
-                    return False  # somebody wrote the log anew, and whoever needs its index makes that
+            sequences, covered = self._read()
+            encoded = encode(sequences, covered)
+            with self._database() as database:
+                if _covered(database).identity != covered.identity:
+                    return False  # another process deleted sequences and indexes the others
                 self._remove_indexes()
                 path = self._folder / f"{_INDEX}{secrets.token_hex(8)}"
                 write_atomically(path, encoded)
                 self.index = HistoryIndex(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, *_DATABASE_ERRORS) as error:
             self._warn(f"earlier conversations are not indexed: {error}")
             return False
         return True
 
     def clear(self) -> None:
-        """Forget everything, on disk too.
+        """Delete everything, on disk too.
 
         Raises:
             OSError: not everything could be removed, or the store is in use.
@@ -155,12 +161,88 @@ class HistoryStore:
                     if path.name != _LOCK:
                         path.unlink()
 
+    def _append(self, tokens: bytes, *, check: bool) -> None:
+        with self._database(check=check) as database:
+            _insert(database, tokens)
+            if _pages(database) > self._max_pages:
+                database.rollback()
+                self._delete_oldest(database)
+                _insert(database, tokens)
+
+    def _read(self) -> tuple[list[Tokens], Covered]:
+        with self._database(check=True) as database:
+            rows = database.execute("SELECT tokens FROM sequences ORDER BY id").fetchall()
+            return [np.frombuffer(tokens, "<u4") for (tokens,) in rows], _covered(database)
+
+    @contextmanager
+    def _database(self, *, check: bool = False) -> Iterator[sqlite3.Connection]:
+        """Lock and open the database, created, repaired and shortened if necessary; commit at the end of the block."""
+        with locked(self._folder / _LOCK, _WAIT_S):
+            try:
+                database = self._open(check=check)
+            except _DamagedError as damage:
+                database = self._replace(damage)
+            with closing(database):
+                if _pages(database) > self._max_pages:
+                    self._delete_oldest(database)
+                yield database
+                database.commit()
+
+    def _open(self, *, check: bool) -> sqlite3.Connection:
+        database = sqlite3.connect(self._path, timeout=_WAIT_S)
+        try:
+            database.text_factory = bytes  # damaged text is not decoded
+            # Without waiting for the disk: a killed process damages nothing, and a power failure may cost the history.
+            database.execute("PRAGMA synchronous = OFF")
+            if not _pages(database):
+                database.executescript(_SCHEMA)
+                database.execute("INSERT INTO store VALUES (?)", (secrets.token_bytes(16),))
+                database.commit()
+            if check:
+                _check(database)
+            _covered(database)
+        except _DATABASE_ERRORS as error:
+            database.close()
+            if str(error) in _ENVIRONMENT_ERRORS or isinstance(error, _DamagedError):
+                raise
+            raise _DamagedError(str(error)) from error
+        return database
+
+    def _replace(self, damage: _DamagedError) -> sqlite3.Connection:
+        """Set the database aside and make a new one of the sequences that can be read."""
+        sequences = _readable(self._path)
+        self._remove_indexes()
+        if self._path.stat().st_size <= self._max_pages * _PAGE_BYTES:
+            self._path.replace(self._folder / _SET_ASIDE)
+        self._folder.joinpath(f"{_DATABASE}-journal").unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
+        self._warn(f"{self._path} is damaged ({damage}); {len(sequences)} conversations could be read and stay in use")
+        database = self._open(check=False)
+        for tokens in sequences:
+            _insert(database, tokens)
+        database.commit()
+        return database
+
+    def _delete_oldest(self, database: sqlite3.Connection) -> None:
+        """Delete the oldest sequences until half of the pages are free, so that deletions are rare.
+
+        The index goes too, because of the size limit and because it contains the deleted sequences.
+        """
+        self._remove_indexes()
+        while _pages(database) > self._max_pages // 2:
+            (count,) = database.execute("SELECT count(*) FROM sequences").fetchone()
+            oldest = "SELECT id FROM sequences ORDER BY id LIMIT ?"
+            if not database.execute(f"DELETE FROM sequences WHERE id IN ({oldest})", (count // 8 + 1,)).rowcount:  # noqa: S608  a constant
+                break
+        database.execute("UPDATE store SET identity = ?", (secrets.token_bytes(16),))
+        database.commit()
+
     def _open_index(self) -> None:
         for path in self._indexes():
             try:
                 self.index = HistoryIndex(path)
             except FileNotFoundError:  # noqa: PERF203
-                continue  # somebody else has just put a newer one in its place
+                continue  # another process has just replaced it by a newer one
             except (OSError, ValueError) as error:
                 self._warn(f"the index of earlier conversations cannot be read: {path.name}: {error}")
             else:
@@ -170,93 +252,57 @@ class HistoryStore:
         return sorted(self._folder.glob(f"{_INDEX}*"))
 
     def _remove_indexes(self) -> None:
-        """Remove the indexes, and what a killed process left of a file that it was writing."""
-        for path in [*self._indexes(), *self._folder.glob(f".{_INDEX}*"), *self._folder.glob(f".{_LOG}*")]:
+        """Remove the indexes and the unfinished index files of killed processes."""
+        for path in [*self._indexes(), *self._folder.glob(f".{_INDEX}*")]:
             try:
                 path.unlink(missing_ok=True)
             except PermissionError:  # noqa: PERF203
-                continue  # Windows: somebody has it open
-
-    def _identity(self) -> bytes:
-        with (self._folder / _LOG).open("rb") as file:
-            return file.read(_HEADER.size)[len(_MAGIC) :]
-
-    def _read(self) -> tuple[bytes, _Log]:
-        """The log, made if need be, repaired and within the bound; the lock is held."""
-        path = self._folder / _LOG
-        data = path.read_bytes() if path.exists() else b""
-        log = _parse(data)
-        if log.damaged:
-            self._warn(f"damaged, set aside and replaced by the {len(log.records)} sequences that can be read: {path}")
-            if len(data) <= self._log_bytes:
-                path.replace(path.with_name(_SET_ASIDE))
-        if log.damaged or not data:
-            data, log = self._rewrite(data, log.records)
-        if len(data) > log.end:
-            os.truncate(path, log.end)
-        return self._shortened(data, log) if log.end > self._log_bytes else (data, log)
-
-    def _append(self, record: bytes) -> None:
-        data, log = self._read()
-        if log.end + len(record) > self._log_bytes:
-            self._shortened(data, log)
-        with (self._folder / _LOG).open("ab") as file:
-            file.write(record)
-
-    def _shortened(self, data: bytes, log: _Log) -> tuple[bytes, _Log]:
-        """Drop the oldest sequences: down to half, so that it is seldom done, and the longest new one finds room."""
-        first, room = len(log.records), self._log_bytes // 2 - _HEADER.size
-        while first and (room := room - _RECORD.size - log.records[first - 1][1]) >= 0:
-            first -= 1
-        return self._rewrite(data, log.records[first:])
-
-    def _rewrite(self, data: bytes, records: Sequence[tuple[int, int]]) -> tuple[bytes, _Log]:
-        """Replace the log by one with these records; its index goes, for the sake of the bound and of what it tells."""
-        self._remove_indexes()
-        new = _HEADER.pack(_MAGIC, secrets.token_bytes(16))
-        new += b"".join(_record(data[start : start + size]) for start, size in records)
-        write_atomically(self._folder / _LOG, new)
-        return new, _parse(new)
+                continue  # Windows: another process has it open
 
 
-def _sequences(data: bytes, log: _Log) -> list[Tokens]:
-    return [np.frombuffer(data, "<u4", size // WORD, start) for start, size in log.records]
+def _insert(database: sqlite3.Connection, tokens: bytes) -> None:
+    database.execute("INSERT INTO sequences (tokens, crc) VALUES (?, ?)", (tokens, zlib.crc32(tokens)))
 
 
-def _record(payload: bytes) -> bytes:
-    count = len(payload) // WORD
-    return _RECORD.pack(_MARK, count, zlib.crc32(payload, count)) + payload
+def _pages(database: sqlite3.Connection) -> int:
+    """Number of pages in use, those of the current transaction included."""
+    (pages,) = database.execute("PRAGMA page_count").fetchone()
+    (free,) = database.execute("PRAGMA freelist_count").fetchone()
+    return int(pages) - int(free)
 
 
-def _parse(data: bytes) -> _Log:
-    """What can be read of a log. What is damaged in the middle is skipped, what is missing at the end is no damage."""
-    damaged = bool(data) and (len(data) < _HEADER.size or not data.startswith(_MAGIC))
-    at = end = _HEADER.size
-    records: list[tuple[int, int]] = []
-    while (size := _valid(data, at)) is not None or (at := data.find(_MARK, at + 1)) >= 0:
-        if size is None:
-            continue
-        damaged |= at != end
-        records.append((at + _RECORD.size, size))
-        at = end = at + _RECORD.size + size
-    # What was never finished is short, and starts as a record does.
-    damaged |= _length(data, end) is not None or not _MARK.startswith(data[end : end + len(_MARK)])
-    return _Log(data[len(_MAGIC) : _HEADER.size], records, end, damaged)
+def _covered(database: sqlite3.Connection) -> Covered:
+    """Identity of the database and id of its last sequence: what an index made now covers."""
+    row = database.execute("SELECT identity, (SELECT max(id) FROM sequences) FROM store").fetchone()
+    if row is None or not isinstance(row[0], bytes) or len(row[0]) != 16 or not isinstance(row[1] or 0, int):
+        raise _DamagedError("its identity is missing")
+    return Covered(row[0], row[1] or 0)
 
 
-def _length(data: bytes, at: int) -> int | None:
-    """Bytes of the tokens of the record that starts at `at`; None if there is none, or not all of one."""
-    if at + _RECORD.size > len(data):
-        return None
-    mark, count, _ = _RECORD.unpack_from(data, at)
-    return count * WORD if mark == _MARK and at + _RECORD.size + count * WORD <= len(data) else None
+def _check(database: sqlite3.Connection) -> None:
+    """Check the structure of the database and the checksums of all sequences.
+
+    Raises:
+        _DamagedError: something is damaged.
+    """
+    if database.execute("PRAGMA quick_check(1)").fetchone() != (b"ok",):
+        raise _DamagedError("its structure is inconsistent")
+    if not all(_is_valid(*row) for row in database.execute("SELECT tokens, crc FROM sequences")):
+        raise _DamagedError("the checksum of a conversation is wrong")
 
 
-def _valid(data: bytes, at: int) -> int | None:
-    """The same, of a record whose checksum is right."""
-    size = _length(data, at)
-    if size is None:
-        return None
-    _, count, checksum = _RECORD.unpack_from(data, at)
-    with memoryview(data)[at + _RECORD.size : at + _RECORD.size + size] as payload:
-        return size if zlib.crc32(payload, count) == checksum else None
+def _is_valid(tokens: object, crc: object) -> bool:
+    return isinstance(tokens, bytes) and len(tokens) % WORD == 0 and zlib.crc32(tokens) == crc
+
+
+def _readable(path: Path) -> list[bytes]:
+    """The intact sequences of a damaged database, up to the first page that cannot be read."""
+    sequences: list[bytes] = []
+    try:
+        with closing(sqlite3.connect(path)) as database:
+            for row in database.execute("SELECT tokens, crc FROM sequences ORDER BY id"):
+                if _is_valid(*row):
+                    sequences.append(row[0])  # noqa: PERF401  those before an error are kept
+    except _DATABASE_ERRORS:
+        pass
+    return sequences

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.speculation.pass_cost import BUCKET_ENDS, MOST_WIDTH, TOLERANCE, PassCost
+from edgerun.runtime.speculation.pass_cost import BUCKET_ENDS, MAX_OBSERVED_WIDTH, TOLERANCE, PassCost
 
 TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
 CONFIG = SessionConfig(choose_device("cpu"), 1)
@@ -26,7 +26,7 @@ tables = st.dictionaries(
     ),
     min_size=1,
 )
-passes = st.lists(st.tuples(st.integers(1, MOST_WIDTH), contexts, st.floats(1e-7, 100)), max_size=60)
+passes = st.lists(st.tuples(st.integers(1, MAX_OBSERVED_WIDTH), contexts, st.floats(1e-7, 100)), max_size=60)
 
 
 def ratios(cost: PassCost, context: int = 0) -> np.ndarray:
@@ -143,7 +143,9 @@ def test_a_longer_context_inherits_the_shape_and_finds_its_own_level() -> None:
     assert cost.seconds(1, 10**6) == pytest.approx(3 * TIMES[1], rel=0.01)
 
 
-@pytest.mark.parametrize(("rows", "took"), [(0, 1.0), (MOST_WIDTH + 1, 1.0), (1, 0.0), (1, -1.0), (1, math.nan)])
+@pytest.mark.parametrize(
+    ("rows", "took"), [(0, 1.0), (MAX_OBSERVED_WIDTH + 1, 1.0), (1, 0.0), (1, -1.0), (1, math.nan)]
+)
 def test_what_is_no_time_of_a_draft_is_not_observed(rows: int, took: float) -> None:
     cost = PassCost({0: TIMES})
     cost.observe(rows, 0, took)
@@ -155,5 +157,5 @@ def test_what_is_no_time_of_a_draft_is_not_observed(rows: int, took: float) -> N
     [{}, {0: {}}, {0: {2: 1.0}}, {0: {1: 0.0}}, {0: {1: math.inf}}, {0: {0: 1.0, 1: 1.0}}, {0: {1: 1.0}, 9: {1: 1.0}}],
 )
 def test_measurements_that_make_no_sense_are_refused(table: dict[int, dict[int, float]]) -> None:
-    with pytest.raises(ValueError, match=r"measured|s for"):
+    with pytest.raises(ValueError, match=r"measure|s for"):
         PassCost(table)
