@@ -1,7 +1,7 @@
 """A first selection by Lagrangian relaxation, as if the divergences of linears added up (Everett, 1963).
 
 For a given Lagrange multiplier each linear independently takes the option with the least divergence plus multiplier
-times cost. Bisection finds the smallest multiplier whose selection fits the limits; what is left of the limits is spent
+times cost. Bisection finds the smallest multiplier whose selection fits the limits; the rest of the limits is spent
 greedily.
 """
 

@@ -96,8 +96,8 @@ class LinearTimes:
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
         linears: dict[str, dict[str, Times]] = {}
-        for (kind, form), times in self.linears.items():
-            linears.setdefault(kind, {})[f"{form.bits}/{form.block}" + f"/{form.rank}" * (form.rank > 0)] = times
+        for (kind, timed), times in self.linears.items():
+            linears.setdefault(kind, {})[f"{timed.bits}/{timed.block}" + f"/{timed.rank}" * (timed.rank > 0)] = times
         return {"linears": linears, "overhead": self.overhead}
 
     @classmethod

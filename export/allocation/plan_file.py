@@ -105,7 +105,7 @@ def spelled(weight_format: WeightFormat) -> str:
     return f"{weight_format} {weight_format.method.value}" if weight_format.method is not None else str(weight_format)
 
 
-def parse_format(text: str) -> WeightFormat | None:
+def _parse_format(text: str) -> WeightFormat | None:
     """The format with that spelling, or None."""
     name, _, method = text.partition(" ")
     weight_format = _FORMATS.get(name)
@@ -134,7 +134,7 @@ def _table(file: Path) -> dict[str, object]:
 
 
 def _parsed(file: Path, name: str, value: object) -> WeightFormat:
-    weight_format = parse_format(value) if isinstance(value, str) else None
+    weight_format = _parse_format(value) if isinstance(value, str) else None
     if weight_format is None:
         raise InputError(
             f"{file} gives {name} the unknown format {shown(value)}",

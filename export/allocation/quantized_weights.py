@@ -7,7 +7,6 @@ all, so an interrupted run is resumed.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -31,7 +30,7 @@ from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 
 
 class QuantizedLinearStore:
-    """The linears of a model in every format that was asked for, on disk."""
+    """The linears of a model in every requested format, on disk."""
 
     def __init__(
         self,
@@ -101,10 +100,6 @@ class QuantizedLinearStore:
     def view(self, plan: Mapping[str, WeightFormat]) -> StoredSource:
         """The source, with the codes of a plan's linears read from the store."""
         return StoredSource(self._source, {name: self._linears[name] for name in plan}, self.quantized)
-
-    def remove(self) -> None:
-        """Delete the store's files."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _make_factors(self, linear: FusedLinear, weight_format: WeightFormat) -> None:
         """Compute the low-rank correction of the format without a rank, whose codes it shares."""

@@ -42,11 +42,6 @@ class CalibrationText:
     origin: str
     """Source of the texts for people: a file's name, or the model itself."""
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of both parts."""
-        return sum(map(len, (*self.calibration, *self.held_out)))
-
 
 def calibration_text(
     model: SourceModel, request: CalibrationRequest, folder: Path, progress: Progress

@@ -28,9 +28,6 @@ class RecentArrays:
         self._bytes = 0
         self._arrays: OrderedDict[Hashable, Float32Array] = OrderedDict()
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._arrays
-
     def get(self, key: Hashable) -> Float32Array | None:
         """The array with that key, or None."""
         if key not in self._arrays:

@@ -85,11 +85,6 @@ class LayerSkipReport:
         """Whether the draft is expected to be faster than plain decoding on this machine."""
         return self.tokens_per_second > self.plain_tokens_per_second
 
-    def as_mapping(self) -> dict[str, float]:
-        """The figures by name."""
-        numbers = {name: value for name, value in vars(self).items() if name != "skips"}
-        return {"skipped": len(self.skips), **{name: round(value, 6) for name, value in numbers.items()}}
-
 
 def adopt_layer_skip_draft(
     target: Path,
@@ -117,7 +112,7 @@ def adopt_layer_skip_draft(
 
     Raises:
         BundleError: The folder is not a bundle.
-        InputError: The model has too few layers or another layout, the head cannot have that size, or there is no text.
+        InputError: The model has too few layers or another layout, the head cannot have that size, or text is missing.
         ExportError: A graph does not run, or the head cannot be trimmed.
         OSError: The disk refused a write.
     """
@@ -195,7 +190,7 @@ def _beginning(texts: Sequence[TokenArray]) -> list[TokenArray]:
     """The first texts, of at most `_MAX_TEXT_TOKENS` tokens in all.
 
     Raises:
-        InputError: There is no text.
+        InputError: No text is given.
     """
     found: list[TokenArray] = []
     for text in texts:
@@ -203,7 +198,7 @@ def _beginning(texts: Sequence[TokenArray]) -> list[TokenArray]:
         if left > 1 and len(text) > 1:
             found.append(text[:left])
     if not found:
-        raise InputError("there is no text to measure a draft on", "give a text with --calibration")
+        raise InputError("no text to measure a draft on", "give a text with --calibration")
     return found
 
 

@@ -54,10 +54,6 @@ class TrimmingReport:
     whole_tokens_per_second: float
     """Expected tokens per second with the whole head."""
 
-    def as_mapping(self) -> dict[str, float]:
-        """The figures by name."""
-        return {name: round(value, 6) for name, value in vars(self).items()}
-
 
 def require_fitting(target: Path, draft: Path) -> None:
     """Check that a bundle can be the draft of another as it is.
@@ -90,7 +86,7 @@ def adopt_draft(
 
     Raises:
         BundleError: The draft has another vocabulary.
-        InputError: The head cannot have that size, or there is no text.
+        InputError: The head cannot have that size, or no text is given.
         ExportError: The head cannot be trimmed.
         OSError: The disk refused a write.
     """

@@ -63,7 +63,7 @@ class SkipAgreement:
 
     Raises:
         ExportError: The graph does not run.
-        InputError: There is no position to measure.
+        InputError: No position can be measured.
     """
 
     def __init__(

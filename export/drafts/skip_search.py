@@ -136,7 +136,7 @@ class SkipSearch:
             if best is None or found.tokens_per_second > best.tokens_per_second:
                 best = found
         if best is None:
-            raise ValueError("there are no sub-layers that may be skipped")
+            raise ValueError("no sub-layer may be skipped")
         return best
 
     def _is_late(self) -> bool:

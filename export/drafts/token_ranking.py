@@ -58,10 +58,10 @@ def rank_tokens(texts: Sequence[TokenArray], vocabulary: int, always: Collection
             ignored.
 
     Raises:
-        InputError: There is no text.
+        InputError: No text is given.
     """
     if not sum(map(len, texts)):
-        raise InputError("there is no text to count tokens in", "give a text with --calibration")
+        raise InputError("no text to count tokens in", "give a text with --calibration")
     counts = np.bincount(np.concatenate(texts), minlength=vocabulary)[:vocabulary]
     kept = np.zeros(vocabulary, np.bool_)
     forced = [*always, *_common_prefix(texts)]

@@ -110,7 +110,7 @@ def rule_plans(
 ) -> Iterator[dict[str, WeightFormat]]:
     """Yield the plans that the rule makes within a limit, for every pair of formats.
 
-    What is left of the limit raises the other linears, from the first layer on, to the next format that fits, so that
+    The rest of the limit raises the other linears, from the first layer on, to the next format that fits, so that
     the rule is compared with plans of as many bytes.
     """
     favoured = set(rule_linears(config))

@@ -51,7 +51,7 @@ def config_of(folder: Path, family: str = "qwen2", **settings: object) -> Decode
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layers", [2, 30])
+@pytest.mark.parametrize("layers", [2, pytest.param(30, marks=pytest.mark.nightly)])
 def test_a_plan_is_predicted_exactly_where_times_add_up(cache: Path, tmp_path: Path, tied: bool, layers: int) -> None:
     config = config_of(tmp_path, tie_word_embeddings=tied)
     config = replace(config, layers=layers, attention=config.attention[:1] * layers)
@@ -139,7 +139,7 @@ def test_uniform_bundles_have_the_largest_blocks_of_each_bit_width(tmp_path: Pat
     config = config_of(tmp_path)
     plans = [set(bundle.plan.values()) for bundle in uniform_bundles(config, (*BASE_FORMATS, *LOW_RANK_FORMATS))]
     assert plans == [{WeightFormat(bits, 128)} for bits in (2, 4, 8)]
-    deep = replace(config, layers=10**5, attention=config.attention[:1] * 10**5)
+    deep = replace(config, hidden_size=4096, intermediate_size=16384, layers=100, attention=config.attention[:1] * 100)
     (bundle,) = uniform_bundles(deep, FORMATS[:1])
     assert 2 < bundle.config.layers < deep.layers
 

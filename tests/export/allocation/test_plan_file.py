@@ -51,8 +51,8 @@ def test_a_written_plan_is_read_again(tmp_path_factory, config: DecoderConfig, d
     text = write_plan(plan, notes, ["Plan of a model", data.draw(st.text(max_size=20))])
     file.write_text(text, encoding="utf-8")
     read = read_plan(file, model)
-    assert {name: spelled(form) for name, form in read.items()} == {
-        name: spelled(form) for name, form in with_embedding(model, plan).items()
+    assert {name: spelled(each) for name, each in read.items()} == {
+        name: spelled(each) for name, each in with_embedding(model, plan).items()
     }
     file.write_text(write_plan(read), encoding="utf-8")
     assert read_plan(file, model) == read
@@ -87,7 +87,7 @@ def test_a_written_plan_is_read_again(tmp_path_factory, config: DecoderConfig, d
 def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path, config: DecoderConfig, change, message: str) -> None:
     lines = {linear.name: '"int4/64"' for linear in planned_linears(config)} | change
     file = tmp_path / "plan.toml"
-    file.write_text("[linears]\n" + "".join(f'"{name}" = {form}\n' for name, form in lines.items() if form), "utf-8")
+    file.write_text("[linears]\n" + "".join(f'"{name}" = {each}\n' for name, each in lines.items() if each), "utf-8")
     with pytest.raises(InputError) as caught:
         read_plan(file, config)
     assert message in str(caught.value)

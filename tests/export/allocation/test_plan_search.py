@@ -116,7 +116,7 @@ class TestEvolutionarySearch:
 
 class TestLocalSearch:
     def test_lowers_an_option_that_gains_nothing(self) -> None:
-        """What a linear gains alone may be worth nothing beside the others."""
+        """The gain of a linear alone may vanish when the others are quantized, too."""
         problem = KnapsackProblem(toy_choices(2), (math.inf,))
 
         def without_first(plan: Mapping[str, WeightFormat]) -> float:

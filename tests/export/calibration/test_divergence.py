@@ -132,19 +132,19 @@ def test_earlier_plans_make_no_difference(shared, plans, states: int, tokens: in
 
 
 def test_released_memory_is_computed_again(tmp_path, monkeypatch) -> None:
-    evaluator, asked = evaluator_of(tmp_path), []
+    evaluator, requested = evaluator_of(tmp_path), []
     plan = {linear.name: INT4 for linear in fused_linears(evaluator._config)}
     weights_of = evaluator._weights_of
     monkeypatch.setattr(
-        evaluator, "_weights_of", lambda linear, each: asked.append(linear.name) or weights_of(linear, each)
+        evaluator, "_weights_of", lambda linear, each: requested.append(linear.name) or weights_of(linear, each)
     )
     first = evaluator.divergence(plan)
-    once = len(asked)
+    once = len(requested)
     assert evaluator.divergence(plan) == first
-    assert len(asked) == once
+    assert len(requested) == once
     evaluator.release()
     assert evaluator.divergence(plan) == first
-    assert len(asked) == 2 * once
+    assert len(requested) == 2 * once
 
 
 def test_methods_of_one_format_are_distinguished(tmp_path) -> None:

@@ -23,6 +23,7 @@ from support.tiny_models import write_checkpoint
 
 GPTQ = WeightFormat(4, 32, method=Method.GPTQ)
 K_QUANT = WeightFormat(4, 32, method=Method.K_QUANT)
+OTHER_FAMILIES = (("gemma2", False), ("olmo2", False), ("qwen2", True))
 
 
 def random_text(seed: int, texts: int = 60) -> CalibrationText:
@@ -40,7 +41,10 @@ def divergence(folder, model: SourceModel, plan, weights_of) -> float:
     return PlanEvaluator(model, random_text(1, 10).calibration, weights_of, folder).divergence(plan).mean_kl
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gemma2", False), ("olmo2", False), ("qwen2", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [("llama", True), *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHER_FAMILIES)],
+)
 def test_divergence_is_less_than_with_independent_linears(tmp_path, family: str, tied: bool) -> None:
     text = random_text(0)
     model = calibrated(tmp_path, text, family, tie_word_embeddings=tied, num_hidden_layers=3)

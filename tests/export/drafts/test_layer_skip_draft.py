@@ -137,10 +137,10 @@ class Toy:
     def __init__(self, shares: Sequence[float]) -> None:
         self.parts = inner_sub_layers(2 + len(shares) // 2)
         self.shares = dict(zip(self.parts, shares, strict=True))
-        self.asked: list[frozenset[SubLayer]] = []
+        self.measured: list[frozenset[SubLayer]] = []
 
     def agreement(self, skipped: Collection[SubLayer]) -> float:
-        self.asked.append(frozenset(skipped))
+        self.measured.append(frozenset(skipped))
         pair = 0.97 if {self.parts[0], self.parts[1]} <= set(skipped) else 1.0
         return float(np.prod([self.shares[part] for part in skipped]) * pair)
 
@@ -158,7 +158,7 @@ def test_the_search_comes_near_the_best_choice(shares: list[float], seed: int) -
     toy = Toy(shares)
     search = SkipSearch(toy.agreement, toy.times(), seed=seed)
     found = search.best()
-    assert len(toy.asked) == len(set(toy.asked)) == search.measured
+    assert len(toy.measured) == len(set(toy.measured)) == search.measured
     assert found.skipped
     assert found.tokens_per_second == tokens_per_second(
         toy.agreement(found.skipped), toy.times().step(found.skipped), TARGET
@@ -172,7 +172,7 @@ def test_a_search_without_time_measures_one_sub_layer() -> None:
     toy = Toy([0.9, 0.8, 0.99, 0.7])
     found = SkipSearch(toy.agreement, toy.times(), deadline=0).best()
     assert found.skipped == {toy.parts[0]}
-    assert toy.asked == [{toy.parts[0]}]
+    assert toy.measured == [{toy.parts[0]}]
 
 
 def time_by_bytes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,7 +85,6 @@ def test_a_head_is_trimmed_to_the_given_size(target: Path) -> None:
     assert report.step_ms < report.whole_step_ms
     answers = np.concatenate([text[11:] for text in texts(1)])
     assert report.coverage == pytest.approx(np.isin(answers, list(kept)).mean())
-    assert json.loads(json.dumps(report.as_mapping()))["tokens"] == 40
     with edgerun.load(target) as engine:
         plain = engine.generate("what", max_tokens=30, speculation=edgerun.Speculation.OFF)
         assert engine.generate("what", max_tokens=30).text == plain.text

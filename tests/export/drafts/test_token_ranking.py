@@ -64,7 +64,7 @@ def test_too_few_or_too_many_tokens_are_refused(tokens: int) -> None:
 
 
 def test_no_text_is_refused() -> None:
-    with pytest.raises(InputError, match="there is no text to count tokens in; give a text"):
+    with pytest.raises(InputError, match="no text to count tokens in; give a text"):
         rank_tokens(texts([], []), 8, ())
 
 

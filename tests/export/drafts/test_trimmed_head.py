@@ -64,6 +64,7 @@ def test_kept_logits_are_those_of_the_whole_head(
     np.testing.assert_array_equal(np.load(tmp_path / "trimmed" / "d2t.npy"), kept)
 
 
+@pytest.mark.nightly
 @given(kept=st.sets(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tokens_can_be_kept(whole: Path, folder: Path, kept: set[int]) -> None:
