@@ -1,4 +1,4 @@
-"""A report of a made-up model, with every part that a report can have."""
+"""An export report of a made-up model, with every optional part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan(name: str, kind: PlanKind, bits: float, kl: float | None) -> PlanFigure
 
 
 def log_kl(bits: float) -> float:
-    """KL of a uniform plan: a tenth for every two bits."""
+    """KL of a uniform plan, which falls to a tenth with every two bits."""
     return 0.5 * 10 ** (-(bits - 2.5) / 2)
 
 
@@ -43,7 +43,7 @@ def whole_report(layers: int = 24) -> ModelReport:
             for bits, block in BITS
         ),
         plan("head and outer layers int8, rest int2/64", PlanKind.RULE, 3.5, 0.75 * log_kl(3.5)),
-        *(plan("found", PlanKind.SEARCHED, bits / 10, 0.5 * log_kl(bits / 10)) for bits in range(28, 60, 2)),
+        *(plan("search step", PlanKind.SEARCHED, bits / 10, 0.5 * log_kl(bits / 10)) for bits in range(28, 60, 2)),
     ]
     return ModelReport(
         model="Qwen2.5-0.5B-Instruct",

@@ -179,7 +179,7 @@ def test_bad_usage_is_a_one_line_error(tiny_bundle: Path, tmp_path: Path, capsys
         capsys, tiny_bundle, "--prompts", path, "--turns", "2"
     )
     assert "give all, a number" in refused(capsys, tiny_bundle, "--turns", "two")
-    assert "'magic' is unknown" in refused(capsys, tiny_bundle, "--spec", "magic")
+    assert "there is no drafter 'magic'" in refused(capsys, tiny_bundle, "--spec", "magic")
     assert "end the name in .html or .png" in refused(capsys, tiny_bundle, "--report", tmp_path / "report.pdf")
     assert "cannot be read" in refused(capsys, tiny_bundle, "--prompts", tmp_path / "nothing")
     assert "does not exist" in refused(capsys, tmp_path / "nothing", "--prompts", path)

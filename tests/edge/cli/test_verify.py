@@ -97,15 +97,15 @@ def test_json_is_one_object(tmp_path: Path, prompts: Path, capsys: pytest.Captur
 def test_a_failure_shows_a_counterexample_and_has_exit_code_1(
     tiny_bundle: Path, prompts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgerun.runtime.speculation import speculator as speculate
+    from edgerun.runtime.speculation import speculator
 
-    match = speculate.match
+    verify_tree = speculator.verify_tree
 
-    def careless(*arguments: Any) -> Any:
-        result = match(*arguments)
+    def wrong_next_token(*arguments: Any) -> Any:
+        result = verify_tree(*arguments)
         return dataclasses.replace(result, next_token=(result.next_token + 1) % 300)
 
-    monkeypatch.setattr(speculate, "match", careless)
+    monkeypatch.setattr(speculator, "verify_tree", wrong_next_token)
     assert main(["verify", str(tiny_bundle), "--prompts", str(prompts), "-n", "16"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "FAILED: 27 of 36 texts differ where no tie is below" in out

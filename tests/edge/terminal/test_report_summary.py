@@ -25,10 +25,12 @@ def test_plans_are_sorted_by_size_without_intermediate_ones() -> None:
     report = whole_report(6)
     lines = shown(report)
     names = [plan.name for plan in sorted(report.plans, key=lambda plan: plan.bytes_read)]
-    found = [line.split("│")[1].strip() for line in lines if line.count("│") == 6 and "layer" not in line.split("│")[1]]
-    kept = [name for name in names if name != "found" and not name.startswith("head")]
-    assert [name for name in found if name in kept] == kept
-    assert "found" not in found
+    shown_names = [
+        line.split("│")[1].strip() for line in lines if line.count("│") == 6 and "layer" not in line.split("│")[1]
+    ]
+    expected = [name for name in names if name != "search step" and not name.startswith("head")]
+    assert [name for name in shown_names if name in expected] == expected
+    assert "search step" not in shown_names
     assert sum(line.startswith("│ layer") for line in lines) == 6
 
 
