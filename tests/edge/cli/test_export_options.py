@@ -22,7 +22,7 @@ from support.tiny_models import write_checkpoint
         (["--budget", "3.5bpw"], "--budget has no effect without mixed weights; add --weights mixed"),
         (["--low-rank"], "--low-rank has no effect without mixed weights"),
         (["--weights", "mixed"], "mixed weights need either a budget or a plan, not both; add --budget 3.5bpw"),
-        (["--weights", "mixed", "--budget", "3 bits"], "'3 bits' is no budget"),
+        (["--weights", "mixed", "--budget", "3 bits"], "'3 bits' is not a budget"),
         (
             ["--weights", "mixed", "--budget", "3bpw", "--block", "64"],
             "--block has no effect with mixed weights; leave it out",
@@ -72,7 +72,7 @@ def test_block_applies_to_the_draft_of_mixed_weights(
     draft = write_checkpoint(tmp_path / "draft", seed=1, num_hidden_layers=1)
     plan, text = tmp_path / "plan.toml", tmp_path / "text.txt"
     linears = (f'"{linear.name}" = "int8/32"\n' for linear in planned_linears(read_config(checkpoint)))
-    plan.write_text("[units]\n" + "".join(linears))
+    plan.write_text("[linears]\n" + "".join(linears))
     text.write_text(" ".join(np.random.default_rng(0).choice(["the", "sea", "and", "sand"], 1200)))
     observed = ["--plan", str(plan), "--calibration", str(text), "--calibration-tokens", "1100"]
     small = ["--draft", str(draft), "--draft-weights", "int8", "--block", "64"]
