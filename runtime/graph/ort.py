@@ -15,7 +15,7 @@ SILENT: Final = 4
 """Log severity at which ONNX Runtime prints nothing: every failure is raised as an exception anyway."""
 VERBOSE: Final = 1
 """Log severity at which ONNX Runtime prints everything except its own debugging output."""
-CPU_PROVIDERS: Final = ("CPUExecutionProvider",)
+_CPU_PROVIDERS: Final = ("CPUExecutionProvider",)
 ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
     *(value for value in vars(ort_errors).values() if isinstance(value, type) and issubclass(value, Exception)),
     *(RuntimeError, TypeError, ValueError),
@@ -43,7 +43,7 @@ def run_options() -> ort.RunOptions:
 
 
 def load_session(
-    model: str | bytes, options: ort.SessionOptions, providers: Sequence[str] = CPU_PROVIDERS
+    model: str | bytes, options: ort.SessionOptions, providers: Sequence[str] = _CPU_PROVIDERS
 ) -> ort.InferenceSession:
     """Load a model.
 

@@ -47,7 +47,7 @@ class CacheTensorType:
 
     def stacked_index(self, slots: slice | npt.NDArray[np.intp]) -> tuple[slice | npt.NDArray[np.intp], ...]:
         """Index of `slots` in a stack of such tensors, `[tensors, *shape]`."""
-        return (slice(None), *self.index(slots))
+        return (*[slice(None)] * (self.axis + 1), slots)
 
 
 class KVArena(ABC):
@@ -81,10 +81,9 @@ class KVArena(ABC):
     def capacity(self) -> int:
         """Number of slots that fit before the buffers have to grow."""
 
-    @property
     @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
+    def tensors(self) -> list[Array]:
+        """The buffer of every cache tensor, in the order of the tensor types."""
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
@@ -139,12 +138,18 @@ class KVArena(ABC):
             ContextError: they do not fit the context.
         """
         self.reserve(length - self.length)
-        self._fill(self.length, length, value)
+        self._resize(length)
+        for tensor, tensor_type in zip(self.tensors(), self.tensor_types, strict=True):
+            tensor[tensor_type.index(slice(self.length, length))] = value
         self.length = length
 
     def snapshot(self) -> CacheSnapshot:
         """Copy the committed slots."""
-        return self._copy(self.length)
+        tensors = self.tensors()
+        return tuple(
+            np.stack([tensors[member][tensor_type.index(slice(self.length))] for member in members])
+            for tensor_type, members in self.groups.items()
+        )
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Replace the committed slots by those of a `snapshot`.
@@ -165,7 +170,11 @@ class KVArena(ABC):
                 )
         self.length = 0
         self.reserve(slots)
-        self._write(snapshot, slots)
+        self._resize(slots)
+        tensors = self.tensors()
+        for stack, (tensor_type, members) in zip(snapshot, self.groups.items(), strict=True):
+            for member, new in zip(members, stack, strict=True):
+                tensors[member][tensor_type.index(slice(slots))] = new
         self.length = self.plain_length = slots
 
     def check_fits(self, tokens: int) -> int:
@@ -181,21 +190,14 @@ class KVArena(ABC):
             )
         return needed
 
-    @abstractmethod
+    def _resize(self, slots: int) -> None:  # noqa: B027 -- only growing tensors have no free slots
+        """Give the tensors `slots` slots; there is room for them."""
+
     def _move(self, sources: npt.NDArray[np.intp], targets: npt.NDArray[np.intp]) -> None:
         """Copy slots of all tensors to other slots, as if all were read before any is written."""
-
-    @abstractmethod
-    def _fill(self, start: int, stop: int, value: float) -> None:
-        """Fill slots with one value; there is room for them."""
-
-    @abstractmethod
-    def _copy(self, slots: int) -> CacheSnapshot:
-        """Copy the first slots."""
-
-    @abstractmethod
-    def _write(self, snapshot: CacheSnapshot, slots: int) -> None:
-        """Write the first `slots` slots; there is room for them."""
+        for tensor, tensor_type in zip(self.tensors(), self.tensor_types, strict=True):
+            # The right-hand side is gathered before anything is written, so overlapping slots are safe.
+            tensor[tensor_type.index(targets)] = tensor[tensor_type.index(sources)]
 
 
 class InPlaceArena(KVArena):
@@ -227,13 +229,8 @@ class InPlaceArena(KVArena):
         """See `KVArena.written`."""
         return self._capacity
 
-    @property
-    def nbytes(self) -> int:
-        """See `KVArena.nbytes`."""
-        return sum(array.nbytes for array in self.data)
-
     def tensors(self) -> list[Array]:
-        """The buffer of every cache tensor, in the order of the tensor types."""
+        """See `KVArena.tensors`."""
         buffers: dict[int, Array] = {}
         for array, members in zip(self.data, self.groups.values(), strict=True):
             buffers.update(zip(members, array, strict=True))
@@ -262,20 +259,6 @@ class InPlaceArena(KVArena):
         )
 
     def _move(self, sources: npt.NDArray[np.intp], targets: npt.NDArray[np.intp]) -> None:
+        # One indexed copy per type is faster than one per tensor.
         for array, tensor_type in zip(self.data, self.groups, strict=True):
-            # The right-hand side is gathered before anything is written, so overlapping slots are safe.
             array[tensor_type.stacked_index(targets)] = array[tensor_type.stacked_index(sources)]
-
-    def _fill(self, start: int, stop: int, value: float) -> None:
-        for array, tensor_type in zip(self.data, self.groups, strict=True):
-            array[tensor_type.stacked_index(slice(start, stop))] = value
-
-    def _copy(self, slots: int) -> CacheSnapshot:
-        return tuple(
-            array[tensor_type.stacked_index(slice(slots))].copy()
-            for array, tensor_type in zip(self.data, self.groups, strict=True)
-        )
-
-    def _write(self, snapshot: CacheSnapshot, slots: int) -> None:
-        for array, tensor_type, new in zip(self.data, self.groups, snapshot, strict=True):
-            array[tensor_type.stacked_index(slice(slots))] = new

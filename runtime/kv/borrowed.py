@@ -9,10 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from .arena import Array, CacheSnapshot, CacheTensorType, InPlaceArena, KVArena
+from .arena import Array, CacheTensorType, InPlaceArena, KVArena
 
 
 class BorrowedArena(KVArena):
@@ -59,7 +56,7 @@ class BorrowedArena(KVArena):
         return self._generation
 
     def tensors(self) -> list[Array]:
-        """The buffer of every cache tensor, in the order of the tensor types."""
+        """See `KVArena.tensors`."""
         tensors = self._current_owner().tensors()
         return [tensors[index] for index in self._indices]
 
@@ -73,36 +70,10 @@ class BorrowedArena(KVArena):
         """See `KVArena.written`."""
         return self.capacity
 
-    @property
-    def nbytes(self) -> int:
-        """0: the buffers are the owner's."""
-        return 0
-
     def reserve(self, tokens: int) -> None:
         """See `KVArena.reserve`; grows the owner."""
         owner = self._current_owner()
         owner.reserve(self.check_fits(tokens) - owner.length)
-
-    def _move(self, sources: npt.NDArray[np.intp], targets: npt.NDArray[np.intp]) -> None:
-        for tensor_type, tensor in zip(self.tensor_types, self.tensors(), strict=True):
-            tensor[tensor_type.index(targets)] = tensor[tensor_type.index(sources)]
-
-    def _fill(self, start: int, stop: int, value: float) -> None:
-        for tensor_type, tensor in zip(self.tensor_types, self.tensors(), strict=True):
-            tensor[tensor_type.index(slice(start, stop))] = value
-
-    def _copy(self, slots: int) -> CacheSnapshot:
-        tensors = self.tensors()
-        return tuple(
-            np.stack([tensors[member][tensor_type.index(slice(slots))] for member in members])
-            for tensor_type, members in self.groups.items()
-        )
-
-    def _write(self, snapshot: CacheSnapshot, slots: int) -> None:
-        tensors = self.tensors()
-        for (tensor_type, members), stack in zip(self.groups.items(), snapshot, strict=True):
-            for member, new in zip(members, stack, strict=True):
-                tensors[member][tensor_type.index(slice(slots))] = new
 
     def _current_owner(self) -> InPlaceArena:
         owner = None if self._owner is None else self._owner()

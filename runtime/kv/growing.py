@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from .arena import Array, CacheSnapshot, CacheTensorType, KVArena
+from .arena import Array, CacheTensorType, KVArena
 
 _FIRST_CAPACITY: Final = 64
 
@@ -38,10 +37,9 @@ class GrowingArena(KVArena):
         """See `KVArena.written`."""
         return self._slots
 
-    @property
-    def nbytes(self) -> int:
-        """See `KVArena.nbytes`."""
-        return sum(buffer.nbytes for buffer in (*self._past, *self._spare))
+    def tensors(self) -> list[Array]:
+        """See `KVArena.tensors`."""
+        return self._views(self._past, self._slots)
 
     def reserve(self, tokens: int) -> None:
         """See `KVArena.reserve`. The capacity doubles up to the limit."""
@@ -52,16 +50,16 @@ class GrowingArena(KVArena):
             self._capacity *= 2
         self._capacity = min(self._capacity, self.limit)
         self._slots = min(self._slots, self._capacity)
-        kept = self._views(self._past, self._slots)
+        kept = self.tensors()
         self._past = self._buffers()
-        for old, new in zip(kept, self._views(self._past, self._slots), strict=True):
+        for old, new in zip(kept, self.tensors(), strict=True):
             new[...] = old
         self._spare = self._buffers()
 
     def past(self) -> list[Array]:
         """The committed slots, as the graph's inputs."""
         if self._slots != self.length:
-            self._lay_out(self.length)
+            self._resize(self.length)
         return self._views(self._past, self.length)
 
     def present(self, tokens: int) -> list[Array]:
@@ -79,7 +77,7 @@ class GrowingArena(KVArena):
     def _views(self, buffers: Sequence[Array], slots: int) -> list[Array]:
         return [_view(buffer, each, slots) for buffer, each in zip(buffers, self.tensor_types, strict=True)]
 
-    def _lay_out(self, slots: int) -> None:
+    def _resize(self, slots: int) -> None:
         """Give the tensors `slots` slots; the content of additional ones is undefined."""
         kept = min(slots, self._slots)
         for old, new, tensor_type in zip(self._past, self._spare, self.tensor_types, strict=True):
@@ -87,29 +85,6 @@ class GrowingArena(KVArena):
             _view(new, tensor_type, slots)[index] = _view(old, tensor_type, self._slots)[index]
         self._past, self._spare = self._spare, self._past
         self._slots = slots
-
-    def _move(self, sources: npt.NDArray[np.intp], targets: npt.NDArray[np.intp]) -> None:
-        for tensor, tensor_type in zip(self._views(self._past, self._slots), self.tensor_types, strict=True):
-            tensor[tensor_type.index(targets)] = tensor[tensor_type.index(sources)]
-
-    def _fill(self, start: int, stop: int, value: float) -> None:
-        self._lay_out(stop)
-        for tensor, tensor_type in zip(self._views(self._past, stop), self.tensor_types, strict=True):
-            tensor[tensor_type.index(slice(start, stop))] = value
-
-    def _copy(self, slots: int) -> CacheSnapshot:
-        tensors = self._views(self._past, self._slots)
-        return tuple(
-            np.stack([tensors[member][tensor_type.index(slice(slots))] for member in members])
-            for tensor_type, members in self.groups.items()
-        )
-
-    def _write(self, snapshot: CacheSnapshot, slots: int) -> None:
-        self._lay_out(slots)
-        tensors = self._views(self._past, slots)
-        for stack, members in zip(snapshot, self.groups.values(), strict=True):
-            for member, new in zip(members, stack, strict=True):
-                tensors[member][...] = new
 
 
 def _view(buffer: Array, tensor_type: CacheTensorType, slots: int) -> Array:

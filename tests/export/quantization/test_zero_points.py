@@ -1,4 +1,4 @@
-"""Zero points, and scales that are powers of two: what they store, and whole exports with them."""
+"""Weight formats with zero points or powers of two as scales: their codes, and whole exports."""
 
 from __future__ import annotations
 
@@ -23,58 +23,61 @@ from support.gguf_files import write_gguf
 from support.tiny_models import write_bundle, write_checkpoint
 from support.weight_operators import FORMATS, run_operators
 
-WITH_POINTS = [form for form in FORMATS if form.zero_points]
-IN_POWERS = [replace(form, powers_of_two=True) for form in FORMATS]
-BLIND = [Method.RTN, Method.K_QUANT, Method.HQQ]
-rows_of_weights = arrays.arrays(
+WITH_ZERO_POINTS = [weight_format for weight_format in FORMATS if weight_format.zero_points]
+WITH_POWERS_OF_TWO = [replace(weight_format, powers_of_two=True) for weight_format in FORMATS]
+DATA_FREE_METHODS = [Method.RTN, Method.K_QUANT, Method.HQQ]
+weight_matrices = arrays.arrays(
     np.float32,
     st.tuples(st.integers(1, 3), st.integers(1, 200)),
     elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=True),
 )
 
 
-@given(rows_of_weights, st.sampled_from(WITH_POINTS))
-def test_rounding_to_nearest_loses_at_most_half_a_step_anywhere(weights, form: WeightFormat) -> None:
-    quantized = QUANTIZERS[Method.RTN](weights, form)
+@given(weight_matrices, st.sampled_from(WITH_ZERO_POINTS))
+def test_rounding_error_is_at_most_half_a_step(weights, weight_format: WeightFormat) -> None:
+    quantized = QUANTIZERS[Method.RTN](weights, weight_format)
     rows, columns = weights.shape
-    whole = quantized.scales.shape[1] * form.block
-    error = np.zeros((rows, whole), np.float32)
-    error[:, :columns] = dequantized(quantized, columns, form) - weights
-    step = np.repeat(quantized.scales, form.block, axis=1) + np.float32(1e-30) * (1 << form.bits)
+    padded_columns = quantized.scales.shape[1] * weight_format.block
+    error = np.zeros((rows, padded_columns), np.float32)
+    error[:, :columns] = dequantized(quantized, columns, weight_format) - weights
+    step = np.repeat(quantized.scales, weight_format.block, axis=1) + np.float32(1e-30) * (1 << weight_format.bits)
     assert np.all(np.abs(error) <= 0.5001 * step)
-    # The padding of a tail block adds nothing to a product: it decodes to zero.
-    assert not dequantized(quantized, whole, form)[:, columns:].any()
+    # The padding of the last block is dequantized to zero, so that it adds nothing to a product.
+    assert not dequantized(quantized, padded_columns, weight_format)[:, columns:].any()
 
 
-@pytest.mark.parametrize("method", BLIND, ids=str)
+@pytest.mark.parametrize("method", DATA_FREE_METHODS, ids=str)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_blocks_of_one_sign_use_all_codes(bits: int, method: Method) -> None:
-    form = WeightFormat(bits, 32, zero_points=True)
+    weight_format = WeightFormat(bits, 32, zero_points=True)
     weights = np.random.default_rng(0).uniform(1.0, 4.0, (8, 64)).astype(np.float32)
     weights[4:] *= -1
-    quantized = QUANTIZERS[method](weights, form)
+    quantized = QUANTIZERS[method](weights, weight_format)
     zeros = unpack_zero_points(quantized.zero_points, quantized.scales.shape[1], bits)
     assert (zeros[:4] == 0).all()
     assert (zeros[4:] == (1 << bits) - 1).all()
-    without = QUANTIZERS[method](weights, replace(form, zero_points=False))
-    lost, more = (
+    without = QUANTIZERS[method](weights, replace(weight_format, zero_points=False))
+    error, symmetric_error = (
         np.square(dequantized(each, 64, kind) - weights).sum()
-        for each, kind in ((quantized, form), (without, replace(form, zero_points=False)))
+        for each, kind in ((quantized, weight_format), (without, replace(weight_format, zero_points=False)))
     )
-    assert lost < 0.6 * more
+    assert error < 0.6 * symmetric_error
 
 
-@pytest.mark.parametrize("form", [WeightFormat(4, 32), WeightFormat(4, 128), WeightFormat(8, 64)], ids=str)
-def test_zero_points_leave_less_error_on_rows_like_those_of_models(form: WeightFormat) -> None:
+@pytest.mark.parametrize("weight_format", [WeightFormat(4, 32), WeightFormat(4, 128), WeightFormat(8, 64)], ids=str)
+def test_zero_points_reduce_the_error_of_normal_weights(weight_format: WeightFormat) -> None:
     weights = (np.random.default_rng(1).standard_normal((64, 512)) * 0.02).astype(np.float32)
-    form_with = replace(form, zero_points=True)
+    asymmetric = replace(weight_format, zero_points=True)
     for method in (Method.RTN, Method.K_QUANT):
-        lost = np.square(dequantized(QUANTIZERS[method](weights, form_with), 512, form_with) - weights).sum()
-        assert lost < np.square(dequantized(QUANTIZERS[method](weights, form), 512, form) - weights).sum()
+        error = np.square(dequantized(QUANTIZERS[method](weights, asymmetric), 512, asymmetric) - weights).sum()
+        assert (
+            error
+            < np.square(dequantized(QUANTIZERS[method](weights, weight_format), 512, weight_format) - weights).sum()
+        )
 
 
 @given(arrays.arrays(np.float32, 20, elements=st.floats(2**-100, 2**100, width=32)), st.booleans())
-def test_powers_of_two_are_the_nearest(values, negative: bool) -> None:
+def test_powers_of_two_rounds_to_the_nearest_one(values, negative: bool) -> None:
     values = -values if negative else values
     powers = powers_of_two(values)
     mantissas, _ = np.frexp(powers)
@@ -88,21 +91,21 @@ def test_powers_of_two_are_the_nearest(values, negative: bool) -> None:
 
 
 @settings(max_examples=40)
-@given(rows_of_weights, st.sampled_from(IN_POWERS), st.sampled_from(BLIND))
-def test_every_scale_is_a_power_of_two(weights, form: WeightFormat, method: Method) -> None:
-    quantized = QUANTIZERS[method](weights, form)
+@given(weight_matrices, st.sampled_from(WITH_POWERS_OF_TWO), st.sampled_from(DATA_FREE_METHODS))
+def test_every_scale_is_a_power_of_two(weights, weight_format: WeightFormat, method: Method) -> None:
+    quantized = QUANTIZERS[method](weights, weight_format)
     mantissas, _ = np.frexp(quantized.scales[quantized.scales != 0])
     assert (np.abs(mantissas) == 0.5).all()
-    expected = dequantized(quantized, weights.shape[1], form)
-    product, _ = run_operators(quantized, weights.shape[1], form)
+    expected = dequantized(quantized, weights.shape[1], weight_format)
+    product, _ = run_operators(quantized, weights.shape[1], weight_format)
     np.testing.assert_allclose(product, expected.T, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", IN_POWERS, ids=str)
-def test_a_search_among_powers_is_better_than_the_first_guess(form: WeightFormat) -> None:
+@pytest.mark.parametrize("weight_format", WITH_POWERS_OF_TWO, ids=str)
+def test_searching_powers_of_two_reduces_the_error(weight_format: WeightFormat) -> None:
     weights = (np.random.default_rng(2).standard_normal((32, 512)) * 0.02).astype(np.float32)
     nearest, searched = (
-        np.square(dequantized(QUANTIZERS[method](weights, form), 512, form) - weights).sum()
+        np.square(dequantized(QUANTIZERS[method](weights, weight_format), 512, weight_format) - weights).sum()
         for method in (Method.RTN, Method.K_QUANT)
     )
     assert searched <= nearest
@@ -111,30 +114,32 @@ def test_a_search_among_powers_is_better_than_the_first_guess(form: WeightFormat
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
 @pytest.mark.parametrize("block", [32, 128])
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_zero_points_through_the_whole_export(tmp_path, bits: int, block: int, tied: bool) -> None:
-    form = WeightFormat(bits, block, zero_points=True)
+def test_export_with_zero_points(tmp_path, bits: int, block: int, tied: bool) -> None:
+    weight_format = WeightFormat(bits, block, zero_points=True)
     bundle = write_bundle(
-        tmp_path, "qwen2", weights=form, tie_word_embeddings=tied, hidden_size=96, intermediate_size=172
+        tmp_path, "qwen2", weights=weight_format, tie_word_embeddings=tied, hidden_size=96, intermediate_size=172
     )
     manifest = open_bundle(bundle).manifest
-    assert set(manifest.weights.values()) == {form}
+    assert set(manifest.weights.values()) == {weight_format}
     assert manifest.parity["max_abs_diff"] < 1e-4
     graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
     linears = [node for node in graph.node if node.op_type == "MatMulNBits"]
     assert len(linears) == 9
     assert all(node.input[3] for node in linears)
     symmetric = export_checkpoint(
-        ExportRequest(tmp_path / "checkpoint", tmp_path / "other", ExportRecipe(replace(form, zero_points=False)))
+        ExportRequest(
+            tmp_path / "checkpoint", tmp_path / "other", ExportRecipe(replace(weight_format, zero_points=False))
+        )
     )
     assert symmetric.bits_per_weight < manifest.bits_per_weight
 
 
-def test_a_wrong_zero_point_is_caught(tmp_path, monkeypatch) -> None:
+def test_parity_check_detects_a_wrong_zero_point(tmp_path, monkeypatch) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
 
     class Shifted(Checkpoint):
-        def quantized(self, rows, form):
-            quantized = super().quantized(rows, form)
+        def quantized(self, rows, weight_format):
+            quantized = super().quantized(rows, weight_format)
             return quantized._replace(zero_points=quantized.zero_points ^ 1)
 
     monkeypatch.setattr(
@@ -146,9 +151,9 @@ def test_a_wrong_zero_point_is_caught(tmp_path, monkeypatch) -> None:
         )
 
 
-def test_the_manifest_tells_forms_apart(tmp_path) -> None:
-    form = WeightFormat(4, 64, zero_points=True, powers_of_two=True)
-    bundle = write_bundle(tmp_path, weights=ExportRecipe(form, head=FP32))
+def test_the_manifest_stores_zero_points_and_powers_of_two(tmp_path) -> None:
+    weight_format = WeightFormat(4, 64, zero_points=True, powers_of_two=True)
+    bundle = write_bundle(tmp_path, weights=ExportRecipe(weight_format, head=FP32))
     written = json.loads((bundle / "edge.json").read_text())["weights"]
     assert written["layers.0.o"] == {
         "bits": 4,
@@ -158,11 +163,11 @@ def test_the_manifest_tells_forms_apart(tmp_path) -> None:
         "method": "k-quant",
     }
     manifest = open_bundle(bundle).manifest
-    assert manifest.weights["layers.0.o"] == form != replace(form, powers_of_two=False)
-    assert str(form) == "int4/64+zero-points+powers-of-two"
+    assert manifest.weights["layers.0.o"] == weight_format != replace(weight_format, powers_of_two=False)
+    assert str(weight_format) == "int4/64+zero-points+powers-of-two"
 
 
-def test_experts_take_no_zero_points(tmp_path) -> None:
+def test_experts_with_zero_points_are_rejected(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
     with pytest.raises(InputError, match="layers.0.gate_up has experts, whose operator does not support zero points"):
         export_checkpoint(
@@ -170,16 +175,16 @@ def test_experts_take_no_zero_points(tmp_path) -> None:
         )
 
 
-def test_experts_take_powers_of_two(tmp_path) -> None:
+def test_export_of_experts_with_powers_of_two(tmp_path) -> None:
     bundle = write_bundle(tmp_path, "qwen3_moe", weights=WeightFormat(4, 32, powers_of_two=True))
     assert open_bundle(bundle).manifest.parity["max_abs_diff"] < 1e-4
 
 
 @pytest.mark.parametrize(
-    ("form", "option"),
+    ("weight_format", "option"),
     [(WeightFormat(4, 32, zero_points=True), "--zero-points"), (WeightFormat(4, 32, powers_of_two=True), "--powers")],
 )
-def test_what_has_codes_already_keeps_its_scales(tmp_path, form: WeightFormat, option: str) -> None:
+def test_quantized_sources_reject_other_scales(tmp_path, weight_format: WeightFormat, option: str) -> None:
     file = write_gguf(tmp_path / "model.gguf", write_checkpoint(tmp_path / "checkpoint"), "Q8_0")
     with pytest.raises(InputError, match=f"{option}.* is not supported for a GGUF file"):
-        export_checkpoint(ExportRequest(file, tmp_path / "bundle", ExportRecipe(form)))
+        export_checkpoint(ExportRequest(file, tmp_path / "bundle", ExportRecipe(weight_format)))
