@@ -1,4 +1,4 @@
-"""Checkpoint, GGUF file or foreign ONNX model in, ONNX bundle out: architectures, graph, quantization and parity."""
+"""Exporting checkpoints, GGUF files and ONNX models to bundles."""
 
 from ..models.manifest import Method, WeightFormat
 from ..models.progress import Progress

@@ -1,4 +1,4 @@
-"""Completes a calibrated bundle: measures its quality, makes its draft, writes its plan file and its report."""
+"""Completing a calibrated bundle: quality, draft, plan file and report."""
 
 from __future__ import annotations
 

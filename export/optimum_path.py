@@ -1,7 +1,7 @@
-"""Checkpoints of families that edge-run itself does not export, by way of Hugging Face Optimum.
+"""Exporting checkpoints of other families through Hugging Face Optimum.
 
-Optimum traces the checkpoint's PyTorch model into an ONNX graph of plain operators, in a process of its own; that graph
-is then upgraded like any other (`upgrade`). Nothing is downloaded and no code of the checkpoint is run.
+Optimum traces the checkpoint's PyTorch model to an ONNX graph of standard operators in a subprocess. That graph is then
+upgraded like any other (`upgrade`). Nothing is downloaded, and no code of the checkpoint is run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STAGE: Final = "exporting with Optimum"
 
 
 def needs_optimum(source: Path) -> bool:
-    """Whether a source is a checkpoint folder of a family that only Optimum may know, and Optimum is installed."""
+    """Whether a source is a checkpoint folder of a family without an architecture file, and Optimum is installed."""
     if not (source / "config.json").is_file() or not _is_installed():
         return False
     config = read_json_object(source / "config.json", CheckpointError, "download the checkpoint again")
@@ -47,7 +47,7 @@ def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResul
     Raises:
         CheckpointError: Optimum cannot export the checkpoint.
         InputError: the recipe has a quantization method, zero points or power-of-two scales.
-        DestinationError: there is no room beside the destination.
+        DestinationError: the disk beside the destination refused a write.
         EdgeError: whatever `upgrade_model` raises.
     """
     started = time.perf_counter()
@@ -56,9 +56,9 @@ def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResul
         raise InputError("a checkpoint exported through Optimum only supports --method rtn", "leave --method out")
     recipe.require_default_scales("checkpoint exported through Optimum")
     require_apart(source, destination)
-    place = next(folder for folder in destination.absolute().parents if folder.is_dir())
+    parent = next(folder for folder in destination.absolute().parents if folder.is_dir())
     try:
-        with tempfile.TemporaryDirectory(prefix=".optimum-", dir=place) as folder:
+        with tempfile.TemporaryDirectory(prefix=".optimum-", dir=parent) as folder:
             progress(_STAGE, 0.0)
             _run_optimum(source, Path(folder))
             progress(_STAGE, 1.0)
@@ -66,7 +66,7 @@ def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResul
             return replace(result, seconds=time.perf_counter() - started)
     except OSError as error:
         raise DestinationError(
-            f"{place} cannot be written: {error.strerror or error}",
+            f"{parent} cannot be written: {error.strerror or error}",
             "free space there, or choose another folder",
         ) from error
 
@@ -81,7 +81,7 @@ def _is_installed() -> bool:
 def _run_optimum(source: Path, folder: Path) -> None:
     options = ["--model", str(source), "--task", _TASK, "--framework", "pt", "--dtype", "fp32", "--device", "cpu"]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(  # noqa: S603 -- this interpreter, and a module that is installed in it
+    done = subprocess.run(  # noqa: S603 -- runs this interpreter with an installed module
         [sys.executable, "-m", _MODULE, *options, str(folder)],
         env={**os.environ, **offline},
         stdin=subprocess.DEVNULL,
@@ -92,8 +92,9 @@ def _run_optimum(source: Path, folder: Path) -> None:
         check=False,
     )
     if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        messages = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = messages[-1] if messages else f"it exited with status {done.returncode}"
         raise CheckpointError(
-            f"Optimum cannot export {source}: {said[-1] if said else f'it ended with {done.returncode}'}",
-            "export another checkpoint, or run one that is exported already",
+            f"Optimum cannot export {source}: {reason}",
+            "export another checkpoint, or use a model that is already exported",
         )

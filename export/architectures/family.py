@@ -21,7 +21,7 @@ from .sliding_windows import Never, Windows
 
 OPTIMUM: Final = 'pip install "edge-run[optimum]"'
 """How to install the exporter of other families."""
-_SHARED_MODULES: Final = frozenset(("family", "windows"))
+_SHARED_MODULES: Final = frozenset(("family", "sliding_windows"))
 """Modules of `architectures` that are not named like a `model_type`."""
 
 

@@ -1,9 +1,9 @@
-"""The exported graph as ONNX Runtime GenAI drives it.
+"""Rewriting an exported graph for ONNX Runtime GenAI.
 
-GenAI gives a graph `input_ids` [batch, sequence], an `attention_mask` of ones [batch, total] and the key-value buffers,
-and wants `logits` [batch, sequence, vocabulary]. The lengths that GroupQueryAttention needs are counted from the mask,
-as GenAI's own model builder counts them; positions and visibility are those of plain text, which the operator knows by
-itself. Given up is what docs/graph-contract.md has beyond that: trees, and logits of chosen rows only.
+GenAI passes `input_ids` [batch, sequence], an `attention_mask` of ones [batch, total] and the KV cache, and expects
+`logits` [batch, sequence, vocabulary]. The lengths that GroupQueryAttention needs are computed from the mask, like
+GenAI's model builder does. Positions and the causal mask are the operator's defaults. What docs/graph-contract.md
+offers beyond that is lost: token trees, and logits of selected positions only.
 """
 
 from __future__ import annotations
@@ -33,89 +33,89 @@ from .genai_config import genai_config
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-_COUNTED: Final = ("seqlens_k", "total_sequence_length")
-_NOT_GIVEN: Final = frozenset(("attention_bias", "logit_rows"))
-_OF_TEXT: Final = (9, 10)
-"""GroupQueryAttention's positions and bias; it does as for plain text without."""
-_OF_A_PASS: Final = ("input_ids", "attention_mask", "position_ids")
-"""Inputs beside the cache."""
+_LENGTH_INPUTS: Final = ("seqlens_k", "total_sequence_length")
+_REMOVED_INPUTS: Final = frozenset(("attention_bias", "logit_rows"))
+_POSITIONS_AND_BIAS: Final = (9, 10)
+"""Input indices of GroupQueryAttention's positions and bias, which are optional."""
+_PASS_INPUTS: Final = ("input_ids", "attention_mask", "position_ids")
+"""Inputs other than the KV cache."""
 _PAST: Final = 3
 _WINDOW: Final = "local_window_size"
-_HEAD_ROWS: Final = "head.rows"
+_HEAD_INPUT: Final = "head.rows"
 _TOKENS: Final = 12
 _STEPS: Final = 2
 
 
 def write_genai_layout(folder: Path, config: DecoderConfig, context: int) -> None:
-    """Rewrite the graph in `folder` and add genai_config.json; weights and tokenizer stay as they are.
+    """Rewrite the graph in `folder` and add genai_config.json; weights and tokenizer do not change.
 
     Args:
-        folder: a bundle being written: graph, weights, config.json and tokenizer.
-        config: the model's numbers.
-        context: positions the graph serves.
+        folder: an unfinished bundle with graph, weights, config.json and tokenizer.
+        config: the model's architecture.
+        context: number of positions that the graph serves.
 
     Raises:
-        ExportError: the rewritten graph does not compute what the graph did.
+        ExportError: the rewritten graph computes other logits than the original.
         OSError: the disk refused a write.
     """
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, min(_TOKENS, context))
-    contracted = onnx.load(folder / GRAPH_NAME, load_external_data=False)
-    model = to_genai(contracted, config)
+    original = onnx.load(folder / GRAPH_NAME, load_external_data=False)
+    model = to_genai(original, config)
     (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
     settings = genai_config(folder, config, context, [value.name for value in model.graph.input])
     (folder / GENAI_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    # Passes of other widths differ in the last bits, which rounding activations to 8 bits would make whole steps of.
-    original, rewritten = with_float_activations(contracted), with_float_activations(model)
-    expected = ContractSession(folder, config, len(tokens), original).forward(tokens, np.arange(len(tokens)))
-    logits = _growing_logits(folder, rewritten, config, tokens)
+    # Passes of different widths differ in the last bits, which rounding activations to 8 bits would amplify.
+    float_original, float_rewritten = with_float_activations(original), with_float_activations(model)
+    expected = ContractSession(folder, config, len(tokens), float_original).forward(tokens, np.arange(len(tokens)))
+    logits = _logits_with_growing_cache(folder, float_rewritten, config, tokens)
     difference = float(np.abs(logits - expected).max())
     if not difference <= TOLERANCE * max(1.0, float(expected.std())):
         raise ExportError(
             f"the graph for GenAI differs by {difference:.2g} in a logit from the one it was made of",
-            "this is a defect of the exporter: please report the checkpoint",
+            "this is a bug in the exporter: please report it with the checkpoint",
         )
 
 
-def _growing_logits(folder: Path, model: ModelProto, config: DecoderConfig, tokens: TokenArray) -> Floats:
-    """Logits [m, vocabulary] of a graph in GenAI's layout over a cache that grows: a prompt, then single tokens."""
+def _logits_with_growing_cache(folder: Path, model: ModelProto, config: DecoderConfig, tokens: TokenArray) -> Floats:
+    """Run a graph in GenAI's layout over a prompt and then single tokens; returns logits [tokens, vocabulary]."""
     session = ModelSession(model, folder)
-    names, outputs = ([port.name for port in ports] for ports in (model.graph.input, model.graph.output))
-    caches = [name for name in names if name not in _OF_A_PASS]
+    names, outputs = ([value.name for value in values] for values in (model.graph.input, model.graph.output))
+    caches = [name for name in names if name not in _PASS_INPUTS]
     cache = dict.fromkeys(caches, np.zeros((1, config.kv_heads, 0, config.head_dim), np.float32))
-    rows = []
+    all_logits = []
     for start, stop in pairwise([0, *range(max(1, len(tokens) - _STEPS), len(tokens) + 1)]):
-        given = (tokens[None, start:stop], np.ones((1, stop), np.int64), np.arange(start, stop)[None])
-        feeds = {name: value for name, value in zip(_OF_A_PASS, given, strict=True) if name in names}
+        values = (tokens[None, start:stop], np.ones((1, stop), np.int64), np.arange(start, stop)[None])
+        feeds = {name: value for name, value in zip(_PASS_INPUTS, values, strict=True) if name in names}
         logits, *present = session.run(outputs, feeds | cache)
         cache = dict(zip(caches, present, strict=True))
-        rows.append(logits[0])
-    return np.concatenate(rows)
+        all_logits.append(logits[0])
+    return np.concatenate(all_logits)
 
 
 def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
-    """A graph of the contract with GenAI's inputs and outputs instead; `model` stays as it is.
+    """Return a copy of a graph with GenAI's inputs and outputs.
 
     Args:
-        model: as `build_graph` makes it.
-        config: the model's numbers.
+        model: a graph made by `build_graph`.
+        config: the model's architecture.
 
     Raises:
-        ExportError: the graph uses an input of the contract in a way for which GenAI has none.
+        ExportError: the graph needs an input that GenAI does not have.
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
     graph = rewritten.graph
-    nodes = [*_lengths(graph), *_every_row(graph, config)]
+    nodes = [*_length_nodes(graph), *_with_all_logits(graph, config)]
     windows = {inputs_outputs.past_key(layer): each.window for layer, each in enumerate(config.attention)}
     for node in nodes:
         if node.op_type == "GroupQueryAttention":
-            _as_plain_text(node, windows[node.input[_PAST]])
+            _use_operator_defaults(node, windows[node.input[_PAST]])
     outputs = _outputs(config)
     nodes = needed_nodes(nodes, [value.name for value in outputs])
     used = {name for node in nodes for name in node.input}
-    if left := sorted(used & _NOT_GIVEN):
+    if left := sorted(used & _REMOVED_INPUTS):
         raise ExportError(
-            f"GenAI has no input for what this graph does with {', '.join(left)}", "export it with --layout edge"
+            f"GenAI does not provide {', '.join(left)}, which this graph needs", "export it with --layout edge"
         )
     graph.CopyFrom(
         GraphProto(
@@ -129,8 +129,8 @@ def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
     return rewritten
 
 
-def _lengths(graph: GraphProto) -> list[NodeProto]:
-    """Nodes that count the contract's lengths from the mask: int32 [batch] and a scalar."""
+def _length_nodes(graph: GraphProto) -> list[NodeProto]:
+    """Return nodes that compute the lengths from the mask: int32 [batch] and an int32 scalar."""
     names = ("mask.ones", "mask.total")
     graph.initializer.extend(
         [
@@ -138,7 +138,7 @@ def _lengths(graph: GraphProto) -> list[NodeProto]:
             numpy_helper.from_array(np.array(1, np.int64), names[1]),
         ]
     )
-    last, total = _COUNTED
+    last, total = _LENGTH_INPUTS
     return [
         helper.make_node("ReduceSum", ["attention_mask", names[0]], ["mask.sum"], name="mask.sum", keepdims=0),
         helper.make_node("Sub", ["mask.sum", names[0]], ["mask.last"], name="mask.last"),
@@ -149,9 +149,9 @@ def _lengths(graph: GraphProto) -> list[NodeProto]:
     ]
 
 
-def _as_plain_text(node: NodeProto, window: int | None) -> None:
-    """Leave the positions, and what each token sees, to the operator."""
-    for index in _OF_TEXT:
+def _use_operator_defaults(node: NodeProto, window: int | None) -> None:
+    """Remove positions and bias, and set the operator's own window."""
+    for index in _POSITIONS_AND_BIAS:
         if index < len(node.input):
             node.input[index] = ""
     while not node.input[-1]:
@@ -161,33 +161,33 @@ def _as_plain_text(node: NodeProto, window: int | None) -> None:
     node.attribute.extend(kept if window is None else [*kept, helper.make_attribute(_WINDOW, window)])
 
 
-def _every_row(graph: GraphProto, config: DecoderConfig) -> Iterator[NodeProto]:
-    """The graph's nodes, with logits [batch, sequence, vocabulary] of all rows.
+def _with_all_logits(graph: GraphProto, config: DecoderConfig) -> Iterator[NodeProto]:
+    """Yield the nodes of the graph, with logits [batch, sequence, vocabulary] of all positions.
 
-    Where the contract chooses rows, whoever wants them takes all. It drops the batch in front of the head: MatMulNBits
-    takes what was there before, Gemm wants a matrix and has its rows put back into batches afterwards.
+    The nodes that select positions and that remove the batch axis before the head are skipped. MatMulNBits accepts
+    their inputs. Gemm needs a matrix, so its input is flattened and its output gets the batch axis back.
     """
-    instead: dict[str, str] = {}
+    replacements: dict[str, str] = {}
     for node in graph.node:
         for index, name in enumerate(node.input):
-            node.input[index] = instead.get(name, name)
-        chooses = node.op_type == "Gather" and node.input[1] == "logit_rows"
-        if chooses or (node.op_type == "Squeeze" and node.output[0] == _HEAD_ROWS):
-            instead[node.output[0]] = node.input[0]
-        elif node.op_type == "Gemm" and _HEAD_ROWS in instead:
-            yield from _gemm_of_batches(graph, node, config)
+            node.input[index] = replacements.get(name, name)
+        selects = node.op_type == "Gather" and node.input[1] == "logit_rows"
+        if selects or (node.op_type == "Squeeze" and node.output[0] == _HEAD_INPUT):
+            replacements[node.output[0]] = node.input[0]
+        elif node.op_type == "Gemm" and _HEAD_INPUT in replacements:
+            yield from _batched_gemm(graph, node, config)
         else:
             yield node
 
 
-def _gemm_of_batches(graph: GraphProto, node: NodeProto, config: DecoderConfig) -> list[NodeProto]:
-    """A head in float32 over [batch, sequence, hidden]."""
+def _batched_gemm(graph: GraphProto, node: NodeProto, config: DecoderConfig) -> list[NodeProto]:
+    """Return nodes of a float32 head for inputs [batch, sequence, hidden]."""
     output = node.output[0]
-    rows, product, lead, shape = (f"batches.{name}" for name in ("rows", "product", "lead", "shape"))
+    flat_name, product, lead, shape = (f"batches.{name}" for name in ("rows", "product", "lead", "shape"))
     sizes = {"batches.hidden": [-1, config.hidden_size], "batches.width": [config.vocab_size]}
     graph.initializer.extend(numpy_helper.from_array(np.array(size, np.int64), name) for name, size in sizes.items())
-    flat = helper.make_node("Reshape", [node.input[0], "batches.hidden"], [rows], name=rows)
-    node.input[0], node.output[0] = rows, product
+    flat = helper.make_node("Reshape", [node.input[0], "batches.hidden"], [flat_name], name=flat_name)
+    node.input[0], node.output[0] = flat_name, product
     return [
         flat,
         node,
@@ -198,17 +198,14 @@ def _gemm_of_batches(graph: GraphProto, node: NodeProto, config: DecoderConfig) 
 
 
 def _inputs(config: DecoderConfig, *, positions: bool) -> list[ValueInfoProto]:
-    """GenAI's inputs; positions only where something besides the attention rotates by them."""
-    texts = {"input_ids": "sequence_length", "attention_mask": "total_sequence_length"}
+    """Return GenAI's inputs; `positions` tells whether a node other than attention reads the positions."""
+    axes = {"input_ids": "sequence_length", "attention_mask": "total_sequence_length"}
     if positions:
-        texts["position_ids"] = "sequence_length"
+        axes["position_ids"] = "sequence_length"
     return [
+        *(helper.make_tensor_value_info(name, TensorProto.INT64, ["batch_size", axis]) for name, axis in axes.items()),
         *(
-            helper.make_tensor_value_info(name, TensorProto.INT64, ["batch_size", width])
-            for name, width in texts.items()
-        ),
-        *(
-            helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _cache(config, "past_sequence_length"))
+            helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _cache_shape(config, "past_sequence_length"))
             for layer in range(config.layers)
             for name in (inputs_outputs.past_key, inputs_outputs.past_value)
         ),
@@ -220,12 +217,12 @@ def _outputs(config: DecoderConfig) -> list[ValueInfoProto]:
     return [
         helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, shape),
         *(
-            helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _cache(config, "total_sequence_length"))
+            helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _cache_shape(config, "total_sequence_length"))
             for layer in range(config.layers)
             for name in (inputs_outputs.present_key, inputs_outputs.present_value)
         ),
     ]
 
 
-def _cache(config: DecoderConfig, length: str) -> list[str | int]:
+def _cache_shape(config: DecoderConfig, length: str) -> list[str | int]:
     return ["batch_size", config.kv_heads, length, config.head_dim]

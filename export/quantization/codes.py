@@ -88,7 +88,7 @@ def default_scales(grouped: Float32Array, weight_format: WeightFormat) -> tuple[
         scales = extremes(grouped) * np.float32(-1 / (1 << (weight_format.bits - 1)))
     if weight_format.powers_of_two:
         scales = powers_of_two(scales, _ROUND_UP_ABOVE[weight_format.bits])
-    return scales, centred_zeros(grouped, scales, weight_format.bits) if weight_format.zero_points else None
+    return scales, centered_zeros(grouped, scales, weight_format.bits) if weight_format.zero_points else None
 
 
 def powers_of_two(scales: Float32Array, round_up_above: float = 0.75) -> Float32Array:
@@ -112,7 +112,7 @@ def _steps(grouped: Float32Array, steps: int) -> Float32Array:
     return size
 
 
-def centred_zeros(grouped: Float32Array, scales: Float32Array, bits: int) -> Float32Array:
+def centered_zeros(grouped: Float32Array, scales: Float32Array, bits: int) -> Float32Array:
     """Zero points that map the middle of the range of blocks [..., block], 0 included, to the middle of the codes.
 
     Args:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, centred_zeros, powers_of_two
+from .codes import Float32Array, centered_zeros, powers_of_two
 from .input_statistics import InputStatistics
 from .scale_search import Candidates, fit, rounded, search_scales
 
@@ -70,7 +70,7 @@ def _search_zeros(candidates: Candidates) -> None:
     normalized, importance, bits = candidates.normalized, candidates.importance, candidates.weight_format.bits
     last = (1 << bits) - 1
     ones = np.ones(len(normalized), np.float32)
-    zeros = centred_zeros(normalized, ones, bits)
+    zeros = centered_zeros(normalized, ones, bits)
     candidates.offer(ones, zeros)
     stiffness = _STIFFNESS
     active = np.arange(len(normalized))

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, centred_zeros
+from .codes import Float32Array, centered_zeros
 from .input_statistics import InputStatistics
 from .scale_search import Candidates, search_scales
 
@@ -64,9 +64,9 @@ def _search_with_zeros(candidates: Candidates) -> None:
     )
     for factor in factors:
         scales = _uniform(candidates, factor)
-        centred = centred_zeros(candidates.normalized, scales, weight_format.bits)
+        centered = centered_zeros(candidates.normalized, scales, weight_format.bits)
         for shift in _ZERO_SHIFTS[weight_format.bits]:
-            candidates.offer(scales, np.clip(centred + np.float32(shift), 0, last))
+            candidates.offer(scales, np.clip(centered + np.float32(shift), 0, last))
     for _ in range(_REFINEMENTS):
         candidates.offer(candidates.scales, candidates.zeros)
 

@@ -74,9 +74,9 @@ def search_scales(
 ) -> QuantizedRows:
     """Quantize rows [N, K] with the best scales and zero points that `search` offers; see `methods.Quantizer`."""
     grouped = in_blocks(weights, weight_format)
-    default, centred = default_scales(grouped, weight_format)
+    default, centered = default_scales(grouped, weight_format)
     flat, scales = grouped.reshape(-1, weight_format.block), default.reshape(-1).copy()
-    zeros = None if centred is None else centred.reshape(-1).copy()
+    zeros = None if centered is None else centered.reshape(-1).copy()
     importance = None if inputs is None else _block_importance(inputs.mean_square, weights.shape[1], weight_format)
     step = max(1, _CHUNK_WEIGHTS // weight_format.block)
     for start in range(0, len(flat), step):

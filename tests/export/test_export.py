@@ -1,4 +1,4 @@
-"""Whole exports of tiny checkpoints: every family and format computes what the checkpoint means, and lands whole."""
+"""Exports of tiny checkpoints: logits of every family and format, and how bundles are written."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ FAMILIES = sorted(FAMILY_SETTINGS)
 WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
 FORMATS = [FP32, INT8, INT4]
 TOKENS = np.random.default_rng(5).integers(0, 300, 40)
-# What 8-bit activations may do to the logits of a two-layer model, in units of their spread.
 ACTIVATION_NOISE = 0.1
+"""Limit on the error of 8-bit activations in the logits of a two-layer model, relative to their standard deviation."""
 
 
 def logits_of(bundle: Path, tokens=TOKENS, capacity: int = 64):
-    """All rows' logits in one pass, float32 [n, vocabulary]."""
+    """Logits of all positions in one pass, float32 [n, vocabulary]."""
     session = ContractSession(bundle, read_config(bundle), capacity)
     return session.forward(tokens, np.arange(len(tokens)))
 
 
 def expected_logits(bundle: Path, recipe: ExportRecipe, tokens=TOKENS, context: int = 256):
-    """The reference on the rounded weights of `bundle`'s checkpoint."""
+    """Logits of the reference decoder with the quantized weights of the bundle's checkpoint."""
     source = bundle.parent / "checkpoint"
     config, checkpoint = read_config(source), Checkpoint(source)
     weights = QuantizedWeights(checkpoint, config, with_methods(recipe.quant_plan(config), recipe.methods))
@@ -68,16 +68,16 @@ def expected_logits(bundle: Path, recipe: ExportRecipe, tokens=TOKENS, context: 
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_graph_computes_what_the_checkpoint_means(tmp_path, family: str, form: WeightFormat, tied: bool) -> None:
-    bundle = write_bundle(tmp_path, family, weights=form, tie_word_embeddings=tied)
-    expected = expected_logits(bundle, ExportRecipe(form))
+def test_logits_equal_the_reference(tmp_path, family: str, weight_format: WeightFormat, tied: bool) -> None:
+    bundle = write_bundle(tmp_path, family, weights=weight_format, tie_word_embeddings=tied)
+    expected = expected_logits(bundle, ExportRecipe(weight_format))
     difference = np.abs(logits_of(bundle) - expected)
-    if form == FP32:
+    if weight_format == FP32:
         assert difference.max() < 1e-4
     elif family in WITH_EXPERTS:
-        # Where two experts are nearly as good, a little noise chooses the other one: some rows are quite different.
+        # Noise may select another expert where two are nearly tied, which changes some positions a lot.
         assert np.median(np.sqrt(np.mean(difference**2, axis=-1))) < ACTIVATION_NOISE * expected.std()
     else:
         assert difference.max() < 5 * ACTIVATION_NOISE * expected.std()
@@ -102,29 +102,29 @@ def test_graph_computes_what_the_checkpoint_means(tmp_path, family: str, form: W
     ],
     ids=str,
 )
-@pytest.mark.parametrize("form", [FP32, WeightFormat(8, 64), WeightFormat(4, 128)], ids=str)
-def test_odd_shapes(tmp_path, form: WeightFormat, overrides) -> None:
-    bundle = write_bundle(tmp_path, weights=form, **overrides)
+@pytest.mark.parametrize("weight_format", [FP32, WeightFormat(8, 64), WeightFormat(4, 128)], ids=str)
+def test_odd_shapes(tmp_path, weight_format: WeightFormat, overrides) -> None:
+    bundle = write_bundle(tmp_path, weights=weight_format, **overrides)
     parity = open_bundle(bundle).manifest.parity
     assert parity["max_abs_diff"] < 1e-4
-    if form.bits == 8:
+    if weight_format.bits == 8:
         assert parity["mean_kl"] < 0.05
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_norms_and_biases_matter(tmp_path, family: str) -> None:
-    """Guards the tests above: were the family's extras ignored on both sides, they would pass for nothing."""
+    """The comparison with the reference would not notice a tensor that both sides ignore."""
     flag = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     source = write_checkpoint(tmp_path / "checkpoint", family, **flag)
     changed = tiny_weights(tiny_config(family, **flag))
     names = ("_proj.bias",) if family == "llama" else ("q_norm.weight", "k_norm.weight")
-    touched = [name for name in changed if name.endswith(names)]
-    assert len(touched) == (2 * 7 if family == "llama" else 2 * 2)
+    names_in_use = [name for name in changed if name.endswith(names)]
+    assert len(names_in_use) == (2 * 7 if family == "llama" else 2 * 2)
     before = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
-    for name in touched:
+    for name in names_in_use:
         write_weights(source, {**changed, name: changed[name] * 0})
         after = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
-        # A key bias alone shifts every score of a row alike only without rotation.
+        # With rotation, a key bias does not shift all scores of a query equally.
         assert np.abs(after - before).max() > 1e-3, name
 
 
@@ -146,7 +146,7 @@ def test_norms_and_biases_matter(tmp_path, family: str) -> None:
     ids=lambda scaling: str(scaling.get("rope_type", "linear")),
 )
 def test_rope_scalings(tmp_path, scaling) -> None:
-    context = 512  # beyond the 256 of the checkpoint, so that the dynamic base moves
+    context = 512  # longer than the 256 of the checkpoint, which changes the dynamic base
     recipe = ExportRecipe(FP32, context=context)
     bundle = write_bundle(tmp_path / "scaled", weights=recipe, rope_scaling=scaling)
     scaled = logits_of(bundle)
@@ -161,7 +161,7 @@ def test_head_has_its_own_format(tmp_path) -> None:
         bundle = write_bundle(tmp_path / str(tied), weights=recipe, tie_word_embeddings=tied)
         manifest = open_bundle(bundle).manifest
         assert manifest.weights["head"] == manifest.weights["embedding"] == WeightFormat(8, 32)
-        assert {form for linear, form in manifest.weights.items() if linear.startswith("layers")} == {
+        assert {weight_format for linear, weight_format in manifest.weights.items() if linear.startswith("layers")} == {
             WeightFormat(4, 64)
         }
         expected = expected_logits(bundle, recipe)
@@ -191,18 +191,18 @@ def test_shards_and_bare_names_make_the_same_bundle(tmp_path) -> None:
         assert digest_file(tmp_path / "bare-bundle" / name) == digest_file(whole / name)
 
 
-def test_a_tied_flag_outranks_a_stray_head(tmp_path) -> None:
+def test_tie_word_embeddings_takes_precedence_over_a_stored_head(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     weights = tiny_weights(tiny_config())
     write_weights(source, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 2})
-    stray = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
-    np.testing.assert_array_equal(stray, logits_of(write_bundle(tmp_path / "tied")))
+    tied = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
+    np.testing.assert_array_equal(tied, logits_of(write_bundle(tmp_path / "tied")))
 
 
-def test_bundle_is_complete_and_verified(tmp_path) -> None:
+def test_bundle_is_complete(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    (source / "README.md").write_text("not carried along", encoding="utf-8")
-    heard: list[tuple[str, float]] = []
+    (source / "README.md").write_text("not copied", encoding="utf-8")
+    reported: list[tuple[str, float]] = []
     report = export_checkpoint(
         ExportRequest(
             source,
@@ -210,7 +210,7 @@ def test_bundle_is_complete_and_verified(tmp_path) -> None:
             ExportRecipe(INT8, context=100),
             command="edge-run export checkpoint bundle",
         ),
-        lambda stage, fraction: heard.append((stage, fraction)),
+        lambda stage, fraction: reported.append((stage, fraction)),
     )
     names = {"model.onnx", "model.onnx.data", "edge.json"}
     names |= {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
@@ -227,13 +227,13 @@ def test_bundle_is_complete_and_verified(tmp_path) -> None:
     assert bundle.manifest.bits_per_weight == report.bits_per_weight
     assert report.seconds > 0
     for stage in ("writing weights", "checking"):
-        fractions = [fraction for name, fraction in heard if name == stage]
+        fractions = [fraction for name, fraction in reported if name == stage]
         assert fractions == sorted(fractions)
         assert fractions[-1] == 1.0
 
 
 @pytest.mark.parametrize(
-    ("form", "tied", "bits"),
+    ("weight_format", "tied", "bits"),
     [
         (FP32, True, 32.0),
         (FP32, False, 32.0),
@@ -244,34 +244,35 @@ def test_bundle_is_complete_and_verified(tmp_path) -> None:
     ],
     ids=str,
 )
-def test_bits_per_weight_counts_scales_once(tmp_path, form: WeightFormat, tied: bool, bits: float) -> None:
-    bundle = write_bundle(tmp_path, weights=form, tie_word_embeddings=tied, intermediate_size=128)
+def test_bits_per_weight_counts_scales_once(tmp_path, weight_format: WeightFormat, tied: bool, bits: float) -> None:
+    bundle = write_bundle(tmp_path, weights=weight_format, tie_word_embeddings=tied, intermediate_size=128)
     assert open_bundle(bundle).manifest.bits_per_weight == bits
 
 
-def test_default_context_is_the_checkpoints_own_within_reason(tmp_path) -> None:
+def test_default_context_is_that_of_the_checkpoint_up_to_a_limit(tmp_path) -> None:
     config = read_config(write_checkpoint(tmp_path, max_position_embeddings=131072))
     assert ExportRecipe().context_for(config) == 32768
     assert ExportRecipe(context=40000).context_for(config) == 40000
 
 
 @pytest.mark.parametrize(
-    "form", [WeightFormat(4, 16), WeightFormat(2, 16), WeightFormat(3, 32), WeightFormat(32, 32), WeightFormat(4)]
+    "weight_format",
+    [WeightFormat(4, 16), WeightFormat(2, 16), WeightFormat(3, 32), WeightFormat(32, 32), WeightFormat(4)],
 )
-def test_impossible_formats_are_refused(form: WeightFormat) -> None:
+def test_unsupported_formats_are_refused(weight_format: WeightFormat) -> None:
     with pytest.raises(InputError, match="supported are fp32, and 2, 4 and 8 bits in blocks of 32, 64, 128"):
-        ExportRecipe(form)
+        ExportRecipe(weight_format)
     with pytest.raises(InputError, match="supported are"):
-        ExportRecipe(FP32, head=form)
+        ExportRecipe(FP32, head=weight_format)
 
 
 @pytest.mark.parametrize("context", [-1, 0, 1])
-def test_a_context_has_room_for_a_prompt_and_an_answer(context: int) -> None:
+def test_a_context_below_two_positions_is_refused(context: int) -> None:
     with pytest.raises(InputError, match=f"context of {context} positions is too short; give at least 2"):
         ExportRecipe(context=context)
 
 
-def test_an_absurd_context_is_refused_before_anything_is_written(tmp_path) -> None:
+def test_a_context_beyond_the_limit_is_refused_before_anything_is_written(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(InputError, match="context of 99999999999999 positions .*; give at most 1048576"):
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32, context=99999999999999)))
@@ -280,8 +281,8 @@ def test_an_absurd_context_is_refused_before_anything_is_written(tmp_path) -> No
     assert ExportRecipe(context=2_000_000).context_for(longer) == 2_000_000
 
 
-def test_families_are_the_architecture_files() -> None:
-    # The multimodal Gemma 3 is a way of writing gemma3_text down.
+def test_every_architecture_file_has_a_tiny_model() -> None:
+    # gemma3 is gemma3_text nested in a multimodal checkpoint.
     assert supported_families() == sorted([*FAMILIES, "gemma3"])
 
 
@@ -294,7 +295,7 @@ def test_an_earlier_bundle_is_replaced(tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
 
 
-def test_a_folder_that_is_no_bundle_is_left_alone(tmp_path) -> None:
+def test_a_folder_with_other_files_is_not_replaced(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("all my work", encoding="utf-8")
@@ -304,7 +305,7 @@ def test_a_folder_that_is_no_bundle_is_left_alone(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("foreign", ["thesis.txt", "model.safetensors", "photos/", "tokenizer.json/"])
-def test_a_bundle_with_someones_files_is_left_alone(tmp_path, capsys, foreign: str) -> None:
+def test_a_bundle_with_added_files_is_not_replaced(tmp_path, capsys, foreign: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     out = tmp_path / "out"
     out.mkdir()
@@ -321,7 +322,7 @@ def test_a_bundle_with_someones_files_is_left_alone(tmp_path, capsys, foreign: s
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "checkpoint/out", ".", "link", "checkpoint/../checkpoint/"])
-def test_a_checkpoint_is_never_its_own_destination(tmp_path, capsys, where: str) -> None:
+def test_a_destination_that_overlaps_the_source_is_refused(tmp_path, capsys, where: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     (source / "edge.json").write_text("{}", encoding="utf-8")
     (tmp_path / "link").symlink_to(source)
@@ -332,7 +333,7 @@ def test_a_checkpoint_is_never_its_own_destination(tmp_path, capsys, where: str)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "link"]
 
 
-def test_a_linked_bundle_is_replaced_where_it_lies(tmp_path) -> None:
+def test_a_link_to_a_bundle_is_kept_and_its_target_replaced(tmp_path) -> None:
     bundle = write_bundle(tmp_path, weights=FP32)
     (tmp_path / "link").symlink_to(bundle)
     before = digest_file(bundle / "model.onnx.data")
@@ -342,11 +343,11 @@ def test_a_linked_bundle_is_replaced_where_it_lies(tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint", "link"]
 
 
-def test_a_full_disk_leaves_the_old_bundle(tmp_path, monkeypatch) -> None:
+def test_a_full_disk_keeps_the_old_bundle(tmp_path, monkeypatch) -> None:
     bundle = write_bundle(tmp_path, weights=INT4)
     before = {file.name: file.read_bytes() for file in bundle.iterdir()}
 
-    def refuse(self: WeightFile, piece: object) -> None:
+    def refuse(self: WeightFile, part: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(WeightFile, "append", refuse)
@@ -358,7 +359,7 @@ def test_a_full_disk_leaves_the_old_bundle(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
 @pytest.mark.parametrize("limit", [10_000, 200_000], ids=["in the weights", "later in the weights"])
-def test_the_system_refusing_a_write_leaves_nothing(tmp_path, limit: int) -> None:
+def test_a_refused_write_leaves_no_files(tmp_path, limit: int) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     program = textwrap.dedent("""
         import resource, signal, sys
@@ -385,8 +386,8 @@ def test_the_system_refusing_a_write_leaves_nothing(tmp_path, limit: int) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_stories_greedy_text_of_record(tmp_path) -> None:
-    """ORIGIN.md of the data quotes what llama2.c writes at temperature 0."""
+def test_greedy_text_of_the_stories_model(tmp_path) -> None:
+    """The greedy text equals that of llama2.c, which ORIGIN.md of the data quotes."""
     source = data_path("weights/stories260K-hf")
     bundle = export_checkpoint(ExportRequest(source, tmp_path / "stories", ExportRecipe(FP32))).bundle
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
@@ -399,12 +400,12 @@ def test_stories_greedy_text_of_record(tmp_path) -> None:
         following = session.forward(following, np.array([0])).argmax(-1)
         tokens.append(int(following[0]))
     text = tokenizer.decode(tokens)
-    record = (source / "ORIGIN.md").read_text(encoding="utf-8")
+    expected = (source / "ORIGIN.md").read_text(encoding="utf-8")
     assert len(text) > 350
-    assert text in record
+    assert text in expected
 
 
-def test_shell_helper_keeps_its_quality_at_8_bits(tmp_path) -> None:
+def test_quality_of_the_shell_helper_at_8_bits(tmp_path) -> None:
     source = data_path("weights/shell-helper/target")
     report = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT8)))
     assert report.parity.mean_kl < 0.01

@@ -1,4 +1,4 @@
-"""Checkpoints of other families go through Optimum and the upgrade: with a stand-in for its command, and for real."""
+"""Checkpoints of other families are exported with Optimum, or a fake of it, and upgraded."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from support.tiny_models import tiny_tokenizer, write_json
 
 PROMPT = [5, 17, 40, 8, 99]
 
-STAND_IN = """
+FAKE_OPTIMUM = """
 import shutil, sys
 source, folder = sys.argv[sys.argv.index("--model") + 1], sys.argv[-1]
-print("much that nobody wants to read", file=sys.stderr)
+print("progress messages", file=sys.stderr)
 if "refused" in source:
     raise ValueError("Trying to export a refused model")
 shutil.copytree(source + "-exported", folder, dirs_exist_ok=True)
@@ -33,12 +33,12 @@ shutil.copytree(source + "-exported", folder, dirs_exist_ok=True)
 
 @pytest.fixture
 def optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of Optimum's name whose command copies what lies in `<source>-exported`."""
+    """A package named optimum whose command copies the folder `<source>-exported`."""
     package = tmp_path / "packages" / "optimum" / "exporters" / "onnx"
     package.mkdir(parents=True)
     for folder in (package, *package.parents[:2]):
         (folder / "__init__.py").touch()
-    (package / "__main__.py").write_text(STAND_IN)
+    (package / "__main__.py").write_text(FAKE_OPTIMUM)
     for name in [name for name in sys.modules if name.split(".")[0] == "optimum"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
@@ -52,7 +52,7 @@ def checkpoint(folder: Path, model_type: str = "novel") -> Path:
 
 
 @pytest.mark.usefixtures("optimum")
-def test_what_optimum_exports_is_upgraded(tmp_path: Path) -> None:
+def test_a_graph_exported_by_optimum_is_upgraded(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "novel")
     layout = LAYOUTS["optimum"]
     write_layout(tmp_path / "novel-exported", layout)
@@ -70,26 +70,26 @@ def test_what_optimum_exports_is_upgraded(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("optimum")
-def test_what_optimum_refuses_is_refused_in_its_own_words(tmp_path: Path) -> None:
+def test_the_error_quotes_optimums_last_message(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "refused")
     before = set(tmp_path.iterdir())
     with pytest.raises(CheckpointError) as refused:
         export_model(ExportRequest(source, tmp_path / "new" / "out", ExportRecipe(FP32)))
     assert str(refused.value) == (
         f"Optimum cannot export {source}: ValueError: Trying to export a refused model; "
-        "export another checkpoint, or run one that is exported already"
+        "export another checkpoint, or use a model that is already exported"
     )
     assert set(tmp_path.iterdir()) == before
 
 
 @pytest.mark.usefixtures("optimum")
-def test_families_of_our_own_do_not_go_by_optimum(tmp_path: Path) -> None:
+def test_supported_families_do_not_need_optimum(tmp_path: Path) -> None:
     assert not needs_optimum(checkpoint(tmp_path / "own", "llama"))
     assert needs_optimum(checkpoint(tmp_path / "other"))
     assert not needs_optimum(tmp_path / "nowhere")
 
 
-def test_without_the_extra_one_line_says_what_to_install(
+def test_without_optimum_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("edgerun.export.optimum_path._MODULE", "optimum_that_is_not_there.exporters.onnx")
@@ -101,18 +101,18 @@ def test_without_the_extra_one_line_says_what_to_install(
 
 
 SETTINGS = {
-    # Partial rotation, attention and feed-forward side by side, a bias everywhere.
+    # Partial rotation, parallel attention and feed-forward, biases everywhere.
     "gpt_neox": {"rotary_pct": 0.5, "num_attention_heads": 4, "intermediate_size": 96},
-    # Learned positions, no rotation, a scale on the queries alone.
+    # Learned positions, no rotation, scaled queries.
     "opt": {"num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64},
-    # One key-value head.
+    # A single key-value head.
     "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("model_type", SETTINGS)
-def test_other_families_decode_as_transformers_does(model_type: str, tmp_path: Path) -> None:
+def test_other_families_decode_like_transformers(model_type: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("optimum.exporters.onnx")
@@ -131,12 +131,12 @@ def test_other_families_decode_as_transformers_does(model_type: str, tmp_path: P
     bundle = export_model(ExportRequest(source, tmp_path / "out", ExportRecipe(FP32))).bundle
     assert json.loads((bundle / "edge.json").read_text())["architecture"]["family"] == model_type
     with torch.no_grad():
-        said = model.generate(
+        expected = model.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=100, attention_mask=torch.ones(1, len(PROMPT))
         )[0, len(PROMPT) :].tolist()
     with edgerun.load(bundle) as llm:
         text = llm.model.new_sequence()
         Reply.of(llm.model.answer(text, PROMPT, GenerateOptions(max_tokens=100, temperature=0)))
-        answered = text.token_ids[len(PROMPT) :]
-    assert len(answered) > 10
-    np.testing.assert_array_equal(answered, said[: len(answered)])
+        generated = text.token_ids[len(PROMPT) :]
+    assert len(generated) > 10
+    np.testing.assert_array_equal(generated, expected[: len(generated)])

@@ -1,7 +1,7 @@
-"""Edits of a decoder's graph, as strange exporters and bad luck make them.
+"""Random edits of a decoder's graph, like those of unusual exporters or of damage.
 
-Most leave the model's function as it was, so that whoever still runs the graph has to get the same tokens; the others
-(`harmless` is False) may only be refused or ignored.
+Most do not change what the model computes, so a graph that still runs must give the same tokens. The others (`harmless`
+is False) may change the tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 Edit = Callable[[onnx.ModelProto], None]
 
-WORDS: Final = (
+NAMES: Final = (
     *("input_ids", "tokens", "ids", "attention_mask", "mask", "attention_bias", "position_ids", "positions", "logits"),
     *("past_key_values.0.key", "past_key_values.7.key", "past_key_values.1.value", "past_0", "past.0", "cache", "kv_0"),
     *("present.0.key", "present_1", "present.x.key", "past_key_values.-1.key", "past_key_values.00.key", "key_cache.0"),
@@ -34,7 +34,7 @@ WORDS: Final = (
         "a" * 300,
     ),
 )
-_NUMBERS: Final = (
+_TYPES: Final = (
     *(TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE),
     *(TensorProto.BOOL, TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.BFLOAT16),
 )
@@ -42,12 +42,12 @@ _NUMBERS: Final = (
 
 @dataclass(frozen=True)
 class GraphEdit:
-    """A change of the graph."""
+    """A named change of a graph."""
 
     name: str
     apply: Edit
     harmless: bool = True
-    """Whether the graph still computes the same, so that tokens have to be right if there are any."""
+    """Whether the graph still computes the same, so that a run must give the same tokens."""
 
     def __repr__(self) -> str:
         return self.name
@@ -57,7 +57,7 @@ class GraphEdit:
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and those in its nodes."""
+    """Yield a graph and the subgraphs of its nodes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -66,7 +66,7 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def _read_as(model: onnx.ModelProto, old: str, new: str) -> None:
-    """Every node that reads `old` reads `new`."""
+    """Let every node that reads `old` read `new`."""
     for graph in _graphs(model.graph):
         for node in graph.node:
             node.input[:] = [new if name == old else name for name in node.input]
@@ -78,69 +78,69 @@ def _write_as(model: onnx.ModelProto, old: str, new: str) -> None:
     _read_as(model, old, new)
 
 
-def _port(ports: Sequence[onnx.ValueInfoProto], at: int) -> onnx.ValueInfoProto:
-    return ports[at % len(ports)]
+def _value(values: Sequence[onnx.ValueInfoProto], index: int) -> onnx.ValueInfoProto:
+    return values[index % len(values)]
 
 
-def _caches(ports: Sequence[onnx.ValueInfoProto]) -> list[onnx.ValueInfoProto]:
-    """Ports of a cache, by their shapes: masks and logits come first among theirs."""
-    others = ("attention_mask", "position_ids", ports[0].name)
-    return [port for port in ports if len(_dims(port)) > 2 and port.name not in others]
+def _caches(values: Sequence[onnx.ValueInfoProto]) -> list[onnx.ValueInfoProto]:
+    """Inputs or outputs of the KV cache, found by their shapes."""
+    others = ("attention_mask", "position_ids", values[0].name)
+    return [value for value in values if len(_dims(value)) > 2 and value.name not in others]
 
 
-def _dims(port: onnx.ValueInfoProto) -> list[int | str]:
-    return [dim.dim_param or dim.dim_value for dim in port.type.tensor_type.shape.dim]
+def _dims(value: onnx.ValueInfoProto) -> list[int | str]:
+    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
 
 
-def _reshape(port: onnx.ValueInfoProto, dims: Sequence[int | str]) -> None:
-    port.CopyFrom(helper.make_tensor_value_info(port.name, port.type.tensor_type.elem_type, list(dims)))
+def _reshape(value: onnx.ValueInfoProto, dims: Sequence[int | str]) -> None:
+    value.CopyFrom(helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, list(dims)))
 
 
-def _fresh(model: onnx.ModelProto, port: onnx.ValueInfoProto) -> str:
-    """A name that nothing has."""
-    return f"{port.name}/{len(model.graph.node)}"
+def _fresh(model: onnx.ModelProto, value: onnx.ValueInfoProto) -> str:
+    """Return an unused name."""
+    return f"{value.name}/{len(model.graph.node)}"
 
 
-def _before(model: onnx.ModelProto, port: onnx.ValueInfoProto, kind: str, **attributes: Any) -> None:
-    """Put an operator between an input and its readers."""
-    inner = _fresh(model, port)
-    _read_as(model, port.name, inner)
-    model.graph.node.insert(0, helper.make_node(kind, [port.name], [inner], inner, **attributes))
+def _before(model: onnx.ModelProto, value: onnx.ValueInfoProto, type_: str, **attributes: Any) -> None:
+    """Insert an operator between an input and its readers."""
+    inner = _fresh(model, value)
+    _read_as(model, value.name, inner)
+    model.graph.node.insert(0, helper.make_node(type_, [value.name], [inner], inner, **attributes))
 
 
-def _after(model: onnx.ModelProto, port: onnx.ValueInfoProto, kind: str, **attributes: Any) -> None:
-    """Put an operator between an output and what computes it."""
-    inner = _fresh(model, port)
-    _write_as(model, port.name, inner)
-    model.graph.node.append(helper.make_node(kind, [inner], [port.name], inner, **attributes))
+def _after(model: onnx.ModelProto, value: onnx.ValueInfoProto, type_: str, **attributes: Any) -> None:
+    """Insert an operator between an output and the node that computes it."""
+    inner = _fresh(model, value)
+    _write_as(model, value.name, inner)
+    model.graph.node.append(helper.make_node(type_, [inner], [value.name], inner, **attributes))
 
 
 # Edits
 
 
-def _rename(at: int, new: str, *, output: bool) -> Edit:
+def _rename(index: int, new: str, *, output: bool) -> Edit:
     def apply(model: onnx.ModelProto) -> None:
-        ports = model.graph.output if output else model.graph.input
-        port = _port(ports, at)
+        values = model.graph.output if output else model.graph.input
+        value = _value(values, index)
         if any(new == each.name for each in (*model.graph.input, *model.graph.output)):
             return
         if output:
-            _write_as(model, port.name, new)
+            _write_as(model, value.name, new)
         else:
-            _read_as(model, port.name, new)
-        port.name = new
+            _read_as(model, value.name, new)
+        value.name = new
 
     return apply
 
 
 def exchange(first: int, second: int, *, output: bool) -> Edit:
-    """Exchange the names of two caches on one side."""
+    """Exchange the names of two cache inputs, or of two cache outputs."""
 
     def apply(model: onnx.ModelProto) -> None:
         caches = _caches(model.graph.output if output else model.graph.input)
         if not caches:
             return
-        one, other = _port(caches, first), _port(caches, second)
+        one, other = _value(caches, first), _value(caches, second)
         if one.name == other.name or _dims(one) != _dims(other):
             return
         names = one.name, other.name
@@ -152,157 +152,159 @@ def exchange(first: int, second: int, *, output: bool) -> Edit:
     return apply
 
 
-def _retype(at: int, kind: int, *, output: bool) -> Edit:
+def _retype(index: int, type_: int, *, output: bool) -> Edit:
     def apply(model: onnx.ModelProto) -> None:
-        port = _port(model.graph.output if output else model.graph.input, at)
-        kept = port.type.tensor_type.elem_type
-        port.type.tensor_type.elem_type = kind
+        value = _value(model.graph.output if output else model.graph.input, index)
+        original = value.type.tensor_type.elem_type
+        value.type.tensor_type.elem_type = type_
         if output:
-            _after(model, port, "Cast", to=kind)
+            _after(model, value, "Cast", to=type_)
         else:
-            _before(model, port, "Cast", to=kept)
+            _before(model, value, "Cast", to=original)
 
     return apply
 
 
-def _retype_caches(kind: int) -> Edit:
-    """Another type for every cache, as half-precision conversions do."""
+def _retype_caches(type_: int) -> Edit:
+    """Change the type of every cache, like half-precision conversions do."""
 
     def apply(model: onnx.ModelProto) -> None:
-        for port in _caches(model.graph.input):
-            kept = port.type.tensor_type.elem_type
-            port.type.tensor_type.elem_type = kind
-            _before(model, port, "Cast", to=kept)
-        for port in _caches(model.graph.output):
-            port.type.tensor_type.elem_type = kind
-            _after(model, port, "Cast", to=kind)
+        for value in _caches(model.graph.input):
+            original = value.type.tensor_type.elem_type
+            value.type.tensor_type.elem_type = type_
+            _before(model, value, "Cast", to=original)
+        for value in _caches(model.graph.output):
+            value.type.tensor_type.elem_type = type_
+            _after(model, value, "Cast", to=type_)
 
     return apply
 
 
 def _transpose_caches(order: Sequence[int], *, both: bool) -> Edit:
-    """Other orders of a cache's dimensions; on both sides, or on one, which no one can follow."""
+    """Permute the dimensions of all cache inputs, and with `both` of all cache outputs."""
 
     def apply(model: onnx.ModelProto) -> None:
-        for port in _caches(model.graph.input):
-            dims = _dims(port)
+        for value in _caches(model.graph.input):
+            dims = _dims(value)
             perm = [axis for axis in order if axis < len(dims)]
-            _reshape(port, [dims[axis] for axis in perm])
-            _before(model, port, "Transpose", perm=[perm.index(axis) for axis in range(len(perm))])
-        for port in _caches(model.graph.output) if both else ():
-            dims = _dims(port)
+            _reshape(value, [dims[axis] for axis in perm])
+            _before(model, value, "Transpose", perm=[perm.index(axis) for axis in range(len(perm))])
+        for value in _caches(model.graph.output) if both else ():
+            dims = _dims(value)
             perm = [axis for axis in order if axis < len(dims)]
-            _reshape(port, [dims[axis] for axis in perm])
-            _after(model, port, "Transpose", perm=perm)
+            _reshape(value, [dims[axis] for axis in perm])
+            _after(model, value, "Transpose", perm=perm)
 
     return apply
 
 
-def _more_dimensions(at: int, *, output: bool) -> Edit:
-    """A dimension of 1 in front."""
+def _more_dimensions(index: int, *, output: bool) -> Edit:
+    """Add a leading dimension of 1."""
 
     def apply(model: onnx.ModelProto) -> None:
-        port = _port(model.graph.output if output else model.graph.input, at)
-        dims = _dims(port)
-        inner = _fresh(model, port)
+        value = _value(model.graph.output if output else model.graph.input, index)
+        dims = _dims(value)
+        inner = _fresh(model, value)
         model.graph.initializer.append(helper.make_tensor(f"{inner}/axis", TensorProto.INT64, [1], [0]))
-        _reshape(port, [1, *dims])
+        _reshape(value, [1, *dims])
         if output:
-            _write_as(model, port.name, inner)
-            node = helper.make_node("Unsqueeze", [inner, f"{inner}/axis"], [port.name], inner)
+            _write_as(model, value.name, inner)
+            node = helper.make_node("Unsqueeze", [inner, f"{inner}/axis"], [value.name], inner)
             model.graph.node.append(node)
         else:
-            _read_as(model, port.name, inner)
-            model.graph.node.insert(0, helper.make_node("Squeeze", [port.name, f"{inner}/axis"], [inner], inner))
+            _read_as(model, value.name, inner)
+            model.graph.node.insert(0, helper.make_node("Squeeze", [value.name, f"{inner}/axis"], [inner], inner))
 
     return apply
 
 
-def _set_dimension(at: int, axis: int, size: int | str, *, output: bool) -> Edit:
-    """Say something else of a dimension; nothing checks a declaration but the runtime."""
+def _set_dimension(index: int, axis: int, size: int | str, *, output: bool) -> Edit:
+    """Change the declared size of a dimension, which only ONNX Runtime checks."""
 
     def apply(model: onnx.ModelProto) -> None:
-        port = _port(model.graph.output if output else model.graph.input, at)
-        if dims := _dims(port):
+        value = _value(model.graph.output if output else model.graph.input, index)
+        if dims := _dims(value):
             dims[axis % len(dims)] = size
-            _reshape(port, dims)
+            _reshape(value, dims)
 
     return apply
 
 
-def _forget_shape(at: int, *, output: bool) -> Edit:
+def _forget_shape(index: int, *, output: bool) -> Edit:
     def apply(model: onnx.ModelProto) -> None:
-        port = _port(model.graph.output if output else model.graph.input, at)
-        port.type.tensor_type.ClearField("shape")
+        value = _value(model.graph.output if output else model.graph.input, index)
+        value.type.tensor_type.ClearField("shape")
 
     return apply
 
 
-def _remove(at: int, what: str) -> Edit:
+def _remove(index: int, what: str) -> Edit:
     def apply(model: onnx.ModelProto) -> None:
         parts = getattr(model.graph, what)
         if parts:
-            del parts[at % len(parts)]
+            del parts[index % len(parts)]
 
     return apply
 
 
-def _add_input(name: str, kind: int, dims: Sequence[int | str]) -> Edit:
+def _add_input(name: str, type_: int, dims: Sequence[int | str]) -> Edit:
     def apply(model: onnx.ModelProto) -> None:
-        if all(name != port.name for port in (*model.graph.input, *model.graph.output)):
-            model.graph.input.append(helper.make_tensor_value_info(name, kind, list(dims)))
+        if all(name != value.name for value in (*model.graph.input, *model.graph.output)):
+            model.graph.input.append(helper.make_tensor_value_info(name, type_, list(dims)))
 
     return apply
 
 
-def _add_output(at: int, name: str) -> Edit:
-    """An output once more."""
+def _add_output(index: int, name: str) -> Edit:
+    """Duplicate an output under another name."""
 
     def apply(model: onnx.ModelProto) -> None:
-        port = _port(model.graph.output, at)
+        value = _value(model.graph.output, index)
         if all(name != each.name for each in (*model.graph.input, *model.graph.output)):
-            model.graph.node.append(helper.make_node("Identity", [port.name], [name], f"{name}/copy"))
+            model.graph.node.append(helper.make_node("Identity", [value.name], [name], f"{name}/copy"))
             copy = model.graph.output.add()
-            copy.CopyFrom(port)
+            copy.CopyFrom(value)
             copy.name = name
 
     return apply
 
 
 def _reorder(seed: int) -> Edit:
-    """Ports in another order."""
+    """Reorder inputs and outputs."""
 
     def apply(model: onnx.ModelProto) -> None:
-        for ports in (model.graph.input, model.graph.output):
-            kept = [onnx.ValueInfoProto.FromString(port.SerializeToString()) for port in ports]
-            del ports[:]
-            ports.extend(sorted(kept, key=lambda port: hash((seed, port.name))))
+        for values in (model.graph.input, model.graph.output):
+            original = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in values]
+            del values[:]
+            values.extend(sorted(original, key=lambda value: hash((seed, value.name))))
 
     return apply
 
 
 def graph_edits() -> st.SearchStrategy[GraphEdit]:
-    """Any change of a graph."""
-    at, output, word = st.integers(0, 11), st.booleans(), st.sampled_from(WORDS) | st.text(min_size=1, max_size=12)
-    kinds, sizes = st.sampled_from(_NUMBERS), st.sampled_from((0, 1, 2, 7, 64, -1, "sequence_length", "x", ""))
+    """Strategy for all edits."""
+    index, output, word = st.integers(0, 11), st.booleans(), st.sampled_from(NAMES) | st.text(min_size=1, max_size=12)
+    types, sizes = st.sampled_from(_TYPES), st.sampled_from((0, 1, 2, 7, 64, -1, "sequence_length", "x", ""))
     orders = st.permutations(range(4))
     harmless = st.one_of(
-        st.builds(lambda a, w, o: GraphEdit(f"rename({a}, {w!r}, {o})", _rename(a, w, output=o)), at, word, output),
-        st.builds(lambda a, b, o: GraphEdit(f"exchange({a}, {b}, {o})", exchange(a, b, output=o)), at, at, output),
-        st.builds(lambda k: GraphEdit(f"retype_caches({k})", _retype_caches(k)), st.sampled_from(_NUMBERS[2:5])),
+        st.builds(lambda a, w, o: GraphEdit(f"rename({a}, {w!r}, {o})", _rename(a, w, output=o)), index, word, output),
+        st.builds(
+            lambda a, b, o: GraphEdit(f"exchange({a}, {b}, {o})", exchange(a, b, output=o)), index, index, output
+        ),
+        st.builds(lambda k: GraphEdit(f"retype_caches({k})", _retype_caches(k)), st.sampled_from(_TYPES[2:5])),
         st.builds(
             lambda order, b: GraphEdit(f"transpose({order}, {b})", _transpose_caches(order, both=b)), orders, output
         ),
-        st.builds(lambda a, o: GraphEdit(f"more_dimensions({a}, {o})", _more_dimensions(a, output=o)), at, output),
+        st.builds(lambda a, o: GraphEdit(f"more_dimensions({a}, {o})", _more_dimensions(a, output=o)), index, output),
         st.builds(
             lambda a, x, s, o: GraphEdit(f"dimension({a}, {x}, {s!r}, {o})", _set_dimension(a, x, s, output=o)),
-            *(at, st.integers(0, 4), sizes, output),
+            *(index, st.integers(0, 4), sizes, output),
         ),
-        st.builds(lambda a, o: GraphEdit(f"forget_shape({a}, {o})", _forget_shape(a, output=o)), at, output),
-        st.builds(lambda a, w: GraphEdit(f"add_output({a}, {w!r})", _add_output(a, w)), at, word),
+        st.builds(lambda a, o: GraphEdit(f"forget_shape({a}, {o})", _forget_shape(a, output=o)), index, output),
+        st.builds(lambda a, w: GraphEdit(f"add_output({a}, {w!r})", _add_output(a, w)), index, word),
         st.builds(
             lambda w, k, d: GraphEdit(f"add_input({w!r}, {k}, {d})", _add_input(w, k, d)),
-            *(word, kinds, st.lists(sizes.filter(lambda size: size not in (-1, "")), max_size=5)),
+            *(word, types, st.lists(sizes.filter(lambda size: size not in (-1, "")), max_size=5)),
         ),
         st.builds(lambda seed: GraphEdit(f"reorder({seed})", _reorder(seed)), st.integers(0, 9)),
         st.builds(
@@ -311,10 +313,10 @@ def graph_edits() -> st.SearchStrategy[GraphEdit]:
         ).filter(lambda edit: "opset" not in edit.name),
     )
     harmful = st.one_of(
-        # A value that does not fit the other type changes what is computed.
+        # Values that do not fit into the other type change the result.
         st.builds(
             lambda a, k, o: GraphEdit(f"retype({a}, {k}, {o})", _retype(a, k, output=o), harmless=False),
-            *(at, kinds, output),
+            *(index, types, output),
         ),
         st.builds(
             lambda a, w: GraphEdit(f"remove({a}, {w})", _remove(a, w), harmless=False),

@@ -1,7 +1,7 @@
-"""Tiny random models: checkpoints in Hugging Face layout, and bundles exported from them.
+"""Tiny random models: Hugging Face checkpoints, and bundles exported from them.
 
-The weights are random but not small, so logits are well apart and greedy text is reproducible; the tokenizer is a real
-one, with special tokens and a chat template.
+The random weights are large enough that logits differ clearly and greedy text is reproducible. The tokenizer is a real
+one with special tokens and a chat template.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ ARCHITECTURES: Final = {
     "gpt_oss": "GptOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
-"""Class names that are not the capitalized model type."""
+"""Architecture names that are not the capitalized model type."""
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
@@ -150,10 +150,10 @@ def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
 def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
     """Random weights by their Hugging Face names, float32."""
     random = np.random.default_rng(seed)
-    kind, hidden, wide = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    model_type, hidden, wide = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim", hidden // heads)
-    gemma = kind in ("gemma2", "gemma3_text")
+    gemma = model_type in ("gemma2", "gemma3_text")
     tensors: dict[str, npt.NDArray[np.float32]] = {}
 
     def matrix(name: str, rows: int, columns: int, size: float) -> None:
@@ -172,42 +172,44 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
     matrix("model.embed_tokens.weight", config["vocab_size"], hidden, 0.15 if gemma else 0.4)
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
-        if kind != "olmo2":
+        if model_type != "olmo2":
             norm(f"{name}.input_layernorm", hidden)
         norm(f"{name}.post_attention_layernorm", hidden)
         if gemma:
             norm(f"{name}.pre_feedforward_layernorm", hidden)
-        if gemma or kind == "olmo2":
+        if gemma or model_type == "olmo2":
             norm(f"{name}.post_feedforward_layernorm", hidden)
-        if kind == "phi3":
+        if model_type == "phi3":
             linear(f"{name}.self_attn.qkv_proj", (heads + 2 * kv_heads) * head_dim, hidden)
             linear(f"{name}.mlp.gate_up_proj", 2 * wide, hidden)
         else:
             for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-                linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged or kind == "qwen2")
+                linear(
+                    f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged or model_type == "qwen2"
+                )
         linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim, flagged)
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2"):
-            norm(f"{name}.self_attn.q_norm", heads * head_dim if kind == "olmo2" else head_dim)
-            norm(f"{name}.self_attn.k_norm", kv_heads * head_dim if kind == "olmo2" else head_dim)
-        if kind == "gpt_oss":
-            many = config["num_local_experts"]
+        if model_type in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2"):
+            norm(f"{name}.self_attn.q_norm", heads * head_dim if model_type == "olmo2" else head_dim)
+            norm(f"{name}.self_attn.k_norm", kv_heads * head_dim if model_type == "olmo2" else head_dim)
+        if model_type == "gpt_oss":
+            experts = config["num_local_experts"]
             tensors[f"{name}.self_attn.sinks"] = random.standard_normal(heads).astype(np.float32)
-            linear(f"{name}.mlp.router", many, hidden, biased=True)
+            linear(f"{name}.mlp.router", experts, hidden, biased=True)
             for projection, rows, columns in (("gate_up", 2 * wide, hidden), ("down", hidden, wide)):
                 module = f"{name}.mlp.experts.{projection}_proj"
-                matrix(module, many * columns, rows, 1.5 / math.sqrt(columns))
-                tensors[module] = tensors[module].reshape(many, columns, rows)
-                tensors[f"{module}_bias"] = random.standard_normal((many, rows)).astype(np.float32)
+                matrix(module, experts * columns, rows, 1.5 / math.sqrt(columns))
+                tensors[module] = tensors[module].reshape(experts, columns, rows)
+                tensors[f"{module}_bias"] = random.standard_normal((experts, rows)).astype(np.float32)
             continue
         modules = [(f"{name}.mlp", wide)]
-        sparse = kind == "qwen3_moe" and (layer + 1) % config["decoder_sparse_step"] == 0
+        sparse = model_type == "qwen3_moe" and (layer + 1) % config["decoder_sparse_step"] == 0
         if sparse and layer not in config["mlp_only_layers"]:
             linear(f"{name}.mlp.gate", config["num_experts"], hidden)
             inner = config["moe_intermediate_size"]
             modules = [(f"{name}.mlp.experts.{expert}", inner) for expert in range(config["num_experts"])]
         for module, inner in modules:
             for projection, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-                if kind != "phi3" or projection == "down":
+                if model_type != "phi3" or projection == "down":
                     linear(f"{module}.{projection}_proj", rows, columns, bool(config.get("mlp_bias")))
     norm("model.norm", hidden)
     if not config["tie_word_embeddings"]:
@@ -216,7 +218,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
 
 
 def tiny_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with exactly that many tokens, at least 6; short ones know few letters."""
+    """A byte-level BPE tokenizer with exactly that many tokens, at least 6; small ones lack most letters."""
     common = list("Ġetaoinshrdlucmfwypvbgkqjxz.,'!?0123456789Ċ")
     letters = common + sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(common))
     symbols = letters[: vocab_size - len(SPECIAL_TOKENS)]
@@ -243,10 +245,10 @@ def write_checkpoint(
     """Write a random checkpoint and return its folder.
 
     Args:
-        folder: made if need be.
+        folder: created if it does not exist.
         family: one of `FAMILY_SETTINGS`.
-        seed: of the weights.
-        dtype: of the stored weights: float32, float16 or ml_dtypes.bfloat16.
+        seed: random seed of the weights.
+        dtype: type of the stored weights: float32, float16 or ml_dtypes.bfloat16.
         shards: number of weight files.
         overrides: settings of config.json; None removes one.
     """
@@ -272,14 +274,14 @@ def write_checkpoint(
 def write_bundle(
     folder: Path, family: str = "llama", *, weights: WeightFormat | ExportRecipe = FP32, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Export a random checkpoint and return the bundle's folder, `folder`/bundle; the source is `folder`/checkpoint."""
+    """Write a random checkpoint to `folder`/checkpoint, export it to `folder`/bundle and return the latter."""
     source = write_checkpoint(folder / "checkpoint", family, seed=seed, **overrides)
     recipe = weights if isinstance(weights, ExportRecipe) else ExportRecipe(weights)
     return export_checkpoint(ExportRequest(source, folder / "bundle", recipe)).bundle
 
 
 def write_endless_bundle(folder: Path) -> Path:
-    """A bundle with a long context whose text no token ends: for interrupting it."""
+    """Write a bundle with a long context and no end-of-text token, for tests of interruption."""
     bundle = write_bundle(folder, max_position_embeddings=30_000, num_hidden_layers=6)
     (bundle / "edge.json").unlink()
     for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
@@ -289,15 +291,15 @@ def write_endless_bundle(folder: Path) -> Path:
 
 
 def write_weights(folder: Path, tensors: Mapping[str, FloatArray], shards: int = 1) -> None:
-    """Write model.safetensors, or an index and that many shards."""
+    """Write model.safetensors, or an index and several shards."""
     if shards == 1:
         save_file(dict(tensors), folder / "model.safetensors")
         return
     names = sorted(tensors)
-    where = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
-    for file in sorted(set(where.values())):
-        save_file({name: tensors[name] for name in names if where[name] == file}, folder / file)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
+    files = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+    for file in sorted(set(files.values())):
+        save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

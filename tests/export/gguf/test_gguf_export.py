@@ -88,17 +88,17 @@ def test_llama_variants_export_like_the_checkpoint(tmp_path, overrides) -> None:
 def test_codes_are_taken_over_exactly(tmp_path, kind: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=False)
     config = json.loads((source / "config.json").read_text())
-    form = EXACT[kind]
+    weight_format = EXACT[kind]
     with open_gguf(write_gguf(tmp_path / "model.gguf", source, kind)) as model:
         for name in ("model.embed_tokens", "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.k_proj"):
             whole = Checkpoint(source).read(f"{name}.weight")
             number = GGMLQuantizationType[kind]
             stored = gguf.quants.quantize(permuted(f"{name}.weight", whole, config), number)
             expected = restored(f"{name}.weight", gguf.quants.dequantize(stored, number), config)
-            assert model.stored_format(f"{name}.weight") == form
+            assert model.stored_format(f"{name}.weight") == weight_format
             rows = RowRange(f"{name}.weight", 5, len(whole) - 3)  # across heads
             np.testing.assert_array_equal(model.read_rows(rows), expected[5:-3])
-            for wider in {form, INT8}:
+            for wider in {weight_format, INT8}:
                 quantized = model.quantized(rows, wider)
                 assert quantized.offsets is None
                 assert quantized.zero_points is None
@@ -129,10 +129,12 @@ def test_every_tensor_type_exports_its_decoded_weights(tmp_path, kind: str) -> N
         expected
     )
     report = export_checkpoint(ExportRequest(file, tmp_path / "bundle", STORED))
-    form = {**EXACT, **OTHER, **K_QUANTS}[kind]
+    weight_format = {**EXACT, **OTHER, **K_QUANTS}[kind]
     weights = open_bundle(report.bundle).manifest.weights
-    assert {form for linear, form in weights.items() if linear.startswith("layers")} == {form}
-    assert weights["embedding"] == weights["head"] == (INT8 if form == OFFSETS else form)
+    assert {weight_format for linear, weight_format in weights.items() if linear.startswith("layers")} == {
+        weight_format
+    }
+    assert weights["embedding"] == weights["head"] == (INT8 if weight_format == OFFSETS else weight_format)
     # The remaining error comes from 8-bit activations and from 8-bit offsets or weights.
     assert report.parity.mean_kl < 0.05
 
@@ -175,9 +177,9 @@ def test_requantizing_to_four_bits_beats_round_to_nearest(tmp_path) -> None:
     rows = RowRange("model.layers.0.mlp.up_proj.weight", 0, 256)
     with open_gguf(file) as model:
         exact = model.read_rows(rows)
-        for form in (INT4, WeightFormat(4, 128)):
-            ours = dequantize_rows(*model.quantized(rows, form)[:2], 256, form) - exact
-            plain = dequantize_rows(*quantize_rows(exact, form), 256, form) - exact
+        for weight_format in (INT4, WeightFormat(4, 128)):
+            ours = dequantize_rows(*model.quantized(rows, weight_format)[:2], 256, weight_format) - exact
+            plain = dequantize_rows(*quantize_rows(exact, weight_format), 256, weight_format) - exact
             assert np.square(ours).sum() < 0.95 * np.square(plain).sum()
             assert np.square(ours).sum() < 0.02 * np.square(exact).sum()
 
@@ -363,14 +365,14 @@ def test_the_command_keeps_the_formats_of_a_file(tmp_path, capsys) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     file = write_gguf(tmp_path / "model.gguf", source, "Q4_0")
     assert main(["export", str(file), str(tmp_path / "bundle")]) == 0
-    assert "bits a weight" in capsys.readouterr().out
+    assert "bits per weight" in capsys.readouterr().out
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert set(manifest.weights.values()) == {INT4}
     assert manifest.command == "edge-run export model.gguf bundle"
     assert main(["export", str(file), str(tmp_path / "asked"), "--weights", "int8"]) == 0
     assert set(open_bundle(tmp_path / "asked").manifest.weights.values()) == {INT8}
     assert main(["export", str(file), str(tmp_path / "no"), "--block", "64"]) == 2
-    assert "--block 64 says nothing without --weights or --head" in capsys.readouterr().err
+    assert "--block 64 has no effect without --weights or --head" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 

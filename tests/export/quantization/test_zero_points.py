@@ -85,7 +85,7 @@ def test_powers_of_two_rounds_to_the_nearest_one(values, negative: bool) -> None
     assert (np.sign(powers) == np.sign(values)).all()
     for other in (powers * 2, powers / 2):
         assert (np.abs(powers - values) <= np.abs(other - values)).all()
-    above = powers_of_two(values, turn=0.5)
+    above = powers_of_two(values, round_up_above=0.5)
     assert (np.abs(values) <= np.abs(above)).all()
     assert (np.abs(above) < 2 * np.abs(values)).all()
 

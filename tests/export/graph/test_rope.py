@@ -1,3 +1,5 @@
+"""Rotary frequencies and tables: published values, settings of config.json, the reference."""
+
 from __future__ import annotations
 
 import math
@@ -10,19 +12,19 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.graph.rope import Dynamic, Linear, Llama3, Rope, RopeScaling, Unscaled, Yarn
 from support.tiny_models import tiny_config, write_json
 
-PLAIN = [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278]
+UNSCALED = [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278]
 """10000 ** (-2 i / 16): every other one is a power of ten."""
 
 # Base 10000, heads of 16 channels. Frequencies and attention factors as transformers 4.57 computes them.
 GOLDEN = [
-    (Unscaled(), 256, PLAIN, 1.0),
+    (Unscaled(), 256, UNSCALED, 1.0),
     (
         Linear(4.0),
         256,
         [0.25, 0.07905694, 0.025, 0.007905695, 0.0025, 0.0007905695, 0.00025, 7.905695e-05],
         1.0,
     ),
-    (Dynamic(2.0, 256), 100, PLAIN, 1.0),
+    (Dynamic(2.0, 256), 100, UNSCALED, 1.0),
     (
         Dynamic(2.0, 256),
         1024,
@@ -57,7 +59,7 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("scaling", "context", "frequencies", "factor"), GOLDEN)
-def test_frequencies_are_the_published_ones(
+def test_frequencies_equal_those_of_transformers(
     scaling: RopeScaling, context: int, frequencies: list[float], factor: float
 ) -> None:
     rotation = scaling.rotation(10000.0, 16, context)
@@ -99,7 +101,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("settings", "scaling"), SETTINGS)
-def test_both_spellings_of_config_are_read(tmp_path, settings, scaling) -> None:
+def test_settings_of_transformers_4_and_5(tmp_path, settings, scaling) -> None:
     write_json(tmp_path / "config.json", tiny_config(rope_theta=5000.0, rope_scaling=settings))
     assert read_config(tmp_path).attention[0].rope == Rope(5000.0, scaling)
     later = tiny_config(rope_theta=None, rope_parameters={**settings, "rope_theta": 5000.0})
@@ -109,7 +111,7 @@ def test_both_spellings_of_config_are_read(tmp_path, settings, scaling) -> None:
 
 @pytest.mark.parametrize(("settings", "scaling"), SETTINGS)
 @pytest.mark.parametrize("context", [64, 600])
-def test_table_and_reference_agree(settings, scaling, context: int) -> None:
+def test_tables_equal_the_reference(settings, scaling, context: int) -> None:
     config = tiny_config(rope_theta=5000.0, rope_scaling=settings)
     cosines, sines = Rope(5000.0, scaling).table(16, context)
     expected_cosines, expected_sines = rotation(config, 0, np.arange(context), context)
@@ -117,7 +119,7 @@ def test_table_and_reference_agree(settings, scaling, context: int) -> None:
     np.testing.assert_allclose(sines, expected_sines, atol=1e-7)
 
 
-def test_table_is_accurate_far_out() -> None:
+def test_tables_are_accurate_at_long_positions() -> None:
     _, sines = Rope(10000.0, Unscaled()).table(16, 32768)
     assert sines.shape == (32768, 8)
     assert sines[32767, 0] == pytest.approx(math.sin(32767.0), abs=1e-7)

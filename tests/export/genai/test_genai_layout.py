@@ -1,4 +1,4 @@
-"""The GenAI layout: what ONNX Runtime GenAI is given; it decodes our text from it, and that edge-run does too."""
+"""The GenAI layout: its files, and that ONNX Runtime GenAI and edge-run decode the same text from it."""
 
 from __future__ import annotations
 
@@ -34,31 +34,32 @@ FAMILIES = {
     "smollm3": {},
     "olmo2": {},
 }
-"""Settings by case; heads of 8 channels are rotated in front of the attention, which takes positions.
-GenAI has no name of its own for olmo2."""
-POINTS = WeightFormat(4, 32, zero_points=True)
-CASES = [*((case, form) for case in FAMILIES for form in (FP32, INT4)), ("llama", POINTS)]
+"""Settings by case; heads of 8 channels are rotated outside of attention, and GenAI has no type for olmo2."""
+ZERO_POINTS = WeightFormat(4, 32, zero_points=True)
+CASES = [*((case, weight_format) for case in FAMILIES for weight_format in (FP32, INT4)), ("llama", ZERO_POINTS)]
 
 
 @dataclass(frozen=True)
-class Twin:
-    """One model in both layouts."""
+class BothLayouts:
+    """Bundles of one model in both layouts."""
 
     edge: Path
     genai: Path
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
-    case, form = request.param
-    folder = tmp_path_factory.mktemp("twin")
-    edge = write_bundle(folder / "edge", case.partition(",")[0], weights=form, **FAMILIES[case])
-    recipe = ExportRecipe(form, layout=GraphLayout.GENAI)
-    return Twin(edge, export_checkpoint(ExportRequest(folder / "edge" / "checkpoint", folder / "genai", recipe)).bundle)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BothLayouts:
+    case, weight_format = request.param
+    folder = tmp_path_factory.mktemp("both")
+    edge = write_bundle(folder / "edge", case.partition(",")[0], weights=weight_format, **FAMILIES[case])
+    recipe = ExportRecipe(weight_format, layout=GraphLayout.GENAI)
+    return BothLayouts(
+        edge, export_checkpoint(ExportRequest(folder / "edge" / "checkpoint", folder / "genai", recipe)).bundle
+    )
 
 
 def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[list[int], list[int]]:
-    """The prompt's tokens and those edge-run continues them with."""
+    """Token ids of the prompt, and those that edge-run generates."""
     with edgerun.load(bundle, threads=1, cache=False) as llm:
         llm.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
         prompt, text = llm.tokenizer.encode(PROMPT, add_special_tokens=True), llm.model.new_sequence()
@@ -68,21 +69,21 @@ def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[li
     return prompt, text.token_ids[len(prompt) :]
 
 
-def test_text_is_the_same_in_both_layouts(twin: Twin) -> None:
-    prompt, expected = greedy(twin.edge)
+def test_edge_run_decodes_the_same_text_from_both_layouts(both: BothLayouts) -> None:
+    prompt, expected = greedy(both.edge)
     assert len(expected) > 10
-    assert greedy(twin.genai) == (prompt, expected)
-    assert greedy(twin.genai, Speculation.AUTO) == (prompt, expected)
+    assert greedy(both.genai) == (prompt, expected)
+    assert greedy(both.genai, Speculation.AUTO) == (prompt, expected)
 
 
-def test_genai_decodes_the_same_text(twin: Twin) -> None:
-    prompt, expected = greedy(twin.edge)
+def test_genai_decodes_the_same_text(both: BothLayouts) -> None:
+    prompt, expected = greedy(both.edge)
     ids = [str(number) for number in (len(expected), *prompt)]
-    assert json.loads(run_in(Exporter.GENAI, str(SCRIPT), "decode", str(twin.genai), *ids)) == expected
+    assert json.loads(run_in(Exporter.GENAI, str(SCRIPT), "decode", str(both.genai), *ids)) == expected
 
 
 @pytest.mark.parametrize("settings", [{}, {"head_dim": 8}], ids=str)
-def test_the_graph_takes_what_genai_gives(tmp_path: Path, settings: dict[str, int]) -> None:
+def test_inputs_and_outputs_of_the_graph(tmp_path: Path, settings: dict[str, int]) -> None:
     recipe = ExportRecipe(INT4, layout=GraphLayout.GENAI)
     bundle = write_bundle(tmp_path, weights=recipe, **settings)
     size = settings.get("head_dim", 16)
@@ -90,12 +91,12 @@ def test_the_graph_takes_what_genai_gives(tmp_path: Path, settings: dict[str, in
     caches = [f"{{}}.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
     positions = ["position_ids"] if size % 16 else []
     past = [name.format("past_key_values") for name in caches]
-    assert [port.name for port in graph.input] == ["input_ids", "attention_mask", *positions, *past]
-    assert [port.name for port in graph.output] == ["logits", *(name.format("present") for name in caches)]
-    shapes = [[size.dim_param or size.dim_value for size in port.type.tensor_type.shape.dim] for port in graph.output]
+    assert [value.name for value in graph.input] == ["input_ids", "attention_mask", *positions, *past]
+    assert [value.name for value in graph.output] == ["logits", *(name.format("present") for name in caches)]
+    shapes = [[size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim] for value in graph.output]
     assert shapes[:2] == [["batch_size", "sequence_length", 300], ["batch_size", 2, "total_sequence_length", size]]
     used = {name for node in graph.node for name in node.input}
-    assert {port.name for port in [*graph.input, *graph.initializer]} <= used
+    assert {value.name for value in [*graph.input, *graph.initializer]} <= used
     inputs = json.loads((bundle / "genai_config.json").read_text())["model"]["decoder"]["inputs"]
     assert set(inputs) == {"input_ids", "attention_mask", *positions, "past_key_names", "past_value_names"}
     with edgerun.load(bundle, cache=False) as llm:
@@ -103,7 +104,7 @@ def test_the_graph_takes_what_genai_gives(tmp_path: Path, settings: dict[str, in
         assert not llm.graph_io.supports_trees
 
 
-def test_what_genai_is_told(tmp_path: Path) -> None:
+def test_genai_config(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", bos_token_id=3)
     settings = {"eos_token_id": [2, 1], "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": None}
     write_json(source / "generation_config.json", settings)
@@ -111,7 +112,7 @@ def test_what_genai_is_told(tmp_path: Path) -> None:
     report = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
     config = json.loads((report.bundle / "genai_config.json").read_text())
     model, search = config["model"], config["search"]
-    # 0 is what the tokenizer itself ends a text with.
+    # 0 is the end token of the tokenizer.
     assert [model[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [3, [2, 1, 0], 0]
     assert (model["type"], model["vocab_size"], model["context_length"]) == ("qwen2", 300, 200)
     decoder = model["decoder"]
@@ -131,7 +132,7 @@ def test_what_genai_is_told(tmp_path: Path) -> None:
     assert set(report.file_bytes) == {*manifest.files, "edge.json"}
 
 
-def test_without_ids_nothing_is_made_up(tmp_path: Path) -> None:
+def test_unknown_special_tokens_are_omitted(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", eos_token_id=None, pad_token_id=None, bos_token_id=None)
     for name in ("generation_config.json", "tokenizer_config.json"):
         write_json(source / name, {})
@@ -142,7 +143,7 @@ def test_without_ids_nothing_is_made_up(tmp_path: Path) -> None:
     assert not [name for name in model if name.endswith("_token_id")]
 
 
-def test_a_graph_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_graph_with_other_logits_is_refused(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, weights=FP32)
     config = read_config(bundle)
     narrowed = tuple(dataclasses.replace(layer, window=3) for layer in config.attention)
@@ -150,7 +151,7 @@ def test_a_graph_that_computes_something_else_is_refused(tmp_path: Path) -> None
         write_genai_layout(bundle, dataclasses.replace(config, attention=narrowed), 256)
 
 
-def test_the_command_writes_it_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     for _ in range(2):  # the second one replaces the first
         assert main(["export", str(source), str(tmp_path / "out"), "--layout", "genai"]) == 0
@@ -162,8 +163,8 @@ def test_the_command_writes_it_and_says_so(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] == 5
 
 
-def test_rounded_activations_are_no_difference(tmp_path: Path) -> None:
-    """The check compares graphs, not how passes of different widths round their activations to 8 bits."""
+def test_the_check_ignores_rounded_activations(tmp_path: Path) -> None:
+    """The check compares graphs in float, since passes of different widths round 8-bit activations differently."""
     source = write_checkpoint(tmp_path / "checkpoint", hidden_size=128, num_hidden_layers=4)
     bundle = export_checkpoint(
         ExportRequest(source, tmp_path / "out", ExportRecipe(INT4, layout=GraphLayout.GENAI))

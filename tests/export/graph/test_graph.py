@@ -1,4 +1,4 @@
-"""The graph contract: what the inputs mean, that trees work, and how the weights lie in the file."""
+"""The exported graph: its inputs and outputs, token trees, and the layout of the weight file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from edgerun.export.checkpoint.config import read_config
 from support.tiny_models import write_bundle
 
 TOKENS = np.random.default_rng(3).integers(0, 300, 12)
-MASKED = np.float32(-1e9)
+BLOCKED = np.float32(-1e9)
 
 
-def all_rows(tokens):
+def all_positions(tokens):
     return np.arange(len(tokens))
 
 
@@ -33,10 +33,10 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "llama, small heads": ("llama", {"head_dim": 8}),
     "window shorter than the tree": ("mistral", {"sliding_window": 4}),
-    "two thetas, windows and norms all around": ("gemma3_text", {"sliding_window": 3}),
-    "part of the heads, rotated outside": ("phi3", {"partial_rotary_factor": 0.75}),
+    "two thetas, windows, norms around each part": ("gemma3_text", {"sliding_window": 3}),
+    "partial rotation outside of attention": ("phi3", {"partial_rotary_factor": 0.75}),
     "layers without positions": ("smollm3", {}),
-    "norms after": ("olmo2", {}),
+    "norms after each part": ("olmo2", {}),
     "experts, sinks and windows": ("gpt_oss", {"sliding_window": 4}),
 }
 
@@ -53,33 +53,33 @@ def session(bundle: Path) -> ContractSession:
 
 
 def test_single_steps_equal_one_pass(session: ContractSession) -> None:
-    whole = session.forward(TOKENS, all_rows(TOKENS))
+    whole = session.forward(TOKENS, all_positions(TOKENS))
     session.length = 0
     stepped = [session.forward(TOKENS[i : i + 1], np.array([0]))[0] for i in range(len(TOKENS))]
     np.testing.assert_allclose(stepped, whole, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [[11], [0], [2, 5, 11], [7, 7, 1]], ids=str)
-def test_logit_rows_select_and_change_nothing_else(session: ContractSession, rows: list[int]) -> None:
-    whole = session.forward(TOKENS, all_rows(TOKENS))
+def test_logit_rows_only_select_logits(session: ContractSession, rows: list[int]) -> None:
+    whole = session.forward(TOKENS, all_positions(TOKENS))
     following = session.forward(TOKENS[:2], np.array([1]))
     session.length = 0
     np.testing.assert_allclose(session.forward(TOKENS, np.array(rows)), whole[rows], atol=1e-5)
-    # The cache took every row, asked for or not.
+    # All tokens are cached, whether or not their logits were requested.
     np.testing.assert_allclose(session.forward(TOKENS[:2], np.array([1])), following, atol=1e-5)
 
 
-def test_rewinding_is_moving_the_length(session: ContractSession) -> None:
+def test_rewinding_needs_only_a_shorter_length(session: ContractSession) -> None:
     session.forward(TOKENS[:6], np.array([5]))
-    expected = session.forward(TOKENS[6:9], all_rows(TOKENS[6:9]))
+    expected = session.forward(TOKENS[6:9], all_positions(TOKENS[6:9]))
     session.length = 6
     session.forward(TOKENS[::-1].copy(), np.array([0]))
     session.length = 6
-    np.testing.assert_array_equal(session.forward(TOKENS[6:9], all_rows(TOKENS[6:9])), expected)
+    np.testing.assert_array_equal(session.forward(TOKENS[6:9], all_positions(TOKENS[6:9])), expected)
 
 
-def test_a_tree_and_compaction_equal_decoding_its_paths(session: ContractSession) -> None:
-    """A tree of two branches after a prompt: every node sees its ancestors only, siblings share a position."""
+def test_a_tree_and_its_compaction_equal_decoding_its_paths(session: ContractSession) -> None:
+    """Each node of a tree with two branches attends to its ancestors only, and siblings share a position."""
     prompt = TOKENS[:5]
     nodes = np.array([10, 20, 30, 40, 50, 60])
     parents = [-1, 0, 0, 1, 2, 4]
@@ -93,13 +93,13 @@ def test_a_tree_and_compaction_equal_decoding_its_paths(session: ContractSession
 
     session.length = 0
     session.forward(prompt, np.array([4]))
-    bias = np.full((len(nodes), len(prompt) + len(nodes)), MASKED)
+    bias = np.full((len(nodes), len(prompt) + len(nodes)), BLOCKED)
     bias[:, : len(prompt)] = 0
     for node, path in enumerate(paths):
         bias[node, len(prompt) + np.array(path)] = 0
     depths = np.array([len(path) - 1 for path in paths])
     assert all(depths[node] == depths[parent] + 1 for node, parent in enumerate(parents) if parent >= 0)
-    logits = session.run(nodes, len(prompt) + depths, bias, all_rows(nodes))
+    logits = session.run(nodes, len(prompt) + depths, bias, all_positions(nodes))
     np.testing.assert_allclose(logits, expected, atol=1e-4)
 
     accepted = paths[5]
@@ -112,25 +112,25 @@ def test_a_tree_and_compaction_equal_decoding_its_paths(session: ContractSession
     np.testing.assert_allclose(compacted, session.forward(path, np.array([len(path) - 1])), atol=1e-4)
 
 
-@pytest.mark.parametrize("form", [FP32, INT8, INT4], ids=str)
+@pytest.mark.parametrize("weight_format", [FP32, INT8, INT4], ids=str)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
-def test_inputs_outputs_and_operators(tmp_path, form: WeightFormat, tied: bool) -> None:
-    bundle = write_bundle(tmp_path, "qwen2", weights=form, tie_word_embeddings=tied)
+def test_inputs_outputs_and_operators(tmp_path, weight_format: WeightFormat, tied: bool) -> None:
+    bundle = write_bundle(tmp_path, "qwen2", weights=weight_format, tie_word_embeddings=tied)
     model = onnx.load(bundle / "model.onnx", load_external_data=False)
     graph = model.graph
 
-    def described(values):
-        kinds = onnx.TensorProto.DataType
+    def types_and_shapes(values):
+        types = onnx.TensorProto.DataType
         return {
             value.name: (
-                kinds.Name(value.type.tensor_type.elem_type),
+                types.Name(value.type.tensor_type.elem_type),
                 [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim],
             )
             for value in values
         }
 
     buffers = ("FLOAT", [1, 2, "capacity", 16])
-    assert described(graph.input) == {
+    assert types_and_shapes(graph.input) == {
         "input_ids": ("INT64", [1, "M"]),
         "position_ids": ("INT64", [1, "M"]),
         "attention_bias": ("FLOAT", [1, 1, "M", "T"]),
@@ -139,7 +139,7 @@ def test_inputs_outputs_and_operators(tmp_path, form: WeightFormat, tied: bool) 
         "logit_rows": ("INT64", ["R"]),
         **{f"past_key_values.{layer}.{name}": buffers for layer in (0, 1) for name in ("key", "value")},
     }
-    assert described(graph.output) == {
+    assert types_and_shapes(graph.output) == {
         "logits": ("FLOAT", ["R", 300]),
         **{f"present.{layer}.{name}": buffers for layer in (0, 1) for name in ("key", "value")},
     }
@@ -150,7 +150,7 @@ def test_inputs_outputs_and_operators(tmp_path, form: WeightFormat, tied: bool) 
             assert list(node.input[7:11]) == ["rope.cos", "rope.sin", "position_ids", "attention_bias"]
             assert list(node.input[1:3]) == ["", ""]
     linears = 2 * 4 + 1
-    if form == FP32:
+    if weight_format == FP32:
         assert operators.count("MatMul") == linears - 1
         assert operators.count("Gemm") == 1
     else:
@@ -159,7 +159,7 @@ def test_inputs_outputs_and_operators(tmp_path, form: WeightFormat, tied: bool) 
         levels = [a.i for node in graph.node for a in node.attribute if a.name == "accuracy_level"]
         assert levels == [4] * linears
     names = [node.input[0] if node.op_type == "GatherBlockQuantized" else "" for node in graph.node]
-    if form != FP32:
+    if weight_format != FP32:
         head = next(node for node in graph.node if "logits" in node.output)
         assert (head.input[1] in names) is tied
 
@@ -184,19 +184,33 @@ def test_external_data_is_aligned_disjoint_and_shared(tmp_path) -> None:
     assert (bundle / "model.onnx").stat().st_size < 100_000
 
 
-@pytest.mark.parametrize("block", [32, 64, 128])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_it_loads_and_runs_quietly_on_the_fast_path(tmp_path, bits: int, block: int) -> None:
-    for tied in (True, False):
-        form = WeightFormat(bits, block)
-        bundle = write_bundle(tmp_path / str(tied), weights=form, intermediate_size=172, tie_word_embeddings=tied)
-        log = run_log(bundle)
-        assert "Session successfully initialized" in log
-        assert SLOW not in log
-        assert "[W:" not in log
+FAST_FORMATS = [WeightFormat(bits, block) for bits in (2, 4, 8) for block in (32, 64, 128)]
 
 
-def test_the_slow_path_would_be_noticed(tmp_path) -> None:
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[WeightFormat, bool], str]:
+    """ONNX Runtime's log by format and whether the head is tied; all bundles run in one subprocess."""
+    folder = tmp_path_factory.mktemp("formats")
+    cases = list(itertools.product(FAST_FORMATS, (True, False)))
+    bundles = [
+        write_bundle(folder / str(index), weights=weight_format, intermediate_size=172, tie_word_embeddings=tied)
+        for index, (weight_format, tied) in enumerate(cases)
+    ]
+    return dict(zip(cases, run_logs(bundles), strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
+@pytest.mark.parametrize("weight_format", FAST_FORMATS, ids=str)
+def test_graphs_load_and_run_on_the_fast_path_without_warnings(
+    logs: Mapping[tuple[WeightFormat, bool], str], weight_format: WeightFormat, tied: bool
+) -> None:
+    log = logs[weight_format, tied]
+    assert "Session successfully initialized" in log
+    assert SLOW not in log
+    assert "[W:" not in log
+
+
+def test_the_slow_path_is_detected(tmp_path) -> None:
     bundle = write_bundle(tmp_path, weights=INT8)
     model = onnx.load(bundle / "model.onnx", load_external_data=False)
     for node in model.graph.node:
@@ -204,15 +218,19 @@ def test_the_slow_path_would_be_noticed(tmp_path) -> None:
             if attribute.name == "accuracy_level":
                 attribute.i = 1
     (bundle / "model.onnx").write_bytes(model.SerializeToString())
-    assert SLOW in run_log(bundle)
+    (log,) = run_logs([bundle])
+    assert SLOW in log
 
 
 SLOW = "unpacked compute mode"
-"""ONNX Runtime's words, at INFO level, for a MatMulNBits that expands its weights to float on every call."""
+"""Text of ONNX Runtime's INFO message about a MatMulNBits that expands its weights to float on every call."""
 
 
-def run_log(bundle: Path) -> str:
-    """What ONNX Runtime logs while it loads and runs a bundle; it writes to the process's stderr."""
+END_OF_LOG = "end of the log of one bundle"
+
+
+def run_logs(bundles: Sequence[Path]) -> list[str]:
+    """Return what ONNX Runtime logs to stderr while a subprocess loads and runs each bundle."""
     program = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -220,15 +238,16 @@ def run_log(bundle: Path) -> str:
         "import onnxruntime as ort\n"
         "from edgerun.export.checkpoint.config import read_config\n"
         "from edgerun.export.check.contract_session import ContractSession\n"
-        "class Loud(ort.SessionOptions):\n"
-        "    log_severity_level = 1  # hides the real one, which then stays the default\n"
-        "ort.SessionOptions = Loud\n"
+        "class VerboseOptions(ort.SessionOptions):\n"
+        "    log_severity_level = 1  # hides the inherited option, which keeps its default\n"
+        "ort.SessionOptions = VerboseOptions\n"
         "ort.set_default_logger_severity(1)\n"
-        "bundle = Path(sys.argv[1])\n"
-        "session = ContractSession(bundle, read_config(bundle), 8)\n"
-        "_, slow = session.forward_counting_expansions(np.arange(3), np.arange(3))\n"
-        f"sys.stderr.write({SLOW!r} * slow)\n"
+        "for bundle in map(Path, sys.argv[1:]):\n"
+        "    session = ContractSession(bundle, read_config(bundle), 8)\n"
+        "    _, slow = session.forward_counting_expansions(np.arange(3), np.arange(3))\n"
+        f"    print({SLOW!r} * slow, {END_OF_LOG!r}, file=sys.stderr, flush=True)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, str(bundle)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stderr
+    command = [sys.executable, "-c", program, *map(str, bundles)]
+    log = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stderr
+    return log.split(END_OF_LOG)[:-1]

@@ -71,7 +71,7 @@ CASES = {
         {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "qwen3 with experts": ("qwen3_moe", {}),
-    "qwen3 with experts in every second layer, shares as they are": (
+    "qwen3 with experts in every second layer, not normalized": (
         "qwen3_moe",
         {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [], "tie_word_embeddings": False},
     ),
@@ -81,7 +81,7 @@ CASES = {
     "mistral without a window": ("mistral", {"sliding_window": None, "tie_word_embeddings": False, "head_dim": 32}),
     "phi3": ("phi3", {}),
     "phi3, whole heads and a window": ("phi3", {"partial_rotary_factor": 1.0, "sliding_window": 11}),
-    "phi3, heads that are rotated outside": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": False}),
+    "phi3, rotated outside of attention": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": False}),
     "phi3, longrope on a short text": ("phi3", {"rope_scaling": LONGROPE}),
     "gemma2": ("gemma2", {}),
     "gemma2, separate head, usual caps": (
@@ -90,7 +90,7 @@ CASES = {
     ),
     "gemma2 with biases": ("gemma2", {"attention_bias": True}),
     "gemma3": ("gemma3_text", {}),
-    "gemma3 as the larger ones are": (
+    "gemma3, settings of the larger ones": (
         "gemma3_text",
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "final_logit_softcapping": 4.0},
     ),
@@ -108,7 +108,7 @@ CASES = {
 
 
 def load(source: Path) -> Any:
-    """The model in float64; the eager implementations are the ones that have soft caps, and experts in float64."""
+    """Load the model in float64; only the eager implementations support soft caps and float64 experts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
     if hasattr(model, "set_experts_implementation"):  # from transformers 5 on
         model.set_experts_implementation("eager")
@@ -116,7 +116,7 @@ def load(source: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(tmp_path, case: str) -> None:
+def test_logits_equal_those_of_transformers(tmp_path, case: str) -> None:
     family, overrides = CASES[case]
     source = write_checkpoint(tmp_path / "checkpoint", family, **overrides)
     model = load(source)
@@ -140,7 +140,7 @@ def test_logits_are_those_of_transformers(tmp_path, case: str) -> None:
     ids=["dynamic", "longrope"],
 )
 def test_scalings_beyond_the_trained_length(tmp_path, family: str, trained: int, overrides) -> None:
-    """At a text as long as the exported context, transformers turns heads as the graph does at every length."""
+    """With a text as long as the exported context, transformers uses the same rotation as the graph."""
     context = 96
     source = write_checkpoint(tmp_path / "checkpoint", family, **overrides)
     assert ExportRecipe(FP32).context_for(read_config(source)) == trained
@@ -154,8 +154,8 @@ def test_scalings_beyond_the_trained_length(tmp_path, family: str, trained: int,
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_config_transformers_writes_means_the_same(tmp_path, case: str) -> None:
-    """What the installed release makes of a config.json, in its own spelling."""
+def test_a_config_rewritten_by_transformers_is_read_the_same(tmp_path, case: str) -> None:
+    """The installed release of transformers may write settings under other names."""
     family, overrides = CASES[case]
     source = write_checkpoint(tmp_path / "checkpoint", family, **overrides)
     transformers.AutoConfig.from_pretrained(source).save_pretrained(tmp_path / "rewritten")

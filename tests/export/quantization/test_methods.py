@@ -1,4 +1,4 @@
-"""The methods of choosing codes and scales: never worse than rounding to nearest, and the same for any cut of rows."""
+"""Quantization methods: error, independence of rows, and exports."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from support.tiny_models import tiny_weights, write_bundle, write_checkpoint, wr
 from support.weight_operators import FORMATS, run_operators
 
 SEARCHING = [Method.K_QUANT, Method.HQQ]
-BLIND = [Method.RTN, *SEARCHING]
-"""Those that need to know nothing of a linear's inputs."""
+DATA_FREE = [Method.RTN, *SEARCHING]
+"""Methods that do not use statistics of the inputs."""
 
 
 def random_rows(seed: int, rows: int, columns: int, tails: float, magnitude: float):
-    """Rows of Student's t, the heavier in the tails the smaller `tails`."""
-    drawn = np.random.default_rng(seed).standard_t(tails, (rows, columns))
-    return (drawn * magnitude).astype(np.float32)
+    """Random rows from Student's t distribution; smaller `tails` give heavier tails."""
+    sampled = np.random.default_rng(seed).standard_t(tails, (rows, columns))
+    return (sampled * magnitude).astype(np.float32)
 
 
 def inputs(mean_square) -> InputStatistics:
     return InputStatistics(mean_square, np.sqrt(np.abs(mean_square)))
 
 
-def cost(weights, quantized, form: WeightFormat, importance=None) -> float:
-    error = dequantized(quantized, weights.shape[1], form).astype(np.float64) - weights
+def cost(weights, quantized, weight_format: WeightFormat, importance=None) -> float:
+    error = dequantized(quantized, weights.shape[1], weight_format).astype(np.float64) - weights
     return float((error**2 * (1 if importance is None else importance)).sum())
 
 
@@ -50,84 +50,90 @@ matrices = st.builds(
 
 @settings(max_examples=60)
 @given(matrices, st.sampled_from(FORMATS), st.sampled_from(SEARCHING), st.booleans())
-def test_never_worse_than_rounding_to_nearest(weights, form: WeightFormat, method: Method, informed: bool) -> None:
+def test_error_is_at_most_that_of_round_to_nearest(
+    weights, weight_format: WeightFormat, method: Method, weighted: bool
+) -> None:
     importance = None
-    if informed:
+    if weighted:
         importance = np.random.default_rng(0).exponential(size=weights.shape[1]).astype(np.float32) ** 3
-    found = QUANTIZERS[method](weights, form, None if importance is None else inputs(importance))
-    nearest = cost(weights, QUANTIZERS[Method.RTN](weights, form), form, importance)
-    assert cost(weights, found, form, importance) <= nearest * (1 + 1e-5)
+    found = QUANTIZERS[method](weights, weight_format, None if importance is None else inputs(importance))
+    nearest = cost(weights, QUANTIZERS[Method.RTN](weights, weight_format), weight_format, importance)
+    assert cost(weights, found, weight_format, importance) <= nearest * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("method", SEARCHING, ids=str)
-@pytest.mark.parametrize(("form", "share"), [(WeightFormat(2, 32), 0.92), (WeightFormat(4, 32), 0.98)], ids=str)
-def test_less_error_on_rows_like_those_of_models(method: Method, form: WeightFormat, share: float) -> None:
+@pytest.mark.parametrize(
+    ("weight_format", "limit"), [(WeightFormat(2, 32), 0.92), (WeightFormat(4, 32), 0.98)], ids=str
+)
+def test_error_is_smaller_on_normal_weights(method: Method, weight_format: WeightFormat, limit: float) -> None:
     weights = random_rows(1, 64, 512, 100.0, 0.02)
-    nearest = cost(weights, QUANTIZERS[Method.RTN](weights, form), form)
-    assert cost(weights, QUANTIZERS[method](weights, form), form) < share * nearest
+    nearest = cost(weights, QUANTIZERS[Method.RTN](weights, weight_format), weight_format)
+    assert cost(weights, QUANTIZERS[method](weights, weight_format), weight_format) < limit * nearest
 
 
-@pytest.mark.parametrize("form", [WeightFormat(2, 32), WeightFormat(4, 64)], ids=str)
-def test_importance_moves_the_error_to_columns_that_matter_less(form: WeightFormat) -> None:
+@pytest.mark.parametrize("weight_format", [WeightFormat(2, 32), WeightFormat(4, 64)], ids=str)
+def test_importance_moves_the_error_to_less_important_columns(weight_format: WeightFormat) -> None:
     weights = random_rows(2, 64, 512, 100.0, 1.0)
     importance = np.where(np.arange(512) % 4 == 0, 50, 1).astype(np.float32)
     k_quant = QUANTIZERS[Method.K_QUANT]
-    informed, blind = k_quant(weights, form, inputs(importance)), k_quant(weights, form)
-    assert cost(weights, informed, form, importance) < 0.97 * cost(weights, blind, form, importance)
-    assert cost(weights, informed, form) > cost(weights, blind, form)
-    # What counts is the ratio; columns without importance anywhere in a block count evenly.
+    weighted, unweighted = k_quant(weights, weight_format, inputs(importance)), k_quant(weights, weight_format)
+    assert cost(weights, weighted, weight_format, importance) < 0.97 * cost(
+        weights, unweighted, weight_format, importance
+    )
+    assert cost(weights, weighted, weight_format) > cost(weights, unweighted, weight_format)
+    # Only ratios count; blocks without any importance get equal importance.
     for same in (importance * 1e-20, importance * np.float32(1e20)):
-        np.testing.assert_array_equal(k_quant(weights, form, inputs(same))[0], informed[0])
-    np.testing.assert_array_equal(k_quant(weights, form, inputs(np.zeros(512, np.float32)))[0], blind[0])
+        np.testing.assert_array_equal(k_quant(weights, weight_format, inputs(same))[0], weighted[0])
+    np.testing.assert_array_equal(k_quant(weights, weight_format, inputs(np.zeros(512, np.float32)))[0], unweighted[0])
 
 
 @pytest.mark.parametrize("importance", [np.ones(31), np.full(32, -1.0), np.full(32, np.nan), np.full(32, np.inf)])
-def test_importance_that_is_none(importance) -> None:
+def test_invalid_importance(importance) -> None:
     with pytest.raises(InputError, match="importance of 32 columns must be 32 finite numbers of at least 0"):
         QUANTIZERS[Method.K_QUANT](np.ones((1, 32), np.float32), INT4, inputs(importance.astype(np.float32)))
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("method", BLIND, ids=str)
-def test_rows_are_independent_of_each_other(method: Method, form: WeightFormat) -> None:
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
+@pytest.mark.parametrize("method", DATA_FREE, ids=str)
+def test_rows_are_independent_of_each_other(method: Method, weight_format: WeightFormat) -> None:
     weights = random_rows(3, 300, 520, 3.0, 0.1)
-    together = QUANTIZERS[method](weights, form)
+    together = QUANTIZERS[method](weights, weight_format)
     for part in (slice(0, 1), slice(7, 130), slice(299, 300)):
-        alone = QUANTIZERS[method](np.ascontiguousarray(weights[part]), form)
+        alone = QUANTIZERS[method](np.ascontiguousarray(weights[part]), weight_format)
         np.testing.assert_array_equal(alone.packed, together.packed[part])
         np.testing.assert_array_equal(alone.scales, together.scales[part])
         if together.zero_points is not None:
             np.testing.assert_array_equal(alone.zero_points, together.zero_points[part])
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("method", BLIND, ids=str)
-def test_zeros_constants_and_specks_are_exact(method: Method, form: WeightFormat) -> None:
-    weights = np.zeros((6, 2 * form.block), np.float32)
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
+@pytest.mark.parametrize("method", DATA_FREE, ids=str)
+def test_zeros_constants_and_tiny_weights_are_exact(method: Method, weight_format: WeightFormat) -> None:
+    weights = np.zeros((6, 2 * weight_format.block), np.float32)
     weights[1] = 0.75
     weights[2] = -3.0
     weights[3, 5] = 1e-3
     weights[4, ::2] = 2.0
     weights[5] = 1e-35
-    result = dequantized(QUANTIZERS[method](weights, form), weights.shape[1], form)
+    result = dequantized(QUANTIZERS[method](weights, weight_format), weights.shape[1], weight_format)
     np.testing.assert_allclose(result, weights, rtol=1e-6, atol=1e-34)
     assert not result[0].any()
 
 
 @settings(max_examples=20)
 @given(matrices.filter(lambda rows: 1e-3 < np.abs(rows).max() < 1e4), st.sampled_from(FORMATS))
-def test_operators_decode_what_a_search_found(weights, form: WeightFormat) -> None:
-    quantized = QUANTIZERS[Method.K_QUANT](weights, form)
-    expected = dequantized(quantized, weights.shape[1], form)
-    product, gathered = run_operators(quantized, weights.shape[1], form)
+def test_operators_decode_quantized_rows(weights, weight_format: WeightFormat) -> None:
+    quantized = QUANTIZERS[Method.K_QUANT](weights, weight_format)
+    expected = dequantized(quantized, weights.shape[1], weight_format)
+    product, gathered = run_operators(quantized, weights.shape[1], weight_format)
     np.testing.assert_allclose(product, expected.T, rtol=1e-6, atol=1e-6 * np.abs(weights).max())
     np.testing.assert_array_equal(gathered.reshape(len(weights), -1)[:, : weights.shape[1]], expected)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
-@pytest.mark.parametrize("method", BLIND, ids=str)
+@pytest.mark.parametrize("method", DATA_FREE, ids=str)
 @pytest.mark.parametrize("block", [32, 64, 128])
-def test_two_bits_through_the_whole_export(tmp_path, method: Method, block: int, tied: bool) -> None:
+def test_exports_with_two_bits(tmp_path, method: Method, block: int, tied: bool) -> None:
     recipe = ExportRecipe(WeightFormat(2, block), method=method)
     bundle = write_bundle(tmp_path, weights=recipe, tie_word_embeddings=tied, intermediate_size=172)
     manifest = open_bundle(bundle).manifest
@@ -136,7 +142,7 @@ def test_two_bits_through_the_whole_export(tmp_path, method: Method, block: int,
     assert manifest.parity["max_abs_diff"] < 1e-4
 
 
-def test_the_manifest_names_the_method_of_each_unit(tmp_path) -> None:
+def test_the_manifest_names_the_method_of_each_linear(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
 
     def methods(recipe: ExportRecipe) -> set[str | None]:
@@ -144,9 +150,9 @@ def test_the_manifest_names_the_method_of_each_unit(tmp_path) -> None:
         written = json.loads((tmp_path / "bundle" / "edge.json").read_text())["weights"]
         manifest = open_bundle(tmp_path / "bundle").manifest
         assert manifest is not None
-        for linear, form in manifest.weights.items():
-            assert written[linear].get("method") == (form.method and form.method.value)
-        return {form.get("method") for form in written.values()}
+        for linear, weight_format in manifest.weights.items():
+            assert written[linear].get("method") == (weight_format.method and weight_format.method.value)
+        return {weight_format.get("method") for weight_format in written.values()}
 
     assert methods(ExportRecipe(INT4)) == methods(ExportRecipe(INT2)) == {"k-quant"}
     assert methods(ExportRecipe(INT4, method=Method.HQQ)) == {"hqq"}
@@ -155,15 +161,15 @@ def test_the_manifest_names_the_method_of_each_unit(tmp_path) -> None:
     assert methods(ExportRecipe(INT8)) == methods(ExportRecipe(INT4, method=Method.RTN)) == {"rtn"}
 
 
-def test_a_method_without_anything_to_round(tmp_path) -> None:
+def test_a_method_for_fp32_weights_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match="--method has no effect on fp32 weights.*; leave --method out"):
         ExportRecipe(FP32, method=Method.RTN)
     assert ExportRecipe(FP32, head=INT8, method=Method.RTN).method is Method.RTN
 
 
-@pytest.mark.parametrize("method", BLIND, ids=str)
+@pytest.mark.parametrize("method", DATA_FREE, ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_weights_that_are_no_numbers_are_refused(tmp_path, method: Method, bad: float) -> None:
+def test_weights_that_are_not_finite_are_refused(tmp_path, method: Method, bad: float) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     config = json.loads((source / "config.json").read_text())
     tensors = {name: value.copy() for name, value in tiny_weights(config, 0).items()}
@@ -174,8 +180,8 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path, method: Method, bad: 
     assert not (tmp_path / "bundle").exists()
 
 
-@pytest.mark.parametrize("method", BLIND, ids=str)
-def test_the_same_bytes_every_time(tmp_path, method: Method) -> None:
+@pytest.mark.parametrize("method", DATA_FREE, ids=str)
+def test_exports_are_deterministic(tmp_path, method: Method) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     first, second = (
         export_checkpoint(ExportRequest(source, tmp_path / name, ExportRecipe(INT2, method=method))).bundle

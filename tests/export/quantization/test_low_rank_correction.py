@@ -1,4 +1,4 @@
-"""Repairs of low rank: no other of that rank leaves less error of the output."""
+"""Low-rank corrections leave the least output error of their rank."""
 
 from __future__ import annotations
 
@@ -17,68 +17,68 @@ def cost(errors, inputs: InputStatistics) -> float:
 
 
 def by_decomposition(errors, inputs: InputStatistics, rank: int):
-    """As the paper has it: the root of the second moments, and singular values."""
+    """The method of the paper: the square root of the second moments, and singular values."""
     values, vectors = np.linalg.eigh(inputs.second_moment.astype(np.float64))
     values = np.maximum(values, values.max() * 1e-12)
     root, inverse = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
-    left, sizes, right = np.linalg.svd(errors @ root, full_matrices=False)
-    return (left[:, :rank] * sizes[:rank]) @ (right[:rank] @ inverse)
+    u, s, v = np.linalg.svd(errors @ root, full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ (v[:rank] @ inverse)
 
 
 @pytest.mark.parametrize("rows", [24, 64, 100])
 @pytest.mark.parametrize("rank", [1, 8, 24])
-def test_as_good_as_the_decomposition_of_the_paper(rows: int, rank: int) -> None:
+def test_error_equals_that_of_the_papers_method(rows: int, rank: int) -> None:
     errors, inputs = random_rows(rows, rows, 64), correlated_inputs(rank, 64)
     found = low_rank_correction(errors, inputs, rank)
     assert found.down.shape == (rank, 64)
     assert found.up.shape == (rows, rank)
     np.testing.assert_allclose(found.up.T @ found.up, np.eye(rank), atol=1e-5)
-    whole, left = cost(errors, inputs), cost(errors - found.up @ found.down, inputs)
+    total, remaining = cost(errors, inputs), cost(errors - found.up @ found.down, inputs)
     expected = cost(errors - by_decomposition(errors, inputs, rank), inputs)
-    assert left <= expected * 1.001 + 1e-6 * whole
-    assert found.residual_error == pytest.approx(left / whole, abs=1e-4)
+    assert remaining <= expected * 1.001 + 1e-6 * total
+    assert found.residual_error == pytest.approx(remaining / total, abs=1e-4)
     if rank < min(rows, 64):
-        # A rank of the plain errors, which knows nothing of the inputs, leaves more.
+        # The decomposition of the errors alone, without the inputs, leaves more.
         u, s, v = np.linalg.svd(errors, full_matrices=False)
-        assert left < cost(errors - (u[:, :rank] * s[:rank]) @ v[:rank], inputs)
+        assert remaining < cost(errors - (u[:, :rank] * s[:rank]) @ v[:rank], inputs)
 
 
-def test_errors_of_low_rank_are_repaired_wholly() -> None:
+def test_errors_of_low_rank_are_corrected_completely() -> None:
     errors = (random_rows(0, 50, 3) @ random_rows(1, 3, 40)).astype(np.float32)
     for each in (errors, errors.T.copy()):
         found = low_rank_correction(each, correlated_inputs(0, each.shape[1]), 3)
         np.testing.assert_allclose(found.up @ found.down, each, atol=1e-3)
-    nothing = low_rank_correction(np.zeros((50, 40), np.float32), correlated_inputs(0, 40), 3)
-    assert not (nothing.up @ nothing.down).any()
-    assert nothing.residual_error == 0
+    zero = low_rank_correction(np.zeros((50, 40), np.float32), correlated_inputs(0, 40), 3)
+    assert not (zero.up @ zero.down).any()
+    assert zero.residual_error == 0
 
 
 @pytest.mark.parametrize("rows", [24, 100])
-def test_moments_of_fewer_tokens_than_columns(rows: int) -> None:
+def test_moments_of_fewer_tokens_than_inputs(rows: int) -> None:
     inputs, errors = correlated_inputs(0, 64, tokens=8), random_rows(rows, rows, 64)
     moment = inputs.second_moment.copy()
-    moment[np.diag_indices(64)] -= 1e-6 * np.diagonal(moment).max()  # as sums in float32 may come out
+    moment[np.diag_indices(64)] -= 1e-6 * np.diagonal(moment).max()  # like float32 rounding errors
     few = InputStatistics(inputs.mean_square, inputs.mean_magnitude, moment)
     found = low_rank_correction(errors, few, 8)
     assert np.isfinite(found.up).all()
     assert cost(errors - found.up @ found.down, inputs) < 1e-4 * cost(errors, inputs)
 
 
-def test_inputs_of_which_only_the_sizes_are_known() -> None:
+def test_without_second_moments_inputs_count_as_uncorrelated() -> None:
     errors, inputs = random_rows(0, 30, 40), correlated_inputs(0, 40)
-    alone = InputStatistics(inputs.mean_square, inputs.mean_magnitude)
-    unrelated = InputStatistics(inputs.mean_square, inputs.mean_magnitude, np.diag(inputs.mean_square))
+    diagonal_only = InputStatistics(inputs.mean_square, inputs.mean_magnitude)
+    uncorrelated = InputStatistics(inputs.mean_square, inputs.mean_magnitude, np.diag(inputs.mean_square))
     np.testing.assert_array_equal(
-        low_rank_correction(errors, alone, 4).down, low_rank_correction(errors, unrelated, 4).down
+        low_rank_correction(errors, diagonal_only, 4).down, low_rank_correction(errors, uncorrelated, 4).down
     )
 
 
 @pytest.mark.parametrize("rank", [0, 31])
-def test_ranks_that_do_not_exist(rank: int) -> None:
+def test_ranks_out_of_range(rank: int) -> None:
     with pytest.raises(InputError, match=f"a matrix of 30 x 40 cannot have a correction of rank {rank}"):
         low_rank_correction(random_rows(0, 30, 40), correlated_inputs(0, 40), rank)
 
 
-def test_moments_of_other_columns() -> None:
+def test_moments_of_another_shape() -> None:
     with pytest.raises(InputError, match="second moments of 40 inputs"):
         low_rank_correction(random_rows(0, 30, 40), correlated_inputs(0, 32), 2)
