@@ -186,7 +186,7 @@ class KVArena(ABC):
         needed = self.length + tokens
         if needed > self.limit:
             raise ContextError(
-                f"{needed} tokens do not fit the model's context of {self.limit}", "shorten the conversation"
+                f"context full: {needed} of {self.limit} tokens", "shorten the conversation or give a longer --context"
             )
         return needed
 

@@ -117,7 +117,7 @@ def test_growth_doubles_the_capacity_up_to_the_limit() -> None:
     assert contents(arena) == [slot % 100 for slot in range(256)]
     arena.reserve(400)
     assert arena.capacity == 700
-    with pytest.raises(ContextError, match="701 tokens do not fit the model's context of 700"):
+    with pytest.raises(ContextError, match="context full: 701 of 700 tokens"):
         arena.reserve(445)
     assert arena.length == 256
 
@@ -125,7 +125,7 @@ def test_growth_doubles_the_capacity_up_to_the_limit() -> None:
 def test_a_fixed_capacity_limits_the_context() -> None:
     arena = InPlaceArena(TENSOR_TYPES, 1000, 64)
     assert (arena.capacity, arena.limit) == (64, 64)
-    with pytest.raises(ContextError, match="65 tokens do not fit the model's context of 64"):
+    with pytest.raises(ContextError, match="context full: 65 of 64 tokens"):
         arena.reserve(65)
     short = InPlaceArena(TENSOR_TYPES, 10, 64)
     assert (short.capacity, short.limit) == (64, 10)
@@ -140,7 +140,7 @@ def test_a_growing_arena_keeps_its_slots_when_it_grows() -> None:
     arena.commit(200)
     assert arena.capacity == 256
     assert contents(arena) == [*range(50), *(slot % 100 for slot in range(200))]
-    with pytest.raises(ContextError, match="1001 tokens do not fit"):
+    with pytest.raises(ContextError, match="context full: 1001 of 1000 tokens"):
         arena.reserve(751)
 
 
