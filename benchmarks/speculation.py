@@ -33,7 +33,7 @@ from edgerun.edge.bench.ratios import ModeResult
 from edgerun.edge.bench.recordings import read_recording
 from edgerun.edge.bench.runner import BenchSettings, DecodingMode, TurnRange, measure_modes
 from edgerun.edge.bench.table import ratio_text, show
-from edgerun.runtime.measure.machine import load as machine_load
+from edgerun.runtime.measure.machine import load_average
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
 
@@ -70,7 +70,7 @@ def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespac
         modes.append(DecodingMode(_WRONG, Speculation.AUTO, oracle_mode=OracleMode.WRONG))
     modes.append(DecodingMode(_ORACLE, Speculation.AUTO, oracle_mode=OracleMode.RIGHT))
     plan = BenchSettings(options.max_tokens, TurnRange.parse(recording.turns), replay=True)
-    busy = machine_load()
+    busy = load_average()
     with console.status(recording.name) as status:
         found = measure_modes(
             engine,

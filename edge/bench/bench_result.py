@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...errors import InputError
 from ...runtime.engine import Engine
-from ...runtime.measure.machine import machine
+from ...runtime.measure.machine import describe_machine
 from ...runtime.result import Stats
 from ...runtime.speculation.choice import SOURCE_NAMES
 from ...runtime.speculation.tree import Source
@@ -95,7 +95,7 @@ class BenchResult:
             pass_cost_context=context,
             shortened=measured.shortened,
             load=load,
-            machine=machine(),
+            machine=describe_machine(),
         )
 
     @property

@@ -147,11 +147,11 @@ def bench(
 
 
 def _measure(options: BenchOptions) -> BenchResult:
-    from ...runtime.measure.machine import load as machine_load
+    from ...runtime.measure.machine import load_average
     from ..bench.bench_result import BenchConditions, BenchResult
     from ..bench.runner import DecodingMode, measure_modes
 
-    load = machine_load()
+    load = load_average()
     settings = options.settings
     modes = [DecodingMode(str(speculation), speculation) for speculation in options.speculations]
     conversations, source = _conversations(options)

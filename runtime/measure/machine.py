@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""Describes the machine that a measurement was taken on, for reports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...version import __version__
 from ..graph.ort import RUNTIME_VERSION
 
 
-def machine() -> dict[str, str]:
-    """Names and versions that speeds depend on."""
+def describe_machine() -> dict[str, str]:
+    """Return names and versions that speed depends on."""
     return {
-        "processor": processor(),
+        "processor": _processor_name(),
         "logical cores": str(os.cpu_count() or "unknown"),
         "system": platform.platform(terse=True),
         "onnxruntime": RUNTIME_VERSION,
@@ -21,16 +21,16 @@ def machine() -> dict[str, str]:
     }
 
 
-def load() -> float | None:
-    """Programs that wanted a core in the last minute, on average; None where the system does not tell."""
+def load_average() -> float | None:
+    """Return the mean number of running processes in the last minute; None where the system does not report it."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
         return None
 
 
-def processor() -> str:
-    """The processor's name, or its architecture where the system does not tell."""
+def _processor_name() -> str:
+    """Return the processor's model name, or its architecture where the system does not report the name."""
     information = Path("/proc/cpuinfo")
     if information.is_file():
         for line in information.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,3 +1,5 @@
+"""Files and folders that are written atomically."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,14 +21,14 @@ def entries(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_new_folder_appears_whole(tmp_path: Path) -> None:
+def test_a_new_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     with folder_written_atomically(tmp_path / "a" / "out", never) as staging:
         (staging / "x").write_text("1")
         assert not (tmp_path / "a" / "out").exists()
     assert entries(tmp_path) == ["a", "a/out", "a/out/x"]
 
 
-def test_an_old_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_an_existing_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("0")
     with folder_written_atomically(tmp_path / "out", always) as staging:
@@ -36,7 +38,7 @@ def test_an_old_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_after_an_error_the_old_folder_is_untouched_and_nothing_is_left(tmp_path: Path, error: BaseException) -> None:
+def test_an_error_leaves_the_old_folder_and_no_staging_folder(tmp_path: Path, error: BaseException) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("0")
     with pytest.raises(type(error)), folder_written_atomically(tmp_path / "out", always) as staging:  # noqa: PT012
@@ -45,7 +47,7 @@ def test_after_an_error_the_old_folder_is_untouched_and_nothing_is_left(tmp_path
     assert entries(tmp_path) == ["out", "out/old"]
 
 
-def test_someone_elses_folder_is_never_replaced(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis").write_text("0")
     with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "out", never):
@@ -56,7 +58,7 @@ def test_someone_elses_folder_is_never_replaced(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["file", "out", "out/thesis"]
 
 
-def test_files_that_came_meanwhile_are_kept(tmp_path: Path) -> None:
+def test_files_created_during_the_block_are_kept(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "out", never) as staging:  # noqa: PT012
         (staging / "x").write_text("1")
@@ -77,7 +79,7 @@ def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
     assert [path.name for path in (tmp_path / "target").iterdir()] == ["new"]
 
 
-def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_folder_is_restored_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("0")
     rename = Path.rename
@@ -93,7 +95,7 @@ def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path: Path, monkeypat
     assert entries(tmp_path) == ["out", "out/old"]
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "sub" / "file"
     write_atomically(target, b"one")
     plain = tmp_path / "plain"

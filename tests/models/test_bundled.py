@@ -1,4 +1,4 @@
-"""The model that comes with edge-run."""
+"""The bundled model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def llm():
         ("extract archive.tar.gz", ("tar ", "archive.tar.gz")),
     ],
 )
-def test_everyday_requests_get_sensible_commands(
+def test_common_requests_are_answered_with_the_right_commands(
     llm: edgerun.Engine, request_text: str, parts: tuple[str, ...]
 ) -> None:
     reply = llm.generate(request_text, max_tokens=64)
@@ -31,7 +31,7 @@ def test_everyday_requests_get_sensible_commands(
     assert all(part in reply.text for part in parts), reply.text
 
 
-def test_every_request_of_a_chat_stands_for_itself(llm: edgerun.Engine) -> None:
+def test_requests_of_a_chat_are_answered_independently(llm: edgerun.Engine) -> None:
     alone = llm.generate("extract archive.tar.gz", max_tokens=64).text
     with llm.session() as chat:
         for _ in range(30):
@@ -48,7 +48,7 @@ def test_the_draft_shares_the_tokenizer_and_is_much_smaller() -> None:
         assert engine.generate("count lines in main.c", max_tokens=32).text
 
 
-def test_it_comes_with_a_card() -> None:
+def test_it_has_a_model_card() -> None:
     card = (bundled_folder().parent / "MODEL_CARD.md").read_text(encoding="utf-8")
     assert "CC BY 4.0" in card
     assert "never runs what a model writes" in card

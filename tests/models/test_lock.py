@@ -1,3 +1,5 @@
+"""Locks between threads and processes."""
+
 from __future__ import annotations
 
 import subprocess
@@ -19,7 +21,7 @@ with locked(Path(sys.argv[1]), 5.0):
 """
 
 
-def test_a_lock_is_held_by_one_and_free_after(tmp_path: Path) -> None:
+def test_a_lock_is_exclusive_and_released_after_the_block(tmp_path: Path) -> None:
     with locked(tmp_path / "lock", 0.0):
         with pytest.raises(TimeoutError), locked(tmp_path / "lock", 0.01):
             pass
@@ -29,14 +31,14 @@ def test_a_lock_is_held_by_one_and_free_after(tmp_path: Path) -> None:
         pass
 
 
-def test_an_error_in_the_block_frees_the_lock(tmp_path: Path) -> None:
+def test_an_error_in_the_block_releases_the_lock(tmp_path: Path) -> None:
     with pytest.raises(KeyError), locked(tmp_path / "lock", 0.0):
         raise KeyError
     with locked(tmp_path / "lock", 0.0):
         pass
 
 
-def test_who_waits_gets_it_when_it_is_free(tmp_path: Path) -> None:
+def test_a_waiting_process_gets_the_lock_when_it_is_released(tmp_path: Path) -> None:
     total = 0
 
     def count() -> None:
@@ -56,7 +58,7 @@ def test_who_waits_gets_it_when_it_is_free(tmp_path: Path) -> None:
     assert total == 60
 
 
-def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -70,6 +72,6 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
         pass
 
 
-def test_a_place_without_files_is_an_os_error(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), locked(tmp_path / "missing" / "lock", 0.0):
         pass

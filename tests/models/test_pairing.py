@@ -1,4 +1,4 @@
-"""A draft speaks the target's token ids, or is refused in one clear line."""
+"""Pairing drafts with targets: equal vocabularies, maps of token ids, and errors of one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 def copied(bundle: Path, folder: Path, change: Change | None = None) -> Path:
-    """The bundle again; changed in its tokenizer, and then without a manifest."""
+    """Copy the bundle; with a changed tokenizer it gets no manifest."""
     shutil.copytree(bundle, folder)
     if change is not None:
         (folder / "edge.json").unlink()
@@ -46,7 +46,7 @@ def refusal(target: Path, draft: Path) -> str:
     return str(caught.value)
 
 
-def test_the_same_tokenizer_pairs(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_equal_tokenizer_files_match(tiny_bundle: Path, tmp_path: Path) -> None:
     found = pair(open_bundle(tiny_bundle), open_bundle(copied(tiny_bundle, tmp_path / "draft")))
     assert found.target_ids is None
     assert found.token_count == 300
@@ -58,7 +58,7 @@ def as_older_programs_write_it(data: dict[str, Any]) -> None:
     data["added_tokens"].reverse()
 
 
-def test_the_same_tokens_in_another_file_pair(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_equal_tokens_in_different_files_match(tiny_bundle: Path, tmp_path: Path) -> None:
     draft = copied(tiny_bundle, tmp_path / "draft", as_older_programs_write_it)
     assert (draft / "tokenizer.json").read_bytes() != (tiny_bundle / "tokenizer.json").read_bytes()
     assert pair(open_bundle(tiny_bundle), open_bundle(draft)).token_count == 300
@@ -103,7 +103,7 @@ def test_another_vocabulary_is_refused(tiny_bundle: Path, tmp_path: Path, change
         lambda data: data.update(added_tokens=[{"content": "x", "id": -5}]),
     ],
 )
-def test_what_is_no_vocabulary_is_named(tiny_bundle: Path, tmp_path: Path, change: Change) -> None:
+def test_unknown_vocabulary_formats_are_errors(tiny_bundle: Path, tmp_path: Path, change: Change) -> None:
     draft = copied(tiny_bundle, tmp_path / "draft", change)
     assert refusal(tiny_bundle, draft) == (
         f"{draft / 'tokenizer.json'} cannot be read: its vocabulary has an unknown format; "
@@ -111,7 +111,7 @@ def test_what_is_no_vocabulary_is_named(tiny_bundle: Path, tmp_path: Path, chang
     )
 
 
-def test_a_draft_without_tokenizer_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_draft_without_a_tokenizer_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     draft = copied(tiny_bundle, tmp_path / "draft")
     (draft / "edge.json").unlink()
     (draft / "tokenizer.json").unlink()
@@ -154,12 +154,12 @@ def test_maps_of_ids_and_of_offsets_are_the_same(tiny_bundle: Path, kept: set[in
         (np.array([1, 1 << 40]), "cannot be used: its token ids must be distinct and at least 0"),
     ],
 )
-def test_what_is_no_map_is_named(tiny_bundle: Path, tmp_path: Path, ids: Any, message: str) -> None:
+def test_invalid_maps_are_errors(tiny_bundle: Path, tmp_path: Path, ids: Any, message: str) -> None:
     draft = with_map(tiny_bundle, tmp_path / "draft", ids)
     assert refusal(tiny_bundle, draft).startswith(f"{draft / 'd2t.npy'} {message}; ")
 
 
-def test_a_map_that_is_cut_short_is_named(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_truncated_map_is_an_error(tiny_bundle: Path, tmp_path: Path) -> None:
     draft = with_map(tiny_bundle, tmp_path / "draft", np.arange(100))
     path = draft / "d2t.npy"
     for size in (0, 5, 90, 300):
@@ -168,7 +168,7 @@ def test_a_map_that_is_cut_short_is_named(tiny_bundle: Path, tmp_path: Path) -> 
 
 
 def cut_to(count: int) -> Change:
-    """Only the first tokens, the first of them last."""
+    """Keep the first tokens only, and move the first of them to the end."""
 
     def change(data: dict[str, Any]) -> None:
         kept = {token: number for token, number in data["model"]["vocab"].items() if number < count}
@@ -216,7 +216,7 @@ def test_the_manifest_names_the_draft(tiny_bundle: Path, tmp_path: Path) -> None
         find_draft(bundle, draft)
 
 
-def test_a_draft_with_a_map_is_named_with_it(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_the_manifest_names_the_map_of_a_draft(tiny_bundle: Path, tmp_path: Path) -> None:
     target, draft = copied(tiny_bundle, tmp_path / "target"), with_map(tiny_bundle, tmp_path / "draft", np.arange(9))
     name_draft(target, draft)
     assert json.loads((target / "edge.json").read_text())["draft"] == {"path": "../draft", "d2t": "d2t.npy"}
@@ -227,7 +227,7 @@ def test_a_draft_with_a_map_is_named_with_it(tiny_bundle: Path, tmp_path: Path) 
         assert str(caught.value) == f"{draft / 'd2t.npy'} is missing; copy the whole model folder"
 
 
-def test_a_map_of_offsets_is_read_as_such(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_map_of_offsets_is_read(tiny_bundle: Path, tmp_path: Path) -> None:
     target, draft = copied(tiny_bundle, tmp_path / "target"), copied(tiny_bundle, tmp_path / "draft")
     np.save(draft / "eagle.npy", np.array([5, 5, 7]))
     manifest = json.loads((target / "edge.json").read_text())
@@ -240,7 +240,7 @@ def test_a_map_of_offsets_is_read_as_such(tiny_bundle: Path, tmp_path: Path) -> 
         assert found.target_ids.tolist() == [5, 6, 9]
 
 
-def test_a_draft_that_does_not_fit_is_not_named(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_draft_with_another_vocabulary_is_not_named(tiny_bundle: Path, tmp_path: Path) -> None:
     target = copied(tiny_bundle, tmp_path / "target")
     draft = copied(tiny_bundle, tmp_path / "draft", lambda data: swap(data, 7, 8))
     before = (target / "edge.json").read_bytes()

@@ -1,4 +1,4 @@
-"""Which graph is run of those that published models come with."""
+"""Choosing among the graphs of published models."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ GENAI = [
         (GENAI, "acc-level", DeviceKind.CPU, f"{ACC4}/model.onnx"),
     ],
 )  # fmt: skip
-def test_the_graph_that_is_run(files: list[str], variant: str | None, kind: DeviceKind, graph: str) -> None:
+def test_the_chosen_graph(files: list[str], variant: str | None, kind: DeviceKind, graph: str) -> None:
     assert choose_graph(files, variant, kind=kind) == GraphFiles(graph)
 
 
-def test_separate_decoders_come_as_a_pair() -> None:
+def test_separate_decoders_are_chosen_together() -> None:
     assert choose_graph(OLD_OPTIMUM) == GraphFiles("decoder_with_past_model.onnx", "decoder_model.onnx")
     quantized = ["onnx/decoder_model_q4.onnx", "onnx/decoder_with_past_model_q4.onnx", "onnx/decoder_model.onnx"]
     chosen = GraphFiles("onnx/decoder_with_past_model_q4.onnx", "onnx/decoder_model_q4.onnx")
@@ -77,7 +77,7 @@ def test_separate_decoders_come_as_a_pair() -> None:
     assert choose_graph(quantized, "fp32") == GraphFiles("onnx/decoder_model.onnx")
 
 
-def test_a_configuration_names_its_graph() -> None:
+def test_genai_config_names_the_graph() -> None:
     files = ["a/genai_config.json", "a/phi.onnx", "a/mtp.onnx", "b/genai_config.json", "b/model.onnx"]
     assert choose_graph(files, "a", named={"a": "phi.onnx"}) == GraphFiles("a/phi.onnx")
     with pytest.raises(BundleError, match=r"^the folder has several graphs .* equally well; name one of a/mtp, a/phi$"):
@@ -86,7 +86,7 @@ def test_a_configuration_names_its_graph() -> None:
 
 
 @pytest.mark.parametrize("variant", ["other", "other.onnx", "onnx/other"])
-def test_any_file_can_be_named(variant: str) -> None:
+def test_any_file_can_be_chosen_by_name(variant: str) -> None:
     files = ["onnx/model.onnx", "onnx/model_q4.onnx", "onnx/other.onnx"]
     assert choose_graph(files, variant) == GraphFiles("onnx/other.onnx")
     assert choose_graph(files) == GraphFiles("onnx/model_q4.onnx")
@@ -123,7 +123,7 @@ def test_any_file_can_be_named(variant: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_chosen_is_one_line(files: list[str], variant: str | None, message: str) -> None:
+def test_failed_choices_are_errors_of_one_line(files: list[str], variant: str | None, message: str) -> None:
     with pytest.raises(BundleError, match=f"^{re.escape(message)}$"):
         choose_graph(files, variant, where="m")
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_chosen_is_one_line(files: list[str], variant: str | None
     ],
 )
 @pytest.mark.parametrize("alone", [True, False])
-def test_parts_of_something_larger_are_refused(beside: str, what: str, alone: bool) -> None:
+def test_decoders_of_multimodal_models_are_refused(beside: str, what: str, alone: bool) -> None:
     files = [f"onnx/{beside}"] if alone else ["onnx/decoder_model_merged_q4.onnx", f"onnx/{beside}"]
     with pytest.raises(BundleError, match=f"^m is {re.escape(what)}; edge-run runs text decoders of one graph"):
         choose_graph(files, where="m")
@@ -153,13 +153,13 @@ PARTS = st.sampled_from(
 
 
 @given(st.lists(st.lists(PARTS, max_size=6).map("".join), max_size=8), st.none() | PARTS, st.sampled_from(DeviceKind))
-def test_any_files_give_a_graph_among_them_or_one_line(files: list[str], variant: str | None, kind: DeviceKind) -> None:
+def test_any_files_give_one_of_them_or_an_error(files: list[str], variant: str | None, kind: DeviceKind) -> None:
     with suppress(BundleError):
         chosen = choose_graph(files, variant, kind=kind)
         assert {chosen.graph, chosen.prefill or chosen.graph} <= {str(PurePosixPath(file)) for file in files}
 
 
-def test_a_variant_of_a_local_folder_is_named_behind_a_colon(tmp_path: Path) -> None:
+def test_a_variant_of_a_local_folder_is_named_after_a_colon(tmp_path: Path) -> None:
     for precision in ("fp32", "int4"):
         (tmp_path / "model" / precision).mkdir(parents=True)
         (tmp_path / "model" / precision / "model.onnx").touch()

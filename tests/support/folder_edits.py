@@ -1,4 +1,4 @@
-"""Edits of the files around a decoder's graph, as bad downloads and bad luck make them."""
+"""Random damage to the files of a model folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _JSON: Final = st.recursive(
 
 @dataclass(frozen=True)
 class FileEdit:
-    """A change of a folder."""
+    """A change to a folder."""
 
     name: str
     apply: Callable[[Path], None]
@@ -34,16 +34,16 @@ class FileEdit:
 
 
 def _set_json(folder: Path, file: str, keys: Sequence[str], value: Any) -> None:
-    """Put a value into a file, if it and the object around the value are there."""
+    """Set a value in a JSON file, if the file and the object that holds the value exist."""
     try:
         data = json.loads((folder / file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    at: Any = data
+    parent: Any = data
     for key in keys[:-1]:
-        at = at.get(key) if isinstance(at, dict) else None
-    if isinstance(at, dict):
-        at[keys[-1]] = value
+        parent = parent.get(key) if isinstance(parent, dict) else None
+    if isinstance(parent, dict):
+        parent[keys[-1]] = value
         write_json(folder / file, data)
 
 
@@ -68,13 +68,13 @@ def _cut(folder: Path, file: str, part: float) -> None:
         path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
 
 
-def _take_away(folder: Path, file: str) -> None:
+def _remove(folder: Path, file: str) -> None:
     for path in folder.rglob(file):
         path.unlink()
 
 
-def _point_elsewhere(folder: Path, location: str) -> None:
-    """Name another file for all external weights of a graph that is whole."""
+def _change_location(folder: Path, location: str) -> None:
+    """Change the file name of all external weights of an intact graph."""
     for path in folder.rglob("model.onnx"):
         model = onnx.ModelProto()
         with suppress(DecodeError):
@@ -87,7 +87,7 @@ def _point_elsewhere(folder: Path, location: str) -> None:
 
 
 def file_edits() -> st.SearchStrategy[FileEdit]:
-    """Any change of the files around a graph."""
+    """Generate changes to the files of a model folder."""
     part = st.floats(0, 0.999)
     return st.one_of(
         st.builds(
@@ -101,11 +101,11 @@ def file_edits() -> st.SearchStrategy[FileEdit]:
             *(st.sampled_from(_FILES), part),
         ),
         st.builds(
-            lambda file: FileEdit(f"take_away({file})", lambda folder: _take_away(folder, file)),
+            lambda file: FileEdit(f"remove({file})", lambda folder: _remove(folder, file)),
             st.sampled_from(_FILES),
         ),
         st.builds(
-            lambda where: FileEdit(f"point_elsewhere({where!r})", lambda folder: _point_elsewhere(folder, where)),
+            lambda where: FileEdit(f"change_location({where!r})", lambda folder: _change_location(folder, where)),
             st.sampled_from(("../../etc/passwd", "/etc/passwd", "missing", "", "config.json", ".", "a\0b", "ä")),
         ),
     )

@@ -1,3 +1,5 @@
+"""Finding and checking the external data files of ONNX models."""
+
 from __future__ import annotations
 
 from contextlib import suppress
@@ -16,7 +18,7 @@ onnx = pytest.importorskip("onnx", reason="needs the export extra")
 def tensor(location: str, *, value_first: bool = False) -> onnx.TensorProto:
     proto = onnx.TensorProto(name="w", data_type=1, dims=[1], data_location=onnx.TensorProto.EXTERNAL)
     if value_first:
-        # The same entry with its fields the other way round, which protobuf allows.
+        # The same entry with its fields in the other order, which protobuf allows.
         name = location.encode()
         body = b"\x12" + bytes([len(name)]) + name + b"\x0a\x08location"
         proto.MergeFromString(b"\x6a" + bytes([len(body)]) + body)
@@ -27,7 +29,7 @@ def tensor(location: str, *, value_first: bool = False) -> onnx.TensorProto:
 
 
 def places(proto: onnx.TensorProto) -> dict[str, onnx.ModelProto]:
-    """Models that hide the tensor in every place onnx.proto has for one."""
+    """Models with the tensor in every place where onnx.proto allows one."""
     models = {
         name: onnx.ModelProto(ir_version=10) for name in ("initializer", "attribute", "subgraph", "sparse", "function")
     }
@@ -43,7 +45,7 @@ def places(proto: onnx.TensorProto) -> dict[str, onnx.ModelProto]:
 
 @pytest.mark.parametrize("place", ["initializer", "attribute", "subgraph", "sparse", "function"])
 @pytest.mark.parametrize("value_first", [False, True])
-def test_names_are_found_wherever_a_tensor_can_be(tmp_path: Path, place: str, value_first: bool) -> None:
+def test_external_files_are_found_wherever_a_tensor_can_be(tmp_path: Path, place: str, value_first: bool) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(places(tensor("weights.bin", value_first=value_first))[place].SerializeToString())
     assert external_files(path) == ["weights.bin"]
@@ -59,7 +61,7 @@ def test_names_outside_the_folder_are_refused(tmp_path: Path, location: str) -> 
         check_external_data(path)
 
 
-def test_missing_files_are_named_and_present_ones_pass(tmp_path: Path) -> None:
+def test_missing_files_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(places(tensor("sub/weights.bin"))["initializer"].SerializeToString())
     with pytest.raises(BundleError, match=r"keeps weights in sub/weights\.bin, which is missing; copy the whole model"):
@@ -69,7 +71,7 @@ def test_missing_files_are_named_and_present_ones_pass(tmp_path: Path) -> None:
     check_external_data(path)
 
 
-def test_files_that_are_too_short_are_named(tmp_path: Path) -> None:
+def test_truncated_files_are_errors(tmp_path: Path) -> None:
     proto = tensor("weights.bin")
     del proto.external_data[:]
     for key, value in {"location": "weights.bin", "offset": "6", "length": "4"}.items():
@@ -84,7 +86,7 @@ def test_files_that_are_too_short_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", ["", "-1", "1e3", "9" * 5000])
-def test_lengths_that_are_none_are_left_to_the_runtime(tmp_path: Path, length: str) -> None:
+def test_invalid_lengths_are_left_to_the_runtime(tmp_path: Path, length: str) -> None:
     proto = tensor("weights.bin")
     proto.external_data.add(key="length", value=length)
     (tmp_path / "model.onnx").write_bytes(places(proto)["initializer"].SerializeToString())
@@ -120,7 +122,7 @@ def test_deep_nesting_is_refused(tmp_path: Path) -> None:
         external_files(path)
 
 
-def test_inline_weights_name_no_file_whatever_their_bytes(tmp_path: Path) -> None:
+def test_the_bytes_of_inline_weights_are_not_read_as_names(tmp_path: Path) -> None:
     model = onnx.ModelProto(ir_version=10)
     bait = tensor("../x").SerializeToString()
     model.graph.initializer.append(onnx.TensorProto(name="w", data_type=2, dims=[len(bait)], raw_data=bait))

@@ -1,4 +1,4 @@
-"""A graph over another's weights: what is replaced is the other's, and everything else as it was."""
+"""Replacing the external tensors of a graph by those of another."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def spliced(folder: Path, first: onnx.ModelProto, second: onnx.ModelProto) -> by
     mine=st.lists(st.sampled_from(NAMES), min_size=1, unique=True),
     sizes=st.lists(st.integers(1, 70), min_size=3, max_size=3),
 )
-def test_only_weights_in_another_file_are_replaced(
+def test_only_external_tensors_are_replaced(
     tmp_path_factory: pytest.TempPathFactory, mine: list[str], sizes: list[int]
 ) -> None:
     kept = inline("kept", sizes[0])
@@ -66,12 +66,12 @@ def test_only_weights_in_another_file_are_replaced(
     assert found == expected
 
 
-def test_a_weight_that_the_other_lacks_is_an_error(tmp_path: Path) -> None:
+def test_a_tensor_that_the_other_file_lacks_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="mine"):
         spliced(tmp_path, model([elsewhere("mine", 0)]), model([elsewhere("theirs", 0)]))
 
 
-def test_what_is_no_model_is_one_line(tmp_path: Path) -> None:
+def test_invalid_models_are_errors(tmp_path: Path) -> None:
     (tmp_path / "good").write_bytes(model([inline("a", 2)]).SerializeToString())
     (tmp_path / "bad").write_bytes(b"no model")
     for pair in (("good", "bad"), ("bad", "good")):
@@ -79,7 +79,7 @@ def test_what_is_no_model_is_one_line(tmp_path: Path) -> None:
             with_tensors_of(*(tmp_path / name for name in pair))
 
 
-def test_a_length_that_is_written_with_more_bytes_than_needed_is_refused(tmp_path: Path) -> None:
+def test_a_length_in_a_longer_encoding_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd").write_bytes(b"\x3a\x80\x00")
     (tmp_path / "good").write_bytes(model([inline("a", 2)]).SerializeToString())
     with pytest.raises(BundleError, match="shortest way"):
