@@ -22,7 +22,8 @@ _FILLER_WORDS: Final = frozenset(
 _CACHE_WORDS: Final = frozenset({"cache", "kv", "past", "present"})
 _SLOT_AXIS: Final[Mapping[int, int]] = {3: 1, 4: 2, 5: 3}
 """The usual slot dimension by rank: `[B, T, 2D]`, `[B, H, T, D]`, `[2, B, H, T, D]`."""
-_HINT: Final = "export the model with edge-run export, or choose another variant of it"
+EXPORT_HINT: Final = "export the model with edge-run export, or choose another variant of it"
+"""Hint of errors about graphs that this version cannot run."""
 
 
 class _Content(Enum):
@@ -86,11 +87,11 @@ def find_cache(
     for part in sorted(pasts, key=lambda part: (part.content.value, part.layer)):
         past = pasts[part]
         if part not in presents:
-            raise BundleError(f"{where} has no output for its cache input {past.name}", _HINT)
+            raise BundleError(f"{where} has no output for its cache input {past.name}", EXPORT_HINT)
         present = presents[part]
         if past.type != present.type:
             raise BundleError(
-                f"{where} takes {past.name} as {past.type} and gives {present.name} as {present.type}", _HINT
+                f"{where} takes {past.name} as {past.type} and gives {present.name} as {present.type}", EXPORT_HINT
             )
         tensors.append(CacheTensor(past.name, present.name, _tensor_type(past, present, where, sizes)))
     return tuple(tensors)
@@ -120,7 +121,7 @@ def _by_part(
         if part in found:
             raise BundleError(
                 f"{where} has two cache tensors for the same layer and content: {found[part].name} and {value.name}",
-                _HINT,
+                EXPORT_HINT,
             )
         found[part] = value
     return found
@@ -129,10 +130,10 @@ def _by_part(
 def _tensor_type(past: GraphValue, present: GraphValue, where: str, sizes: Mapping[int, int]) -> CacheTensorType:
     dtype = element_type(past)
     if dtype is None or dtype.kind not in "fiu" or dtype.itemsize > 4:
-        raise BundleError(f"{where} has a cache of type {past.type} ({past.name}), which is not supported", _HINT)
+        raise BundleError(f"{where} has a cache of type {past.type} ({past.name}), which is not supported", EXPORT_HINT)
     rank = len(past.shape)
     if rank not in _SLOT_AXIS:
-        raise BundleError(f"{where} has a cache of {rank} dimensions ({past.name}): {list(past.shape)}", _HINT)
+        raise BundleError(f"{where} has a cache of {rank} dimensions ({past.name}): {list(past.shape)}", EXPORT_HINT)
     shape: list[int | str | None] = list(past.shape)
     batch = 1 if rank == 5 else 0
     open_axes = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
@@ -156,11 +157,11 @@ def _tensor_type(past: GraphValue, present: GraphValue, where: str, sizes: Mappi
         )
     if shape[batch] != 1:
         raise BundleError(
-            f"{where} has a fixed batch size of {shape[batch]} ({past.name} is {_shape_text(past)})", _HINT
+            f"{where} has a fixed batch size of {shape[batch]} ({past.name} is {_shape_text(past)})", EXPORT_HINT
         )
     slot_axis = still_open[0] if still_open else _SLOT_AXIS[rank]
     if any(size == 0 for axis, size in enumerate(shape) if axis != slot_axis):
-        raise BundleError(f"{where} has an empty cache: {past.name} is {_shape_text(past)}", _HINT)
+        raise BundleError(f"{where} has an empty cache: {past.name} is {_shape_text(past)}", EXPORT_HINT)
     return CacheTensorType(dtype, tuple(size if isinstance(size, int) else 0 for size in shape), slot_axis)
 
 

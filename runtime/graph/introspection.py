@@ -12,14 +12,13 @@ from typing import Any, Final
 
 from ...errors import BundleError
 from ...models.json_file import is_whole
-from .cache_io import CachePart, cache_part, find_cache, fixed_slots
+from .cache_io import EXPORT_HINT, CachePart, cache_part, find_cache, fixed_slots
 from .graph_io import CacheMode, CacheTensor, GraphIO, GraphValue, InputRole, LogitsMode, element_type
 from .model_metadata import ModelMetadata
 from .unsupported import reject_inputs
 
 MIN_CAPACITY: Final = 8
 """Smallest number of cache slots that a graph may fix: with fewer it could not even be probed."""
-_HINT: Final = "export the model with edge-run export, or choose another variant of it"
 _ROLES_BY_NAME: Final[Mapping[str, InputRole]] = {
     **dict.fromkeys(("input_ids", "token_ids", "tokens"), InputRole.TOKENS),
     **dict.fromkeys(("position_ids", "positions"), InputRole.POSITIONS),
@@ -93,7 +92,7 @@ def introspect(
             "export it with a cache (Optimum's task text-generation-with-past), or choose another variant of it",
         )
     if InputRole.TOKENS not in roles:
-        raise BundleError(f"{where} has no input for token ids (input_ids)", _HINT)
+        raise BundleError(f"{where} has no input for token ids (input_ids)", EXPORT_HINT)
     _check_inputs(roles, where)
     logits = _logits(outputs, where, renamed, {tensor.present for tensor in cache})
     vocab_size = _vocab_size(logits, where, metadata)
@@ -156,11 +155,13 @@ def _roles(
         if role is None:
             unknown.append(value.name)
         elif role in roles:
-            raise BundleError(f"{where} has two inputs of the same meaning: {roles[role].name} and {value.name}", _HINT)
+            raise BundleError(
+                f"{where} has two inputs of the same meaning: {roles[role].name} and {value.name}", EXPORT_HINT
+            )
         else:
             roles[role] = value
     if unknown:
-        raise BundleError(f"{where} has inputs that edge-run does not know: {', '.join(sorted(unknown))}", _HINT)
+        raise BundleError(f"{where} has inputs that edge-run does not know: {', '.join(sorted(unknown))}", EXPORT_HINT)
     return roles
 
 
@@ -170,12 +171,12 @@ def _check_inputs(roles: Mapping[InputRole, GraphValue], where: str) -> None:
         if dtype is None or dtype.kind not in _DTYPE_KINDS[role] or len(value.shape) not in _RANKS[role]:
             raise BundleError(
                 f"{where} takes {value.name} as {value.type} of {len(value.shape)} dimensions, which is not supported",
-                _HINT,
+                EXPORT_HINT,
             )
         if role in (InputRole.TOKENS, InputRole.MASK, InputRole.POSITIONS):
             batch, length = value.shape[-2], value.shape[-1]
             if isinstance(batch, int) and batch != 1:
-                raise BundleError(f"{where} has a fixed batch size of {batch} ({value.name})", _HINT)
+                raise BundleError(f"{where} has a fixed batch size of {batch} ({value.name})", EXPORT_HINT)
             if isinstance(length, int):
                 tokens = "1 token" if length == 1 else f"{length} tokens"
                 raise BundleError(
@@ -202,7 +203,7 @@ def _logits(
     if len(candidates) != 1 or candidates[0] not in by_type:
         others = ", ".join(value.name for value in outputs if value.name not in cache) or "nothing"
         raise BundleError(
-            f"{where} has no output for logits of 2 or 3 dimensions; beside its cache it gives {others}", _HINT
+            f"{where} has no output for logits of 2 or 3 dimensions; beside its cache it gives {others}", EXPORT_HINT
         )
     return candidates[0]
 
@@ -246,7 +247,7 @@ def _capacity(
     capacity = min(fixed.values())
     if capacity < MIN_CAPACITY:
         raise BundleError(
-            f"{where} has a cache of only {capacity} slots ({name}); the minimum is {MIN_CAPACITY}", _HINT
+            f"{where} has a cache of only {capacity} slots ({name}); the minimum is {MIN_CAPACITY}", EXPORT_HINT
         )
     return capacity
 

@@ -1,4 +1,4 @@
-"""One ONNX Runtime session over one graph."""
+"""Loads a decoder graph into an ONNX Runtime session."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SessionConfig:
     """Whether another session runs alternately with this one. By default idle threads spin while they wait for work,
     which takes the cores from the other session: a target of 17 ms a pass beside a draft model then takes 31 ms."""
     profile: Path | None = None
-    """Prefix of the path of a file to which ONNX Runtime writes the time of every node; see `node_profile`."""
+    """Prefix of the path of a file to which ONNX Runtime writes the time of every node; see `read_profile`."""
 
 
 class GraphSession:
