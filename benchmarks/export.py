@@ -41,7 +41,7 @@ def main() -> None:
     if not source.is_dir():
         write_checkpoint(SHAPES[options.shape], source, dtype=options.dtype)
     plans = {"int4/128": ["int4", "--block", "128"], "int8/32": ["int8", "--block", "32"]}
-    rows = {}
+    results = {}
     print(f"{options.shape}, {options.dtype} checkpoint of {size_of(source) / 1e9:.2f} GB")
     print(f"{'weights':10} {'seconds':>8} {'peak GB':>8} {'bundle GB':>10}")
     for name, arguments in plans.items():
@@ -55,10 +55,10 @@ def main() -> None:
                 seconds.append(taken)
                 peaks.append(peak)
                 sizes.append(size_of(out))
-        rows[name] = {"seconds": statistics.median(seconds), "peak_bytes": max(peaks), "bundle_bytes": sizes[0]}
-        print(f"{name:10} {rows[name]['seconds']:8.1f} {max(peaks) / 1e9:8.2f} {sizes[0] / 1e9:10.3f}")
+        results[name] = {"seconds": statistics.median(seconds), "peak_bytes": max(peaks), "bundle_bytes": sizes[0]}
+        print(f"{name:10} {results[name]['seconds']:8.1f} {max(peaks) / 1e9:8.2f} {sizes[0] / 1e9:10.3f}")
     conditions = {"shape": options.shape, "dtype": options.dtype, "runs": options.runs}
-    print(json.dumps({"benchmark": "export", "edgerun": edgerun.__version__, **conditions, "exports": rows}))
+    print(json.dumps({"benchmark": "export", "edgerun": edgerun.__version__, **conditions, "exports": results}))
 
 
 def size_of(folder: Path) -> int:

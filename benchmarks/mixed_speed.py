@@ -47,7 +47,7 @@ from rounds import IdleLoad, Series, alternate, join, median_ratio, spread
 UNIFORM: Final = "int4/128"
 WIDTHS: Final = (1, 4)
 _CONTEXT: Final = 256
-"""Tokens before those that are exporter_seconds, as in the times that plans are made by."""
+"""Number of cached tokens, as in the timings that plans are based on."""
 _PASSES: Final = 9
 _CAPACITY: Final = 512
 _ROUNDS: Final = 16

@@ -82,7 +82,7 @@ def steps(bundle: Path, rounds: int) -> list[dict[str, float]]:
     curve = ", ".join(f"t({width}) {target[width] / target[1]:.2f}" for width in TARGET_WIDTHS[1:])
     print(f"{bundle.name}: {1e3 * target[1]:.2f} ms per pass, {curve}")
     print(f"{'skipped':>10} {'step ms':>9} {'of target':>10} {'pays from':>10} {'cheap tokens':>16}")
-    cheap = {rows: target[1] * (1 + CHEAP_TOKEN * (rows - 1)) for rows in TARGET_WIDTHS}
+    cheap = {width: target[1] * (1 + CHEAP_TOKEN * (width - 1)) for width in TARGET_WIDTHS}
     results = []
     for fraction, times in zip(FRACTIONS, drafts, strict=True):
         row = {
@@ -133,7 +133,7 @@ def chosen(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
         f"{found.plain_seconds / found.speculative_seconds:.2f} times plain",
         flush=True,
     )
-    return {**dataclasses.asdict(report), "judged_by_replay": dataclasses.asdict(found)}
+    return {**dataclasses.asdict(report), "replayed": dataclasses.asdict(found)}
 
 
 if __name__ == "__main__":

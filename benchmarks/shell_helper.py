@@ -41,8 +41,8 @@ def main() -> None:
     print(f"{'':12} {'requests':>8} {'first word':>10} {'exact':>6}")
     for group in exact:
         print(f"{group:12} {len(exact[group]):8} {share(first[group]):10.1%} {share(exact[group]):6.1%}")
-    rows = {group: {"first_word": share(first[group]), "exact": share(exact[group])} for group in exact}
-    print(json.dumps({"benchmark": "shell_helper", "edgerun": edgerun.__version__, **rows}))
+    results = {group: {"first_word": share(first[group]), "exact": share(exact[group])} for group in exact}
+    print(json.dumps({"benchmark": "shell_helper", "edgerun": edgerun.__version__, **results}))
 
 
 def first_word(command: str) -> str:
