@@ -135,6 +135,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source
 
 
+@pytest.mark.nightly
 def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None:
     plain = export(narrow, tmp_path / "plain", mixed("4.8bpw")).report
     corrected = export(narrow, tmp_path / "bundle", mixed("4.8bpw", low_rank_correction=True)).report
@@ -167,7 +168,7 @@ def test_low_rank_corrections_that_lose_are_left_out(checkpoint: Path, tmp_path:
     assert set(weights_of(tmp_path / "bundle").values()) <= set(BASE_FORMATS)
 
 
-@pytest.mark.parametrize("slow", [1.0, 1.4])
+@pytest.mark.parametrize("slow", [pytest.param(1.0, marks=pytest.mark.nightly), 1.4])
 def test_a_time_budget_holds_on_a_machine_that_became_slower(
     checkpoint: Path, tmp_path: Path, slow: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +223,7 @@ def test_an_interrupted_search_is_resumed(checkpoint: Path, tmp_path: Path, own_
 
 
 @pytest.mark.parametrize("request_", [DraftRequest(Path()), DraftRequest()], ids=["separate checkpoint", "own layers"])
-@pytest.mark.parametrize("vocabulary", [None, 150, 0])
+@pytest.mark.parametrize("vocabulary", [None, 150, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_draft_does_not_change_the_text(
     checkpoint: Path, draft: Path, tmp_path: Path, request_: DraftRequest, vocabulary: int | None
 ) -> None:

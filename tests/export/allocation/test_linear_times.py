@@ -139,7 +139,7 @@ def test_uniform_bundles_have_the_largest_blocks_of_each_bit_width(tmp_path: Pat
     config = config_of(tmp_path)
     plans = [set(bundle.plan.values()) for bundle in uniform_bundles(config, (*BASE_FORMATS, *LOW_RANK_FORMATS))]
     assert plans == [{WeightFormat(bits, 128)} for bits in (2, 4, 8)]
-    deep = replace(config, hidden_size=4096, intermediate_size=16384, layers=100, attention=config.attention[:1] * 100)
+    deep = replace(config, hidden_size=2048, intermediate_size=8192, layers=100, attention=config.attention[:1] * 100)
     (bundle,) = uniform_bundles(deep, FORMATS[:1])
     assert 2 < bundle.config.layers < deep.layers
 
