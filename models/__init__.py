@@ -1,1 +1,1 @@
-"""What lies on disk: the bundle format, finding models, the bundled model and how it is trained."""
+"""Models on disk: bundles, finding and downloading them, the bundled model."""

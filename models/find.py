@@ -1,4 +1,4 @@
-"""Finds the model that a user names: a path, a model on the hub, or the bundled model."""
+"""Finds the model that a user names."""
 
 from __future__ import annotations
 

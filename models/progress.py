@@ -1,4 +1,4 @@
-"""How long work reports its progress, and the display of it in a terminal."""
+"""Progress of long work: the protocol, and its display in a terminal."""
 
 from __future__ import annotations
 

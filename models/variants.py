@@ -1,4 +1,4 @@
-"""Chooses among the graphs of a model folder, which may hold many variants of a model.
+"""Chooses among the graphs of a model folder.
 
 Common layouts: `model.onnx` (Optimum, ONNX Runtime GenAI, edge-run); `onnx/model_q4.onnx` and its siblings
 (transformers.js); `decoder_model_merged.onnx`, or `decoder_model.onnx` with `decoder_with_past_model.onnx` (Optimum

@@ -1,4 +1,4 @@
-"""Requests to the Hugging Face Hub: the list of a repository's files, and single files.
+"""Requests to the Hugging Face Hub.
 
 The hub library does the requests, log-ins, endpoints and redirects. Since release 1.0 it does not resume a file that an
 earlier process left unfinished, so the file and the offset are given to it here. One request lists a repository with

@@ -1,1 +1,1 @@
-"""Reading and rewriting ONNX files at the level of the protobuf wire format."""
+"""Reading and rewriting ONNX files as protobuf wire format."""

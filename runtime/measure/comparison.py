@@ -1,4 +1,4 @@
-"""Compares speculative text with plain text, prompt by prompt, and classifies every difference.
+"""Compares speculative with plain text and classifies every difference.
 
 Drafts are not pruned to what pays here, so that there is something to compare: the speculators assume that wider passes
 cost nothing. Besides the drafters that the model has, two know the plain answer. One drafts it, which makes the longest

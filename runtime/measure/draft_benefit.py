@@ -1,4 +1,4 @@
-"""Measures what a model gains from the draft in its bundle, on given texts."""
+"""Measures what a model gains from the draft in its bundle."""
 
 from __future__ import annotations
 

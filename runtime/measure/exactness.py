@@ -1,4 +1,4 @@
-"""The exactness report: how exact speculation is for a model on this machine."""
+"""The exactness report of a model on this machine."""
 
 from __future__ import annotations
 

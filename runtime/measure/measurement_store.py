@@ -1,4 +1,4 @@
-"""Stores measurements of models on this machine as small JSON files in the cache."""
+"""Stores measurements as small JSON files in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration text: sampled from the model itself, or read from a file and tokenized.
+"""Calibration text: sampled from the model or read from a file.
 
 A chat model writes both sides of a conversation. After the beginning of a user turn of its template it makes up a
 request, because it was trained on many, and then it answers (Magpie, Xu et al. 2024). A model that does not end its

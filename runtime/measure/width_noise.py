@@ -1,4 +1,4 @@
-"""Measures how far logits of passes over several tokens are from those of passes over one.
+"""Measures how far logits differ between pass widths.
 
 A text is run one token per pass, then again in chains of every width and in branching trees, each over the cache that
 its own passes have filled, and the logits are compared position by position. That is what decoding does: where

@@ -1,4 +1,4 @@
-"""Pairing drafts with targets: equal vocabularies, maps of token ids, and errors of one line."""
+"""Pairing drafts with targets: vocabularies and maps of token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids of models on the Hugging Face Hub: which names are ids, and their parts."""
+"""Ids of models on the Hugging Face Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that are sampled in shared passes equal those that are sampled alone."""
+"""Texts sampled in shared passes equal those sampled alone."""
 
 from __future__ import annotations
 

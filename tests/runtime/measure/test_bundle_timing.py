@@ -1,4 +1,4 @@
-"""Timing passes and graph nodes of bundles: every timed pass counts, on packed weights, and no files are left over."""
+"""Timing passes and graph nodes of bundles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target gains from its draft: the target itself as its draft, another model, the target without some parts."""
+"""What a target gains from different drafts."""
 
 from __future__ import annotations
 

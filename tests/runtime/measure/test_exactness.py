@@ -1,4 +1,4 @@
-"""Width noise, the comparison of speculative with plain texts, and storing the exactness report."""
+"""Width noise, comparing speculative with plain text, the exactness report."""
 
 from __future__ import annotations
 
