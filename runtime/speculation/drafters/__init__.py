@@ -1,1 +1,1 @@
-"""Guessing the next tokens: predictors, drafters, and the trees they make. Token ids only, never text."""
+"""Drafters: lookups and draft models that propose next tokens."""

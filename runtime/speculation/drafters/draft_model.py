@@ -138,76 +138,54 @@ class DraftModel:
         Raises:
             EdgeError: ONNX Runtime failed; the cache slots of the sequence are intact.
         """
-        return self.top_tokens_each((path,), count, temperature)[0]
-
-    def top_tokens_each(self, paths: Sequence[Path], count: int, temperature: float = 1.0) -> list[TopTokens]:
-        """`top_tokens` for several paths, in one pass together where the graph takes a mask."""
+        logits = self.logits(path)
+        if logits is None:
+            return TopTokens((), ())
         started = time.perf_counter()
-        logits = self._logits_of(paths)
-        top = [TopTokens((), ()) if row is None else self._largest(row, count, temperature) for row in logits]
+        top = self._largest(logits, count, temperature)
         self._spent += time.perf_counter() - started
         return top
 
     def logits(self, path: Path) -> Floats | None:
         """Logits float32 `[head]` after the sequence and `path`; None if they cannot be computed."""
         started = time.perf_counter()
-        logits = self._logits_of((path,))[0]
-        self._spent += time.perf_counter() - started
-        return logits
-
-    def _logits_of(self, paths: Sequence[Path]) -> list[Floats | None]:
         if not self._token_ids:
             raise ValueError("an empty sequence has no next token")
         self._commit_accepted()
-        if () in paths and () not in self._logits and self._arena.length == len(self._token_ids):
+        if not path and path not in self._logits and self._arena.length == len(self._token_ids):
             # The last token of the sequence is in the cache, but its logits are not known: run it again.
             self._drop_draft()
             self._arena.rewind_to(len(self._token_ids) - 1)
-        unknown = [path for path in sorted(set(paths), key=len) if path not in self._logits]
-        unknown = [path for path in unknown if self._own(path).min(initial=0) >= 0]
-        for batch in [unknown] if self._branches else [[path] for path in unknown]:
-            if batch:
-                self._run_paths(batch)
-        return [self._logits.get(path) for path in paths]
+        if path not in self._logits and self._own(path).min(initial=0) >= 0:
+            self._run_path(path)
+        self._spent += time.perf_counter() - started
+        return self._logits.get(path)
 
-    def _run_paths(self, paths: Sequence[Path]) -> None:
-        """Run what is missing for some paths and keep their logits; does nothing if they do not fit the context."""
+    def _run_path(self, path: Path) -> None:
+        """Run what is missing for a path and keep its logits; does nothing if it does not fit the context."""
         arena, sequence = self._arena, self._token_ids
-        if arena.length == 0 and len(paths) > 1:
-            # A first pass has fixed positions (see `BoundSession.forward`), so it cannot have branches.
-            self._run_paths([()])
-            paths = [path for path in paths if path]
         if not self._branches:
-            self._keep_common(paths[0])
-        nodes = self._missing_nodes(paths)
+            self._keep_common(path)
+        # The path itself, and its prefixes that have no slot.
+        prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
+        nodes = [node for node in prefixes if node == path or node not in self._slots]
         missing = self._own(sequence[arena.length :])
         if len(sequence) + len(self._scratch) + len(nodes) > arena.limit or missing.min(initial=0) < 0:
             return
         while missing.size > _PREFILL_WIDTH:
-            self._forward(missing[:_PREFILL_WIDTH], (0,))
+            self._forward(missing[:_PREFILL_WIDTH])
             arena.commit(_PREFILL_WIDTH)
             missing = missing[_PREFILL_WIDTH:]
-        wanted = [missing.size + nodes.index(path) if path else missing.size - 1 for path in paths]
-        logits = self._run(missing, nodes, wanted)
+        logits = self._run(missing, nodes)
         arena.commit(missing.size)
         for node in nodes:
             # If a node ran again, its first slot stays: the slots of its children were computed with that one.
             self._slots.setdefault(node, len(self._scratch))
             self._scratch.append(node)
-        for path, row in zip(paths, logits, strict=True):
-            self._logits[path] = row[: self.head].copy()
+        self._logits[path] = logits[: self.head].copy()
 
-    def _missing_nodes(self, paths: Sequence[Path]) -> list[Path]:
-        """The paths themselves and their prefixes that have no slot, each after its own prefix."""
-        ordered = dict[Path, None]()
-        for path in paths:
-            for depth in range(1, len(path) + 1):
-                if depth == len(path) or path[:depth] not in self._slots:
-                    ordered[path[:depth]] = None
-        return list(ordered)
-
-    def _run(self, missing: Int32, nodes: Sequence[Path], wanted: Sequence[int]) -> Floats:
-        """Run one pass over missing tokens of the sequence and then nodes; returns the logits of the `wanted` inputs.
+    def _run(self, missing: Int32, nodes: Sequence[Path]) -> Floats:
+        """Run one pass over missing tokens of the sequence and then nodes; returns the logits of the last input.
 
         Either no token of the sequence is missing or there are no scratch slots, so the new slots, and the scratch
         slots that they may or may not attend to, are always the last ones.
@@ -215,7 +193,7 @@ class DraftModel:
         behind, scratch = missing.size, len(self._scratch)
         tokens = np.concatenate([missing, self._own([node[-1] for node in nodes])]) if nodes else missing
         if _is_chain([*self._scratch, *nodes]):
-            return self._forward(tokens, wanted)
+            return self._forward(tokens)
         depths = np.array([len(node) for node in nodes], np.int64)
         positions = np.concatenate([self._arena.length + np.arange(behind), len(self._token_ids) - 1 + depths])
         mask = np.tri(tokens.size, scratch + tokens.size, scratch, dtype=np.bool_)
@@ -226,12 +204,11 @@ class DraftModel:
             visible = mask[behind + slot - scratch]
             visible[behind:] = False
             visible[[behind + each for each in (*ancestors, slot)]] = True
-        return self._forward(tokens, wanted, positions, mask)
+        return self._forward(tokens, positions, mask)
 
     def _forward(
         self,
         tokens: Int32,
-        wanted: Sequence[int],
         positions: npt.NDArray[np.int64] | None = None,
         mask: npt.NDArray[np.bool_] | None = None,
     ) -> Floats:
@@ -241,7 +218,7 @@ class DraftModel:
         # Scratch slots count as committed during the pass: it writes behind them, and growing the arena keeps them.
         arena.commit(len(self._scratch))
         try:
-            logits = self._bound.forward(tokens, logits_for=wanted, positions=positions, tree_mask=mask)
+            logits = self._bound.forward(tokens, logits_for=(tokens.size - 1,), positions=positions, tree_mask=mask)[0]
         finally:
             arena.rewind_to(base)
         if self.passes % _OBSERVED_EVERY == 0:

@@ -148,19 +148,6 @@ class HistoryStore:
             return False
         return True
 
-    def clear(self) -> None:
-        """Delete everything, on disk too.
-
-        Raises:
-            OSError: not everything could be removed, or the store is in use.
-        """
-        self.index = None
-        if self._folder.exists():
-            with locked(self._folder / _LOCK, _WAIT_S):
-                for path in self._folder.iterdir():
-                    if path.name != _LOCK:
-                        path.unlink()
-
     def _append(self, tokens: bytes, *, check: bool) -> None:
         with self._database(check=check) as database:
             _insert(database, tokens)

@@ -7,8 +7,7 @@ well is not kept, and when there is too little room the entries whose loss costs
 dropped first (after Seymore and Rosenfeld, "Scalable backoff language models", 1996).
 
 Positions are counted in parts that share the token before them. All contexts of a position, and the shorter ones behind
-them, end with that token, so no count spans two parts, and memory use is bounded by the size of a part, not of the
-text.
+them, end with that token, so no count spans two parts, and memory use is bounded by the size of a part.
 """
 
 from __future__ import annotations
@@ -87,18 +86,18 @@ def count_entries(sequences: Iterable[npt.ArrayLike], vocab_size: int, max_entri
     """
     if not 0 < vocab_size <= MAX_VOCAB:
         raise ValueError(f"the vocabulary has {vocab_size} tokens, but 1 to {MAX_VOCAB} are supported")
-    text = _joined(sequences, vocab_size)
-    last = text[:-1]
-    countable = (text[1:] != _BREAK) & (last != _BREAK)
+    token_ids = _joined(sequences, vocab_size)
+    last = token_ids[:-1]
+    countable = (token_ids[1:] != _BREAK) & (last != _BREAK)
     places = np.count_nonzero(countable)
     kept = Entries(np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.float32))
     if places == 0 or max_entries <= 0:
         return kept
-    unigrams = np.bincount(text[text != _BREAK], minlength=vocab_size).astype(np.float32)
+    unigrams = np.bincount(token_ids[token_ids != _BREAK], minlength=vocab_size).astype(np.float32)
     unigrams /= unigrams.sum()
     parts = places // _PART + 1
     for part in range(parts):
-        found = _count_part(text, np.flatnonzero(countable & (last % parts == part)) + 1, unigrams)
+        found = _count_part(token_ids, np.flatnonzero(countable & (last % parts == part)) + 1, unigrams)
         hashes, packed, value = zip(kept, *found, strict=True)
         kept = Entries(np.concatenate(hashes), np.concatenate(packed), np.concatenate(value))
         if len(kept.value) > max_entries:
@@ -140,20 +139,20 @@ def _grouped(keys: Ids) -> _Groups:
     return _Groups(of, size, order[starts])
 
 
-def _count_part(text: npt.NDArray[np.int32], positions: Ids, unigrams: Floats) -> list[Entries]:
+def _count_part(token_ids: npt.NDArray[np.int32], positions: Ids, unigrams: Floats) -> list[Entries]:
     """The entries of all contexts before the given positions, one order at a time."""
     found = []
     hashes = np.full(len(positions), HASH_START, np.uint64)
     context = np.zeros(len(positions), np.int64)
-    shorter = unigrams[text[positions]]  # probability of the actual token given the context that is one token shorter
+    shorter = unigrams[token_ids[positions]]  # probability given the context one token shorter
     shorter_best = np.full(len(positions), _BREAK, np.int64)
     for order in range(1, MAX_ORDER + 1):
         if len(positions) == 0:
             break
-        before = text[positions - order].astype(np.int64)
+        before = token_ids[positions - order].astype(np.int64)
         hashes = mixed(hashes, before.astype(np.uint64))
         contexts = _grouped(context << 24 | before)
-        token = text[positions].astype(np.int64)
+        token = token_ids[positions].astype(np.int64)
         grams = _grouped(contexts.of << 24 | token)
         owner = contexts.of[grams.member]
         kinds = np.bincount(owner)
@@ -178,9 +177,9 @@ def _count_part(text: npt.NDArray[np.int32], positions: Ids, unigrams: Floats) -
         found.append(Entries(hashes[member], values, (grams.size[ranked[chosen]] * gained).astype(np.float32)))
 
         # A context seen once has one continuation, which a longer context could only repeat.
-        longer = (contexts.size[contexts.of] > 1) & (text[positions - order] != _BREAK)
+        longer = (contexts.size[contexts.of] > 1) & (token_ids[positions - order] != _BREAK)
         if order < MAX_ORDER:
-            longer &= text[positions - order - 1] != _BREAK
+            longer &= token_ids[positions - order - 1] != _BREAK
         positions, hashes, context = positions[longer], hashes[longer], contexts.of[longer]
         shorter, shorter_best = probability[grams.of[longer]], best[context]
     return found

@@ -83,7 +83,7 @@ def test_padding_of_another_size_does_not_matter(tiny_bundle: Path, tmp_path: Pa
     everything = model.top_tokens((), 400)
     assert sorted(everything.tokens) == list(range(300))
     assert sum(everything.probabilities) == pytest.approx(1, abs=1e-5)
-    # The other way about, the target's padding has no row in the draft's embedding; no text has it either.
+    # Conversely, the target's padding tokens are not in the draft's embedding; they never occur.
     model = load_draft(pair(large, small), CONFIG, 320, 256)
     model.reset([20, 21])
     assert sorted(model.top_tokens((), 400).tokens) == list(range(300))

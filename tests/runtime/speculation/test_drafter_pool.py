@@ -1,4 +1,4 @@
-"""Whole answers with speculation: text, stops, conversations and recorded answers are those of plain decoding."""
+"""Answers with every choice of drafters: output, stop sequences, conversations and recorded answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine(tiny_bundle: Path) -> Iterator[Engine]:
 
 
 def check_counts(stats: Stats, *, stopped: bool = False) -> None:
-    """What must hold of every answer that was not cancelled; a stop text may lie before the last accepted token."""
+    """Check the statistics of an answer; a stop sequence may end before the last accepted token."""
     emitted = 1 + stats.accepted + stats.decode_passes
     assert stats.completion_tokens == emitted or (stopped and 0 < stats.completion_tokens < emitted)
     assert 0 <= stats.accepted <= stats.drafted
@@ -70,16 +70,16 @@ def test_the_rounds_add_up_to_the_account(engine: Engine) -> None:
     check_counts(stats)
     assert len(stats.rounds) == stats.decode_passes
     rounds = [one for one in stats.rounds if one is not None]
-    resting = len(stats.rounds) - len(rounds)
+    disabled = len(stats.rounds) - len(rounds)
     assert sum(one.width - 1 for one in rounds) == stats.drafted
     assert sum(sum(one.accepted) for one in rounds) == stats.accepted
-    assert sum(one.emitted for one in rounds) + resting + 1 == stats.completion_tokens
+    assert sum(one.emitted for one in rounds) + disabled + 1 == stats.completion_tokens
     assert engine.generate("in the", max_tokens=5).stats.rounds == ()
     plain = engine.generate("in the", max_tokens=5, explain=True, speculation=OFF).stats
     assert plain.rounds == (None,) * 4
 
 
-def test_stop_texts_within_an_accepted_span_end_the_answer(engine: Engine) -> None:
+def test_stop_sequences_within_an_accepted_path_end_the_answer(engine: Engine) -> None:
     options = GenerateOptions(max_tokens=50, raw=True, seed=0)
     text = engine.generate("the the the", options, speculation=OFF).text
     assert engine.generate("the the the", options).stats.accepted > 0
@@ -165,7 +165,7 @@ def test_a_saved_conversation_goes_on_as_it_would_have(engine: Engine, tmp_path:
 
 
 def test_rows_that_are_not_plain_decodings_own_are_remembered_as_such(engine: Engine, tmp_path: Path) -> None:
-    """An exact answer in a resumed conversation has to know which rows to run again."""
+    """An exact answer in a resumed conversation recomputes the slots that wide passes have written."""
     with engine.session() as session:
         session.send("the the the", max_tokens=25)
         plain, rows = session._open_sequence().bound.arena.plain_length, session.tokens
@@ -200,10 +200,10 @@ def test_the_context_ends_an_answer_where_it_ends_plain_ones(tiny_bundle: Path) 
 
 @pytest.mark.parametrize("oracle_mode", [OracleMode.NONE, OracleMode.RIGHT])
 @pytest.mark.parametrize("choice", [OFF, *CHOICES[:2]], ids=str)
-def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, oracle_mode: OracleMode) -> None:
+def test_a_replay_gives_the_recorded_answer(engine: Engine, choice: Speculation, oracle_mode: OracleMode) -> None:
     prompt = engine.tokenizer.encode("the other", add_special_tokens=False)
     random = np.random.default_rng(1)
-    # Not what the model would say; with the end-of-text token in it, and repetitions.
+    # Not what the model would generate; with the end-of-sequence token in it, and repetitions.
     words = random.integers(5, 120, 12).tolist()
     answer = [*words, *words[:7], *sorted(engine.tokenizer.eos), *words, *random.integers(5, 120, 8).tolist()]
     for options in (GenerateOptions(), SAMPLED.changed({"seed": 4, "max_tokens": None})):
@@ -227,7 +227,7 @@ def test_a_replay_says_what_was_recorded(engine: Engine, choice: Speculation, or
 
 
 @pytest.mark.parametrize("oracle_mode", [OracleMode.NONE, OracleMode.RIGHT])
-def test_a_replay_is_cut_where_it_is_told_or_the_context_ends(engine: Engine, oracle_mode: OracleMode) -> None:
+def test_a_replay_ends_at_max_tokens_or_the_end_of_the_context(engine: Engine, oracle_mode: OracleMode) -> None:
     prompt, answer = list(range(20, 30)), [40 + index % 9 for index in range(300)]
     for most, expected in ((1, 1), (2, 2), (7, 7), (None, engine.context - 10)):
         reply = Reply.of(

@@ -1,4 +1,4 @@
-"""Speculative decoding on real sessions: whoever guesses, the text, the cache and the counts are as they must be."""
+"""Speculative decoding on real sessions: output, cache and statistics are right whatever is drafted."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def steps_of(
     speculator: Speculator | None = None,
     epsilon: float | None = None,
 ) -> list[Step]:
-    """All steps of a text; with an `epsilon`, near-ties are decided again."""
+    """Decode an answer; with an `epsilon`, near ties are recomputed."""
     sampler = Sampler(params, VOCABULARY)
     near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)
     steps = list(decode(bound, prompt, sampler, limits, speculator, near_ties))
@@ -98,7 +98,7 @@ def plain(graph: GraphSession, prompt: list[int], params: SamplingParams, limits
 
 
 def speculator_of(name: str, text: list[int]) -> Speculator:
-    """By name; `text` is what will come out, prompt included."""
+    """Speculators by name; `text` is the expected output, prompt included."""
     return DRAFTERS[name]() if name in DRAFTERS else listening_to(adversaries(text, VOCABULARY, EOS)[name])
 
 
@@ -122,7 +122,7 @@ def check_counts(steps: list[Step]) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids="-".join)
-def test_the_text_is_that_of_plain_decoding(model, graph_of) -> None:
+def test_the_output_is_that_of_plain_decoding(model, graph_of) -> None:
     graph, limits = graph_of(*model), DecodeLimits(24, frozenset({EOS}))
     speculators = {name: make() for name, make in DRAFTERS.items()}
     saved, differing = dict.fromkeys(speculators, 0), 0
@@ -135,19 +135,19 @@ def test_the_text_is_that_of_plain_decoding(model, graph_of) -> None:
                 saved[name] += sum(step.produced for step in steps) - len(steps)
                 text = tokens_of(steps)
                 if text != expected:
-                    # Of quantized models, rows together are not quite those alone.
+                    # With quantized models, wide passes differ slightly from narrow ones.
                     assert model[1] != "fp32"
                     differing += 1
                     assert_in_doubt(graph, prompt, expected, text, params)
     assert differing <= 16  # of 144
-    # They do guess, and are right at times.
+    # They do draft, and some draft tokens are accepted.
     assert all(tokens > 10 for tokens in saved.values()), saved
 
 
 def assert_in_doubt(
     graph: GraphSession, prompt: list[int], expected: list[int], text: list[int], params: SamplingParams
 ) -> None:
-    """Where two texts part, a little more or less of a logit decides."""
+    """Where two outputs differ first, the choice was a near tie."""
     pairs = zip([*expected, EOS], [*text, EOS], strict=False)
     same, (_, other) = next((index, pair) for index, pair in enumerate(pairs) if pair[0] != pair[1])
     before = [*prompt, *expected[:same]]
@@ -166,9 +166,7 @@ def assert_in_doubt(
 
 @pytest.mark.parametrize("model", [model for model in MODELS if model[1] != "fp32"], ids="-".join)
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_with_near_ties_decided_again_greedy_text_is_exact_whatever_the_weights(
-    model, penalty: float, graph_of
-) -> None:
+def test_recomputing_near_ties_makes_greedy_output_exact(model, penalty: float, graph_of) -> None:
     graph, params, limits = graph_of(*model), SamplingParams(repeat_penalty=penalty), DecodeLimits(30)
     for seed in range(7):
         prompt = prompt_of(500 + seed)
@@ -178,7 +176,7 @@ def test_with_near_ties_decided_again_greedy_text_is_exact_whatever_the_weights(
             bound = bind(graph)
             steps = steps_of(bound, prompt, params, limits, speculator_of(name, text), epsilon=0.5)
             assert tokens_of(steps) == expected, (seed, name)
-            # And a text that goes on from there.
+            # And a sequence that continues it.
             same = len(prompt) + 9 + seed
             more = [*text[:same], 33, 44]
             bound.arena.rewind_to(same)
@@ -190,7 +188,7 @@ def test_with_near_ties_decided_again_greedy_text_is_exact_whatever_the_weights(
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e9])
-def test_deciding_none_again_or_all_changes_no_text_and_no_account(graph: GraphSession, epsilon: float) -> None:
+def test_recomputing_nothing_or_everything_changes_nothing(graph: GraphSession, epsilon: float) -> None:
     prompt, limits = prompt_of(8), DecodeLimits(20)
     expected = plain(graph, prompt, GREEDY, limits)
     for name in ("all", "nearly right", "oracle", "wide"):
@@ -199,8 +197,8 @@ def test_deciding_none_again_or_all_changes_no_text_and_no_account(graph: GraphS
         assert (max(step.target_passes for step in steps) > 1) == (epsilon > 0)
 
 
-@pytest.mark.parametrize("epsilon", [None, 0.5, 1e9], ids=["", "some decided again", "all decided again"])
-def test_what_the_target_chose_is_what_is_recycled(graph: GraphSession, epsilon: float | None) -> None:
+@pytest.mark.parametrize("epsilon", [None, 0.5, 1e9], ids=["", "some recomputed", "all recomputed"])
+def test_the_targets_choices_are_recycled(graph: GraphSession, epsilon: float | None) -> None:
     """Also where passes were run again in between."""
     prompt, limits = prompt_of(7), DecodeLimits(40)
     text = [*prompt, *plain(graph, prompt, GREEDY, limits)]
@@ -221,7 +219,7 @@ def test_what_the_target_chose_is_what_is_recycled(graph: GraphSession, epsilon:
 
 @pytest.mark.parametrize("name", ADVERSARIES)
 @pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
-def test_no_drafter_changes_the_text(graph: GraphSession, name: str, trees: bool) -> None:
+def test_no_drafter_changes_the_output(graph: GraphSession, name: str, trees: bool) -> None:
     for seed, params in enumerate((GREEDY, GREEDY, *SAMPLED)):
         prompt = prompt_of(100 + seed)
         free = plain(graph, prompt, params, DecodeLimits(30))
@@ -244,7 +242,7 @@ def test_an_oracle_fills_every_pass(graph: GraphSession, params: SamplingParams)
     assert [step.produced for step in steps] == [1, *[6] * 6, 3]
 
 
-def test_guesses_that_never_come_true_are_given_up(graph: GraphSession) -> None:
+def test_drafts_that_are_never_accepted_become_smaller(graph: GraphSession) -> None:
     prompt, limits = prompt_of(4), DecodeLimits(200)
     text = [*prompt, *plain(graph, prompt, GREEDY, limits)]
     steps = steps_of(
@@ -257,7 +255,7 @@ def test_guesses_that_never_come_true_are_given_up(graph: GraphSession) -> None:
 
 @pytest.mark.parametrize("name", ["all", "nearly right", "wide", "scattered", "right, then wrong"])
 @pytest.mark.parametrize("model", [("llama", "fp32"), ("qwen3", "fp32")], ids="-".join)
-def test_after_every_round_the_cache_is_that_of_the_text(model, graph_of, name: str) -> None:
+def test_after_every_round_the_cache_is_that_of_the_sequence(model, graph_of, name: str) -> None:
     graph = graph_of(*model)
     for seed, params in enumerate((GREEDY, SAMPLED[1])):
         prompt, limits = prompt_of(200 + seed), DecodeLimits(30)
@@ -270,7 +268,7 @@ def test_after_every_round_the_cache_is_that_of_the_text(model, graph_of, name: 
         bound, length = bind(graph), len(prompt) - 1
         for step in decode(bound, prompt, Sampler(params, VOCABULARY), limits, speculator):
             length += len(step.tokens)
-            # The last token, which is the next round's anchor, has no row yet.
+            # The last token, which is the next round's anchor, has no slot yet.
             assert bound.arena.length == length
             np.testing.assert_allclose(bound.arena.snapshot()[0], rows[..., :length, :], atol=1e-4)
 
@@ -291,7 +289,7 @@ def test_no_token_more_than_asked_for(graph: GraphSession, name: str, most: int)
 
 @pytest.mark.parametrize("name", ["all", "oracle", "wide", "huge", "nearly right", "deep", "sure of nonsense"])
 @pytest.mark.parametrize("room", [1, 2, 3, 5, 20])
-def test_the_context_ends_the_text_where_it_ends_plain_text(graph: GraphSession, name: str, room: int) -> None:
+def test_the_context_ends_an_answer_where_it_ends_plain_decoding(graph: GraphSession, name: str, room: int) -> None:
     for params in (GREEDY, SAMPLED[2]):
         prompt = prompt_of(301)
         free = plain(graph, prompt, params, DecodeLimits(40))
@@ -304,7 +302,7 @@ def test_the_context_ends_the_text_where_it_ends_plain_text(graph: GraphSession,
         assert bound.arena.length == limit - 1
 
 
-def test_an_end_within_an_accepted_span_ends_the_text(graph: GraphSession) -> None:
+def test_an_end_token_within_an_accepted_path_ends_the_answer(graph: GraphSession) -> None:
     prompt = prompt_of(5)
     free = plain(graph, prompt, GREEDY, DecodeLimits(30))
     text = [*prompt, *free]
@@ -321,8 +319,8 @@ def test_an_end_within_an_accepted_span_ends_the_text(graph: GraphSession) -> No
 
 
 @pytest.mark.parametrize("name", ["all", "nearly right"])
-@pytest.mark.parametrize("epsilon", [None, 0.5, 1e9], ids=["", "some decided again", "all decided again"])
-def test_a_text_abandoned_before_any_pass_can_be_continued(graph: GraphSession, name: str, epsilon) -> None:
+@pytest.mark.parametrize("epsilon", [None, 0.5, 1e9], ids=["", "some recomputed", "all recomputed"])
+def test_an_answer_closed_before_any_pass_can_be_continued(graph: GraphSession, name: str, epsilon) -> None:
     prompt, limits = prompt_of(6), DecodeLimits(25)
     expected = plain(graph, prompt, GREEDY, limits)
     text = [*prompt, *expected]
@@ -341,9 +339,9 @@ def test_a_text_abandoned_before_any_pass_can_be_continued(graph: GraphSession, 
         assert steps[-1].finish is (FinishReason.LENGTH if ended else FinishReason.CANCELLED)
         assert ended or steps[-1].target_passes == 0
         assert done == expected[: len(done)]
-        # Never a row of a token that was not given out.
+        # There is no slot of a token that was not emitted.
         assert bound.arena.length <= len(prompt) + len(done)
-        # The same text again, and another that begins like it, over the rows that are there.
+        # The same sequence again, and another with a common prefix, over the cached slots.
         assert tokens_of(steps_of(bound, prompt, GREEDY, limits, speculator)) == expected
         other = [*text[: len(prompt) + 5], 77]
         assert tokens_of(steps_of(bound, other, GREEDY, limits, speculator)) == plain(graph, other, GREEDY, limits)

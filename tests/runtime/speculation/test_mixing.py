@@ -17,7 +17,7 @@ PRIORS = {A: (0.1, 0.5, 0.9), B: (0.3, 0.6), C: (0.05,)}
 
 
 def cells(mixer: Mixer, source: Source) -> list[tuple[int, int]]:
-    """All evidence a source can give: for the token it guesses, and against others."""
+    """All evidence of a source: for the token it proposes, and against others."""
     buckets = range(len(PRIORS[source]))
     return [(int(source), bucket) for bucket in buckets] + [
         (int(source), mixer.objection_cell(source, bucket)) for bucket in buckets
@@ -36,7 +36,7 @@ def test_before_anything_is_learned_a_source_alone_is_worth_its_prior() -> None:
 
 @pytest.mark.parametrize("frequency", [0.05, 0.3, 0.6, 0.95])
 @pytest.mark.parametrize("bucket", [0, 2])
-def test_a_bucket_becomes_the_share_of_its_guesses_that_come_true(frequency: float, bucket: int) -> None:
+def test_a_bucket_learns_the_acceptance_rate_of_its_candidates(frequency: float, bucket: int) -> None:
     mixer, draw = Mixer(PRIORS), random.Random(1)
     seen = []
     for _ in range(4000):
@@ -49,7 +49,7 @@ def test_a_bucket_becomes_the_share_of_its_guesses_that_come_true(frequency: flo
     assert mixer.acceptance_rate(B, 0) == pytest.approx(0.3)
 
 
-def test_text_that_changes_is_learned_anew() -> None:
+def test_changed_acceptance_rates_are_learned() -> None:
     mixer, draw = Mixer(PRIORS), random.Random(2)
     for frequency in (0.9, 0.1, 0.9):
         for _ in range(3000):
@@ -58,7 +58,7 @@ def test_text_that_changes_is_learned_anew() -> None:
 
 
 def test_two_independent_sources_that_agree_are_worth_more_than_either() -> None:
-    """What comes next is one of two tokens; each source says it right with 0.8, whatever the other says."""
+    """The next token is one of two; each source proposes it with probability 0.8, independently of the other."""
     mixer, draw = Mixer({A: (0.5,), B: (0.5,)}), random.Random(3)
     agreed: list[tuple[float, bool]] = []
     against_each_other: list[tuple[float, bool]] = []
@@ -95,7 +95,7 @@ def test_a_source_that_says_the_same_again_adds_nothing() -> None:
 
 
 def test_agreement_is_learned_where_each_alone_is_even() -> None:
-    """Each source is right half of the time, both together nine times in ten: only their agreement says so."""
+    """Each source alone is right half of the time, both together nine times in ten: only agreement tells them apart."""
     mixer, draw = Mixer({A: (0.5,), B: (0.5,)}), random.Random(5)
     late = []
     for step in range(30_000):

@@ -1,4 +1,4 @@
-"""Greedy text is plain decoding's where passes over several rows would choose otherwise, whoever guesses."""
+"""Exact greedy output equals plain decoding where wide passes would choose other tokens, whatever is drafted."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(
     epsilon: float = 0.0,
     limits: DecodeLimits = LIMITS,
 ) -> tuple[list[int], NearTies, list[Step]]:
-    """A text from an empty arena."""
+    """Decode from an empty arena."""
     bound.arena.rewind_to(0)
     sampler = Sampler(params, VOCABULARY)
     near_ties = NearTies(bound, sampler, epsilon, lambda: False)
@@ -86,7 +86,7 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 
 
 def speculators(text: list[int]) -> dict[str, Speculator]:
-    """`text` is what will come out, prompt included."""
+    """Speculators by name; `text` is the expected output, prompt included."""
     named = adversaries(text, VOCABULARY, 0)
     free = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY))
     return {"free": free, **{name: listening_to(named[name]) for name in ("oracle", "nearly right", "wide", "moody")}}
@@ -102,12 +102,12 @@ def epsilon_of(bound: BoundSession) -> float:
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("params", [GREEDY, PENALIZED], ids=["plain", "penalized"])
-def test_text_is_plain_decodings_although_the_passes_disagree(
+def test_output_is_plain_decodings_although_wide_passes_differ(
     twins: Callable[[WeightFormat], BoundSession], form: WeightFormat, params: SamplingParams
 ) -> None:
     bound = twins(form)
     epsilon = epsilon_of(bound)
-    differing = met = 0
+    differing = found = 0
     for prompt in prompts(6):
         plain, _, _ = run(bound, prompt, params)
         for speculator in speculators([*prompt, *plain]).values():
@@ -119,9 +119,9 @@ def test_text_is_plain_decodings_although_the_passes_disagree(
             assert bound.arena.length == len(prompt) + len(plain) - 1
             assert sum(step.target_passes for step in steps[1:]) - (len(steps) - 1) == near_ties.passes
             assert near_ties.passes >= near_ties.found
-            met += near_ties.found
+            found += near_ties.found
     assert differing  # or this shows nothing
-    assert met
+    assert found
 
 
 def test_clear_choices_are_not_run_again(tiny_bundle: Path) -> None:
@@ -146,7 +146,7 @@ def test_plain_rounds_are_never_in_doubt(twins: Callable[[WeightFormat], BoundSe
 
 
 def test_rows_of_an_earlier_answer_are_run_again_first(tiny_bundle_of: Callable[[str, str], Path]) -> None:
-    """A conversation: the second answer reads the first one's rows, which guesses have written."""
+    """A conversation: the second answer reads the first one's cache slots, which wide passes have written."""
     bound = bind(tiny_bundle_of("llama", "int8"))
     prompt, question, short = prompts(1)[0], [33, 44, 55], DecodeLimits(12)
     plain, _, _ = run(bound, prompt, limits=short)
@@ -167,7 +167,7 @@ def test_rows_of_an_earlier_answer_are_run_again_first(tiny_bundle_of: Callable[
     assert near_ties.passes == noisy > 0
 
 
-def test_a_context_full_to_the_brim(twins: Callable[[WeightFormat], BoundSession]) -> None:
+def test_a_full_context(twins: Callable[[WeightFormat], BoundSession]) -> None:
     bound = twins(INT8)
     epsilon = epsilon_of(bound)
     prompt = (prompts(1)[0] * 40)[:240]
@@ -203,7 +203,7 @@ def test_cancelling_while_rows_are_run_again(twins: Callable[[WeightFormat], Bou
     assert len(tokens_of(rest)) == 5
 
 
-def test_an_end_token_behind_a_near_tie_ends_the_text(twins: Callable[[WeightFormat], BoundSession]) -> None:
+def test_an_end_token_behind_a_near_tie_ends_the_answer(twins: Callable[[WeightFormat], BoundSession]) -> None:
     bound = twins(FP32)
     epsilon = epsilon_of(bound)
     for prompt in prompts(4):
@@ -229,8 +229,8 @@ def test_drafting_that_is_always_recomputed_is_disabled(twins: Callable[[WeightF
     assert sum(step.target_passes for step in steps) < 1.25 * len(plain)
 
 
-def test_the_engine_keeps_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exact answer is that of `Speculation.OFF`, greedy and sampled, and what it needs to know is kept."""
+def test_exact_answers_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exact answer is that of `Speculation.OFF`, greedy and sampled, and the exactness report is stored."""
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     bundle = write_bundle(tmp_path, weights=INT8)
     with edgerun.load(bundle) as engine:

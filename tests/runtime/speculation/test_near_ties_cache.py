@@ -1,4 +1,4 @@
-"""Near-ties: rows that are called plain decoding's own are, bit by bit, and doubts are found where they are."""
+"""Near ties: cache slots marked as plain equal those of plain decoding bit for bit, and near ties are found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GREEDY = SamplingParams()
 
 @pytest.fixture(scope="module")
 def graph(tiny_bundle_of: Callable[[str, str], Path]) -> GraphSession:
-    """With weights and activations of 8 bits, where rows together are not those alone."""
+    """8-bit weights and activations, where wide passes differ from narrow ones."""
     return GraphSession(tiny_bundle_of("qwen3", "int8") / "model.onnx", SessionConfig(choose_device("cpu"), 1))
 
 
@@ -57,7 +57,7 @@ def test_rows_that_are_called_plain_decodings_own_are(graph: GraphSession, epsil
         speculator = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY))
         text: list[int] = []
         for kept in (0, 3, 12):
-            # The text so far up to somewhere in the last answer, and some more.
+            # The sequence up to somewhere in the last answer, and a few more tokens.
             same = max(0, len(text) - 16 + kept) if text else 0
             prompt = [*text[:same], *random.integers(5, VOCABULARY, 9).tolist()]
             for bound in (plain, fast):

@@ -1,4 +1,4 @@
-"""t(m): what is believed of the machine's speed, whatever it does; measuring it; keeping it."""
+"""Pass cost t(m): how estimates follow the machine's speed, measuring it, and storing it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_whatever_is_observed_it_is_positive_and_never_falls(
     table: dict[int, dict[int, float]], seen: list[tuple[int, int, float]], context: int, most: int
 ) -> None:
     cost = PassCost(table)
-    for rows, where, took in seen:
-        cost.observe(rows, where, took)
+    for width, where, took in seen:
+        cost.observe(width, where, took)
     curve = cost.curve(context, most)
     assert curve.shape == (most,)
     assert curve.dtype == np.float64
@@ -54,8 +54,8 @@ def test_whatever_is_observed_it_is_positive_and_never_falls(
 @given(tables, passes, contexts)
 def test_json_keeps_the_curves(table: dict[int, dict[int, float]], seen: list[tuple[int, int, float]], at: int) -> None:
     cost = PassCost(table)
-    for rows, where, took in seen:
-        cost.observe(rows, where, took)
+    for width, where, took in seen:
+        cost.observe(width, where, took)
     again = PassCost.from_json(json.loads(json.dumps(cost.to_json())))
     assert again.measured.keys() == cost.measured.keys()
     for end, times in cost.measured.items():
@@ -67,8 +67,8 @@ def test_json_keeps_the_curves(table: dict[int, dict[int, float]], seen: list[tu
 
 def test_measured_widths_are_kept_and_those_between_are_interpolated() -> None:
     cost = PassCost({100: TIMES})
-    for rows, took in TIMES.items():
-        assert cost.seconds(rows, 0) == pytest.approx(took)
+    for width, took in TIMES.items():
+        assert cost.seconds(width, 0) == pytest.approx(took)
     assert cost.seconds(5, 0) == pytest.approx((18.0e-3 + 24.7e-3) / 2)
     slope = (31.3e-3 - 18.0e-3) / 4
     assert cost.seconds(40, 0) == pytest.approx(31.3e-3 + 32 * slope)
@@ -87,12 +87,12 @@ def test_widths_that_seem_to_get_cheaper_are_levelled() -> None:
 
 
 @given(st.integers(1, 8), st.floats(1e-4, 1e4), st.integers(0, 40))
-def test_one_disturbed_pass_moves_next_to_nothing(rows: int, factor: float, before: int) -> None:
+def test_one_disturbed_pass_changes_almost_nothing(width: int, factor: float, before: int) -> None:
     cost = PassCost({0: TIMES})
     for number in range(before):
         width = number % 8 + 1
         cost.observe(width, 0, cost.seconds(width, 0))
-    cost.observe(rows, 0, cost.seconds(rows, 0) * factor)
+    cost.observe(width, 0, cost.seconds(width, 0) * factor)
     for number in range(20):
         width = number % 8 + 1
         cost.observe(width, 0, PassCost({0: TIMES}).seconds(width, 0))
@@ -102,13 +102,13 @@ def test_one_disturbed_pass_moves_next_to_nothing(rows: int, factor: float, befo
 @given(st.floats(0.2, 5), st.lists(st.integers(1, 8), min_size=30, max_size=80))
 def test_another_speed_of_the_machine_keeps_the_ratios(factor: float, widths: list[int]) -> None:
     cost, true = PassCost({0: TIMES}), PassCost({0: TIMES})
-    for rows in widths:
-        cost.observe(rows, 0, true.seconds(rows, 0) * factor)
+    for width in widths:
+        cost.observe(width, 0, true.seconds(width, 0) * factor)
     np.testing.assert_allclose(ratios(cost), ratios(true), rtol=1e-6)
     # Curves follow at once, and exactly, unless the speed moved by less than decides anything.
     followed = factor if abs(math.log(factor)) > TOLERANCE else 1.0
     np.testing.assert_allclose(cost.curve(0, 8), true.curve(0, 8) * followed, rtol=1e-6)
-    # Another context, never run at the new speed, is as much slower.
+    # Another context, never run at the new speed, is slower by the same factor.
     assert cost.seconds(1, 3000) == pytest.approx(true.seconds(1, 3000) * followed, rel=1e-6)
 
 
@@ -117,22 +117,22 @@ def test_a_wrong_shape_is_learnt_from_noisy_passes() -> None:
     cost, true = PassCost({0: flat}), PassCost({0: TIMES})
     random = np.random.default_rng(0)
     for _ in range(3000):
-        rows = int(random.choice([1, 2, 4, 8]))
+        width = int(random.choice([1, 2, 4, 8]))
         disturbed = 5.0 if random.random() < 0.05 else 1.0
-        cost.observe(rows, 0, true.seconds(rows, 0) * disturbed * float(random.lognormal(0, 0.04)))
+        cost.observe(width, 0, true.seconds(width, 0) * disturbed * float(random.lognormal(0, 0.04)))
     measured = cost.measured[BUCKET_ENDS[0]]
-    for rows in (2, 4, 8):
-        assert measured[rows] / measured[1] == pytest.approx(TIMES[rows] / TIMES[1], rel=0.05)
+    for width in (2, 4, 8):
+        assert measured[width] / measured[1] == pytest.approx(TIMES[width] / TIMES[1], rel=0.05)
 
 
-def test_a_width_never_measured_is_taken_up_where_it_was_believed() -> None:
+def test_a_width_that_was_not_measured_starts_at_its_interpolated_cost() -> None:
     cost = PassCost({0: TIMES})
     believed = cost.seconds(7, 0)
     cost.observe(7, 0, believed)
     assert cost.measured[BUCKET_ENDS[0]][7] == pytest.approx(believed)
 
 
-def test_a_longer_context_inherits_the_shape_and_finds_its_own_level() -> None:
+def test_a_longer_context_inherits_the_shape_and_learns_its_level() -> None:
     cost = PassCost({0: TIMES})
     assert cost.seconds(4, 5000) == pytest.approx(TIMES[4])
     for _ in range(30):
@@ -144,11 +144,11 @@ def test_a_longer_context_inherits_the_shape_and_finds_its_own_level() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "took"), [(0, 1.0), (MAX_OBSERVED_WIDTH + 1, 1.0), (1, 0.0), (1, -1.0), (1, math.nan)]
+    ("width", "took"), [(0, 1.0), (MAX_OBSERVED_WIDTH + 1, 1.0), (1, 0.0), (1, -1.0), (1, math.nan)]
 )
-def test_what_is_no_time_of_a_draft_is_not_observed(rows: int, took: float) -> None:
+def test_invalid_widths_and_times_are_not_observed(width: int, took: float) -> None:
     cost = PassCost({0: TIMES})
-    cost.observe(rows, 0, took)
+    cost.observe(width, 0, took)
     assert cost.observed == 0
 
 
@@ -156,6 +156,6 @@ def test_what_is_no_time_of_a_draft_is_not_observed(rows: int, took: float) -> N
     "table",
     [{}, {0: {}}, {0: {2: 1.0}}, {0: {1: 0.0}}, {0: {1: math.inf}}, {0: {0: 1.0, 1: 1.0}}, {0: {1: 1.0}, 9: {1: 1.0}}],
 )
-def test_measurements_that_make_no_sense_are_refused(table: dict[int, dict[int, float]]) -> None:
+def test_invalid_measurements_are_refused(table: dict[int, dict[int, float]]) -> None:
     with pytest.raises(ValueError, match=r"measure|s for"):
         PassCost(table)

@@ -1,4 +1,4 @@
-"""Pruning against every prefix-closed set of guesses."""
+"""Pruning compared with every prefix-closed set of draft tokens."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def trees(draw: st.DrawFn) -> Tree:
 
 
 def closed_sets(tree: Tree) -> list[tuple[int, ...]]:
-    """All sets of guesses that hold their parents."""
+    """All sets of nodes that contain the parents of their nodes."""
     candidates = range(1, len(tree))
     sets = (chosen for count in range(len(tree)) for chosen in combinations(candidates, count))
     return [chosen for chosen in sets if all(tree.parents[node] in (0, *chosen) for node in chosen)]
 
 
 def gained(tree: Tree, chosen: tuple[int, ...], curve: list[float], rate: float) -> float:
-    """Tokens beyond what plain steps would have given in the time of the rows."""
+    """Tokens beyond those that plain steps would produce in the time of the pass."""
     return float(sum(tree.path_prob[list(chosen)].tolist())) - rate * (curve[len(chosen)] - curve[0])
 
 
 @given(trees(), CURVES, st.sampled_from([0.25, 0.5, 1.0, 2.0, 50.0]), st.integers(1, 10))
-def test_no_set_of_guesses_is_worth_more(tree: Tree, curve: list[float], rate: float, most_rows: int) -> None:
-    pruned = prune(tree, curve, rate, most_rows)
+def test_no_set_of_draft_tokens_gains_more(tree: Tree, curve: list[float], rate: float, max_width: int) -> None:
+    pruned = prune(tree, curve, rate, max_width)
     rows = len(pruned.tree)
-    possible = [chosen for chosen in closed_sets(tree) if len(chosen) < min(most_rows, len(curve))]
+    possible = [chosen for chosen in closed_sets(tree) if len(chosen) < min(max_width, len(curve))]
     best = max(gained(tree, chosen, curve, rate) for chosen in possible)
-    assert 1 <= rows <= min(most_rows, len(curve), len(tree))
+    assert 1 <= rows <= min(max_width, len(curve), len(tree))
     if rows == 1:
         assert best <= MIN_ADVANTAGE + 1e-6
         assert (pruned.expected_tokens, pruned.advantage) == (1.0, 0.0)
@@ -71,12 +71,12 @@ def test_no_set_of_guesses_is_worth_more(tree: Tree, curve: list[float], rate: f
     st.integers(1, 14),
 )
 def test_rows_are_the_fewest_of_the_best(
-    probabilities: list[float], curve: list[float], rate: float, most_rows: int
+    probabilities: list[float], curve: list[float], rate: float, max_width: int
 ) -> None:
-    rows, advantage, expected = best_width(probabilities, curve, rate, most_rows)
+    rows, advantage, expected = best_width(probabilities, curve, rate, max_width)
     worth = [
         sum(probabilities[:candidates]) - rate * (curve[candidates] - curve[0])
-        for candidates in range(min(len(probabilities) + 1, len(curve), most_rows))
+        for candidates in range(min(len(probabilities) + 1, len(curve), max_width))
     ]
     if rows == 1:
         assert max(worth) <= MIN_ADVANTAGE + 1e-9
@@ -90,8 +90,8 @@ def test_rows_are_the_fewest_of_the_best(
 
 def test_nothing_is_drafted_where_nothing_pays() -> None:
     tree = chain_tree(5, [6, 7], [0.9, 0.8], Source.SUFFIX)
-    for curve, rate, most_rows in (([1.0, 2.0, 3.0], 1.0, 3), ([1.0], 1.0, 16), ([1.0, 1.0, 1.0], 1.0, 1)):
-        pruned = prune(tree, curve, rate, most_rows)
+    for curve, rate, max_width in (([1.0, 2.0, 3.0], 1.0, 3), ([1.0], 1.0, 16), ([1.0, 1.0, 1.0], 1.0, 1)):
+        pruned = prune(tree, curve, rate, max_width)
         assert pruned.tree.tokens.tolist() == [5]
         assert (pruned.expected_tokens, pruned.advantage) == (1.0, 0.0)
     alone = Tree.anchor_only(5)
@@ -99,13 +99,13 @@ def test_nothing_is_drafted_where_nothing_pays() -> None:
 
 
 def test_a_row_that_pays_only_with_the_ones_after_it_is_taken_with_them() -> None:
-    # The second row costs as much as it gives, the third and fourth are free: a step of the kernel.
+    # The second position costs as much as it gains, the third and fourth are free: a step of the kernel.
     pruned = prune(chain_tree(1, [2, 3, 4], [0.5, 0.5, 0.5], Source.SUFFIX), [1.0, 1.5, 1.5, 1.5], 1.0, 16)
     assert len(pruned.tree) == 4
     assert (pruned.expected_tokens, pruned.advantage) == (2.5, 1.0)
 
 
-def test_of_equal_guesses_parents_stay() -> None:
+def test_parents_are_kept_before_children_of_equal_probability() -> None:
     """Where many are equally likely, a cut anywhere must not part a child from its parent."""
     nodes, random = 200, np.random.default_rng(1)
     parents, probabilities = [-1], [1.0]

@@ -1,4 +1,4 @@
-"""Verification of sampled drafts gives the target's law: exactly, by enumeration, and on real graphs, by chi-square."""
+"""Verified sampled drafts have the target's distribution: by enumeration, and on graphs by chi-square."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from support.adversarial_drafters import chain_tree
 NOBODY = frozenset[int]()
 Text = tuple[int, ...]
 Model = Callable[[Text], Distribution]
-"""The law of the next token after a text."""
+"""The distribution of the next token after a sequence."""
 Verifier = Callable[[SampledDraft, Logits, Sampler, int, frozenset[int], int], VerifyResult]
 V, GAMMA = 3, 3
 
 
-def law_of(*probs: float) -> Distribution:
-    """From a dense law: zeros are left out, as filters leave them out."""
+def dist_of(*probs: float) -> Distribution:
+    """Make a distribution of dense probabilities; zeros are left out, as filters leave them out."""
     dense = np.array(probs, np.float64)
     ids = np.flatnonzero(dense)
     return Distribution(ids, dense[ids] / dense.sum())
 
 
 def toy(seed: int, holes: float = 0.25) -> Model:
-    """A different random law after every text, some tokens of it impossible."""
+    """A different random distribution after every sequence, some tokens impossible."""
 
     @cache
     def after(text: Text) -> Distribution:
         random = np.random.default_rng([seed, len(text), *text])
         dense = random.dirichlet(np.full(V, 0.7)) * (random.random(V) >= holes)
         dense[random.integers(V)] += 0.05
-        return law_of(*dense)
+        return dist_of(*dense)
 
     return after
 
 
-def items(law: Distribution) -> Iterator[tuple[int, float]]:
-    return ((int(token), float(p)) for token, p in zip(law.ids, law.probs, strict=True) if p > 0)
+def items(distribution: Distribution) -> Iterator[tuple[int, float]]:
+    return ((int(token), float(p)) for token, p in zip(distribution.ids, distribution.probs, strict=True) if p > 0)
 
 
 def continued(p: Model, text: Text, count: int) -> Iterator[tuple[Text, float]]:
@@ -72,28 +72,28 @@ def continued(p: Model, text: Text, count: int) -> Iterator[tuple[Text, float]]:
 
 
 def difference(found: Counter[Text], p: Model, length: int) -> float:
-    """Largest difference from the target's law of `length` tokens."""
+    """Largest difference from the target's distribution of `length` tokens."""
     expected = dict(continued(p, (), length))
     return max(abs(found[text] - expected.get(text, 0.0)) for text in {*found, *expected})
 
 
 def add(found: Counter[Text], p: Model, emitted: Text, length: int, weight: float) -> None:
-    """Count an outcome, whose text goes on as the target's does."""
+    """Count an outcome, continued as the target continues it."""
     for whole, rest in continued(p, emitted, length - len(emitted)):
         found[whole] += weight * rest
 
 
-# Exact laws: every draft and every decision, with its probability.
+# Exact distributions: every draft and every decision, with its probability.
 
 
 def block_outcomes(p: Model, q: Model, gamma: int) -> Iterator[tuple[Text, Text, float]]:
-    """Guesses taken, tokens emitted and probability, of every draft and decision of block verification."""
+    """Accepted tokens, emitted tokens and probability of every draft and decision of block verification."""
     for drawn, chance in continued(q, (), gamma):
         targets = [p(drawn[:i]) for i in range(gamma + 1)]
         drafts = [q(drawn[:i]) for i in range(gamma)]
-        weights, odds = block_acceptance(drawn, targets, drafts)
+        weights, probabilities = block_acceptance(drawn, targets, drafts)
         for taken in range(gamma + 1):
-            decided = math.prod((odds[taken - 1] if taken else 1.0, *(1 - h for h in odds[taken:])))
+            decided = math.prod((probabilities[taken - 1] if taken else 1.0, *(1 - h for h in probabilities[taken:])))
             rest = targets[taken] if taken == gamma else targets[taken].residual(drafts[taken], weights[taken])
             for token, last in items(rest):
                 yield drawn[:taken], (*drawn[:taken], token), chance * decided * last
@@ -127,7 +127,7 @@ def recursive_outcomes(p: Model, q: Model, widths: Sequence[int], text: Text = (
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_block_verification_has_the_targets_law(seed: int) -> None:
+def test_block_verification_gives_the_targets_distribution(seed: int) -> None:
     p, q = toy(seed), toy(seed + 100)
     found: Counter[Text] = Counter()
     for _, emitted, weight in block_outcomes(p, q, GAMMA):
@@ -137,7 +137,7 @@ def test_block_verification_has_the_targets_law(seed: int) -> None:
 
 @pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2, 2), (3, 2, 1)])
 @pytest.mark.parametrize("seed", range(3))
-def test_recursive_rejection_has_the_targets_law(seed: int, widths: tuple[int, ...]) -> None:
+def test_recursive_rejection_gives_the_targets_distribution(seed: int, widths: tuple[int, ...]) -> None:
     p, q = toy(seed), toy(seed + 100)
     found: Counter[Text] = Counter()
     for emitted, weight in recursive_outcomes(p, q, widths):
@@ -145,8 +145,8 @@ def test_recursive_rejection_has_the_targets_law(seed: int, widths: tuple[int, .
     assert difference(found, p, GAMMA + 1) < 1e-12
 
 
-def test_matching_has_the_targets_law() -> None:
-    """Every outcome of the four draws, over trees with chains, forks and a token that the target never gives."""
+def test_sample_then_match_gives_the_targets_distribution() -> None:
+    """Every outcome of four samples, over trees with chains, forks and a token that the target never emits."""
     p = toy(1)
     for edges in ([], [(0, 0), (1, 0), (2, 0)], [(0, 0), (0, 1), (0, 2), (1, 1), (2, 2), (4, 1), (5, 0)]):
         tree = Tree.of(
@@ -172,9 +172,9 @@ def test_matching_has_the_targets_law() -> None:
         assert difference(found, p, GAMMA + 1) < 1e-12
 
 
-def test_block_verification_takes_more_than_token_by_token() -> None:
-    """The paper's example: 11/9 guesses of two, where token-level rejection takes 10/9."""
-    p, q = law_of(1 / 3, 2 / 3), law_of(2 / 3, 1 / 3)
+def test_block_verification_accepts_more_than_token_by_token() -> None:
+    """The paper's example: 11/9 of two draft tokens are accepted, with token-level rejection 10/9."""
+    p, q = dist_of(1 / 3, 2 / 3), dist_of(2 / 3, 1 / 3)
     taken = sum(len(path) * weight for path, _, weight in block_outcomes(lambda _: p, lambda _: q, 2))
     assert taken == pytest.approx(11 / 9, abs=1e-12)
     chosen = [(weight, acceptance_probability(p, q, token)) for token, weight in items(q)]
@@ -183,32 +183,32 @@ def test_block_verification_takes_more_than_token_by_token() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_block_verification_never_takes_less(seed: int) -> None:
+def test_block_verification_never_accepts_less(seed: int) -> None:
     p, q = toy(seed), toy(seed + 100)
     block = sum(len(path) * weight for path, _, weight in block_outcomes(p, q, GAMMA))
     token_level = sum((len(emitted) - 1) * weight for emitted, weight in recursive_outcomes(p, q, (1,) * GAMMA))
     assert block >= token_level - 1e-12
 
 
-def test_a_draft_with_the_targets_own_law_is_taken_whole() -> None:
+def test_a_draft_with_the_targets_distribution_is_accepted_as_a_whole() -> None:
     p = toy(2)
     assert {len(path): weight for path, _, weight in block_outcomes(p, p, 2) if weight > 1e-12}.keys() == {2}
     assert all(len(emitted) == 3 for emitted, weight in recursive_outcomes(p, p, (2, 1)) if weight > 1e-12)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_draws_are_without_replacement_and_follow_the_law(count: int) -> None:
-    law, seeds = law_of(0.6, 0, 0.3, 0.1), 4000
-    found = Counter(sample_children(law, count, seed, 7, 0) for seed in range(seeds))
-    expect_law(found, dict(ordered_draws(law, count)), seeds)
-    assert sample_children(law, 9, 1, 7, 0) == sample_children(law, 3, 1, 7, 0)
-    assert len({sample_children(law_of(*[1] * 99), 3, 1, at, node) for at in range(9) for node in range(9)}) == 81
+def test_children_are_sampled_without_replacement(count: int) -> None:
+    distribution, seeds = dist_of(0.6, 0, 0.3, 0.1), 4000
+    found = Counter(sample_children(distribution, count, seed, 7, 0) for seed in range(seeds))
+    expect_distribution(found, dict(ordered_draws(distribution, count)), seeds)
+    assert sample_children(distribution, 9, 1, 7, 0) == sample_children(distribution, 3, 1, 7, 0)
+    assert len({sample_children(dist_of(*[1] * 99), 3, 1, at, node) for at in range(9) for node in range(9)}) == 81
 
 
-# Whole texts, drawn round by round with many seeds.
+# Whole sequences, sampled round by round with many seeds.
 
 Target = Callable[[Text, Tree], Logits]
-"""float32 logits `[n, V]` of a tree after the text before its anchor."""
+"""float32 logits `[n, V]` of a tree after the sequence before its anchor."""
 
 
 def critical(degrees: int) -> float:
@@ -217,8 +217,8 @@ def critical(degrees: int) -> float:
     return float(degrees * (1 - spread + 3.719 * spread**0.5) ** 3)
 
 
-def expect_law(found: Counter[Text], expected: dict[Text, float], total: int) -> None:
-    """Chi-square; cells expected less than five times count as one."""
+def expect_distribution(found: Counter[Text], expected: dict[Text, float], total: int) -> None:
+    """Chi-square test; cells with an expected count below five are merged."""
     assert set(found) <= set(expected)
     rare = [text for text, weight in expected.items() if weight * total < 5]
     cells = [(found[text], expected[text] * total) for text in expected if text not in rare]
@@ -228,23 +228,23 @@ def expect_law(found: Counter[Text], expected: dict[Text, float], total: int) ->
 
 
 def grown(q: Model, widths: Sequence[int], seed: int, text: Text) -> SampledDraft:
-    """A tree with that many drawn children of every node at each depth; `text` ends with the anchor."""
-    tokens, parents, laws, level = [text[-1]], [-1], dict[int, Distribution](), [(0, text)]
+    """A tree with that many sampled children of every node at each depth; `text` ends with the anchor."""
+    tokens, parents, distributions, level = [text[-1]], [-1], dict[int, Distribution](), [(0, text)]
     for width in widths:
         below: list[tuple[int, Text]] = []
         for node, path in level:
-            laws[node] = q(path)
-            for token in sample_children(laws[node], width, seed, len(text), node):
+            distributions[node] = q(path)
+            for token in sample_children(distributions[node], width, seed, len(text), node):
                 below.append((len(tokens), (*path, token)))
                 tokens.append(token)
                 parents.append(node)
         level = below
     count = len(tokens)
-    return SampledDraft(Tree.of(tokens, parents, [1.0] * count, [Source.MODEL] * count), laws)
+    return SampledDraft(Tree.of(tokens, parents, [1.0] * count, [Source.MODEL] * count), distributions)
 
 
 def processed(logits_after: Callable[[Text], Logits], params: SamplingParams) -> Model:
-    """The law after temperature, filters and penalty on the text itself."""
+    """The distribution after temperature, filters and the repetition penalty of the sequence itself."""
 
     @cache
     def after(text: Text) -> Distribution:
@@ -268,7 +268,7 @@ def texts(
     seeds: int,
     ends: frozenset[int],
 ) -> tuple[Counter[Text], float]:
-    """Counts of the texts after `prompt` for that many seeds, and the guesses taken per round."""
+    """Counts of the sequences after `prompt` for that many seeds, and accepted draft tokens per round."""
     found: Counter[Text] = Counter()
     rounds = emitted = 0
     for seed in range(seeds):
@@ -280,8 +280,8 @@ def texts(
             draft = grown(q, widths, seed, text)
             logits = target(text[:-1], draft.tree)
             most = length - (len(text) - len(prompt))
-            verdict = verify(draft, logits, sampler, len(text), ends, most)
-            new = verdict.emitted(draft.tree)
+            result = verify(draft, logits, sampler, len(text), ends, most)
+            new = result.emitted(draft.tree)
             assert 1 <= len(new) <= most
             assert not ends & set(new[:-1])
             text += new
@@ -292,13 +292,13 @@ def texts(
 
 
 def ended(p: Model, prompt: Text, length: int, ends: frozenset[int]) -> dict[Text, float]:
-    """The exact law of up to `length` tokens after `prompt`, cut after an end."""
-    law: Counter[Text] = Counter()
+    """The exact distribution of up to `length` tokens after `prompt`, cut after an end token."""
+    distribution: Counter[Text] = Counter()
     for whole, weight in continued(p, prompt, length):
         new = whole[len(prompt) :]
         cut = next((count for count, token in enumerate(new, 1) if token in ends), length)
-        law[new[:cut]] += weight
-    return law
+        distribution[new[:cut]] += weight
+    return distribution
 
 
 def path_logits(logits_after: Callable[[Text], Logits]) -> Target:
@@ -317,7 +317,7 @@ def toy_logits(text: Text) -> Logits:
     return np.random.default_rng([5, *text]).normal(0, 1, V).astype(np.float32)
 
 
-# A penalty this strong makes the laws of different paths very different.
+# A penalty this strong makes the distributions of different paths very different.
 PENALIZED = SamplingParams(temperature=0.7, top_p=0.95, repeat_penalty=3.0)
 
 
@@ -330,18 +330,18 @@ PENALIZED = SamplingParams(temperature=0.7, top_p=0.95, repeat_penalty=3.0)
         (verify_recursive, (1, 3), frozenset({1})),
     ],
 )
-def test_texts_follow_the_law_over_several_rounds(
+def test_sequences_of_several_rounds_have_the_targets_distribution(
     verify: Verifier, widths: tuple[int, ...], ends: frozenset[int]
 ) -> None:
     prompt, seeds = (0, 2), 1500
     q = toy(11, holes=0.1)
     found, taken = texts(verify, path_logits(toy_logits), V, PENALIZED, q, widths, prompt, 4, seeds, ends)
-    expect_law(found, ended(processed(toy_logits, PENALIZED), prompt, 4, ends), seeds)
+    expect_distribution(found, ended(processed(toy_logits, PENALIZED), prompt, 4, ends), seeds)
     assert 0.2 < taken < len(widths) - 0.2
 
 
-def test_a_block_is_decided_by_its_odds_and_weights() -> None:
-    """Every verdict, from the same random numbers and the odds that have the exact law."""
+def test_a_block_is_decided_by_its_probabilities_and_weights() -> None:
+    """Every result, from the same random numbers and the acceptance probabilities that were checked above."""
     prompt, p, q = (0, 2), processed(toy_logits, PENALIZED), toy(11, holes=0.1)
     seen: Counter[int] = Counter()
     for seed in range(300):
@@ -349,9 +349,9 @@ def test_a_block_is_decided_by_its_odds_and_weights() -> None:
         drawn = tuple(draft.tree.tokens[1:].tolist())
         paths = [(*prompt, *drawn[:i]) for i in range(GAMMA + 1)]
         targets, drafts = [p(path) for path in paths], [q(path) for path in paths[:GAMMA]]
-        weights, odds = block_acceptance(drawn, targets, drafts)
+        weights, probabilities = block_acceptance(drawn, targets, drafts)
         trials = uniforms_at(seed, len(prompt), GAMMA, Purpose.ACCEPT)
-        taken = max((i + 1 for i in range(GAMMA) if trials[i] < odds[i]), default=0)
+        taken = max((i + 1 for i in range(GAMMA) if trials[i] < probabilities[i]), default=0)
         rest = targets[taken] if taken == GAMMA else targets[taken].residual(drafts[taken], weights[taken])
         expected = VerifyResult(tuple(range(taken + 1)), rest.draw(uniform_at(seed, len(prompt) + taken)))
 
@@ -359,7 +359,7 @@ def test_a_block_is_decided_by_its_odds_and_weights() -> None:
         sampler.observe(prompt)
         logits = path_logits(toy_logits)(prompt[:-1], draft.tree)
         assert verify_block(draft, logits, sampler, len(prompt), NOBODY, 9) == expected
-        # The sampler now knows the prompt and what was taken, and nothing else.
+        # The sampler has observed the prompt and the accepted tokens, and nothing else.
         np.testing.assert_array_equal(sampler.distribution(logits[taken]).probs, targets[taken].probs)
         seen[taken] += 1
     assert min(seen[taken] for taken in range(GAMMA + 1)) > 10
@@ -379,7 +379,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[BoundSession, BoundS
 
 
 def graph_logits(bound: BoundSession) -> Callable[[Text], Logits]:
-    """The last row of a pass over a whole text."""
+    """The last logits of a pass over a whole sequence."""
 
     @cache
     def after(text: Text) -> Logits:
@@ -390,7 +390,7 @@ def graph_logits(bound: BoundSession) -> Callable[[Text], Logits]:
 
 
 @pytest.mark.parametrize(("verify", "widths"), [(verify_block, (1, 1)), (verify_recursive, (2, 2))])
-def test_texts_of_a_graph_follow_its_law(
+def test_sequences_of_a_graph_have_its_distribution(
     pair: tuple[BoundSession, BoundSession], verify: Verifier, widths: tuple[int, ...]
 ) -> None:
     bound, draft = pair
@@ -411,7 +411,7 @@ def test_texts_of_a_graph_follow_its_law(
     q = processed(graph_logits(draft), SamplingParams(temperature=2.0))
     prompt, seeds, ends = (7, 12, 5), 1500, frozenset({9})
     found, taken = texts(verify, target, 16, params, q, widths, prompt, 3, seeds, ends)
-    expect_law(found, ended(processed(graph_logits(bound), params), prompt, 3, ends), seeds)
+    expect_distribution(found, ended(processed(graph_logits(bound), params), prompt, 3, ends), seeds)
     assert 0.1 < taken < 1.9
 
 
@@ -421,13 +421,13 @@ EVEN = np.zeros((4, V), np.float32)
 
 
 def sure_draft(tokens: Sequence[int]) -> SampledDraft:
-    """A chain drawn from laws as even as the target's, so that all of it is taken."""
+    """A chain sampled from distributions as even as the target's, so that all of it is accepted."""
     tree = chain_tree(0, tokens, [1.0] * len(tokens), Source.MODEL)
-    return SampledDraft(tree, {node: law_of(*[1 / V] * V) for node in range(len(tokens))})
+    return SampledDraft(tree, {node: dist_of(*[1 / V] * V) for node in range(len(tokens))})
 
 
 @pytest.mark.parametrize("verify", [verify_block, verify_recursive])
-def test_ends_and_limits_cut_within_what_is_taken(verify: Verifier) -> None:
+def test_end_tokens_and_limits_cut_accepted_paths(verify: Verifier) -> None:
     sampler = Sampler(SamplingParams(temperature=1.0), V)
     draft = sure_draft([2, 1, 2])
     assert verify(draft, EVEN, sampler, 1, NOBODY, 9).accepted_path == (0, 1, 2, 3)
@@ -440,7 +440,7 @@ def test_ends_and_limits_cut_within_what_is_taken(verify: Verifier) -> None:
 
 
 @pytest.mark.parametrize("verify", [verify_block, verify_recursive])
-def test_without_guesses_a_seed_gives_the_plain_text(verify: Verifier) -> None:
+def test_without_draft_tokens_a_seed_gives_the_plain_output(verify: Verifier) -> None:
     logits = np.random.default_rng(0).normal(0, 2, (1, V)).astype(np.float32)
     for seed in range(50):
         sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), V)
@@ -448,27 +448,30 @@ def test_without_guesses_a_seed_gives_the_plain_text(verify: Verifier) -> None:
 
 
 @pytest.mark.parametrize("verify", [verify_block, verify_recursive])
-def test_a_greedy_target_takes_its_own_choices_only(verify: Verifier) -> None:
+def test_a_greedy_target_accepts_its_own_choices_only(verify: Verifier) -> None:
     logits = np.array([[0, 1, 1], [1, 0, 0], [0, 0, 1], [0, 1, 0]], np.float32)
     sampler = Sampler(SamplingParams(), V)
     assert verify(sure_draft([1, 0, 2]), logits, sampler, 1, NOBODY, 9) == VerifyResult((0, 1, 2, 3), 1)
     assert verify(sure_draft([1, 2, 2]), logits, sampler, 1, NOBODY, 9) == VerifyResult((0, 1), 0)
 
 
-def test_children_that_were_not_drawn_are_matched() -> None:
-    """A guess below a drawn one: the tree of a draft model, continued from a table."""
+def test_children_that_were_not_sampled_are_matched() -> None:
+    """A table's candidate below a sampled token: the tree of a draft model, continued from a table."""
     sampler = Sampler(SamplingParams(temperature=1.0), V)
     tree = Tree.of([0, 2, 0, 1, 2], [-1, 0, 1, 1, 1], [1.0] * 5, [Source.MODEL, *[Source.RECYCLED] * 4])
-    verdict = verify_recursive(SampledDraft(tree, {0: law_of(1, 1, 1)}), EVEN[[0] * 5], sampler, 1, NOBODY, 9)
+    result = verify_recursive(SampledDraft(tree, {0: dist_of(1, 1, 1)}), EVEN[[0] * 5], sampler, 1, NOBODY, 9)
     chosen = sampler.choose(EVEN[0], 2)
-    assert verdict == VerifyResult((0, 1, 2 + chosen), sampler.choose(EVEN[0], 3))
+    assert result == VerifyResult((0, 1, 2 + chosen), sampler.choose(EVEN[0], 3))
 
 
-def test_drafts_that_were_not_drawn_as_they_say_are_refused() -> None:
+def test_drafts_with_impossible_distributions_are_refused() -> None:
     with pytest.raises(ValueError, match="node 2 has token 2, which has no probability"):
-        SampledDraft(chain_tree(0, [1, 2], [1.0, 1.0], Source.MODEL), {0: law_of(1, 1, 1), 1: law_of(1, 1, 0)})
+        SampledDraft(chain_tree(0, [1, 2], [1.0, 1.0], Source.MODEL), {0: dist_of(1, 1, 1), 1: dist_of(1, 1, 0)})
     sampler, chain = Sampler(SamplingParams(temperature=1.0), V), chain_tree(0, [1, 2], [1.0, 1.0], Source.MODEL)
     fork = Tree.of([0, 1, 2], [-1, 0, 0], [1.0] * 3, [Source.MODEL] * 3)
-    for draft in (SampledDraft(chain, {0: law_of(1, 1, 1)}), SampledDraft(fork, {0: law_of(1, 1, 1)})):
+    for draft in (
+        SampledDraft(chain, {0: dist_of(1, 1, 1)}),
+        SampledDraft(fork, {0: dist_of(1, 1, 1)}),
+    ):
         with pytest.raises(ValueError, match="needs a chain with the distribution of every draft token"):
             verify_block(draft, EVEN, sampler, 1, NOBODY, 9)

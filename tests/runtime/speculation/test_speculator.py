@@ -1,4 +1,4 @@
-"""Rounds of speculation over a toy target: the account of each, what is learned from it, and when drafting rests."""
+"""Rounds of speculation over a toy target: statistics, what is learned, and when drafting is disabled."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NOBODY = frozenset[int]()
 
 
 def toy_logits(text: Sequence[int]) -> np.ndarray:
-    """float32 `[V]` after a text: mostly decided by its last two tokens, so that it repeats itself."""
+    """float32 `[V]` after a sequence: depends on its last two tokens only, so that it repeats itself."""
     return np.random.default_rng([7, *text[-2:]]).standard_normal(VOCABULARY).astype(np.float32)
 
 
 def verify(text: Sequence[int], draft: Draft, most: int) -> tuple[VerifyResult, np.ndarray]:
-    """What the toy target makes of a draft behind `text`, whose last token is the anchor."""
+    """Verify a draft behind `text`, whose last token is the anchor, with the toy target."""
     tree = draft.tree
     logits = np.stack(
         [toy_logits([*text[:-1], *tree.tokens[list(tree.path_to(node))].tolist()]) for node in range(len(tree))]
@@ -40,7 +40,7 @@ def verify(text: Sequence[int], draft: Draft, most: int) -> tuple[VerifyResult, 
 
 
 def write(speculator: Speculator, text: list[int], count: int, room: int = 10_000) -> list[tuple[Draft, Round | None]]:
-    """Let `text` grow by `count` tokens; what was drafted in every round, and its account where there is one."""
+    """Append `count` tokens to `text`; returns the draft and the statistics, if any, of every round."""
     speculator.reset(text)
     rounds: list[tuple[Draft, Round | None]] = []
     end = len(text) + count
@@ -55,19 +55,19 @@ def write(speculator: Speculator, text: list[int], count: int, room: int = 10_00
         if draft.growth is not None:
             told = [each._token_ids for each in speculator.drafters if isinstance(each, SuffixDrafter)]
             assert all(known == text for known in told)
-        verdict, logits = verify(text, draft, most)
-        one = speculator.observe(draft, verdict, logits, len(text) - 1, RoundTiming(0.25))
-        check(draft, verdict, one, most, room)
-        text += verdict.emitted(draft.tree)
+        result, logits = verify(text, draft, most)
+        one = speculator.observe(draft, result, logits, len(text) - 1, RoundTiming(0.25))
+        check(draft, result, one, most, room)
+        text += result.emitted(draft.tree)
         rounds.append((draft, one))
     return rounds
 
 
-def check(draft: Draft, verdict: VerifyResult, one: Round, most: int, room: int) -> None:
+def check(draft: Draft, result: VerifyResult, one: Round, most: int, room: int) -> None:
     tree = draft.tree
     assert one.width == len(tree) == 1 + sum(one.drafted) <= min(16, room)
     assert tree.depths.max() < most
-    assert one.emitted == len(verdict.accepted_path) == 1 + sum(one.accepted) <= most
+    assert one.emitted == len(result.accepted_path) == 1 + sum(one.accepted) <= most
     assert len(one.candidates) == len(one.drafted) == len(one.accepted) == len(Source)
     for accepted, drafted, grown in zip(one.accepted, one.drafted, one.candidates, strict=True):
         assert 0 <= accepted <= drafted <= grown
@@ -89,7 +89,7 @@ def plain(text: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
 @pytest.mark.parametrize("room", [1, 2, 3, 7, 10_000])
-def test_every_round_adds_up_and_the_text_is_the_targets(trees: bool, room: int) -> None:
+def test_statistics_add_up_and_the_output_is_the_targets(trees: bool, room: int) -> None:
     speculator = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=trees)
     accepted = 0
     for start in range(5):
@@ -104,11 +104,11 @@ def test_every_round_adds_up_and_the_text_is_the_targets(trees: bool, room: int)
 
 @given(st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.integers(1, 30)), min_size=1, max_size=4), st.booleans())
 @settings(max_examples=25)
-def test_predictors_know_the_text_whatever_was_drafted_or_rested(answers: list[tuple[int, int]], rest: bool) -> None:
+def test_drafters_have_the_sequence_after_any_rounds(answers: list[tuple[int, int]], disabled: bool) -> None:
     suffix, recycle = SuffixDrafter(), RecyclingDrafter(VOCABULARY)
     speculator = eager(suffix, recycle)
     for start, count in answers:
-        if rest:
+        if disabled:
             speculator.balance.backoff.left = 5
         text = [start, 2]
         write(speculator, text, count)
@@ -118,7 +118,7 @@ def test_predictors_know_the_text_whatever_was_drafted_or_rested(answers: list[t
         assert recycle.state() == 3
 
 
-def test_the_targets_own_logits_are_recycled_along_the_accepted_path_only() -> None:
+def test_logits_are_recycled_along_the_accepted_path_only() -> None:
     recycle = RecyclingDrafter(VOCABULARY)
     drafter = Adversary(lambda done, _: Tree.of([done[-1], 2, 3, 4], [-1, 0, 0, 1], [1.0, 0.9, 0.9, 0.8], [0, 6, 6, 6]))
     speculator = eager(*listening_to(drafter).drafters, recycle)
@@ -134,7 +134,7 @@ def test_the_targets_own_logits_are_recycled_along_the_accepted_path_only() -> N
     assert not any(recycle.candidates(token) for token in (0, 3, 4, 5))
 
 
-def test_one_token_left_or_one_row_of_room_is_a_plain_step() -> None:
+def test_one_token_left_or_one_free_slot_is_a_plain_step() -> None:
     speculator = eager(OracleDrafter([1] * 50, 2))
     speculator.reset([0, 1])
     for most, room in ((1, 9), (9, 1), (1, 1)):
@@ -144,9 +144,9 @@ def test_one_token_left_or_one_row_of_room_is_a_plain_step() -> None:
     assert len(speculator.propose(1, 9, 3).tree) == 3
 
 
-def test_nothing_is_drafted_where_rows_cost_as_much_as_passes() -> None:
-    predictor = OracleDrafter([1] * 100, 2)
-    speculator = Speculator([predictor], FixedCost({128: {1: 1.0, 16: 16.5}}))
+def test_nothing_is_drafted_where_positions_cost_as_much_as_passes() -> None:
+    oracle = OracleDrafter([1] * 100, 2)
+    speculator = Speculator([oracle], FixedCost({128: {1: 1.0, 16: 16.5}}))
     speculator.reset([0, 1])
     for _ in range(20):
         draft = speculator.propose(1, 50, 50)
@@ -155,7 +155,7 @@ def test_nothing_is_drafted_where_rows_cost_as_much_as_passes() -> None:
     assert speculator.rate == pytest.approx(1.0, rel=1e-3)
 
 
-def test_the_rate_is_that_of_the_tokens_given_and_at_least_that_of_plain_steps() -> None:
+def test_the_rate_is_that_of_emitted_tokens_and_at_least_that_of_plain_steps() -> None:
     text = [1] * 600
     speculator = eager(OracleDrafter(text, 0))
     speculator.reset(text[:2])
@@ -170,7 +170,7 @@ def test_the_rate_is_that_of_the_tokens_given_and_at_least_that_of_plain_steps()
 
 
 class Priced:
-    """A draft model that costs more than it can give."""
+    """A draft model with given seconds per pass."""
 
     source = Source.MODEL
     prior = (0.9,)
@@ -201,24 +201,24 @@ class Priced:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "again", "note"), [(9.0, 0.0, "draft model not run"), (0.0, 0.0, ""), (0.0, 0.5, "near tie")]
+    ("seconds", "recompute_s", "note"), [(9.0, 0.0, "draft model not run"), (0.0, 0.0, ""), (0.0, 0.5, "near tie")]
 )
-def test_a_round_tells_why_nothing_was_drafted(seconds: float, again: float, note: str) -> None:
+def test_a_round_notes_why_nothing_was_drafted(seconds: float, recompute_s: float, note: str) -> None:
     speculator = Speculator([], FixedCost(NEARLY_FREE), model=Priced(seconds))
     speculator.reset([0, 1])
     draft = speculator.propose(1, 9, 9)
     logits = np.zeros((len(draft.tree), VOCABULARY), np.float32)
-    one = speculator.observe(draft, VerifyResult((0,), 1), logits, 1, RoundTiming(0.25, again, 0.0625))
+    one = speculator.observe(draft, VerifyResult((0,), 1), logits, 1, RoundTiming(0.25, recompute_s, 0.0625))
     assert one.note.startswith(note)
     assert bool(one.note) == bool(note)
     assert (one.draft_passes > 0) == (seconds == 0)
     assert one.draft_s == 0.125
-    assert one.target_s == 0.25 + again
+    assert one.target_s == 0.25 + recompute_s
     if seconds:
         assert "for the time of 9.0" in one.note
 
 
-def test_passes_refine_the_step_cost() -> None:
+def test_passes_refine_the_pass_cost() -> None:
     cost = PassCost(NEARLY_FREE)
     speculator = Speculator([OracleDrafter([1] * 300, 2)], cost)
     speculator.reset([0, 1])
@@ -281,10 +281,8 @@ def test_a_disabled_speculator_drafts_again_after_its_wait() -> None:
     assert rounds[10][1].emitted == 16
 
 
-@pytest.mark.parametrize(("pass_s", "wakes"), [(1.0, True), (1e-5, False)], ids=["light", "heavy"])
-def test_a_resting_speculator_wakes_where_the_text_repeats_itself_if_listening_is_cheap(
-    pass_s: float, wakes: bool
-) -> None:
+@pytest.mark.parametrize(("pass_s", "resumes"), [(1.0, True), (1e-5, False)], ids=["light", "heavy"])
+def test_a_disabled_speculator_resumes_at_repetitions_if_lookups_are_cheap(pass_s: float, resumes: bool) -> None:
     cost = FixedCost({128: {1: pass_s, 2: 2 * pass_s}})
     speculator = Speculator([SuffixDrafter()], cost)
     speculator.reset(list(range(40)))
@@ -295,4 +293,4 @@ def test_a_resting_speculator_wakes_where_the_text_repeats_itself_if_listening_i
         speculator.skip_round(token)
         assert speculator.disabled
     speculator.skip_round(6)
-    assert speculator.disabled is not wakes
+    assert speculator.disabled is not resumes

@@ -16,11 +16,11 @@ from support.adversarial_drafters import chain_tree
 NOBODY = frozenset[int]()
 PROMPT = (2, 0, 2)
 Model = Callable[[Sequence[int]], Logits]
-"""float32 logits `[V]` after a text."""
+"""float32 logits `[V]` after a sequence."""
 
 
 def toy_model(vocab: int, seed: int = 0) -> Model:
-    """Logits that depend on the whole text, in quarter steps, so that ties occur."""
+    """Logits that depend on the whole sequence, in quarter steps, so that ties occur."""
 
     def logits_after(text: Sequence[int]) -> Logits:
         random = np.random.default_rng([seed, len(text), *text])

@@ -1,4 +1,4 @@
-"""The draft model on real sessions: whatever was asked and whatever came true, it says what a fresh pass would say."""
+"""The draft model on real sessions: always the probabilities of one pass over the whole sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = 64
 KEPT = np.sort(np.random.default_rng(8).permutation(VOCABULARY)[:120]).astype(np.int32)
 """The tokens that a trimmed head keeps."""
 TEXTS = st.lists(st.integers(20, 24), min_size=1, max_size=20)
-"""Of few tokens, so that texts and guesses often agree."""
+"""Few tokens, so that sequences and draft tokens often agree."""
 PATHS = st.lists(st.integers(20, 24), max_size=4).map(tuple)
 
 
@@ -92,7 +92,7 @@ def draft(graph: GraphSession, limit: int = LIMIT, target_vocab: int = VOCABULAR
 
 
 def plain(graph: GraphSession, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities after the last of the tokens, float64 `[V]`, and the rows of all, from one pass over nothing."""
+    """Probabilities after the tokens, float64 `[V]`, and the cache slots of all, from one pass over an empty cache."""
     bound = graph.bind(graph.arena(600))
     logits = bound.forward(tokens, logits_for=(len(tokens) - 1,))[0].astype(np.float64)
     bound.arena.commit(len(tokens))
@@ -107,7 +107,7 @@ def assert_as_plain(graph: GraphSession, tokens: list[int], likely: TopTokens) -
     assert len(set(likely.tokens)) == len(likely.tokens)
 
 
-def assert_rows_are_the_texts(graph: GraphSession, model: DraftModel, text: list[int]) -> None:
+def assert_slots_are_the_sequences(graph: GraphSession, model: DraftModel, text: list[int]) -> None:
     arena = model._arena
     assert arena.length <= len(text)
     if arena.length:
@@ -117,15 +117,15 @@ def assert_rows_are_the_texts(graph: GraphSession, model: DraftModel, text: list
 @settings(max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
-def test_it_says_what_a_fresh_pass_says(
+def test_probabilities_are_those_of_a_fresh_pass(
     graph: GraphSession, chains_only: GraphSession, trees: bool, data: st.DataObject
 ) -> None:
     model = draft(graph if trees else chains_only)
     text = data.draw(TEXTS)
     model.reset(text)
     for _ in range(data.draw(st.integers(1, 6))):
-        match data.draw(st.sampled_from(["ask", "ask many", "grow", "grow", "follow"])):
-            case "ask":
+        match data.draw(st.sampled_from(["run", "run", "append", "append", "reset"])):
+            case "run":
                 path = data.draw(PATHS)
                 expected = model.seconds(path)
                 passes = model.passes
@@ -133,36 +133,28 @@ def test_it_says_what_a_fresh_pass_says(
                 assert (model.passes - passes, expected == 0) in ((1, False), (0, True))
                 assert_as_plain(graph, [*text, *path], likely)
                 assert model.seconds(path) == model.pending == 0
-            case "ask many":
-                paths = data.draw(st.lists(PATHS, min_size=1, max_size=4))
-                passes = model.passes
-                # Where the text's only row has to run again, there is nothing for branches to grow from.
-                at_once = trees and model._arena.length > 1
-                for path, likely in zip(paths, model.top_tokens_each(paths, 2), strict=True):
-                    assert_as_plain(graph, [*text, *path], likely)
-                assert model.passes - passes <= (1 if at_once else 1 + len(paths))
-            case "grow":
-                # Often what was guessed, with or without a token after it.
-                guessed = st.sampled_from(model._scratch) if model._scratch else PATHS
-                for token in data.draw(st.one_of(PATHS, guessed, guessed.map(lambda path: (*path, 22)))):
+            case "append":
+                # Often draft tokens, with or without another token after them.
+                drafted = st.sampled_from(model._scratch) if model._scratch else PATHS
+                for token in data.draw(st.one_of(PATHS, drafted, drafted.map(lambda path: (*path, 22)))):
                     model.append(token)
                     text = [*text, token]
-            case "follow":
+            case "reset":
                 text = text[: data.draw(st.integers(0, len(text)))] + data.draw(TEXTS)[: LIMIT - 30]
                 text = text[: LIMIT - 20]
                 model.reset(text)
-        assert_rows_are_the_texts(graph, model, text)
+        assert_slots_are_the_sequences(graph, model, text)
 
 
 @pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
-def test_a_chain_that_came_true_costs_no_pass_again(
+def test_a_fully_accepted_chain_costs_no_further_pass(
     graph: GraphSession, chains_only: GraphSession, trees: bool
 ) -> None:
     model = draft(graph if trees else chains_only)
     text = [20, 30, 40]
     model.reset(text)
     for done in range(5):
-        # After the first round: the last guess and the token after it, the only ones that were never run.
+        # After the first round: the last draft token and the token after it, which have not run.
         assert model.pending == (2 if done else 3)
         assert_as_plain(graph, text, model.top_tokens((), 3))
         chain: list[int] = []
@@ -173,23 +165,24 @@ def test_a_chain_that_came_true_costs_no_pass_again(
             model.append(token)
         text += [*chain, 50]
     model.top_tokens((), 1)
-    assert_rows_are_the_texts(graph, model, text)
+    assert_slots_are_the_sequences(graph, model, text)
 
 
-def test_a_branch_that_came_true_is_known_already(graph: GraphSession) -> None:
+def test_an_accepted_branch_is_not_run_again(graph: GraphSession) -> None:
     model = draft(graph)
     model.reset([20, 30, 40])
     first, second = model.top_tokens((), 2).tokens
-    model.top_tokens_each([(first,), (second,), (first, 60), (second, 61)], 1)
-    assert model.passes == 2
+    for path in ((first,), (second,), (first, 60), (second, 61)):
+        model.top_tokens(path, 1)
+    assert model.passes == 5
     model.append(second)
     model.append(61)
     assert (model.pending, model.seconds(())) == (0, 0)
     assert_as_plain(graph, [20, 30, 40, second, 61], model.top_tokens((), 3))
-    assert model.passes == 2
+    assert model.passes == 5
 
 
-def test_guesses_that_others_made_run_with_the_text_in_one_pass(graph: GraphSession) -> None:
+def test_tokens_of_other_drafters_run_with_the_sequence_in_one_pass(graph: GraphSession) -> None:
     model = draft(graph)
     text = list(range(20, 50))
     model.reset(text)
@@ -197,19 +190,19 @@ def test_guesses_that_others_made_run_with_the_text_in_one_pass(graph: GraphSess
     assert model.seconds((7, 8)) == pytest.approx(model.cost.seconds(2 + 2, 0) + spread)
     assert_as_plain(graph, [*text, 7, 8], model.top_tokens((7, 8), 3))
     assert model.passes == 1
-    # The row of the text and that of 7 are there, but not what they said: they run again, alone.
+    # The last token and 7 have slots, but their logits are not known: they run again, alone.
     assert_as_plain(graph, [*text, 7], model.top_tokens((7,), 3))
     assert_as_plain(graph, [*text, 7, 8, 9], model.top_tokens((7, 8, 9), 3))
-    # And when they come true, it does not matter which of a token's rows is kept.
+    # When they are accepted, it does not matter which of a token's slots is kept.
     for token in (7, 8):
         model.append(token)
     assert_as_plain(graph, [*text, 7, 8, 9], model.top_tokens((9,), 3))
     assert_as_plain(graph, [*text, 7, 8], model.top_tokens((), 3))
     assert model.passes == 4
-    assert_rows_are_the_texts(graph, model, [*text, 7, 8])
+    assert_slots_are_the_sequences(graph, model, [*text, 7, 8])
 
 
-def test_the_texts_last_row_runs_again_where_only_a_guess_was_asked_about(graph: GraphSession) -> None:
+def test_the_last_token_runs_again_if_only_a_draft_path_was_run(graph: GraphSession) -> None:
     model = draft(graph)
     model.reset([20, 30, 40])
     model.top_tokens((7,), 3)
@@ -218,7 +211,7 @@ def test_the_texts_last_row_runs_again_where_only_a_guess_was_asked_about(graph:
     assert model.passes == 3
 
 
-def test_a_long_text_is_caught_up_with_in_pieces(tmp_path: Path) -> None:
+def test_a_long_sequence_is_prefilled_in_chunks(tmp_path: Path) -> None:
     graph = session(write_bundle(tmp_path, max_position_embeddings=600) / "model.onnx")
     model = draft(graph, limit=600)
     text = np.random.default_rng(4).integers(5, VOCABULARY, 300).tolist()
@@ -231,7 +224,7 @@ def test_a_long_text_is_caught_up_with_in_pieces(tmp_path: Path) -> None:
     assert (model.passes, model.pending) == (3, 0)
 
 
-def test_guesses_survive_the_growth_of_the_arena(tmp_path: Path) -> None:
+def test_scratch_slots_survive_the_growth_of_the_arena(tmp_path: Path) -> None:
     graph = session(write_bundle(tmp_path, max_position_embeddings=600) / "model.onnx")
     model = draft(graph, limit=600)
     text = np.random.default_rng(5).integers(5, VOCABULARY, 254).tolist()
@@ -245,11 +238,11 @@ def test_guesses_survive_the_growth_of_the_arena(tmp_path: Path) -> None:
         model.append(token)
     passes = model.passes
     assert_as_plain(graph, [*text, 6, 7, 8], model.top_tokens((), 3))
-    assert_rows_are_the_texts(graph, model, [*text, 6, 7, 8])
+    assert_slots_are_the_sequences(graph, model, [*text, 6, 7, 8])
     assert (model.passes, model.pending) == (passes, 0)
 
 
-def test_a_text_it_cannot_hold_has_no_guesses(graph: GraphSession) -> None:
+def test_a_sequence_beyond_the_context_has_no_candidates(graph: GraphSession) -> None:
     model = draft(graph, limit=10)
     model.reset(range(20, 29))
     assert len(model.top_tokens((), 2).tokens) == 2
@@ -264,7 +257,7 @@ def test_a_text_it_cannot_hold_has_no_guesses(graph: GraphSession) -> None:
     assert_as_plain(graph, [20, 21], model.top_tokens((), 2))
 
 
-def test_padding_is_never_guessed(graph: GraphSession) -> None:
+def test_padding_is_never_proposed(graph: GraphSession) -> None:
     full, target = draft(graph), 250
     model = draft(graph, target_vocab=target)
     for text in ([20, 21], [30, 40, 50], [7]):
@@ -351,6 +344,6 @@ def test_it_keeps_account_of_its_time(graph: GraphSession) -> None:
     assert (model.cost.observed, model.passes) == (observed + 1, 5)
 
 
-def test_there_is_nothing_after_no_text(graph: GraphSession) -> None:
+def test_an_empty_sequence_is_refused(graph: GraphSession) -> None:
     with pytest.raises(ValueError, match="an empty sequence has no next token"):
         draft(graph).top_tokens((), 1)

@@ -25,7 +25,7 @@ MIN_BYTES = 64 << 10
 VOCABULARY = 4
 SEQUENCES = st.lists(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), max_size=6)
 
-# Sequence `n` of process `p`: its number, then tokens that follow from it, so that a reader knows a whole one.
+# Sequence `n` of process `p`: both numbers, then tokens computed from `n`, so that a reader can check it.
 APPEND = """
 import sys
 from pathlib import Path
@@ -65,7 +65,7 @@ def check_whole(sequences: list[list[int]]) -> None:
         assert rest == [(number + at) % 1000 for at in range(number * 7919 % 3000)]
 
 
-def test_what_is_appended_is_kept_in_order(tmp_path: Path) -> None:
+def test_sequences_are_kept_in_order(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path / "model", MIN_BYTES, unexpected)
     assert kept(store) == []
     assert store.append([1, 2, 3])
@@ -74,7 +74,7 @@ def test_what_is_appended_is_kept_in_order(tmp_path: Path) -> None:
     assert kept(HistoryStore(tmp_path / "model", MIN_BYTES, unexpected)) == [[1, 2, 3], [0, 1, 2, 3, 4]]
 
 
-def test_nothing_is_written_before_something_is_kept(tmp_path: Path) -> None:
+def test_nothing_is_written_before_the_first_sequence(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path / "model", MIN_BYTES, unexpected)
     assert store.is_indexed()
     assert store.reindex()
@@ -82,12 +82,12 @@ def test_nothing_is_written_before_something_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 2**31 - 2, 2**40])
-def test_what_is_no_token_is_refused(tmp_path: Path, token: int) -> None:
+def test_invalid_tokens_are_refused(tmp_path: Path, token: int) -> None:
     with pytest.raises(ValueError, match="token ids must be 0"):
         HistoryStore(tmp_path, MIN_BYTES, unexpected).append([1, token])
 
 
-def test_a_bound_below_the_least_is_refused(tmp_path: Path) -> None:
+def test_a_size_limit_below_the_minimum_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too small"):
         HistoryStore(tmp_path, MIN_BYTES - 1, unexpected)
 
@@ -109,7 +109,7 @@ def test_an_index_is_fresh_until_something_is_added(tmp_path: Path) -> None:
 @settings(max_examples=20)
 @example(MIN_BYTES, [*[0] * 16, 2037, 1986, 5])
 @given(st.integers(MIN_BYTES, 3 * MIN_BYTES), st.lists(st.integers(0, 12_000), min_size=5, max_size=40))
-def test_the_oldest_go_and_the_folder_stays_within_its_bound(most: int, sizes: list[int]) -> None:
+def test_the_oldest_are_deleted_and_the_folder_stays_within_its_limit(most: int, sizes: list[int]) -> None:
     with TemporaryDirectory() as place:
         folder = Path(place)
         store = HistoryStore(folder, most, lambda _: None)
@@ -126,7 +126,7 @@ def test_the_oldest_go_and_the_folder_stays_within_its_bound(most: int, sizes: l
         assert size_of(folder) <= most
 
 
-def test_a_lower_bound_takes_hold(tmp_path: Path) -> None:
+def test_a_lower_limit_is_applied(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path, 4 * MIN_BYTES, unexpected)
     for number in range(30):
         store.append([number] * 120)
@@ -147,18 +147,7 @@ def test_a_sequence_longer_than_the_store_is_kept_from_its_end(tmp_path: Path) -
     assert len(last) * 4 > MIN_BYTES // 10
 
 
-def test_clear_forgets_everything(tmp_path: Path) -> None:
-    store = HistoryStore(tmp_path, MIN_BYTES, unexpected)
-    store.append([1, 2, 3])
-    store.reindex()
-    store.clear()
-    assert size_of(tmp_path) == 0
-    assert store.index is None
-    assert kept(store) == []
-    assert store.append([4])
-
-
-def test_who_cannot_get_the_lock_does_without(tmp_path: Path) -> None:
+def test_operations_without_the_lock_are_skipped(tmp_path: Path) -> None:
     warnings: list[str] = []
     store = HistoryStore(tmp_path, MIN_BYTES, warnings.append)
     store.append([1, 2])
@@ -170,7 +159,7 @@ def test_who_cannot_get_the_lock_does_without(tmp_path: Path) -> None:
     assert kept(store) == [[1, 2]]
 
 
-def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     warnings: list[str] = []
     store = HistoryStore(tmp_path / "file" / "model", MIN_BYTES, warnings.append)
@@ -292,24 +281,24 @@ def index_of(folder: Path) -> Path:
 
 
 @given(SEQUENCES, st.integers(0, 1 << 14), st.lists(st.integers(0, VOCABULARY - 1), max_size=20))
-def test_a_damaged_index_is_left_aside(sequences: list[list[int]], bit: int, text: list[int]) -> None:
+def test_a_damaged_index_is_not_used(sequences: list[list[int]], bit: int, text: list[int]) -> None:
     with TemporaryDirectory() as place:
         folder = Path(place)
         store = HistoryStore(folder, MIN_BYTES, unexpected)
         for sequence in [*sequences, [0, 1, 2, 0, 1]]:
             store.append(sequence)
         store.reindex()
-        # Damage while it is open: the map is what the file is.
+        # Damage while it is open: the file is mapped.
         with index_of(folder).open("r+b") as file:
             data = file.read()
             at = bit // 8 % len(data)
             file.seek(at)
             file.write(bytes([data[at] ^ 1 << bit % 8]))
-        predictor = HistoryDrafter(store, VOCABULARY)
+        drafter = HistoryDrafter(store, VOCABULARY)
         for size in range(len(text) + 1):
-            predictor.reset(text[:size])
-            assert all(0 <= candidate.token < VOCABULARY for candidate in predictor.candidates(predictor.state()))
-        # Damage that is there when it is opened.
+            drafter.reset(text[:size])
+            assert all(0 <= candidate.token < VOCABULARY for candidate in drafter.candidates(drafter.state()))
+        # Damage before it is opened.
         warnings: list[str] = []
         later = HistoryStore(folder, MIN_BYTES, warnings.append)
         assert later.index is None
@@ -320,7 +309,7 @@ def test_a_damaged_index_is_left_aside(sequences: list[list[int]], bit: int, tex
 
 
 @pytest.mark.parametrize("size", [0, 1, 43, 60])
-def test_an_index_that_is_cut_short_is_left_aside(tmp_path: Path, size: int) -> None:
+def test_a_truncated_index_is_not_used(tmp_path: Path, size: int) -> None:
     store = HistoryStore(tmp_path, MIN_BYTES, unexpected)
     store.append([1, 2, 3])
     store.reindex()
@@ -334,13 +323,13 @@ def test_an_index_that_is_cut_short_is_left_aside(tmp_path: Path, size: int) -> 
 
 
 def agreeing(context: list[int], before: list[int]) -> int:
-    """How many tokens at the end of two contexts agree, of the last `REACH`."""
+    """Number of tokens at the end of two contexts that agree, of the last `REACH`."""
     pairs = list(zip(reversed(context[-REACH:]), reversed(before), strict=False))
     return next((size for size, (mine, other) in enumerate(pairs) if mine != other), len(pairs))
 
 
 @given(SEQUENCES, st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20))
-def test_an_index_finds_the_places_that_agree_most(sequences: list[list[int]], context: list[int]) -> None:
+def test_an_index_finds_the_longest_matches(sequences: list[list[int]], context: list[int]) -> None:
     with TemporaryDirectory() as place:
         path = Path(place) / "index"
         path.write_bytes(encode([np.array(sequence, np.uint32) for sequence in sequences], Covered(b"\0" * 16, 0)))
@@ -371,7 +360,7 @@ def with_history(folder: Path, *sequences: list[int]) -> HistoryDrafter:
     return HistoryDrafter(store, 100)
 
 
-def test_a_guess_is_what_followed_the_longest_match(tmp_path: Path) -> None:
+def test_candidates_followed_the_longest_match(tmp_path: Path) -> None:
     made: Drafter = with_history(tmp_path, [1, 2, 3, 4, 5], [9, 3, 8], [2, 3, 6])
     made.reset([7, 1, 2, 3])
     assert made.candidates(made.state()) == [
@@ -385,7 +374,7 @@ def test_a_guess_is_what_followed_the_longest_match(tmp_path: Path) -> None:
     assert made.candidates(made.state()) == [Candidate(5, bucket(4, Agreement.ONCE, 0))]
 
 
-def test_what_followed_most_often_comes_first_and_of_equals_the_latest(tmp_path: Path) -> None:
+def test_the_most_frequent_candidate_is_first_and_of_equals_the_latest(tmp_path: Path) -> None:
     made = with_history(tmp_path, [1, 2], [1, 3], [1, 3], [1, 4], [1, 3])
     assert made.candidates((1,)) == [
         Candidate(3, bucket(1, Agreement.MOSTLY, 0)),
@@ -397,18 +386,18 @@ def test_what_followed_most_often_comes_first_and_of_equals_the_latest(tmp_path:
     ]
 
 
-def test_a_sequence_does_not_run_into_the_next(tmp_path: Path) -> None:
+def test_matches_do_not_span_sequences(tmp_path: Path) -> None:
     made = with_history(tmp_path, [1, 2], [3, 4])
     assert made.candidates((2,)) == made.candidates((4,)) == []
 
 
-def test_tokens_outside_the_vocabulary_are_not_guessed(tmp_path: Path) -> None:
+def test_tokens_outside_the_vocabulary_are_not_proposed(tmp_path: Path) -> None:
     made = with_history(tmp_path, [1, 2, 500], [1, 2, 600], [2, 7])
     assert [candidate.token for candidate in made.candidates((1, 2))] == [7]
 
 
 @given(st.lists(st.integers(0, 9), max_size=40))
-def test_the_state_is_the_end_of_the_text(text: list[int]) -> None:
+def test_the_state_is_the_end_of_the_sequence(text: list[int]) -> None:
     with TemporaryDirectory() as place:
         store = HistoryStore(Path(place), MIN_BYTES, unexpected)
         whole, grown = HistoryDrafter(store, 10), HistoryDrafter(store, 10)

@@ -1,4 +1,4 @@
-"""A draft that is the target without some parts, on the target's cache: text, rows and weights are the target's."""
+"""Layer-skip drafts over the target's cache: output, cache slots and weights stay the target's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(bundle: Path, **options: object) -> Engine:
-    """An engine to which every guess of the draft's is worth its price."""
+    """An engine for which every draft token pays."""
     engine = edgerun.load(bundle, threads=1, cache=False, **options)
     drafter_pool = engine.model.drafters
     drafter_pool._pass_cost = FixedCost(NEARLY_FREE)
@@ -94,7 +94,7 @@ def read(target: GraphSession, tokens: list[int]) -> BoundSession:
     [GREEDY, GREEDY.changed({"exact": True}), SAMPLED],
     ids=["greedy", "exact", "sampled"],
 )
-def test_the_text_is_that_of_plain_decoding(engine: Engine, choice: Speculation, options: GenerateOptions) -> None:
+def test_the_output_is_that_of_plain_decoding(engine: Engine, choice: Speculation, options: GenerateOptions) -> None:
     drafted = 0
     for prompt in ("the other thing", "in the in the in the", "a"):
         plain = engine.generate(prompt, options, speculation=Speculation.OFF)
@@ -106,14 +106,14 @@ def test_the_text_is_that_of_plain_decoding(engine: Engine, choice: Speculation,
 
 
 @pytest.mark.parametrize("draft_sampling", [DraftSampling.CHAIN, DraftSampling.TREE])
-def test_guesses_can_be_drawn_from_it(engine: Engine, draft_sampling: DraftSampling) -> None:
+def test_draft_tokens_can_be_sampled_from_it(engine: Engine, draft_sampling: DraftSampling) -> None:
     reply = engine.generate("the other thing", SAMPLED, draft_sampling=draft_sampling)
     assert reply.stats.by_source["model"].drafted > 0
-    assert_rows_are_the_targets(engine)
+    assert_slots_are_the_targets(engine)
 
 
-def assert_rows_are_the_targets(engine: Engine) -> None:
-    """The rows of the last answer are what the target alone makes of its text."""
+def assert_slots_are_the_targets(engine: Engine) -> None:
+    """The cache slots of the last answer are those of the target alone."""
     text = engine.model._sequence
     assert text is not None
     arena = text.bound.arena
@@ -124,21 +124,21 @@ def assert_rows_are_the_targets(engine: Engine) -> None:
         np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
-def test_after_every_round_the_rows_are_the_targets(engine: Engine) -> None:
+def test_after_every_round_the_slots_are_the_targets(engine: Engine) -> None:
     for most in range(1, 14):
         reply = engine.generate("in the in", max_tokens=most, speculation=MODEL)
-        assert_rows_are_the_targets(engine)
+        assert_slots_are_the_targets(engine)
     assert reply.stats.by_source["model"].accepted > 0
 
 
-def test_a_long_text_makes_the_cache_grow_under_the_drafts_rows(engine: Engine) -> None:
+def test_a_long_answer_grows_the_cache_under_the_draft(engine: Engine) -> None:
     prompt = "in the other thing " * 20
     plain = engine.generate(prompt, max_tokens=100, speculation=Speculation.OFF)
     assert engine.generate(prompt, max_tokens=100, speculation=MODEL).text == plain.text
     text = engine.model._sequence
     assert text is not None
     assert text.bound.arena.capacity > 256
-    assert_rows_are_the_targets(engine)
+    assert_slots_are_the_targets(engine)
 
 
 def test_conversations_in_turn_are_drafted_each_on_its_own_cache(engine: Engine, tmp_path: Path) -> None:
@@ -177,13 +177,13 @@ def test_a_cancelled_answer_leaves_a_cache_to_go_on_from(engine: Engine) -> None
 
 @pytest.fixture(scope="module")
 def drafts(bundle: Path, target: GraphSession) -> tuple[LayerSkipDraft, LayerSkipDraft]:
-    """One to be asked, and one to see what it ought to say."""
+    """One to test, and one to compute the expected logits."""
     return own_draft(bundle, target), own_draft(bundle, target)
 
 
 @settings(max_examples=40)
 @given(first=TOKENS, grown=st.lists(st.tuples(TOKENS, st.lists(PATHS, max_size=4)), max_size=4))
-def test_it_says_what_its_graph_says_behind_the_targets_rows(
+def test_logits_are_those_of_its_graph_behind_the_targets_slots(
     target: GraphSession,
     drafts: tuple[LayerSkipDraft, LayerSkipDraft],
     first: list[int],
@@ -197,7 +197,8 @@ def test_it_says_what_its_graph_says_behind_the_targets_rows(
     for more, paths in grown:
         for path in paths:
             np.testing.assert_allclose(model.logits(path), expected(other, target, text, path), atol=2e-4)
-        model.top_tokens_each([(), *paths], 2)
+        for path in ((), *paths):
+            model.top_tokens(path, 2)
         assert bound.arena.length == len(text) - 1
         bound.forward(text[-1:] + more)
         bound.arena.commit(len(more))
@@ -208,13 +209,13 @@ def test_it_says_what_its_graph_says_behind_the_targets_rows(
 
 
 def expected(draft: LayerSkipDraft, target: GraphSession, text: list[int], path: tuple[int, ...]) -> np.ndarray:
-    """Logits of one pass of the draft's graph behind rows of the target's."""
+    """Logits of one pass of the draft's graph behind slots of the target's."""
     owner = read(target, text[:-1])
     draft.attach(owner.arena)
     return draft._bound.forward([text[-1], *path])[-1].copy()
 
 
-def test_a_draft_of_an_arena_that_is_gone_cannot_be_asked(bundle: Path, target: GraphSession) -> None:
+def test_a_draft_of_an_arena_that_is_gone_has_no_logits(bundle: Path, target: GraphSession) -> None:
     model = own_draft(bundle, target)
     bound = read(target, [20, 21])
     model.attach(bound.arena)
@@ -270,7 +271,7 @@ def test_a_missing_or_foreign_graph_is_one_line(bundle: Path, tmp_path: Path) ->
         assert engine.generate("the", max_tokens=3).stats.completion_tokens == 3
 
 
-def test_inspect_and_bench_name_it(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_bench_report_it(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(bundle), "--json"]) == 0
     metadata = json.loads(capsys.readouterr().out)
     assert metadata["draft"] == {"name": "draft of its own", "skips": "2.attention, 2.feed-forward, 3.attention"}

@@ -1,4 +1,4 @@
-"""The n-gram prior: counts as a dictionary counts them, a file that is bounded, and no harm from a damaged one."""
+"""The n-gram table: counts equal those of a dictionary, files are bounded, damaged files do no harm."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def table_of(sequences: list[list[int]], max_bytes: int = 1 << 20) -> NgramTable
 def expected(
     sequences: list[list[int]],
 ) -> tuple[dict[tuple[int, ...], list[tuple[int, float, int]]], set[tuple[int, ...]]]:
-    """For every context worth keeping: token, probability and times the context was seen, by plain counting.
+    """For every context that is kept: token, probability and occurrences of the context, by plain counting.
 
     Also the contexts of which the last bit of a probability decides whether they are worth it: what they say is one of
     the equally likely best guesses of a shorter context.
@@ -72,7 +72,7 @@ def expected(
     for context, seen in followers.items():
         shorter = followers[context[1:]] if len(context) > 1 else None
         if shorter is not None and shorter.total() == 1:
-            continue  # what is known of the shorter context is all there is to know
+            continue  # the shorter context predicts the same
         likely = sorted(((token, probability(context, token)) for token in seen), key=lambda item: (-item[1], item[0]))
         if seen.total() == 1 and shorter is not None:
             shares = {token: probability(context[1:], token) for token in shorter}
@@ -87,7 +87,7 @@ def expected(
 
 @settings(max_examples=150)
 @given(st.one_of(texts, small_texts))
-def test_it_counts_as_a_dictionary_does(sequences: list[list[int]]) -> None:
+def test_counts_equal_those_of_a_dictionary(sequences: list[list[int]]) -> None:
     table = table_of(sequences)
     wanted, undecided = expected(sequences)
     most = sum(map(len, wanted.values()))
@@ -134,18 +134,10 @@ def test_a_smaller_table_keeps_what_is_worth_most() -> None:
     once = [chance.randrange(VOCABULARY) for _ in range(300)]
     table = table_of([often, once], SMALLEST + 200)
     assert len(table) > 10
-    predictor = NgramDrafter(table)
+    drafter = NgramDrafter(table)
     for place in range(1, 6):
-        predictor.reset(often[:place])
-        assert predictor.candidates(predictor.state())[0].token == often[place]
-
-
-def test_the_models_own_outputs_count_more_than_other_text(tmp_path: Path) -> None:
-    path = tmp_path / "table"
-    write_table(path, [[1, 2]] * 2, [[1, 3]], vocab_size=VOCABULARY, key=KEY)
-    assert [value >> 8 for value in opened(path).find([1])[0]] == [3, 2]
-    write_table(path, [[1, 2]] * 2 + [[1, 3]], vocab_size=VOCABULARY, key=KEY)
-    assert [value >> 8 for value in opened(path).find([1])[0]] == [2, 3]
+        drafter.reset(often[:place])
+        assert drafter.candidates(drafter.state())[0].token == often[place]
 
 
 def test_too_few_bytes_and_bad_tokens_are_refused(tmp_path: Path) -> None:
@@ -161,31 +153,31 @@ def test_too_few_bytes_and_bad_tokens_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sequences", [[], [[]], [[3]], [[3], [], [4]], [np.array([], np.int64)]])
-def test_no_text_makes_a_table_without_guesses(sequences: list[list[int]]) -> None:
+def test_a_table_of_nothing_has_no_candidates(sequences: list[list[int]]) -> None:
     table = table_of(sequences)
     assert len(table) == 0
-    predictor = NgramDrafter(table)
+    drafter = NgramDrafter(table)
     for text in ([], [3], [3, 4, 5, 6, 7]):
-        predictor.reset(text)
-        assert predictor.candidates(predictor.state()) == []
+        drafter.reset(text)
+        assert drafter.candidates(drafter.state()) == []
 
 
-def test_contexts_do_not_reach_from_one_sequence_into_the_next() -> None:
+def test_contexts_do_not_span_sequences() -> None:
     assert table_of([[1], [2], [1], [2]]).find([1]) == [[]]
     assert len(table_of([[1, 2], [1, 2]]).find([1])[0]) == 1
 
 
 @settings(max_examples=100)
 @given(small_texts, st.lists(st.integers(0, VOCABULARY - 1), max_size=8))
-def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) -> None:
-    predictor: Drafter = NgramDrafter(table_of(sequences))
-    assert predictor.source is Source.NGRAM
-    assert all(0 < share < 1 for share in predictor.prior)
-    predictor.reset(text)
-    candidates = predictor.candidates(predictor.state())
+def test_candidates_keep_the_drafter_interface(sequences: list[list[int]], text: list[int]) -> None:
+    drafter: Drafter = NgramDrafter(table_of(sequences))
+    assert drafter.source is Source.NGRAM
+    assert all(0 < share < 1 for share in drafter.prior)
+    drafter.reset(text)
+    candidates = drafter.candidates(drafter.state())
     assert len(candidates) <= MAX_CANDIDATES
     assert len({candidate.token for candidate in candidates}) == len(candidates)
-    assert all(0 <= candidate.bucket < len(predictor.prior) for candidate in candidates)
+    assert all(0 <= candidate.bucket < len(drafter.prior) for candidate in candidates)
     assert all(0 <= candidate.token < VOCABULARY for candidate in candidates)
     # Appended, followed or reached from a state: the same place.
     grown: Drafter = NgramDrafter(table_of(sequences))
@@ -195,15 +187,15 @@ def test_guesses_keep_the_contract(sequences: list[list[int]], text: list[int]) 
     assert grown.state() == ()
     for token in text:
         grown.append(token)
-    assert grown.state() == state == predictor.state()
+    assert grown.state() == state == drafter.state()
 
 
-def test_a_longer_context_decides() -> None:
-    predictor = NgramDrafter(table_of([[1, 2, 3], [4, 2, 5]] * 5))
-    predictor.reset([1, 2])
-    assert [candidate.token for candidate in predictor.candidates(predictor.state())] == [3, 5]
-    predictor.reset([4, 2])
-    assert [candidate.token for candidate in predictor.candidates(predictor.state())] == [5, 3]
+def test_longer_contexts_win() -> None:
+    drafter = NgramDrafter(table_of([[1, 2, 3], [4, 2, 5]] * 5))
+    drafter.reset([1, 2])
+    assert [candidate.token for candidate in drafter.candidates(drafter.state())] == [3, 5]
+    drafter.reset([4, 2])
+    assert [candidate.token for candidate in drafter.candidates(drafter.state())] == [5, 3]
 
 
 def sound_table(path: Path) -> bytes:
@@ -213,7 +205,7 @@ def sound_table(path: Path) -> bytes:
 
 
 def damage_is_harmless(path: Path, data: bytes) -> bool:
-    """Whether the file was set aside; one that still opens guesses nothing outside the vocabulary."""
+    """Whether the file was set aside; one that still opens proposes no token outside the vocabulary."""
     path.write_bytes(data)
     lines: list[str] = []
     table = NgramTable.open(path, vocab_size=VOCABULARY, key=KEY, warn=lines.append)

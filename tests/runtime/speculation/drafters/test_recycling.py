@@ -16,8 +16,8 @@ from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 KEPT = 3
 
 
-def guessed(predictor: RecyclingDrafter, token: int) -> list[int]:
-    return [candidate.token for candidate in predictor.candidates(token)]
+def guessed(drafter: RecyclingDrafter, token: int) -> list[int]:
+    return [candidate.token for candidate in drafter.candidates(token)]
 
 
 def ranked(logits: np.ndarray) -> list[int]:
@@ -29,18 +29,18 @@ def ranked(logits: np.ndarray) -> list[int]:
 @settings(max_examples=150)
 def test_the_highest_places_are_kept_ties_by_the_lowest_id(seed: int, size: int, values: int) -> None:
     logits = np.random.default_rng(seed).integers(0, values, size).astype(np.float32)
-    predictor = RecyclingDrafter(size)
-    predictor.learn(0, logits)
-    assert guessed(predictor, 0) == ranked(logits)
+    drafter = RecyclingDrafter(size)
+    drafter.learn(0, logits)
+    assert guessed(drafter, 0) == ranked(logits)
 
 
 @given(st.integers(0, 10_000), st.sampled_from([192, 320, 1003, 4096]))
 @settings(max_examples=40)
 def test_logits_without_ties_are_ranked_as_by_sorting(seed: int, size: int) -> None:
     logits = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
-    predictor = RecyclingDrafter(size)
-    predictor.learn(size - 1, logits)
-    assert guessed(predictor, size - 1) == np.argsort(-logits, kind="stable")[:KEPT].tolist()
+    drafter = RecyclingDrafter(size)
+    drafter.learn(size - 1, logits)
+    assert guessed(drafter, size - 1) == np.argsort(-logits, kind="stable")[:KEPT].tolist()
 
 
 @pytest.mark.parametrize("wild", [np.nan, np.inf, -np.inf])
@@ -50,71 +50,71 @@ def test_logits_that_are_no_numbers_do_no_harm(wild: float, size: int, share: fl
     random = np.random.default_rng(1)
     logits = random.standard_normal(size).astype(np.float32)
     logits[random.random(size) < share] = wild
-    predictor = RecyclingDrafter(size)
-    predictor.learn(0, logits)
-    for candidate in predictor.candidates(0):
+    drafter = RecyclingDrafter(size)
+    drafter.learn(0, logits)
+    for candidate in drafter.candidates(0):
         assert 0 <= candidate.token < size
-        assert 0 <= candidate.bucket < len(predictor.prior)
+        assert 0 <= candidate.bucket < len(drafter.prior)
 
 
-def test_tokens_never_seen_have_no_guesses() -> None:
-    predictor = RecyclingDrafter(300)
-    assert predictor.candidates(predictor.state()) == ()
-    predictor.reset([])
-    assert predictor.candidates(predictor.state()) == ()
-    predictor.reset([4, 299])
-    assert list(predictor.candidates(predictor.state())) == []
-    predictor.learn(5, np.arange(300, dtype=np.float32))
-    assert list(predictor.candidates(predictor.state())) == []
-    assert guessed(predictor, predictor.after(predictor.state(), 5)) == [299, 298, 297]
-    predictor.append(5)
-    assert predictor.state() == 5
+def test_tokens_that_have_not_occurred_have_no_candidates() -> None:
+    drafter = RecyclingDrafter(300)
+    assert drafter.candidates(drafter.state()) == ()
+    drafter.reset([])
+    assert drafter.candidates(drafter.state()) == ()
+    drafter.reset([4, 299])
+    assert list(drafter.candidates(drafter.state())) == []
+    drafter.learn(5, np.arange(300, dtype=np.float32))
+    assert list(drafter.candidates(drafter.state())) == []
+    assert guessed(drafter, drafter.after(drafter.state(), 5)) == [299, 298, 297]
+    drafter.append(5)
+    assert drafter.state() == 5
     # What was last seen counts.
-    predictor.learn(5, -np.arange(300, dtype=np.float32))
-    assert guessed(predictor, 5) == [0, 1, 2]
+    drafter.learn(5, -np.arange(300, dtype=np.float32))
+    assert guessed(drafter, 5) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("first", "second", "classes"),
     [(0.0, 0.0, (0, 5, 5)), (0.6, 1.0, (1, 6, 7)), (1.5, 3.0, (2, 7, 8)), (3.0, 3.5, (3, 8, 8)), (9.0, 9.0, (4, 9, 9))],
 )
-def test_a_guess_is_of_the_class_of_its_distance(first: float, second: float, classes: tuple[int, ...]) -> None:
+def test_a_candidates_bucket_is_the_class_of_its_margin(first: float, second: float, classes: tuple[int, ...]) -> None:
     logits = np.full(300, -50, np.float32)
     logits[[7, 3, 9]] = 0, -first, -second
-    predictor = RecyclingDrafter(300)
-    predictor.learn(1, logits)
-    assert sorted(candidate.bucket for candidate in predictor.candidates(1)) == sorted(classes)
-    assert len(predictor.prior) == 10
+    drafter = RecyclingDrafter(300)
+    drafter.learn(1, logits)
+    assert sorted(candidate.bucket for candidate in drafter.candidates(1)) == sorted(classes)
+    assert len(drafter.prior) == 10
 
 
 def filled(vocab_size: int = 40, tokens: int = 9) -> RecyclingDrafter:
-    predictor, random = RecyclingDrafter(vocab_size), np.random.default_rng(2)
+    drafter, random = RecyclingDrafter(vocab_size), np.random.default_rng(2)
     for token in random.permutation(vocab_size)[:tokens].tolist():
-        predictor.learn(token, random.standard_normal(vocab_size).astype(np.float32) * 3)
-    return predictor
+        drafter.learn(token, random.standard_normal(vocab_size).astype(np.float32) * 3)
+    return drafter
 
 
-def everything(predictor: RecyclingDrafter, vocab_size: int = 40) -> list[list[tuple[int, int]]]:
-    return [[tuple(candidate) for candidate in predictor.candidates(token)] for token in range(vocab_size)]
+def everything(drafter: RecyclingDrafter, vocab_size: int = 40) -> list[list[tuple[int, int]]]:
+    return [[tuple(candidate) for candidate in drafter.candidates(token)] for token in range(vocab_size)]
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    predictor, path = filled(), tmp_path / "deep" / "recycled"
+    drafter, path = filled(), tmp_path / "deep" / "recycled"
     path.parent.mkdir()
-    assert predictor.changed
-    predictor.save(path)
-    assert not predictor.changed
+    assert drafter.changed
+    drafter.save(path)
+    assert not drafter.changed
     other = RecyclingDrafter(40)
     assert other.load(path)
-    assert everything(other) == everything(predictor)
+    assert everything(other) == everything(drafter)
     assert not other.changed
     assert [entry.name for entry in path.parent.iterdir()] == ["recycled"]
 
 
 def test_loading_adds_to_what_was_learned_here(tmp_path: Path) -> None:
-    predictor = RecyclingDrafter(40)
-    predictor.learn(3, np.arange(40, dtype=np.float32))
-    predictor.save(tmp_path / "a")
+    drafter = RecyclingDrafter(40)
+    drafter.learn(3, np.arange(40, dtype=np.float32))
+    drafter.save(tmp_path / "a")
     other = RecyclingDrafter(40)
     other.learn(4, np.arange(40, dtype=np.float32))
     assert other.load(tmp_path / "a")
@@ -136,20 +136,20 @@ def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     # Also one whose tokens would all fit: it is another model's.
     filled().save(tmp_path / "small")
     for size, name in ((40, "large"), (60, "small"), (20, "small")):
-        predictor = RecyclingDrafter(size)
-        assert not predictor.load(tmp_path / name)
-        assert everything(predictor, size) == [[]] * size
+        drafter = RecyclingDrafter(size)
+        assert not drafter.load(tmp_path / name)
+        assert everything(drafter, size) == [[]] * size
 
 
 def test_missing_files_folders_and_other_files_are_refused(tmp_path: Path) -> None:
-    predictor = RecyclingDrafter(40)
+    drafter = RecyclingDrafter(40)
     np.save(tmp_path / "array.npy", np.arange(4))
     np.savez(tmp_path / "arrays.npz", seen=np.arange(4))
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("not a table")
     for name in ("missing", ".", "array.npy", "arrays.npz", "empty", "text"):
-        assert not predictor.load(tmp_path / name), name
-    assert everything(predictor) == [[]] * 40
+        assert not drafter.load(tmp_path / name), name
+    assert everything(drafter) == [[]] * 40
 
 
 def sealed(file: bytes, at: int, numbers: Sequence[int]) -> bytes:
@@ -182,9 +182,9 @@ def test_a_table_that_fits_badly_is_refused_though_its_checksum_is_right(
     saved: bytes, tmp_path: Path, at: int, numbers: list[int], good: bool
 ) -> None:
     (tmp_path / "table").write_bytes(sealed(saved, at, numbers))
-    predictor = RecyclingDrafter(40)
-    assert predictor.load(tmp_path / "table") is good
-    assert good or everything(predictor) == [[]] * 40
+    drafter = RecyclingDrafter(40)
+    assert drafter.load(tmp_path / "table") is good
+    assert good or everything(drafter) == [[]] * 40
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +205,9 @@ def test_a_damaged_file_never_harms(saved: bytes, tmp_path: Path, data: st.DataO
         del damaged[data.draw(st.integers(0, len(damaged))) :]
     path = tmp_path / "damaged"
     path.write_bytes(damaged)
-    predictor = RecyclingDrafter(40)
-    loaded = predictor.load(path)
-    candidates = everything(predictor)
+    drafter = RecyclingDrafter(40)
+    loaded = drafter.load(path)
+    candidates = everything(drafter)
     assert all(0 <= token < 40 and 0 <= bucket < 10 for row in candidates for token, bucket in row)
     assert candidates == [[]] * 40 if not loaded else bytes(damaged) == saved
 
@@ -221,8 +221,8 @@ def test_a_single_flipped_bit_anywhere_is_noticed(saved: bytes, tmp_path: Path) 
 
 
 def test_saving_to_a_place_that_does_not_exist_says_so(tmp_path: Path) -> None:
-    predictor = filled()
+    drafter = filled()
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        predictor.save(tmp_path / "file" / "table")
-    assert predictor.changed
+        drafter.save(tmp_path / "file" / "table")
+    assert drafter.changed

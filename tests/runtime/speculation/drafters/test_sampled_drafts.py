@@ -1,4 +1,4 @@
-"""Drawn drafts: their laws are the draft model's own, and texts verified with them have the target's law."""
+"""Sampled drafts have the draft model's distributions, and output verified with them the target's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.tiny_models import write_bundle
 V = 16
 SAMPLED = SamplingParams(temperature=1.5, top_k=5, repeat_penalty=1.3, seed=3)
 FREE = TokenPrices((0.0,) * 7, 0.0)
-"""Rows and passes that cost nothing: everything that can be taken pays."""
+"""Token positions and passes that cost nothing: everything that can be accepted pays."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def model_of(graph: GraphSession, target_vocab: int = V, target_ids=None) -> Dra
     return DraftModel(bound, PassCost({0: {1: 0.001, 2: 0.0015}}), target_vocab, target_ids)
 
 
-def plain_law(graph: GraphSession, text: list[int], params: SamplingParams, head: int = V) -> Distribution:
+def plain_distribution(graph: GraphSession, text: list[int], params: SamplingParams, head: int = V) -> Distribution:
     bound = graph.bind(graph.arena(64))
     sampler = Sampler(params, head)
     sampler.observe(text)
@@ -58,7 +58,7 @@ def plain_law(graph: GraphSession, text: list[int], params: SamplingParams, head
 
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-def test_guesses_are_drawn_from_the_drafts_law_on_their_own_path(
+def test_draft_tokens_are_sampled_from_the_distributions_on_their_own_paths(
     graphs: tuple[GraphSession, GraphSession], model: DraftModel, chain: bool
 ) -> None:
     drafter = SampledDrafter(model, SAMPLED)
@@ -72,17 +72,17 @@ def test_guesses_are_drawn_from_the_drafts_law_on_their_own_path(
         assert tree.is_chain == chain
         assert len(tree) == (5 if chain else 7)
         assert set(tree.source[1:].tolist()) == {Source.MODEL}
-        for node, law in draft.distributions.items():
+        for node, distribution in draft.distributions.items():
             path = tree.tokens[list(tree.path_to(node))[1:]].tolist()
-            expected = plain_law(graphs[1], [*text, *path], SAMPLED)
-            np.testing.assert_array_equal(law.ids, expected.ids)
-            np.testing.assert_allclose(law.probs, expected.probs, atol=1e-4)
+            expected = plain_distribution(graphs[1], [*text, *path], SAMPLED)
+            np.testing.assert_array_equal(distribution.ids, expected.ids)
+            np.testing.assert_allclose(distribution.probs, expected.probs, atol=1e-4)
             children = tree.tokens[tree.parents == node].tolist()
-            assert tuple(children) == sample_children(law, len(children), SAMPLED.seed, len(text), node)
+            assert tuple(children) == sample_children(distribution, len(children), SAMPLED.seed, len(text), node)
         assert {int(parent) for parent in tree.parents[1:]} == set(draft.distributions)
 
 
-def test_how_many_children_does_not_depend_on_the_draw(model: DraftModel) -> None:
+def test_the_number_of_children_does_not_depend_on_the_sampled_tokens(model: DraftModel) -> None:
     counts = set()
     for seed in range(20):
         drafter = SampledDrafter(model, replace(SAMPLED, seed=seed))
@@ -92,29 +92,29 @@ def test_how_many_children_does_not_depend_on_the_draw(model: DraftModel) -> Non
     assert len(counts) == 1
 
 
-def test_nothing_is_drawn_or_run_that_does_not_pay(model: DraftModel) -> None:
+def test_nothing_is_sampled_or_run_that_does_not_pay(model: DraftModel) -> None:
     drafter = SampledDrafter(model, SAMPLED)
     drafter.reset([7, 12, 5])
-    for prices, deepest in (
+    for prices, max_depth in (
         (TokenPrices((1.0,) * 9, 0.0), 4),
         (TokenPrices((0.0,) * 9, 1e6), 4),
         (FREE, 0),
         (TokenPrices((), 0.0), 4),
     ):
-        draft = drafter.sample(5, prices, deepest, chain=True)
+        draft = drafter.sample(5, prices, max_depth, chain=True)
         assert (len(draft.tree), draft.distributions) == (1, {})
     assert model.passes == 0
     assert len(drafter.sample(5, TokenPrices((0.3,) * 9, 0.0), 8, chain=True).tree) < 9
 
 
-def test_what_never_pays_is_tried_with_doubling_waits(model: DraftModel) -> None:
+def test_drafting_that_never_pays_is_tried_with_doubling_waits(model: DraftModel) -> None:
     drafter = SampledDrafter(model, SAMPLED)
     drafter.reset([7, 12, 5])
     tried = [at for at in range(200) if len(drafter.sample(5, TokenPrices((1.0,) * 9, 1.0), 4, chain=True).tree) == 2]
     assert tried == [16, 49, 114]
 
 
-def test_a_text_that_the_model_cannot_read_has_no_draft(graphs: tuple[GraphSession, GraphSession]) -> None:
+def test_a_sequence_with_unknown_tokens_has_no_draft(graphs: tuple[GraphSession, GraphSession]) -> None:
     drafter = SampledDrafter(model_of(graphs[1], target_vocab=20), SAMPLED)
     drafter.reset([7, 18])
     assert len(drafter.sample(18, FREE, 4, chain=False).tree) == 1
@@ -122,25 +122,27 @@ def test_a_text_that_the_model_cannot_read_has_no_draft(graphs: tuple[GraphSessi
     assert len(drafter.sample(5, FREE, 4, chain=True).tree) == 5
 
 
-def test_laws_of_a_head_with_other_ids_are_in_the_targets(
+def test_distributions_of_a_head_with_other_ids_are_in_target_ids(
     graphs: tuple[GraphSession, GraphSession], model: DraftModel
 ) -> None:
-    """The same model under other names says the same of the same tokens."""
+    """The same model with permuted ids gives the same probabilities."""
     names = np.random.default_rng(1).permutation(30)[:V].astype(np.int32)
     plain, renamed = SampledDrafter(model, SAMPLED), SampledDrafter(model_of(graphs[1], 30, names), SAMPLED)
     for text in ([7, 12, 5], [7, 7, 7, 2]):
         plain.reset(text)
         renamed.reset(names[text].tolist())
         for path in ((), (3,), (3, 9)):
-            expected, law = plain.distribution(path), renamed.distribution(tuple(names[list(path)].tolist()))
+            expected, distribution = plain.distribution(path), renamed.distribution(tuple(names[list(path)].tolist()))
             assert expected is not None
-            assert law is not None
-            assert (np.diff(law.ids) > 0).all()
+            assert distribution is not None
+            assert (np.diff(distribution.ids) > 0).all()
             for token in range(V):
-                assert law.probability(int(names[token])) == pytest.approx(expected.probability(token), abs=1e-5)
+                assert distribution.probability(int(names[token])) == pytest.approx(
+                    expected.probability(token), abs=1e-5
+                )
 
 
-def test_what_was_taken_is_learned() -> None:
+def test_acceptance_is_learned() -> None:
     estimate = AcceptanceEstimate()
     sure, unsure = Distribution(np.arange(2), np.array([0.95, 0.05])), Distribution(np.arange(4), np.full(4, 0.25))
     assert estimate.rate(sure, 0) > estimate.rate(unsure, 0) > estimate.rate(unsure, 1)
@@ -154,7 +156,7 @@ def test_what_was_taken_is_learned() -> None:
     assert estimate.rate(unsure, 0) == AcceptanceEstimate().rate(unsure, 0)
 
 
-def test_only_guesses_that_were_tried_count(model: DraftModel) -> None:
+def test_only_draft_tokens_that_were_tried_are_learned_from(model: DraftModel) -> None:
     drafter = SampledDrafter(model, SAMPLED)
     drafter.reset([7, 12, 5])
     draft = drafter.sample(5, FREE, 1, chain=False)
@@ -168,13 +170,14 @@ def test_only_guesses_that_were_tried_count(model: DraftModel) -> None:
     assert drafter.estimate.rate(draft.distributions[0], 1) < second
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("verify", "chain"), [(verify_block, True), (verify_recursive, False)], ids=["block", "recursive"]
 )
-def test_texts_have_the_targets_law(
+def test_sequences_have_the_targets_distribution(
     graphs: tuple[GraphSession, GraphSession], model: DraftModel, verify: Callable, chain: bool
 ) -> None:
-    """Chi-square over the texts of three tokens, in as many rounds as they take, drafts stopping where it pays."""
+    """Chi-square test over sequences of three tokens, in as many rounds as they take; drafts stop where they pay."""
     graph, length, seeds, prompt = graphs[0], 3, 1200, [7, 12, 5]
     params = replace(SAMPLED, temperature=2.5)
     exact: Counter[tuple[int, ...]] = Counter()
@@ -182,17 +185,20 @@ def test_texts_have_the_targets_law(
     for _ in range(length):
         grown = []
         for path, weight in open_ends:
-            law = plain_law(graph, [*prompt, *path], params)
-            grown += [((*path, int(token)), weight * float(p)) for token, p in zip(law.ids, law.probs, strict=True)]
+            distribution = plain_distribution(graph, [*prompt, *path], params)
+            grown += [
+                ((*path, int(token)), weight * float(p))
+                for token, p in zip(distribution.ids, distribution.probs, strict=True)
+            ]
         open_ends = grown
     exact.update(dict(open_ends))
 
-    worth, found, rounds = AcceptanceEstimate(), Counter[tuple[int, ...]](), 0
+    estimate, found, rounds = AcceptanceEstimate(), Counter[tuple[int, ...]](), 0
     bound = graph.bind(graph.arena(64))
     for seed in range(seeds):
         text = list(prompt)
         sampler = Sampler(replace(params, seed=seed), V)
-        drafter = SampledDrafter(model, replace(SAMPLED, seed=seed), worth)
+        drafter = SampledDrafter(model, replace(SAMPLED, seed=seed), estimate)
         sampler.observe(text)
         drafter.reset(text)
         bound.arena.rewind_to(0)
@@ -201,12 +207,12 @@ def test_texts_have_the_targets_law(
         while len(text) < len(prompt) + length:
             draft = drafter.sample(text[-1], TokenPrices((0.01,) * 5, 0.0), 2, chain=chain)
             logits = target_pass(bound, draft.tree)
-            most = len(prompt) + length - len(text)
+            max_tokens = len(prompt) + length - len(text)
             base = bound.arena.length
-            verdict = verify(draft, logits, sampler, len(text), frozenset(), most)
-            bound.arena.compact(base, verdict.accepted_path)
-            drafter.learn(draft, verdict)
-            emitted = verdict.emitted(draft.tree)
+            result = verify(draft, logits, sampler, len(text), frozenset(), max_tokens)
+            bound.arena.compact(base, result.accepted_path)
+            drafter.learn(draft, result)
+            emitted = result.emitted(draft.tree)
             sampler.observe(emitted[-1:])
             drafter.append(emitted)
             text += emitted

@@ -17,14 +17,14 @@ TEXTS = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size - 1)
 TOKENS = st.integers(0, 4)
 
 
-def predictor(text: list[int], reach: int = EVERY_END) -> SuffixDrafter:
+def drafter(text: list[int], reach: int = EVERY_END) -> SuffixDrafter:
     made = SuffixDrafter(reach)
     made.reset(text)
     return made
 
 
 def followers(text: list[int], pattern: list[int]) -> list[int]:
-    """What came after each occurrence of the pattern, in the text's order."""
+    """The tokens after each occurrence of the pattern, in order."""
     size = len(pattern)
     return [text[at + size] for at in range(len(text) - size) if text[at : at + size] == pattern]
 
@@ -34,7 +34,7 @@ def occurs(text: list[int], pattern: list[int]) -> bool:
 
 
 def longest_repeated_end(text: list[int]) -> list[int]:
-    """The longest end of the text that occurs in it before."""
+    """The longest suffix of the text that occurs earlier in it."""
     return next(text[at:] for at in range(1, len(text) + 2) if at >= len(text) or occurs(text[:-1], text[at:]))
 
 
@@ -43,7 +43,7 @@ def longest_known_end(text: list[int], pattern: list[int]) -> list[int]:
 
 
 def scanned(text: list[int], match: list[int]) -> list[Candidate]:
-    """The guesses after a match, by looking at every occurrence of each of its ends."""
+    """The candidates after a match, found from every occurrence of each of its suffixes."""
     found: dict[int, Candidate] = {}
     for at in range(len(match)):
         after = followers(text, match[at:])
@@ -61,16 +61,16 @@ def scanned(text: list[int], match: list[int]) -> list[Candidate]:
 
 
 @given(TEXTS)
-def test_guesses_are_what_a_scan_of_the_text_finds(text: list[int]) -> None:
-    made = predictor(text)
+def test_candidates_are_those_that_a_scan_finds(text: list[int]) -> None:
+    made = drafter(text)
     match = longest_repeated_end(text)
     assert made.state()[1] == len(match)
     assert made.candidates(made.state()) == scanned(text, match)
 
 
 @given(TEXTS, st.lists(TOKENS, max_size=8))
-def test_a_path_of_guesses_is_followed_by_the_longest_end_that_occurs(text: list[int], path: list[int]) -> None:
-    made = predictor(text)
+def test_a_drafted_path_matches_its_longest_suffix_that_occurs(text: list[int], path: list[int]) -> None:
+    made = drafter(text)
     state, match = made.state(), longest_repeated_end(text)
     for token in path:
         state = made.after(state, token)
@@ -81,8 +81,8 @@ def test_a_path_of_guesses_is_followed_by_the_longest_end_that_occurs(text: list
 
 
 @given(TEXTS, TOKENS)
-def test_the_state_after_a_token_is_that_of_the_text_with_it(text: list[int], token: int) -> None:
-    made = predictor(text)
+def test_the_state_after_a_token_is_that_of_the_longer_sequence(text: list[int], token: int) -> None:
+    made = drafter(text)
     ahead = made.after(made.state(), token)
     made.append(token)
     assert made.state()[1] == ahead[1]
@@ -90,8 +90,8 @@ def test_the_state_after_a_token_is_that_of_the_text_with_it(text: list[int], to
 
 
 @given(TEXTS, TEXTS)
-def test_a_state_stays_good_while_the_text_grows(text: list[int], more: list[int]) -> None:
-    made = predictor(text)
+def test_a_state_stays_valid_while_the_sequence_grows(text: list[int], more: list[int]) -> None:
+    made = drafter(text)
     state, match = made.state(), longest_repeated_end(text)
     for token in more:
         made.append(token)
@@ -99,12 +99,12 @@ def test_a_state_stays_good_while_the_text_grows(text: list[int], more: list[int
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), TEXTS), max_size=6))
-def test_following_another_text_is_starting_with_it(changes: list[tuple[int, list[int]]]) -> None:
+def test_reset_starts_again_with_another_sequence(changes: list[tuple[int, list[int]]]) -> None:
     made, text = SuffixDrafter(), list[int]()
     for kept, tail in changes:
         text = [*text[:kept], *tail]
         made.reset(text)
-        fresh = predictor(text, 16)
+        fresh = drafter(text, 16)
         assert made.state() == fresh.state()
         state = made.state()
         for token in (0, 1, 2, 0):
@@ -114,10 +114,8 @@ def test_following_another_text_is_starting_with_it(changes: list[tuple[int, lis
 
 
 @given(TEXTS, st.lists(TOKENS, max_size=4), st.integers(1, 3))
-def test_a_short_reach_still_guesses_tokens_that_followed_the_match(
-    text: list[int], path: list[int], reach: int
-) -> None:
-    made = predictor(text, reach)
+def test_with_a_short_reach_candidates_still_followed_the_match(text: list[int], path: list[int], reach: int) -> None:
+    made = drafter(text, reach)
     state, match = made.state(), longest_repeated_end(text)
     assert state[1] == len(match)
     for token in path:
@@ -130,23 +128,23 @@ def test_a_short_reach_still_guesses_tokens_that_followed_the_match(
 
 
 @pytest.mark.parametrize("text", [[], [7], [7, 8, 9]])
-def test_a_text_without_repetition_has_no_guesses(text: list[int]) -> None:
-    made: Drafter = predictor(text)
+def test_a_sequence_without_repetition_has_no_candidates(text: list[int]) -> None:
+    made: Drafter = drafter(text)
     assert made.candidates(made.state()) == []
 
 
-def test_a_text_does_not_repeat_itself() -> None:
-    made = predictor([1, 2, 3, 9, 1, 2, 3])
+def test_a_sequence_does_not_match_its_own_end() -> None:
+    made = drafter([1, 2, 3, 9, 1, 2, 3])
     assert made.candidates(made.state()) == [Candidate(9, bucket(3, Agreement.ONCE, 0))]
-    made = predictor([5, 5])
+    made = drafter([5, 5])
     assert made.candidates(made.state()) == [Candidate(5, bucket(1, Agreement.ONCE, 0))]
 
 
 @pytest.mark.parametrize("text", [[0] * 4000, [0, 1] * 2000, list(range(4000)), [n * n % 61 for n in range(4000)]])
-def test_memory_is_bounded_by_the_length_of_the_text(text: list[int]) -> None:
+def test_memory_is_bounded_by_the_length(text: list[int]) -> None:
     tracemalloc.start()
     try:
-        made = predictor(text, 16)
+        made = drafter(text, 16)
         assert tracemalloc.get_traced_memory()[0] < 400 * len(text)
     finally:
         tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""A draft with a trimmed head changes no text, whatever is guessed with it."""
+"""A draft with a trimmed head does not change the output, whatever it drafts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ OFF = Speculation.OFF
 
 @pytest.fixture(scope="module")
 def pair(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with itself for a draft, but for most tokens of its head: what it can say is right where the
-    target says it too, and the target often says something else."""
+    """The tiny model with itself as a draft, without most tokens of its head: its tokens are right where the target
+    chooses one of them, and the target often chooses others."""
     folder = tmp_path_factory.mktemp("pair") / "target"
     shutil.copytree(tiny_bundle, folder)
     with edgerun.load(tiny_bundle) as engine:
@@ -51,7 +51,7 @@ def tokens_of(engine: Engine, request: str, temperature: float) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine(pair: Path) -> Iterator[Engine]:
-    """An engine to which every guess of the draft's is worth its price."""
+    """An engine for which every draft token pays."""
     with edgerun.load(pair, threads=1, cache=False) as engine:
         drafter_pool = engine.model.drafters
         drafter_pool._pass_cost = FixedCost(NEARLY_FREE)
@@ -69,7 +69,7 @@ def test_the_pair_is_found_with_its_map(pair: Path) -> None:
 
 @pytest.mark.parametrize("graph_io", ["model", "auto", "suffix,model", "recycle,model"])
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}])
-def test_the_text_is_that_of_plain_decoding(engine: Engine, graph_io: str, sampling: dict[str, float]) -> None:
+def test_the_output_is_that_of_plain_decoding(engine: Engine, graph_io: str, sampling: dict[str, float]) -> None:
     drafted = accepted = 0
     for seed, request in enumerate(REQUESTS):
         asked = {**sampling, "seed": seed, "max_tokens": 40}
@@ -105,11 +105,11 @@ def test_a_draft_of_the_targets_own_layers_may_have_a_trimmed_head(tmp_path: Pat
     write_layer_skip_draft(folder, (SubLayer(1, SubLayerKind.ATTENTION), SubLayer(2, SubLayerKind.FEED_FORWARD)))
     kept = np.load(pair / "draft" / "d2t.npy")
     weights = (folder / "model.onnx.data").read_bytes()
-    whole = own_guesses(folder)
+    whole = own_logits(folder)
     trim_layer_skip_draft(folder, kept)
     assert (folder / "model.onnx.data").read_bytes() == weights
     assert holds_only_bundle_files(folder)
-    np.testing.assert_allclose(own_guesses(folder), whole[:, kept], atol=1e-5)
+    np.testing.assert_allclose(own_logits(folder), whole[:, kept], atol=1e-5)
     with edgerun.load(folder, cache=False) as llm:
         for request in REQUESTS:
             texts = {
@@ -121,7 +121,7 @@ def test_a_draft_of_the_targets_own_layers_may_have_a_trimmed_head(tmp_path: Pat
         trim_layer_skip_draft(folder, kept)
 
 
-def own_guesses(folder: Path) -> np.ndarray:
+def own_logits(folder: Path) -> np.ndarray:
     """Logits [5, head] of a bundle's own draft."""
     text = np.arange(20, 25)
     with edgerun.load(folder, cache=False) as llm:
