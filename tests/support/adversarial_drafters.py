@@ -1,4 +1,4 @@
-"""Drafters that mean no good, and speculators that always listen to them: for showing that the text does not care."""
+"""Adversarial drafters, and speculators that verify nearly everything: output must not depend on drafts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
 
 NEARLY_FREE: Final = {128: {1: 1.0, 2: 1.0001, 16: 1.001}}
-"""Seconds of a pass: any guess pays, and the time spent on guessing does not count beside it."""
+"""Seconds of a pass: nearly any draft token pays, and the time spent on drafting is negligible."""
 
 
 class FixedCost(PassCost):
-    """Believes what it was told, whatever passes take."""
+    """A pass cost that does not change, whatever passes take."""
 
     def observe(self, width: int, context: int, seconds: float) -> None:
         """Learn nothing."""
@@ -32,25 +32,25 @@ def chain_tree(anchor: int, tokens: Sequence[int], path_prob: Sequence[float], s
 
 
 def eager(*drafters: Drafter, **options: Any) -> Speculator:
-    """A speculator to which nearly every guess is worth its row."""
+    """A speculator for which nearly every draft token pays."""
     return Speculator(drafters, FixedCost(NEARLY_FREE), **options)
 
 
 @dataclass
 class Adversary:
-    """Proposes what a function makes of the text; a tree's anchor is the text's last token."""
+    """Proposes the tree that a function makes of the sequence; its anchor is the last token."""
 
     make: Callable[[list[int], int], Tree | None]
     proposals: int = 0
 
-    def propose(self, text: Sequence[int], most: int) -> Tree | None:
-        """One more proposal."""
+    def propose(self, token_ids: Sequence[int], max_depth: int) -> Tree | None:
+        """Count and make one proposal."""
         self.proposals += 1
-        return self.make(list(text), most)
+        return self.make(list(token_ids), max_depth)
 
 
 def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -> dict[str, Adversary]:
-    """By name. `text` is what plain decoding gives, prompt included: some know it, to be as wrong as can be."""
+    """Adversaries by name. `text` is the output of plain decoding, prompt included; some use it to be always wrong."""
     random = np.random.default_rng(seed)
 
     def following(done: list[int], count: int) -> list[int]:
@@ -60,7 +60,7 @@ def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -
         return chain_tree(done[-1], tokens, [0.9] * len(tokens) if claims is None else claims, Source.OTHER)
 
     def scattered(done: list[int], nodes: int, *, near: bool) -> Tree:
-        """A random tree; if `near`, many of its tokens are those that come next."""
+        """A random tree; if `near`, many of its tokens are the next ones."""
         tokens, parents, depths = [done[-1]], [-1], [0]
         coming = [*following(done, 20), *[0] * 21]
         for _ in range(nodes):
@@ -76,7 +76,7 @@ def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -
         return Tree.of(tokens, parents, claims, [Source.OTHER] * len(tokens))
 
     def wide(done: list[int]) -> Tree:
-        """Children of the anchor only; the right one is somewhere among them."""
+        """Children of the anchor only, the right one among them."""
         right = following(done, 1)
         others = [token for token in random.permutation(vocab_size).tolist() if token not in right][:11]
         tokens = [*others, *right]
@@ -98,12 +98,12 @@ def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -
         "deep": lambda done, _: chain(done, [*following(done, 9), *[7] * 40]),
         "wide": lambda done, _: wide(done),
         "huge": lambda done, _: scattered(done, 300, near=True),
-        "sure of nonsense": lambda done, most: chain(done, wrong(done, most), [1.0] * len(wrong(done, most))),
-        "unsure of the truth": lambda done, _: chain(done, following(done, 5), [0.001] * len(following(done, 5))),
-        "surer the deeper": lambda done, _: chain(
+        "confident and wrong": lambda done, most: chain(done, wrong(done, most), [1.0] * len(wrong(done, most))),
+        "improbable but right": lambda done, _: chain(done, following(done, 5), [0.001] * len(following(done, 5))),
+        "rising with depth": lambda done, _: chain(
             done, following(done, 4), [0.1, 0.5, 0.9, 7.0][: len(following(done, 4))]
         ),
-        "no numbers": lambda done, _: chain(
+        "not probabilities": lambda done, _: chain(
             done, following(done, 5), [np.nan, np.inf, -np.inf, -1.0, 1e30][: len(following(done, 5))]
         ),
         "first and last id": lambda done, _: chain(done, [ends[len(done) % 2], 0, vocab_size - 1, vocab_size - 1, 0]),
@@ -111,11 +111,11 @@ def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -
         "another anchor": lambda done, _: chain([(done[-1] + 1) % vocab_size], following(done, 3)),
         "anchor alone": lambda done, _: Tree.anchor_only(done[-1]),
         "nothing": lambda done, _: None,
-        "moody": lambda done, _: chain(done, following(done, 4)) if random.random() < 0.5 else None,
+        "unsteady": lambda done, _: chain(done, following(done, 4)) if random.random() < 0.5 else None,
     }
     return {name: Adversary(make) for name, make in made.items()}
 
 
-def listening_to(drafter: Adversary, **options: Any) -> Speculator:
-    """A speculator of one drafter from outside."""
+def speculator_of(drafter: Adversary, **options: Any) -> Speculator:
+    """An eager speculator with one adversary."""
     return eager(TreeDrafter(drafter), **options)

@@ -28,7 +28,7 @@ from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Speculator
-from support.adversarial_drafters import adversaries, eager, listening_to
+from support.adversarial_drafters import adversaries, eager, speculator_of
 from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, LogitOutput, Mask, Settings
 from support.layout_reference import Decoder, greedy_tokens, layout_weights, smallest_margin
 from support.layouts import LAYOUTS, write_layout
@@ -138,11 +138,11 @@ def test_drafts_do_not_change_the_text(name: str, graph_of) -> None:
     bound = bind(graph)
     speculators = {
         "free drafters": eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=trees),
-        **{each: listening_to(drafters[each], trees=trees) for each in ("oracle", "nearly right")},
+        **{each: speculator_of(drafters[each], trees=trees) for each in ("oracle", "nearly right")},
     }
     if trees:
         speculators["chains"] = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=False)
-        speculators["wide"] = listening_to(drafters["wide"])
+        speculators["wide"] = speculator_of(drafters["wide"])
     passes = {}
     for drafter, speculator in speculators.items():
         bound.arena.rewind_to(0)

@@ -64,7 +64,7 @@ def test_the_shorter_context_counts(tiny_bundle: Path) -> None:
         assert not model.top_tokens((), 1).tokens
 
 
-def test_what_passes_cost_is_kept_unless_nothing_is(tmp_path: Path) -> None:
+def test_the_pass_cost_is_stored_unless_caching_is_off(tmp_path: Path) -> None:
     draft = open_bundle(write_bundle(tmp_path, seed=5))
     load_draft(pair(draft, draft), CONFIG, 300, 256, cache=False)
     assert PASS_COSTS.load(model_key(draft, CONFIG)) is None
@@ -116,7 +116,7 @@ def test_a_map_of_another_head_is_refused(tiny_bundle: Path, trimmed: Path, ids:
     )
 
 
-def test_a_small_draft_leaves_the_target_as_it_is(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_small_draft_does_not_change_the_targets_configuration(tiny_bundle: Path, tmp_path: Path) -> None:
     config = SessionConfig(choose_device("cpu"), 2)
     small = Bundle(tiny_bundle, tiny_bundle / "model.onnx", None)
     assert share_cores(config, small) == (config, SessionConfig(config.device, 1))
@@ -128,7 +128,7 @@ def test_a_small_draft_leaves_the_target_as_it_is(tiny_bundle: Path, tmp_path: P
     assert share_cores(config, large) == (shared, shared)
 
 
-def test_sessions_that_take_turns_say_the_same(tiny_bundle: Path) -> None:
+def test_sessions_that_share_cores_have_the_same_logits(tiny_bundle: Path) -> None:
     device = choose_device("cpu")
 
     def logits(config: SessionConfig) -> np.ndarray:

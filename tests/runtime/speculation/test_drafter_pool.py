@@ -65,7 +65,7 @@ def test_answers_and_counts_are_those_of_plain_decoding(engine: Engine, choice: 
     assert drafted > 0
 
 
-def test_the_rounds_add_up_to_the_account(engine: Engine) -> None:
+def test_rounds_add_up_to_the_statistics(engine: Engine) -> None:
     stats = engine.generate("in the in the in the", max_tokens=60, explain=True).stats
     check_counts(stats)
     assert len(stats.rounds) == stats.decode_passes
@@ -94,7 +94,7 @@ def test_stop_sequences_within_an_accepted_path_end_the_answer(engine: Engine) -
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_a_conversation_goes_as_without_speculation(engine: Engine, choice: Speculation, sampled: bool) -> None:
+def test_conversations_equal_those_of_plain_decoding(engine: Engine, choice: Speculation, sampled: bool) -> None:
     def talk(choice: Speculation) -> list[tuple[str, int, int]]:
         said = []
         with engine.session(system="to the") as session:
@@ -111,7 +111,7 @@ def test_a_conversation_goes_as_without_speculation(engine: Engine, choice: Spec
     assert all(reused > 0 for _, reused, _ in plain[1:])
 
 
-def test_conversations_in_turns_do_not_mix(engine: Engine) -> None:
+def test_alternating_conversations_do_not_mix(engine: Engine) -> None:
     def talk(choice: Speculation, together: bool) -> list[str]:
         with engine.session() as one, engine.session(system="and") as other:
             if together:
@@ -130,10 +130,10 @@ def test_conversations_in_turns_do_not_mix(engine: Engine) -> None:
 TEXTS = ("in the", "the other", "in the")
 
 
-def test_a_conversation_closed_and_cancelled_at_any_chunk_goes_on(engine: Engine) -> None:
+def test_a_conversation_continues_after_closing_or_cancelling_at_any_chunk(engine: Engine) -> None:
     for chunks in range(1, 7):
         for cancel in (True, False):
-            told = []
+            answers = []
             for choice in (AUTO, OFF):
                 with engine.session() as session:
                     stream = session.stream("in the in the", max_tokens=30, speculation=choice)
@@ -145,11 +145,11 @@ def test_a_conversation_closed_and_cancelled_at_any_chunk_goes_on(engine: Engine
                     assert session.messages[-1]["content"] == "".join(heard)
                     # The same beginning, then: chunks differ in length with the rounds they come from.
                     session.messages[-1]["content"] = session.messages[-1]["content"][:1]
-                    told.append(session.send("and", max_tokens=15, speculation=choice).text)
-            assert told[0] == told[1]
+                    answers.append(session.send("and", max_tokens=15, speculation=choice).text)
+            assert answers[0] == answers[1]
 
 
-def test_a_saved_conversation_goes_on_as_it_would_have(engine: Engine, tmp_path: Path) -> None:
+def test_a_saved_conversation_continues_unchanged(engine: Engine, tmp_path: Path) -> None:
     def second(choice: Speculation, saved: bool) -> tuple[str, int]:
         with engine.session() as session:
             session.send("the other thing", max_tokens=25, speculation=choice)
@@ -164,7 +164,7 @@ def test_a_saved_conversation_goes_on_as_it_would_have(engine: Engine, tmp_path:
     assert len({second(choice, saved) for choice in (OFF, *CHOICES) for saved in (False, True)}) == 1
 
 
-def test_rows_that_are_not_plain_decodings_own_are_remembered_as_such(engine: Engine, tmp_path: Path) -> None:
+def test_slots_written_by_wide_passes_are_marked_when_saved(engine: Engine, tmp_path: Path) -> None:
     """An exact answer in a resumed conversation recomputes the slots that wide passes have written."""
     with engine.session() as session:
         session.send("the the the", max_tokens=25)
@@ -177,7 +177,9 @@ def test_rows_that_are_not_plain_decodings_own_are_remembered_as_such(engine: En
         assert session._open_sequence().bound.arena.plain_length == plain
 
 
-def test_a_conversation_saved_after_a_stop_within_a_span_can_be_resumed(engine: Engine, tmp_path: Path) -> None:
+def test_a_conversation_saved_after_a_stop_within_an_accepted_path_can_be_resumed(
+    engine: Engine, tmp_path: Path
+) -> None:
     text = engine.generate("the the the", max_tokens=40, speculation=OFF).text
     for start in range(3, 12):
         with engine.session() as session:
@@ -188,7 +190,7 @@ def test_a_conversation_saved_after_a_stop_within_a_span_can_be_resumed(engine: 
             assert session.send("and", max_tokens=10).text == expected
 
 
-def test_the_context_ends_an_answer_where_it_ends_plain_ones(tiny_bundle: Path) -> None:
+def test_the_context_ends_answers_as_in_plain_decoding(tiny_bundle: Path) -> None:
     for context in (12, 13, 20, 33):
         with edgerun.load(tiny_bundle, threads=1, cache=False, context=context) as engine:
             engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
@@ -238,7 +240,7 @@ def test_a_replay_ends_at_max_tokens_or_the_end_of_the_context(engine: Engine, o
         check_counts(reply.stats)
 
 
-def test_what_was_replayed_does_not_show_in_later_answers(engine: Engine) -> None:
+def test_replayed_answers_do_not_affect_later_ones(engine: Engine) -> None:
     expected = engine.generate("the other", max_tokens=20, speculation=OFF).text
     prompt = engine.model.encode_chat([{"role": "user", "content": "the other"}])
     for oracle_mode in (OracleMode.RIGHT, OracleMode.NONE):
@@ -246,7 +248,7 @@ def test_what_was_replayed_does_not_show_in_later_answers(engine: Engine) -> Non
         assert engine.generate("the other", max_tokens=20).text == expected
 
 
-def test_a_replay_of_nothing_or_of_what_the_model_does_not_have_is_refused(engine: Engine) -> None:
+def test_empty_replays_and_unknown_tokens_are_refused(engine: Engine) -> None:
     with pytest.raises(InputError, match="the recorded answer is empty"):
         engine.model.replay(None, [5, 6], [], GenerateOptions())
     for token in (-1, 300):

@@ -169,7 +169,7 @@ def test_nothing_is_drafted_without_candidates() -> None:
         assert growth.candidates == {0: []}
 
 
-def test_a_node_is_counted_under_a_source_that_proposed_it_however_weak_the_evidence() -> None:
+def test_a_node_is_counted_under_a_source_that_proposed_it() -> None:
     # The second source's evidence about tokens it did not propose is stronger than the first's for its own token.
     free = TokenPrices((0.0,) * 9, 1.0)
     growing = Growing([Table(Source.SUFFIX, {0: [(1, 0)]}), Table(Source.RECYCLED, {0: [(2, 0), (1, 0)], 1: [(3, 0)]})])

@@ -24,7 +24,7 @@ def cells(mixer: Mixer, source: Source) -> list[tuple[int, int]]:
     ]
 
 
-def test_before_anything_is_learned_a_source_alone_is_worth_its_prior() -> None:
+def test_a_single_source_starts_with_its_prior() -> None:
     mixer = Mixer(PRIORS)
     for source, shares in PRIORS.items():
         for bucket, share in enumerate(shares):
@@ -57,7 +57,7 @@ def test_changed_acceptance_rates_are_learned() -> None:
         assert mixer.acceptance_rate(A, 1) == pytest.approx(frequency, abs=0.07)
 
 
-def test_two_independent_sources_that_agree_are_worth_more_than_either() -> None:
+def test_two_independent_sources_that_agree_are_more_reliable_than_one() -> None:
     """The next token is one of two; each source proposes it with probability 0.8, independently of the other."""
     mixer, draw = Mixer({A: (0.5,), B: (0.5,)}), random.Random(3)
     agreed: list[tuple[float, bool]] = []
@@ -82,7 +82,7 @@ def test_two_independent_sources_that_agree_are_worth_more_than_either() -> None
         assert sum(probability for probability, _ in late) / len(late) == pytest.approx(truth, abs=0.04)
 
 
-def test_a_source_that_says_the_same_again_adds_nothing() -> None:
+def test_a_redundant_source_adds_nothing() -> None:
     """Two sources that always agree: the probability becomes that of one, not the product of both."""
     mixer, draw = Mixer({A: (0.5,), B: (0.5,)}), random.Random(4)
     late = []
@@ -94,7 +94,7 @@ def test_a_source_that_says_the_same_again_adds_nothing() -> None:
     assert sum(late) / len(late) == pytest.approx(0.75, abs=0.03)
 
 
-def test_agreement_is_learned_where_each_alone_is_even() -> None:
+def test_agreement_is_learned_where_single_sources_are_not_reliable() -> None:
     """Each source alone is right half of the time, both together nine times in ten: only agreement tells them apart."""
     mixer, draw = Mixer({A: (0.5,), B: (0.5,)}), random.Random(5)
     late = []
@@ -111,7 +111,7 @@ def test_agreement_is_learned_where_each_alone_is_even() -> None:
     assert sum(late) / len(late) == pytest.approx(0.9, abs=0.05)
 
 
-def test_the_order_of_the_sources_is_part_of_what_is_learned_not_of_the_numbers() -> None:
+def test_the_order_of_the_sources_does_not_change_probabilities() -> None:
     mixer = Mixer(PRIORS)
     one = mixer.predict([(A, 1), (B, 1)]).probability
     other = mixer.predict([(B, 1), (A, 1)]).probability
@@ -123,7 +123,7 @@ def test_the_order_of_the_sources_is_part_of_what_is_learned_not_of_the_numbers(
     st.data(),
 )
 @settings(max_examples=40)
-def test_probabilities_lie_between_0_and_1_whatever_comes(priors, data) -> None:
+def test_probabilities_stay_between_0_and_1(priors, data) -> None:
     mixer = Mixer(priors)
     sources = sorted(priors)
     for _ in range(data.draw(st.integers(1, 30))):
@@ -140,7 +140,7 @@ def test_probabilities_lie_between_0_and_1_whatever_comes(priors, data) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["always", "never", "contrary", "alternating"])
-def test_a_hundred_thousand_spiteful_outcomes_overflow_nothing(outcome: str) -> None:
+def test_a_hundred_thousand_contrary_outcomes_do_not_overflow(outcome: str) -> None:
     mixer = Mixer({A: (0.0, 1.0), B: (0.0, 1.0), C: (0.0, 1.0)})
     combinations = [
         [(A, 1), (B, 1), (C, 1)],

@@ -21,7 +21,7 @@ from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
-from support.adversarial_drafters import adversaries, eager, listening_to
+from support.adversarial_drafters import adversaries, eager, speculator_of
 from support.tiny_models import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
 VOCABULARY = 300
@@ -89,7 +89,10 @@ def speculators(text: list[int]) -> dict[str, Speculator]:
     """Speculators by name; `text` is the expected output, prompt included."""
     named = adversaries(text, VOCABULARY, 0)
     free = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY))
-    return {"free": free, **{name: listening_to(named[name]) for name in ("oracle", "nearly right", "wide", "moody")}}
+    return {
+        "free": free,
+        **{name: speculator_of(named[name]) for name in ("oracle", "nearly right", "wide", "unsteady")},
+    }
 
 
 def oracle(text: list[int]) -> Speculator:
@@ -124,7 +127,7 @@ def test_output_is_plain_decodings_although_wide_passes_differ(
     assert found
 
 
-def test_clear_choices_are_not_run_again(tiny_bundle: Path) -> None:
+def test_clear_choices_are_not_recomputed(tiny_bundle: Path) -> None:
     bound = bind(tiny_bundle)
     epsilon = epsilon_of(bound)
     assert 0 < epsilon < 1e-3
@@ -136,7 +139,7 @@ def test_clear_choices_are_not_run_again(tiny_bundle: Path) -> None:
         assert len(steps) < len(plain) / 2
 
 
-def test_plain_rounds_are_never_in_doubt(twins: Callable[[WeightFormat], BoundSession]) -> None:
+def test_plain_rounds_have_no_near_ties(twins: Callable[[WeightFormat], BoundSession]) -> None:
     bound = twins(INT8)
     for prompt in prompts(3):
         plain, _, _ = run(bound, prompt)
@@ -145,7 +148,7 @@ def test_plain_rounds_are_never_in_doubt(twins: Callable[[WeightFormat], BoundSe
         assert {step.target_passes for step in steps} == {1}
 
 
-def test_rows_of_an_earlier_answer_are_run_again_first(tiny_bundle_of: Callable[[str, str], Path]) -> None:
+def test_slots_of_an_earlier_answer_are_recomputed_first(tiny_bundle_of: Callable[[str, str], Path]) -> None:
     """A conversation: the second answer reads the first one's cache slots, which wide passes have written."""
     bound = bind(tiny_bundle_of("llama", "int8"))
     prompt, question, short = prompts(1)[0], [33, 44, 55], DecodeLimits(12)
@@ -178,7 +181,7 @@ def test_a_full_context(twins: Callable[[WeightFormat], BoundSession]) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 5, 8, 13, 21, 34])
-def test_cancelling_while_rows_are_run_again(twins: Callable[[WeightFormat], BoundSession], after: int) -> None:
+def test_cancelling_while_recomputing(twins: Callable[[WeightFormat], BoundSession], after: int) -> None:
     bound = twins(INT8)
     prompt = prompts(1)[0]
     plain, _, _ = run(bound, prompt)

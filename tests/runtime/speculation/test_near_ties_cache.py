@@ -19,7 +19,7 @@ from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
-from support.adversarial_drafters import adversaries, eager, listening_to
+from support.adversarial_drafters import adversaries, eager, speculator_of
 
 VOCABULARY = 300
 GREEDY = SamplingParams()
@@ -49,7 +49,7 @@ def turn(
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 1e9], ids=["none again", "some again", "all again"])
-def test_rows_that_are_called_plain_decodings_own_are(graph: GraphSession, epsilon: float) -> None:
+def test_slots_marked_as_plain_equal_plain_decodings(graph: GraphSession, epsilon: float) -> None:
     other_rows = False
     for seed in range(6):
         random = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def test_rows_that_are_called_plain_decodings_own_are(graph: GraphSession, epsil
                 np.testing.assert_array_equal(own[..., : arena.plain_length, :], rows[..., : arena.plain_length, :])
                 other_rows |= not np.array_equal(own, rows[..., : arena.length, :])
 
-            drafter = speculator if kept else listening_to(adversaries(text, VOCABULARY, 0, seed)["nearly right"])
+            drafter = speculator if kept else speculator_of(adversaries(text, VOCABULARY, 0, seed)["nearly right"])
             assert [*prompt, *turn(fast, prompt, drafter, epsilon, check)] == text or epsilon == 0
             if epsilon == 0:
                 break
@@ -83,7 +83,7 @@ def test_rows_that_are_called_plain_decodings_own_are(graph: GraphSession, epsil
 
 
 @given(st.integers(0, 10_000), st.sampled_from([2, 3, 64, 127, 128, 191, 192, 300]), st.sampled_from([1.0, 1.5, 0.7]))
-def test_the_lead_is_that_of_the_best_score_over_the_second(seed: int, size: int, penalty: float) -> None:
+def test_the_margin_is_that_of_the_best_logit_over_the_second(seed: int, size: int, penalty: float) -> None:
     random = np.random.default_rng(seed)
     logits = (random.integers(-8, 9, size) / 4).astype(np.float32)
     sampler = Sampler(SamplingParams(repeat_penalty=penalty), size)

@@ -35,7 +35,7 @@ def ratios(cost: PassCost, context: int = 0) -> np.ndarray:
 
 
 @given(tables, passes, contexts, st.integers(1, 64))
-def test_whatever_is_observed_it_is_positive_and_never_falls(
+def test_curves_are_positive_and_never_fall(
     table: dict[int, dict[int, float]], seen: list[tuple[int, int, float]], context: int, most: int
 ) -> None:
     cost = PassCost(table)
@@ -77,11 +77,11 @@ def test_measured_widths_are_kept_and_those_between_are_interpolated() -> None:
         cost.curve(0, 3)[0] = 1
 
 
-def test_one_width_alone_means_no_saving() -> None:
+def test_with_one_width_a_pass_of_m_tokens_costs_m_passes() -> None:
     np.testing.assert_allclose(PassCost({0: {1: 0.5}}).curve(0, 4), [0.5, 1, 1.5, 2])
 
 
-def test_widths_that_seem_to_get_cheaper_are_levelled() -> None:
+def test_falling_measurements_are_levelled() -> None:
     curve = PassCost({0: {1: 1.0, 2: 3.0, 3: 2.0, 4: 4.0}}).curve(0, 4)
     np.testing.assert_allclose(curve, [1, 2.5, 2.5, 4])
 
@@ -100,7 +100,7 @@ def test_one_disturbed_pass_changes_almost_nothing(width: int, factor: float, be
 
 
 @given(st.floats(0.2, 5), st.lists(st.integers(1, 8), min_size=30, max_size=80))
-def test_another_speed_of_the_machine_keeps_the_ratios(factor: float, widths: list[int]) -> None:
+def test_a_change_of_speed_keeps_the_ratios(factor: float, widths: list[int]) -> None:
     cost, true = PassCost({0: TIMES}), PassCost({0: TIMES})
     for width in widths:
         cost.observe(width, 0, true.seconds(width, 0) * factor)
@@ -127,9 +127,9 @@ def test_a_wrong_shape_is_learnt_from_noisy_passes() -> None:
 
 def test_a_width_that_was_not_measured_starts_at_its_interpolated_cost() -> None:
     cost = PassCost({0: TIMES})
-    believed = cost.seconds(7, 0)
-    cost.observe(7, 0, believed)
-    assert cost.measured[BUCKET_ENDS[0]][7] == pytest.approx(believed)
+    interpolated = cost.seconds(7, 0)
+    cost.observe(7, 0, interpolated)
+    assert cost.measured[BUCKET_ENDS[0]][7] == pytest.approx(interpolated)
 
 
 def test_a_longer_context_inherits_the_shape_and_learns_its_level() -> None:

@@ -70,7 +70,7 @@ def test_no_set_of_draft_tokens_gains_more(tree: Tree, curve: list[float], rate:
     st.floats(0, 100),
     st.integers(1, 14),
 )
-def test_rows_are_the_fewest_of_the_best(
+def test_the_smallest_of_the_best_widths_is_chosen(
     probabilities: list[float], curve: list[float], rate: float, max_width: int
 ) -> None:
     rows, advantage, expected = best_width(probabilities, curve, rate, max_width)
@@ -98,7 +98,7 @@ def test_nothing_is_drafted_where_nothing_pays() -> None:
     assert prune(alone, [1.0, 1.0], 1.0, 16) == PrunedDraft(alone, 1.0, 0.0)
 
 
-def test_a_row_that_pays_only_with_the_ones_after_it_is_taken_with_them() -> None:
+def test_positions_that_pay_only_together_are_taken_together() -> None:
     # The second position costs as much as it gains, the third and fourth are free: a step of the kernel.
     pruned = prune(chain_tree(1, [2, 3, 4], [0.5, 0.5, 0.5], Source.SUFFIX), [1.0, 1.5, 1.5, 1.5], 1.0, 16)
     assert len(pruned.tree) == 4
@@ -119,7 +119,7 @@ def test_parents_are_kept_before_children_of_equal_probability() -> None:
         assert all(0 <= parent < node for node, parent in enumerate(pruned.parents.tolist()) if node)
 
 
-def test_what_a_row_costs_is_counted_at_the_rate_of_decoding() -> None:
+def test_positions_are_priced_at_the_decoding_rate() -> None:
     tree = chain_tree(1, [2, 3, 4], [0.5, 0.3, 0.1], Source.SUFFIX)
     curve = [1.0, 1.2, 1.4, 1.6]
     assert [len(prune(tree, curve, rate, 16).tree) for rate in (0.1, 1.0, 2.0, 3.0)] == [4, 3, 2, 1]

@@ -19,7 +19,7 @@ from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Draft, Round, RoundTiming, Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
 from edgerun.runtime.speculation.verification import VerifyResult, verify_tree
-from support.adversarial_drafters import NEARLY_FREE, Adversary, FixedCost, eager, listening_to
+from support.adversarial_drafters import NEARLY_FREE, Adversary, FixedCost, eager, speculator_of
 
 VOCABULARY = 6
 NOBODY = frozenset[int]()
@@ -53,8 +53,8 @@ def write(speculator: Speculator, text: list[int], count: int, room: int = 10_00
         most = end - len(text)
         draft = speculator.propose(len(text) - 1, most, room)
         if draft.growth is not None:
-            told = [each._token_ids for each in speculator.drafters if isinstance(each, SuffixDrafter)]
-            assert all(known == text for known in told)
+            synced = [each._token_ids for each in speculator.drafters if isinstance(each, SuffixDrafter)]
+            assert all(token_ids == text for token_ids in synced)
         result, logits = verify(text, draft, most)
         one = speculator.observe(draft, result, logits, len(text) - 1, RoundTiming(0.25))
         check(draft, result, one, most, room)
@@ -121,7 +121,7 @@ def test_drafters_have_the_sequence_after_any_rounds(answers: list[tuple[int, in
 def test_logits_are_recycled_along_the_accepted_path_only() -> None:
     recycle = RecyclingDrafter(VOCABULARY)
     drafter = Adversary(lambda done, _: Tree.of([done[-1], 2, 3, 4], [-1, 0, 0, 1], [1.0, 0.9, 0.9, 0.8], [0, 6, 6, 6]))
-    speculator = eager(*listening_to(drafter).drafters, recycle)
+    speculator = eager(*speculator_of(drafter).drafters, recycle)
     speculator.reset([5, 1])
     draft = speculator.propose(1, 9, 9)
     assert len(draft.tree) == 4

@@ -34,17 +34,17 @@ def tree_logits(model: Model, text: Sequence[int], tree: Tree) -> Logits:
     return np.stack([model([*text, *tree.tokens[list(tree.path_to(node))].tolist()]) for node in range(len(tree))])
 
 
-def started(chooser: TokenSampler, text: Sequence[int]) -> TokenSampler:
-    chooser.observe(list(text))
-    return chooser
+def started(sampler: TokenSampler, text: Sequence[int]) -> TokenSampler:
+    sampler.observe(list(text))
+    return sampler
 
 
-def plain(model: Model, chooser: TokenSampler, text: Sequence[int], count: int) -> list[int]:
+def plain(model: Model, sampler: TokenSampler, text: Sequence[int], count: int) -> list[int]:
     """The next `count` tokens one by one."""
     chosen: list[int] = []
     for _ in range(count):
-        token = chooser.choose(model([*text, *chosen]), len(text) + len(chosen))
-        chooser.observe((token,))
+        token = sampler.choose(model([*text, *chosen]), len(text) + len(chosen))
+        sampler.observe((token,))
         chosen.append(token)
     return chosen
 
@@ -86,19 +86,19 @@ PARAMS = st.one_of(
     seed=st.integers(0, 50),
 )
 @settings(max_examples=300)
-def test_any_tree_gives_what_choosing_one_by_one_gives(tree, params, ends, most, seed) -> None:
+def test_any_tree_gives_the_tokens_of_plain_decoding(tree, params, ends, most, seed) -> None:
     model = toy_model(4, seed)
     logits = tree_logits(model, PROMPT[:-1], tree)
-    verdict = verify_tree(tree, logits, started(Sampler(params, 4), PROMPT), len(PROMPT), ends, most)
+    result = verify_tree(tree, logits, started(Sampler(params, 4), PROMPT), len(PROMPT), ends, most)
     expected = plain(model, started(Sampler(params, 4), PROMPT), PROMPT, most)
-    emitted = verdict.emitted(tree)
+    emitted = result.emitted(tree)
     assert list(emitted) == expected[: len(emitted)]
-    assert 1 <= len(emitted) == len(verdict.accepted_path) <= most
+    assert 1 <= len(emitted) == len(result.accepted_path) <= most
     assert not set(emitted[:-1]) & ends
     # The walk ends for a reason: an end, the limit, or no child to go to.
-    last = verdict.accepted_path[-1]
+    last = result.accepted_path[-1]
     assert emitted[-1] in ends or len(emitted) == most or tree.child(last, emitted[-1]) is None
-    assert verdict.accepted_path == tree.path_to(last)
+    assert result.accepted_path == tree.path_to(last)
 
 
 def test_a_tie_goes_to_the_lowest_id() -> None:
@@ -123,23 +123,23 @@ def test_adversarial_drafts_change_nothing(params) -> None:
     ended = text[: text.index(end) + 1]
     for name, draft in drafters.items():
         for ends, expected in ((NOBODY, text), (frozenset({end}), ended)):
-            chooser, done, rounds = started(Sampler(params, 4), PROMPT[:-1]), list[int](), 0
+            sampler, done, rounds = started(Sampler(params, 4), PROMPT[:-1]), list[int](), 0
             while len(done) < len(expected):
                 before = [*PROMPT, *done]
-                chooser.observe(before[-1:])
+                sampler.observe(before[-1:])
                 tree = chain(before[-1], draft(done))
                 logits = tree_logits(model, before[:-1], tree)
-                verdict = verify_tree(tree, logits, chooser, len(before), ends, length - len(done))
-                done += verdict.emitted(tree)
+                result = verify_tree(tree, logits, sampler, len(before), ends, length - len(done))
+                done += result.emitted(tree)
                 rounds += 1
                 if name == "wrong":
-                    assert verdict.accepted_path == (0,)
+                    assert result.accepted_path == (0,)
             assert done == expected, name
             if name == "oracle" and not ends:
                 assert rounds == -(-length // 5)
 
 
-def test_only_rows_on_the_path_are_looked_at() -> None:
+def test_only_logits_on_the_accepted_path_are_read() -> None:
     class Watching:
         def __init__(self) -> None:
             self.seen: list[tuple[float, int]] = []
@@ -155,9 +155,9 @@ def test_only_rows_on_the_path_are_looked_at() -> None:
     logits = np.zeros((5, 4), np.float32)
     logits[:, 0] = -np.arange(5)
     logits[0, 2] = logits[2, 1] = logits[3, 2] = 1
-    chooser = Watching()
-    assert verify_tree(tree, logits, chooser, 10, NOBODY, 9) == VerifyResult((0, 2, 3), 2)
-    assert chooser.seen == [(0.0, 10), (-2.0, 11), (-3.0, 12)]
+    sampler = Watching()
+    assert verify_tree(tree, logits, sampler, 10, NOBODY, 9) == VerifyResult((0, 2, 3), 2)
+    assert sampler.seen == [(0.0, 10), (-2.0, 11), (-3.0, 12)]
 
 
 def test_a_round_emits_at_least_one_token() -> None:
@@ -165,7 +165,7 @@ def test_a_round_emits_at_least_one_token() -> None:
         verify_tree(chain(0, []), np.zeros((1, 4), np.float32), Sampler(SamplingParams(), 4), 1, NOBODY, 0)
 
 
-def test_replay_gives_the_recorded_answer_whatever_the_logits() -> None:
+def test_a_replay_sampler_gives_the_recorded_answer() -> None:
     replay = ReplaySampler([3, 1, 2], 5, Sampler(SamplingParams(repeat_penalty=2.0), 4))
     assert verify_tree(chain(0, [3, 1, 0]), np.zeros((4, 4), np.float32), replay, 5, NOBODY, 3) == VerifyResult(
         (0, 1, 2), 2

@@ -271,7 +271,7 @@ def test_padding_is_never_proposed(graph: GraphSession) -> None:
         np.testing.assert_allclose(likely.probabilities, [p / total for _, p in inside], rtol=1e-4)
 
 
-def test_temperature_sharpens(graph: GraphSession) -> None:
+def test_a_lower_temperature_sharpens_the_distribution(graph: GraphSession) -> None:
     model = draft(graph)
     model.reset([20, 21, 22])
     plainly, sharper = model.top_tokens((), 300), model.top_tokens((), 300, 0.5)
@@ -281,7 +281,7 @@ def test_temperature_sharpens(graph: GraphSession) -> None:
     assert plainly.tokens == sharper.tokens
 
 
-def test_a_trimmed_head_says_what_the_whole_one_says_of_its_tokens(graph: GraphSession, trimmed: Path) -> None:
+def test_a_trimmed_head_has_the_logits_of_the_whole_one(graph: GraphSession, trimmed: Path) -> None:
     whole, model = draft(graph), draft(session(trimmed, VOCABULARY), target_ids=KEPT)
     text = [int(token) for token in range(5, 40)]
     assert set(text) - set(KEPT.tolist())
@@ -296,7 +296,7 @@ def test_a_trimmed_head_says_what_the_whole_one_says_of_its_tokens(graph: GraphS
         np.testing.assert_allclose(likely.probabilities, [p / total for _, p in kept], rtol=1e-4)
 
 
-def test_a_model_trimmed_throughout_reads_only_its_tokens(trimmed: Path, trimmed_throughout: Path) -> None:
+def test_a_model_with_trimmed_embedding_reads_only_its_tokens(trimmed: Path, trimmed_throughout: Path) -> None:
     head, model = (
         draft(session(trimmed, VOCABULARY), target_ids=KEPT),
         draft(session(trimmed_throughout), target_ids=KEPT),
@@ -325,12 +325,12 @@ def test_a_model_trimmed_throughout_reads_only_its_tokens(trimmed: Path, trimmed
         (np.zeros(120, np.int32), "has an id more than once"),
     ],
 )
-def test_ids_that_cannot_be_the_targets_are_refused(trimmed: Path, ids: np.ndarray, message: str) -> None:
+def test_invalid_target_ids_are_refused(trimmed: Path, ids: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         draft(session(trimmed, VOCABULARY), target_ids=ids)
 
 
-def test_it_keeps_account_of_its_time(graph: GraphSession) -> None:
+def test_seconds_spent_are_counted(graph: GraphSession) -> None:
     model = draft(graph)
     model.reset([20, 21])
     assert model.take_seconds_spent() == 0

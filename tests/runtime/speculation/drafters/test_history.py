@@ -92,7 +92,7 @@ def test_a_size_limit_below_the_minimum_is_refused(tmp_path: Path) -> None:
         HistoryStore(tmp_path, MIN_BYTES - 1, unexpected)
 
 
-def test_an_index_is_fresh_until_something_is_added(tmp_path: Path) -> None:
+def test_an_index_is_up_to_date_until_a_sequence_is_added(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path, MIN_BYTES, unexpected)
     store.append([1, 2, 3])
     assert not store.is_indexed()
@@ -138,7 +138,7 @@ def test_a_lower_limit_is_applied(tmp_path: Path) -> None:
     assert len(numbers) > 3
 
 
-def test_a_sequence_longer_than_the_store_is_kept_from_its_end(tmp_path: Path) -> None:
+def test_of_a_sequence_longer_than_the_store_the_end_is_kept(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path, MIN_BYTES, unexpected)
     store.append([7])
     store.append(range(100_000))

@@ -141,7 +141,7 @@ def test_a_long_answer_grows_the_cache_under_the_draft(engine: Engine) -> None:
     assert_slots_are_the_targets(engine)
 
 
-def test_conversations_in_turn_are_drafted_each_on_its_own_cache(engine: Engine, tmp_path: Path) -> None:
+def test_alternating_conversations_use_their_own_caches(engine: Engine, tmp_path: Path) -> None:
     said = ["the", "and then", "of it"]
 
     def talk(choice: Speculation, *, put_aside: bool) -> list[str]:
@@ -161,7 +161,7 @@ def test_conversations_in_turn_are_drafted_each_on_its_own_cache(engine: Engine,
     assert talk(MODEL, put_aside=True) == plain
 
 
-def test_a_cancelled_answer_leaves_a_cache_to_go_on_from(engine: Engine) -> None:
+def test_a_cancelled_answer_leaves_a_valid_cache(engine: Engine) -> None:
     plain, drafted = engine.session(), engine.session()
     for session, choice in ((plain, Speculation.OFF), (drafted, MODEL)):
         stream = session.stream("the other", max_tokens=30, speculation=choice)
@@ -253,7 +253,7 @@ def refusal(bundle: Path) -> str:
     return str(caught.value)
 
 
-def test_a_missing_or_foreign_graph_is_one_line(bundle: Path, tmp_path: Path) -> None:
+def test_a_missing_or_foreign_graph_is_a_one_line_error(bundle: Path, tmp_path: Path) -> None:
     copied = tmp_path / "bundle"
     shutil.copytree(bundle, copied)
     (copied / "draft.onnx").unlink()

@@ -50,7 +50,7 @@ def expected(
     """For every context that is kept: token, probability and occurrences of the context, by plain counting.
 
     Also the contexts of which the last bit of a probability decides whether they are worth it: what they say is one of
-    the equally likely best guesses of a shorter context.
+    the equally probable best candidates of a shorter context.
     """
     followers: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for sequence in sequences:
@@ -107,7 +107,7 @@ def test_counts_equal_those_of_a_dictionary(sequences: list[list[int]]) -> None:
 
 @settings(max_examples=50)
 @given(small_texts)
-def test_parts_make_the_same_table(sequences: list[list[int]]) -> None:
+def test_counting_in_parts_gives_the_same_table(sequences: list[list[int]]) -> None:
     whole = table_of(sequences)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram_counts, "_PART", 7)
@@ -120,7 +120,7 @@ def test_parts_make_the_same_table(sequences: list[list[int]]) -> None:
 
 @settings(max_examples=60)
 @given(texts, st.integers(SMALLEST, 1500))
-def test_it_never_takes_more_bytes_than_allowed(sequences: list[list[int]], max_bytes: int) -> None:
+def test_tables_stay_within_max_bytes(sequences: list[list[int]], max_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "table"
         written = write_table(path, sequences, vocab_size=VOCABULARY, key=KEY, max_bytes=max_bytes)
@@ -128,7 +128,7 @@ def test_it_never_takes_more_bytes_than_allowed(sequences: list[list[int]], max_
         opened(path)
 
 
-def test_a_smaller_table_keeps_what_is_worth_most() -> None:
+def test_a_smaller_table_keeps_the_most_valuable_entries() -> None:
     chance = random.Random(0)
     often = [1, 2, 3, 4, 5, 6] * 50
     once = [chance.randrange(VOCABULARY) for _ in range(300)]
@@ -220,7 +220,7 @@ def damage_is_harmless(path: Path, data: bytes) -> bool:
     return True
 
 
-def test_a_flipped_bit_anywhere_sets_it_aside(tmp_path: Path) -> None:
+def test_a_file_with_a_flipped_bit_is_set_aside(tmp_path: Path) -> None:
     data = sound_table(tmp_path / "table")
     chance = random.Random(2)
     places = [*range(80 * 8), *chance.sample(range(80 * 8, len(data) * 8), 300)]
@@ -230,7 +230,7 @@ def test_a_flipped_bit_anywhere_sets_it_aside(tmp_path: Path) -> None:
         assert damage_is_harmless(tmp_path / "table", bytes(flipped))
 
 
-def test_a_cut_or_grown_file_is_set_aside(tmp_path: Path) -> None:
+def test_a_truncated_or_extended_file_is_set_aside(tmp_path: Path) -> None:
     data = sound_table(tmp_path / "table")
     for length in [*range(0, len(data), 97), len(data) - 1]:
         assert damage_is_harmless(tmp_path / "table", data[:length])
@@ -245,7 +245,7 @@ def test_any_other_file_is_set_aside(data: bytes) -> None:
         assert damage_is_harmless(Path(folder) / "table", data)
 
 
-def test_a_table_of_another_model_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_table_of_another_model_is_not_used_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "table"
     data = sound_table(path)
     for key, vocab_size in (("another", VOCABULARY), (KEY, VOCABULARY + 1)):
@@ -257,7 +257,7 @@ def test_a_table_of_another_model_is_refused_and_left_alone(tmp_path: Path) -> N
     opened(path)
 
 
-def test_a_later_format_is_left_alone(tmp_path: Path) -> None:
+def test_a_later_format_stays(tmp_path: Path) -> None:
     path = tmp_path / "table"
     header = bytearray(sound_table(path)[:64])
     struct.pack_into("<I", header, 8, 2)
@@ -269,18 +269,18 @@ def test_a_later_format_is_left_alone(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_what_cannot_be_read_at_all_is_no_error(tmp_path: Path) -> None:
+def test_unreadable_files_are_not_an_error(tmp_path: Path) -> None:
     lines: list[str] = []
     assert NgramTable.open(tmp_path, vocab_size=VOCABULARY, key=KEY, warn=lines.append) is None
     assert len(lines) == 1
     assert tmp_path.exists()
 
 
-def test_where_there_is_no_file_there_is_no_table(tmp_path: Path) -> None:
+def test_without_a_file_there_is_no_table(tmp_path: Path) -> None:
     assert NgramTable.open(tmp_path / "table", vocab_size=VOCABULARY, key=KEY, warn=no_warning) is None
 
 
-def test_an_open_table_outlives_its_replacement(tmp_path: Path) -> None:
+def test_an_open_table_survives_its_replacement(tmp_path: Path) -> None:
     path = tmp_path / "table"
     write_table(path, [[1, 2, 1, 2, 1, 2]], vocab_size=VOCABULARY, key=KEY)
     table = opened(path)

@@ -16,7 +16,7 @@ from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 KEPT = 3
 
 
-def guessed(drafter: RecyclingDrafter, token: int) -> list[int]:
+def proposed(drafter: RecyclingDrafter, token: int) -> list[int]:
     return [candidate.token for candidate in drafter.candidates(token)]
 
 
@@ -27,11 +27,11 @@ def ranked(logits: np.ndarray) -> list[int]:
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 2, 3, 5, 64, 191, 192, 193, 255, 300, 1000]), st.integers(1, 9))
 @settings(max_examples=150)
-def test_the_highest_places_are_kept_ties_by_the_lowest_id(seed: int, size: int, values: int) -> None:
+def test_the_highest_logits_are_kept_and_ties_go_to_the_lowest_id(seed: int, size: int, values: int) -> None:
     logits = np.random.default_rng(seed).integers(0, values, size).astype(np.float32)
     drafter = RecyclingDrafter(size)
     drafter.learn(0, logits)
-    assert guessed(drafter, 0) == ranked(logits)
+    assert proposed(drafter, 0) == ranked(logits)
 
 
 @given(st.integers(0, 10_000), st.sampled_from([192, 320, 1003, 4096]))
@@ -40,13 +40,13 @@ def test_logits_without_ties_are_ranked_as_by_sorting(seed: int, size: int) -> N
     logits = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
     drafter = RecyclingDrafter(size)
     drafter.learn(size - 1, logits)
-    assert guessed(drafter, size - 1) == np.argsort(-logits, kind="stable")[:KEPT].tolist()
+    assert proposed(drafter, size - 1) == np.argsort(-logits, kind="stable")[:KEPT].tolist()
 
 
 @pytest.mark.parametrize("wild", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("size", [5, 300])
 @pytest.mark.parametrize("share", [0.1, 0.9, 1.0])
-def test_logits_that_are_no_numbers_do_no_harm(wild: float, size: int, share: float) -> None:
+def test_nan_logits_do_no_harm(wild: float, size: int, share: float) -> None:
     random = np.random.default_rng(1)
     logits = random.standard_normal(size).astype(np.float32)
     logits[random.random(size) < share] = wild
@@ -66,12 +66,12 @@ def test_tokens_that_have_not_occurred_have_no_candidates() -> None:
     assert list(drafter.candidates(drafter.state())) == []
     drafter.learn(5, np.arange(300, dtype=np.float32))
     assert list(drafter.candidates(drafter.state())) == []
-    assert guessed(drafter, drafter.after(drafter.state(), 5)) == [299, 298, 297]
+    assert proposed(drafter, drafter.after(drafter.state(), 5)) == [299, 298, 297]
     drafter.append(5)
     assert drafter.state() == 5
     # What was last seen counts.
     drafter.learn(5, -np.arange(300, dtype=np.float32))
-    assert guessed(drafter, 5) == [0, 1, 2]
+    assert proposed(drafter, 5) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def everything(drafter: RecyclingDrafter, vocab_size: int = 40) -> list[list[tup
     return [[tuple(candidate) for candidate in drafter.candidates(token)] for token in range(vocab_size)]
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_tables_can_be_loaded(tmp_path: Path) -> None:
     drafter, path = filled(), tmp_path / "deep" / "recycled"
     path.parent.mkdir()
     assert drafter.changed
@@ -111,17 +111,17 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["recycled"]
 
 
-def test_loading_adds_to_what_was_learned_here(tmp_path: Path) -> None:
+def test_loading_adds_to_learned_candidates(tmp_path: Path) -> None:
     drafter = RecyclingDrafter(40)
     drafter.learn(3, np.arange(40, dtype=np.float32))
     drafter.save(tmp_path / "a")
     other = RecyclingDrafter(40)
     other.learn(4, np.arange(40, dtype=np.float32))
     assert other.load(tmp_path / "a")
-    assert guessed(other, 3) == guessed(other, 4) == [39, 38, 37]
+    assert proposed(other, 3) == proposed(other, 4) == [39, 38, 37]
 
 
-def test_an_empty_table_is_saved_and_says_nothing(tmp_path: Path) -> None:
+def test_an_empty_table_can_be_saved(tmp_path: Path) -> None:
     RecyclingDrafter(40).save(tmp_path / "a")
     other = filled()
     before = everything(other)
@@ -178,7 +178,7 @@ def sealed(file: bytes, at: int, numbers: Sequence[int]) -> bytes:
         (24, [10], False),  # a bucket too high
     ],
 )
-def test_a_table_that_fits_badly_is_refused_though_its_checksum_is_right(
+def test_an_inconsistent_table_with_a_valid_checksum_is_refused(
     saved: bytes, tmp_path: Path, at: int, numbers: list[int], good: bool
 ) -> None:
     (tmp_path / "table").write_bytes(sealed(saved, at, numbers))
@@ -196,7 +196,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @given(data=st.data())
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_damaged_file_never_harms(saved: bytes, tmp_path: Path, data: st.DataObject) -> None:
+def test_damaged_files_do_no_harm(saved: bytes, tmp_path: Path, data: st.DataObject) -> None:
     damaged = bytearray(saved)
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.integers(0, len(damaged) * 8 - 1))
@@ -212,7 +212,7 @@ def test_a_damaged_file_never_harms(saved: bytes, tmp_path: Path, data: st.DataO
     assert candidates == [[]] * 40 if not loaded else bytes(damaged) == saved
 
 
-def test_a_single_flipped_bit_anywhere_is_noticed(saved: bytes, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(saved: bytes, tmp_path: Path) -> None:
     for at in range(len(saved)):
         damaged = bytearray(saved)
         damaged[at] ^= 1 << at % 8
@@ -220,7 +220,7 @@ def test_a_single_flipped_bit_anywhere_is_noticed(saved: bytes, tmp_path: Path) 
         assert not RecyclingDrafter(40).load(tmp_path / "damaged")
 
 
-def test_saving_to_a_place_that_does_not_exist_says_so(tmp_path: Path) -> None:
+def test_saving_to_a_missing_folder_raises(tmp_path: Path) -> None:
     drafter = filled()
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):

@@ -160,7 +160,7 @@ def test_every_kind_of_evidence_has_a_bucket_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("prior", [SAME_CONVERSATION, EARLIER_CONVERSATIONS])
-def test_longer_matches_are_trusted_more(prior: tuple[float, ...]) -> None:
+def test_longer_matches_have_higher_priors(prior: tuple[float, ...]) -> None:
     lengths = (1, 2, 3, 4, 5, 7, 10, 16, 32)
     for agreement in Agreement:
         shares = [prior[bucket(length, agreement, 0)] for length in lengths]

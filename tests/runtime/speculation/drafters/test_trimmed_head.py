@@ -67,21 +67,21 @@ def test_the_pair_is_found_with_its_map(pair: Path) -> None:
     assert (found.draft.folder, found.target_ids.size) == ((pair / "draft").resolve(), HEAD)
 
 
-@pytest.mark.parametrize("graph_io", ["model", "auto", "suffix,model", "recycle,model"])
+@pytest.mark.parametrize("choice", ["model", "auto", "suffix,model", "recycle,model"])
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}])
-def test_the_output_is_that_of_plain_decoding(engine: Engine, graph_io: str, sampling: dict[str, float]) -> None:
+def test_the_output_is_that_of_plain_decoding(engine: Engine, choice: str, sampling: dict[str, float]) -> None:
     drafted = accepted = 0
     for seed, request in enumerate(REQUESTS):
-        asked = {**sampling, "seed": seed, "max_tokens": 40}
-        plain = engine.generate(request, speculation=OFF, **asked)
-        guessed = engine.generate(request, speculation=Speculation.parse(graph_io), **asked)
-        assert (guessed.text, guessed.finish_reason) == (plain.text, plain.finish_reason)
-        drafted += guessed.stats.drafted
-        accepted += guessed.stats.accepted
+        options = {**sampling, "seed": seed, "max_tokens": 40}
+        plain = engine.generate(request, speculation=OFF, **options)
+        speculative = engine.generate(request, speculation=Speculation.parse(choice), **options)
+        assert (speculative.text, speculative.finish_reason) == (plain.text, plain.finish_reason)
+        drafted += speculative.stats.drafted
+        accepted += speculative.stats.accepted
     assert 0 < accepted < drafted
 
 
-def test_it_reads_tokens_that_its_head_lacks_and_says_the_targets(engine: Engine) -> None:
+def test_it_reads_tokens_that_its_head_lacks_and_proposes_target_ids(engine: Engine) -> None:
     model = engine.model.drafters._model.model
     kept = set(model.target_ids.tolist())
     text = engine.model.encode_chat([{"role": "user", "content": REQUESTS[0]}])
@@ -141,14 +141,14 @@ def own_logits(folder: Path) -> np.ndarray:
         return np.stack(rows)
 
 
-def test_such_a_draft_is_refused_as_a_model(pair: Path) -> None:
+def test_a_draft_with_a_trimmed_head_is_refused_as_a_target(pair: Path) -> None:
     with pytest.raises(BundleError) as caught:
         edgerun.load(pair / "draft")
     expected = f"{pair / 'draft'} is a draft whose head has 60 of 300 tokens; run the model that it drafts for"
     assert str(caught.value) == expected
 
 
-def test_inspect_and_bench_say_how_large_the_head_is(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_bench_report_the_size_of_the_head(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(pair), "--json"]) == 0
     draft = json.loads(capsys.readouterr().out)["draft"]
     assert (draft["name"], draft["head_tokens"], draft["weights"]) == ("draft", HEAD, {"fp32": 10})
@@ -159,7 +159,7 @@ def test_inspect_and_bench_say_how_large_the_head_is(pair: Path, capsys: pytest.
     assert json.loads(shown.splitlines()[-1])["draft_head"] == HEAD
 
 
-def test_a_whole_draft_has_nothing_to_say_of_its_head(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_with_a_whole_head_reports_no_head_size(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tiny_bundle), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["draft"] is None
     assert main(["bench", str(tiny_bundle), "--draft", str(tiny_bundle), "--limit", "1", "-n", "8", "--no-cache"]) == 0
