@@ -117,7 +117,7 @@ def test_a_draft_of_the_targets_own_layers_may_have_a_trimmed_head(tmp_path: Pat
                 for each in (OFF, Speculation.parse("model"))
             }
             assert len(texts) == 1
-    with pytest.raises(InputError, match="has no draft of its own layers with a whole head; make one first"):
+    with pytest.raises(InputError, match="has no layer-skip draft with a whole head"):
         trim_layer_skip_draft(folder, kept)
 
 
@@ -155,7 +155,7 @@ def test_inspect_and_bench_report_the_size_of_the_head(pair: Path, capsys: pytes
     assert draft["bytes"] == open_bundle(pair / "draft").weight_bytes
     assert main(["bench", str(pair), "--limit", "1", "-n", "8", "--no-cache"]) == 0
     shown = capsys.readouterr().out
-    assert "draft draft with a head of 60 tokens" in shown
+    assert "draft model draft (head of 60 tokens)" in shown
     assert json.loads(shown.splitlines()[-1])["draft_head"] == HEAD
 
 
