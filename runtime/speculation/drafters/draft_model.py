@@ -218,13 +218,14 @@ class DraftModel:
         # Scratch slots count as committed during the pass: it writes behind them, and growing the arena keeps them.
         arena.commit(len(self._scratch))
         try:
-            logits = self._bound.forward(tokens, logits_for=(tokens.size - 1,), positions=positions, tree_mask=mask)[0]
+            logits = self._bound.forward(tokens, logits_for=(tokens.size - 1,), positions=positions, tree_mask=mask)
         finally:
             arena.rewind_to(base)
         if self.passes % _OBSERVED_EVERY == 0:
             self.cost.observe(tokens.size, base, time.perf_counter() - started)
         self.passes += 1
-        return logits
+        last: Floats = logits[0]
+        return last
 
     def _keep_common(self, path: Path) -> None:
         """Drop the scratch slots, which are a chain, from where they differ from `path`."""

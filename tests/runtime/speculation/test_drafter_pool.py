@@ -168,11 +168,11 @@ def test_slots_written_by_wide_passes_are_marked_when_saved(engine: Engine, tmp_
     """An exact answer in a resumed conversation recomputes the slots that wide passes have written."""
     with engine.session() as session:
         session.send("the the the", max_tokens=25)
-        plain, rows = session._open_sequence().bound.arena.plain_length, session.tokens
-        assert 0 < plain < rows
+        plain, slots = session._open_sequence().bound.arena.plain_length, session.tokens
+        assert 0 < plain < slots
         session.save(tmp_path / "chat")
     with engine.session(resume=tmp_path / "chat") as session:
-        assert (session._open_sequence().bound.arena.plain_length, session.tokens) == (plain, rows)
+        assert (session._open_sequence().bound.arena.plain_length, session.tokens) == (plain, slots)
         session.send("and", max_tokens=3, speculation=OFF)
         assert session._open_sequence().bound.arena.plain_length == plain
 
@@ -231,9 +231,9 @@ def test_a_replay_gives_the_recorded_answer(engine: Engine, choice: Speculation,
 @pytest.mark.parametrize("oracle_mode", [OracleMode.NONE, OracleMode.RIGHT])
 def test_a_replay_ends_at_max_tokens_or_the_end_of_the_context(engine: Engine, oracle_mode: OracleMode) -> None:
     prompt, answer = list(range(20, 30)), [40 + index % 9 for index in range(300)]
-    for most, expected in ((1, 1), (2, 2), (7, 7), (None, engine.context - 10)):
+    for max_tokens, expected in ((1, 1), (2, 2), (7, 7), (None, engine.context - 10)):
         reply = Reply.of(
-            engine.model.replay(None, prompt, answer, GenerateOptions(max_tokens=most), oracle_mode=oracle_mode)
+            engine.model.replay(None, prompt, answer, GenerateOptions(max_tokens=max_tokens), oracle_mode=oracle_mode)
         )
         assert reply.stats.completion_tokens == expected
         assert reply.text == engine.tokenizer.decode(answer[:expected])

@@ -36,18 +36,18 @@ def ratios(cost: PassCost, context: int = 0) -> np.ndarray:
 
 @given(tables, passes, contexts, st.integers(1, 64))
 def test_curves_are_positive_and_never_fall(
-    table: dict[int, dict[int, float]], seen: list[tuple[int, int, float]], context: int, most: int
+    table: dict[int, dict[int, float]], seen: list[tuple[int, int, float]], context: int, max_width: int
 ) -> None:
     cost = PassCost(table)
     for width, where, took in seen:
         cost.observe(width, where, took)
-    curve = cost.curve(context, most)
-    assert curve.shape == (most,)
+    curve = cost.curve(context, max_width)
+    assert curve.shape == (max_width,)
     assert curve.dtype == np.float64
     assert np.isfinite(curve).all()
     assert (curve > 0).all()
     assert (np.diff(curve) >= -1e-12 * curve[:-1]).all()
-    assert cost.seconds(most, context) == curve[-1]
+    assert cost.seconds(max_width, context) == curve[-1]
     assert cost.observed == len(seen)
 
 

@@ -46,11 +46,11 @@ def gained(tree: Tree, chosen: tuple[int, ...], curve: list[float], rate: float)
 @given(trees(), CURVES, st.sampled_from([0.25, 0.5, 1.0, 2.0, 50.0]), st.integers(1, 10))
 def test_no_set_of_draft_tokens_gains_more(tree: Tree, curve: list[float], rate: float, max_width: int) -> None:
     pruned = prune(tree, curve, rate, max_width)
-    rows = len(pruned.tree)
+    width = len(pruned.tree)
     possible = [chosen for chosen in closed_sets(tree) if len(chosen) < min(max_width, len(curve))]
     best = max(gained(tree, chosen, curve, rate) for chosen in possible)
-    assert 1 <= rows <= min(max_width, len(curve), len(tree))
-    if rows == 1:
+    assert 1 <= width <= min(max_width, len(curve), len(tree))
+    if width == 1:
         assert best <= MIN_ADVANTAGE + 1e-6
         assert (pruned.expected_tokens, pruned.advantage) == (1.0, 0.0)
     else:
@@ -59,9 +59,9 @@ def test_no_set_of_draft_tokens_gains_more(tree: Tree, curve: list[float], rate:
         assert pruned.expected_tokens == pytest.approx(1 + pruned.tree.path_prob[1:].sum(), abs=1e-6)
     # What is left is part of the tree, with the same anchor.
     tokens = {tuple(tree.tokens[list(tree.path_to(node))].tolist()) for node in range(len(tree))}
-    left = {tuple(pruned.tree.tokens[list(pruned.tree.path_to(node))].tolist()) for node in range(rows)}
+    left = {tuple(pruned.tree.tokens[list(pruned.tree.path_to(node))].tolist()) for node in range(width)}
     assert left <= tokens
-    assert len(left) == rows
+    assert len(left) == width
 
 
 @given(
@@ -73,19 +73,19 @@ def test_no_set_of_draft_tokens_gains_more(tree: Tree, curve: list[float], rate:
 def test_the_smallest_of_the_best_widths_is_chosen(
     probabilities: list[float], curve: list[float], rate: float, max_width: int
 ) -> None:
-    rows, advantage, expected = best_width(probabilities, curve, rate, max_width)
-    worth = [
+    width, advantage, expected = best_width(probabilities, curve, rate, max_width)
+    advantages = [
         sum(probabilities[:candidates]) - rate * (curve[candidates] - curve[0])
         for candidates in range(min(len(probabilities) + 1, len(curve), max_width))
     ]
-    if rows == 1:
-        assert max(worth) <= MIN_ADVANTAGE + 1e-9
+    if width == 1:
+        assert max(advantages) <= MIN_ADVANTAGE + 1e-9
         assert (advantage, expected) == (0.0, 1.0)
         return
-    assert advantage == pytest.approx(max(worth))
-    assert advantage == pytest.approx(worth[rows - 1])
-    assert all(value < advantage + 1e-9 for value in worth[: rows - 1])
-    assert expected == pytest.approx(1 + sum(probabilities[: rows - 1]))
+    assert advantage == pytest.approx(max(advantages))
+    assert advantage == pytest.approx(advantages[width - 1])
+    assert all(value < advantage + 1e-9 for value in advantages[: width - 1])
+    assert expected == pytest.approx(1 + sum(probabilities[: width - 1]))
 
 
 def test_nothing_is_drafted_where_nothing_pays() -> None:
@@ -113,9 +113,9 @@ def test_parents_are_kept_before_children_of_equal_probability() -> None:
         parents.append(int(random.integers(max(0, node - 9), node)))
         probabilities.append(max(0.125, probabilities[parents[-1]] * random.choice([0.5, 1.0])))
     tree = Tree.of(range(nodes), parents, probabilities, [0] + [1] * (nodes - 1))
-    for rows in range(2, nodes + 1):
-        pruned = prune(tree, [1.0] * rows, 1.0, 500).tree
-        assert len(pruned) == rows
+    for width in range(2, nodes + 1):
+        pruned = prune(tree, [1.0] * width, 1.0, 500).tree
+        assert len(pruned) == width
         assert all(0 <= parent < node for node, parent in enumerate(pruned.parents.tolist()) if node)
 
 

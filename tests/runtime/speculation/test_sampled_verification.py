@@ -279,10 +279,10 @@ def texts(
             sampler.observe(text[-1:])
             draft = grown(q, widths, seed, text)
             logits = target(text[:-1], draft.tree)
-            most = length - (len(text) - len(prompt))
-            result = verify(draft, logits, sampler, len(text), ends, most)
+            max_tokens = length - (len(text) - len(prompt))
+            result = verify(draft, logits, sampler, len(text), ends, max_tokens)
             new = result.emitted(draft.tree)
-            assert 1 <= len(new) <= most
+            assert 1 <= len(new) <= max_tokens
             assert not ends & set(new[:-1])
             text += new
             rounds += 1
@@ -436,8 +436,8 @@ def test_end_tokens_and_limits_cut_accepted_paths(verify: Verifier) -> None:
     assert verify(draft, EVEN, sampler, 1, NOBODY, 9).accepted_path == (0, 1, 2, 3)
     assert verify(draft, EVEN, sampler, 1, frozenset({1}), 9) == VerifyResult((0, 1), 1)
     assert verify(draft, EVEN, sampler, 1, frozenset({2}), 9) == VerifyResult((0,), 2)
-    for most in (1, 2, 3, 4):
-        assert verify(draft, EVEN, sampler, 1, NOBODY, most).accepted_path == tuple(range(most))
+    for max_tokens in (1, 2, 3, 4):
+        assert verify(draft, EVEN, sampler, 1, NOBODY, max_tokens).accepted_path == tuple(range(max_tokens))
     with pytest.raises(ValueError, match="max_tokens is 0"):
         verify(draft, EVEN, sampler, 1, NOBODY, 0)
 

@@ -82,22 +82,22 @@ PARAMS = st.one_of(
     tree=trees(4, PROMPT[-1]),
     params=PARAMS,
     ends=st.frozensets(st.integers(0, 3), max_size=1),
-    most=st.integers(1, 6),
+    max_tokens=st.integers(1, 6),
     seed=st.integers(0, 50),
 )
 @settings(max_examples=300)
-def test_any_tree_gives_the_tokens_of_plain_decoding(tree, params, ends, most, seed) -> None:
+def test_any_tree_gives_the_tokens_of_plain_decoding(tree, params, ends, max_tokens, seed) -> None:
     model = toy_model(4, seed)
     logits = tree_logits(model, PROMPT[:-1], tree)
-    result = verify_tree(tree, logits, started(Sampler(params, 4), PROMPT), len(PROMPT), ends, most)
-    expected = plain(model, started(Sampler(params, 4), PROMPT), PROMPT, most)
+    result = verify_tree(tree, logits, started(Sampler(params, 4), PROMPT), len(PROMPT), ends, max_tokens)
+    expected = plain(model, started(Sampler(params, 4), PROMPT), PROMPT, max_tokens)
     emitted = result.emitted(tree)
     assert list(emitted) == expected[: len(emitted)]
-    assert 1 <= len(emitted) == len(result.accepted_path) <= most
+    assert 1 <= len(emitted) == len(result.accepted_path) <= max_tokens
     assert not set(emitted[:-1]) & ends
     # The walk ends for a reason: an end, the limit, or no child to go to.
     last = result.accepted_path[-1]
-    assert emitted[-1] in ends or len(emitted) == most or tree.child(last, emitted[-1]) is None
+    assert emitted[-1] in ends or len(emitted) == max_tokens or tree.child(last, emitted[-1]) is None
     assert result.accepted_path == tree.path_to(last)
 
 

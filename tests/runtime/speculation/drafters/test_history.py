@@ -109,10 +109,10 @@ def test_an_index_is_up_to_date_until_a_sequence_is_added(tmp_path: Path) -> Non
 @settings(max_examples=20)
 @example(MIN_BYTES, [*[0] * 16, 2037, 1986, 5])
 @given(st.integers(MIN_BYTES, 3 * MIN_BYTES), st.lists(st.integers(0, 12_000), min_size=5, max_size=40))
-def test_the_oldest_are_deleted_and_the_folder_stays_within_its_limit(most: int, sizes: list[int]) -> None:
+def test_the_oldest_are_deleted_and_the_folder_stays_within_its_limit(max_bytes: int, sizes: list[int]) -> None:
     with TemporaryDirectory() as place:
         folder = Path(place)
-        store = HistoryStore(folder, most, lambda _: None)
+        store = HistoryStore(folder, max_bytes, lambda _: None)
         all_of_them = [[number, *range(size)] for number, size in enumerate(sizes)]
         for number, sequence in enumerate(all_of_them):
             if number % 7 == 4:  # the end of the oldest sequence
@@ -120,10 +120,10 @@ def test_the_oldest_are_deleted_and_the_folder_stays_within_its_limit(most: int,
             assert store.append(sequence)
             if number % 4 == 0:
                 assert store.reindex()
-            assert size_of(folder) <= most
+            assert size_of(folder) <= max_bytes
         assert kept(store)[-1] == sequence[-len(kept(store)[-1]) :]
         store.reindex()
-        assert size_of(folder) <= most
+        assert size_of(folder) <= max_bytes
 
 
 def test_a_lower_limit_is_applied(tmp_path: Path) -> None:

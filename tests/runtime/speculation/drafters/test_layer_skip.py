@@ -125,8 +125,8 @@ def assert_slots_are_the_targets(engine: Engine) -> None:
 
 
 def test_after_every_round_the_slots_are_the_targets(engine: Engine) -> None:
-    for most in range(1, 14):
-        reply = engine.generate("in the in", max_tokens=most, speculation=MODEL)
+    for max_tokens in range(1, 14):
+        reply = engine.generate("in the in", max_tokens=max_tokens, speculation=MODEL)
         assert_slots_are_the_targets(engine)
     assert reply.stats.by_source["model"].accepted > 0
 

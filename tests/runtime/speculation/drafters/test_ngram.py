@@ -90,8 +90,8 @@ def expected(
 def test_counts_equal_those_of_a_dictionary(sequences: list[list[int]]) -> None:
     table = table_of(sequences)
     wanted, undecided = expected(sequences)
-    most = sum(map(len, wanted.values()))
-    assert most - len(undecided & wanted.keys()) <= len(table) <= most
+    max_entries = sum(map(len, wanted.values()))
+    assert max_entries - len(undecided & wanted.keys()) <= len(table) <= max_entries
     for context, entries in wanted.items():
         found = table.find(context)[-1]
         if context in undecided and not found:
