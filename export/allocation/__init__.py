@@ -1,1 +1,1 @@
-"""Which weights get how many bits: by what they cost in quality, bytes and time."""
+"""Bit allocation: quantization plans within a budget of quality, bytes and time."""

@@ -1,4 +1,4 @@
-"""Bit allocation: a format for every linear of a model, within a budget of bytes or time."""
+"""Bit allocation: a format for every linear, within a budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of a format for every linear, as a multiple-choice knapsack problem.
+"""The choice of formats as a multiple-choice knapsack problem.
 
 Each linear takes one of its format options. A selection is a tuple with the index of the option that each linear takes.
 """

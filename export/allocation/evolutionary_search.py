@@ -1,10 +1,10 @@
-"""Evolutionary search for the plan of least divergence, after EvoPress (Sieberling et al., 2024).
+"""Evolutionary search for the plan of least divergence.
 
-Divergences of linears do not add up, and what one format gains depends on the others, so whole plans are measured. Each
-generation makes offspring of the best plan so far: some linears are raised by an option and others lowered until the
-plan fits again. All offspring are measured on a small part of the text, the better ones on more, and the best few on
-all of it; the parent stays unless one of them beats it. The result depends only on the seed, also when the search was
-interrupted and resumed.
+Source: EvoPress (Sieberling et al., 2024). Divergences of linears do not add up, and what one format gains depends on
+the others, so whole plans are measured. Each generation makes offspring of the best plan so far: some linears are
+raised by an option and others lowered until the plan fits again. All offspring are measured on a small part of the
+text, the better ones on more, and the best few on all of it; the parent stays unless one of them beats it. The result
+depends only on the seed, also when the search was interrupted and resumed.
 """
 
 from __future__ import annotations

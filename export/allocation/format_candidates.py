@@ -1,4 +1,4 @@
-"""Format candidates of a quantization plan, and the linears that it assigns them to."""
+"""Format candidates of a quantization plan, and the linears it covers."""
 
 from __future__ import annotations
 

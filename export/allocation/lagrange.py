@@ -1,8 +1,8 @@
-"""A first selection by Lagrangian relaxation, as if the divergences of linears added up (Everett, 1963).
+"""A first selection of formats by Lagrangian relaxation (Everett, 1963).
 
-For a given Lagrange multiplier each linear independently takes the option with the least divergence plus multiplier
-times cost. Bisection finds the smallest multiplier whose selection fits the limits; the rest of the limits is spent
-greedily.
+The divergences of linears are assumed to add up. For a given Lagrange multiplier each linear independently takes the
+option with the least divergence plus multiplier times cost. Bisection finds the smallest multiplier whose selection
+fits the limits; the rest of the limits is spent greedily.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Times of forward passes, linear by linear: measured once for each kind and format, added up for any plan.
+"""Times of forward passes as sums of measured times of linears.
 
-The time of a pass is that of its linears, which depends on their formats, plus an overhead that does not: attention,
-norms, activations, and the start of each node. The timed models (`timing_bundles`) have linears of all formats side by
-side, so that a disturbance slows all of them alike. Whole passes over these models, and over models of one format, are
-timed without a profiler, and the sums of linear times are fitted to them.
+Each kind of linear is measured once in each format. The time of a pass is that of its linears, which depends on their
+formats, plus an overhead that does not: attention, norms, activations, and the start of each node. The timed models
+(`timing_bundles`) have linears of all formats side by side, so that a disturbance slows all of them alike. Whole passes
+over these models, and over models of one format, are timed without a profiler, and the sums of linear times are fitted
+to them.
 
 The fit has a factor for each number of bits, since a linear takes a few percent more or less among linears of its own
 format than among others, and the overhead of a layer. It is least squares of relative errors with a ridge (Hoerl and

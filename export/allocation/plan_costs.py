@@ -1,4 +1,4 @@
-"""Costs of quantization plans: bytes that a forward pass reads, or its milliseconds.
+"""Costs of quantization plans: bytes read or milliseconds of a pass.
 
 ONNX Runtime repacks a quantized matrix for the processor when it is loaded: the codes of every block, the last block of
 a row padded, and 8 bytes for each block, its scale and its sum. That is bits + 64 / block bits per weight where the

@@ -1,4 +1,4 @@
-"""Quantization plans as TOML files that users read and edit: one line for each linear.
+"""Quantization plans as TOML files that users read and edit.
 
     [linears]
     "layers.0.qkv" = "int4/64 k-quant"  # 0.19 MB, KL 0.0031

@@ -1,4 +1,4 @@
-"""Search of a quantization plan for one model: what is measured, on how much text, within which limits.
+"""Search of a quantization plan for one model and text.
 
 The number of tokens of a measurement follows from the size of the model: a pass over a small model is cheap, so its
 whole text is used; a large model is measured on part of it.

@@ -1,4 +1,4 @@
-"""Models of random weights whose linears are timed in place of a model's own.
+"""Models of random weights on which the times of linears are measured.
 
 Together the models have each linear of a layer and the head in every format. They have all layers of the model, or
 enough of them not to fit into any cache, so that weights come from memory as they do in use. The time of a pass does

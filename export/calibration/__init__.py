@@ -1,1 +1,1 @@
-"""Text statistics of a model: inputs of its linears, and the divergence that quantization causes."""
+"""Text statistics of a model, and the divergence caused by quantization."""

@@ -1,9 +1,9 @@
-"""AWQ scaling (Lin et al., 2023): weight columns with large inputs are scaled up before quantization.
+"""AWQ scaling of weight columns with large inputs (Lin et al., 2023).
 
-The inputs are divided by the same factors where they are computed: in the norm before a linear, in the value heads
-before the output projection, in `up` before `down`. In exact arithmetic the model is unchanged, and the graph has no
-further nodes. The factors are mean |x_j| ** a, centred at 1 for each linear; `a` is chosen for each linear by the
-output error after quantization.
+The columns are scaled up before quantization. The inputs are divided by the same factors where they are computed: in
+the norm before a linear, in the value heads before the output projection, in `up` before `down`. In exact arithmetic
+the model is unchanged, and the graph has no further nodes. The factors are mean |x_j| ** a, centred at 1 for each
+linear; `a` is chosen for each linear by the output error after quantization.
 
 The original also clips the range of each block; here the scale search of k-quant does that.
 """

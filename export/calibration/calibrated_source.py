@@ -1,4 +1,4 @@
-"""A model source that quantizes each linear with the statistics of its inputs."""
+"""A model source that quantizes linears with statistics of their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration text of a model: tokenized from a file or sampled from the model, and split in two parts."""
+"""Calibration text of a model, in a calibration and a held-out part."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Statistics of the inputs of every linear over calibration text, collected layer by layer in one pass.
+"""Statistics of the inputs of every linear over calibration text.
 
-The statistics of a layer are written as soon as it is done, together with the hidden states after it, so an interrupted
-pass is resumed; the second moments of only one layer are in memory.
+They are collected layer by layer in one pass. The statistics of a layer are written as soon as it is done, together
+with the hidden states after it, so an interrupted pass is resumed; the second moments of only one layer are in memory.
 
 A beginning that many texts share counts once per text, because all that follows attends to it: with GPTQ at 4 bits in
 blocks of 128, the bundled model had 6 % more KL where it was counted once.

@@ -1,4 +1,4 @@
-"""Divergence of quantization plans from the float model on text, without writing bundles.
+"""Divergence of quantization plans from the float model, without writing bundles.
 
 The float model runs once, and its hidden states before every half layer and its log-probabilities are kept. A plan runs
 from the first half layer in which it differs from the float model or a recent plan. Weights are quantized, activations

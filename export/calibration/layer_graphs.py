@@ -1,4 +1,4 @@
-"""Half a decoder layer as a graph of its own, with its weights as inputs.
+"""Graphs of half a decoder layer with its weights as inputs.
 
 Attention and feed-forward are built by the code that builds the exported graph, but matrices and vectors become graph
 inputs instead of initializers. So one graph serves all layers of a kind, and quantized weights can be fed.

@@ -1,7 +1,7 @@
-"""Runs a model half a layer at a time in ONNX Runtime, with the matrices fed as inputs.
+"""Runs a model half a layer at a time in ONNX Runtime.
 
-Only the weights of one linear have to be in memory, and any of them can be replaced by quantized ones. Texts run in
-batches (`text_batches`).
+The matrices are fed as inputs. Only the weights of one linear have to be in memory, and any of them can be replaced by
+quantized ones. Texts run in batches (`text_batches`).
 """
 
 from __future__ import annotations

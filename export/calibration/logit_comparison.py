@@ -1,4 +1,4 @@
-"""Comparison of logits with the reference logits of the float model, token by token.
+"""Comparison of logits with the reference logits of the float model.
 
 KL(float || other) is summed over the whole vocabulary where that is small. Where it is large, the float model's
 likeliest tokens are kept, and all others count as one more token: a lower bound that neglects only how the other tokens

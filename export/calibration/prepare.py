@@ -1,4 +1,4 @@
-"""Calibration of a model before its export: text, statistics, quantized linears, and their formats.
+"""Calibrates a model and chooses its formats before its export.
 
 All intermediate results lie in a work folder, so that an interrupted export is resumed.
 """

@@ -1,4 +1,4 @@
-"""Sequential GPTQ: each linear compensates for the quantization of the linears before it.
+"""Sequential GPTQ: each linear compensates for quantization of those before it.
 
 GPTQ with statistics of the float model takes the inputs X as they would be without quantization. In the quantized model
 a linear gets other inputs Y, and its output should still be W X. The weights whose outputs of Y are nearest to that are

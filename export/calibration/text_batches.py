@@ -1,4 +1,4 @@
-"""Texts packed side by side into batches of one shape, so that few large passes replace many small ones."""
+"""Packs texts into batches of one shape for few large passes."""
 
 from __future__ import annotations
 

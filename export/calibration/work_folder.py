@@ -1,4 +1,4 @@
-"""The folder that keeps the intermediate results of a long export, so that an interrupted one is resumed."""
+"""The folder that keeps intermediate results of an interrupted export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer-skip draft: made of the target's own layers, chosen, measured and added to its bundle."""
+"""Makes a draft of the target's own layers in its bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the draft that an export requests: from another checkpoint, or from the target's own layers."""
+"""Makes the draft model that an export requests."""
 
 from __future__ import annotations
 

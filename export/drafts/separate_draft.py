@@ -1,4 +1,4 @@
-"""A draft model with its own checkpoint, as a bundle inside its target's bundle."""
+"""A draft model with its own checkpoint in its target's bundle."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Agreement of the target without some sub-layers with the whole target, in one session for all choices.
+"""Measures how often a layer-skip draft agrees with its target.
 
-The graph gets a gate at every sub-layer that may be skipped: a factor of 0 leaves the residual stream unchanged, which
-is what skipping the sub-layer does. A draft is measured as it is used: it predicts after slots that the target wrote,
-not the draft. The whole target reads each text once, and its slots stay in the cache; then every measured position runs
-in a slot after all of them, and attends to the slots before its position and to itself.
+One session of the target serves all choices of skipped sub-layers. The graph gets a gate at every sub-layer that may be
+skipped: a factor of 0 leaves the residual stream unchanged, which is what skipping the sub-layer does. A draft is
+measured as it is used: it predicts after slots that the target wrote, not the draft. The whole target reads each text
+once, and its slots stay in the cache; then every measured position runs in a slot after all of them, and attends to the
+slots before its position and to itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Graph of a layer-skip draft: the target's without some sub-layers, on the same weights.
+"""Graph of a layer-skip draft, on the weights of its target.
 
 The graph refers to the weights in the target's data file, and lacks the cache inputs of layers whose attention is
 skipped. The remaining layers use the target's own KV cache (Zhang et al. 2024, "Draft & Verify"; Xia et al. 2025,

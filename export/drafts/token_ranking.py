@@ -1,4 +1,4 @@
-"""Ranking of a vocabulary for a draft's LM head: the tokens that its target writes most come first.
+"""Ranks tokens by how often a draft's target writes them.
 
 Tokens are counted in text that the target wrote itself, which is what a draft has to predict (VocabTrim). Some tokens
 are always kept: special tokens, those that end a text, and those of the template that all texts begin with. Tokens that

@@ -1,4 +1,4 @@
-"""The report of an export: chosen formats and measured figures, as tables and plots."""
+"""The report of an export, as figures, tables and plots."""
 
 from .compared_plans import PlanComparison
 from .figures import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed

@@ -1,4 +1,4 @@
-"""Axes and marks of plots, as SVG elements that the page's style sheet colours.
+"""Axes and marks of plots as SVG elements with CSS classes.
 
 Coordinates are SVG pixels, x to the right and y downwards. See docs/decisions/0020-plots-drawn-here.md.
 """

@@ -1,7 +1,8 @@
-"""Baseline plans that a report compares with the chosen plan: one format for all linears, and a rule.
+"""Baseline plans that a report compares with the chosen plan.
 
-The rule is that of ONNX Runtime GenAI's model builder, after llama.cpp: the head, and what holds v and down in the
-first and last eighth of the layers and in every third layer between, get more bits than the other linears.
+One is a plan with one format for all linears. The other is the rule of ONNX Runtime GenAI's model builder, after
+llama.cpp: the head, and what holds v and down in the first and last eighth of the layers and in every third layer
+between, get more bits than the other linears.
 """
 
 from __future__ import annotations

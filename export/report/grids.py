@@ -1,4 +1,4 @@
-"""Grids with a cell for each linear: layers from left to right, the linears of a layer below each other."""
+"""Grids with a cell for each linear, layers from left to right."""
 
 from __future__ import annotations
 

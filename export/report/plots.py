@@ -1,4 +1,4 @@
-"""Plots of a report: linears in grids, plans by size and time, the search, times of passes."""
+"""Plots of a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables and headline figures of a report, as text for the page and the terminal."""
+"""Tables and headline figures of a report as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports with calibration text: calibrated, mixed, with a draft; interrupted and resumed; refused."""
+"""Exports with calibration text: calibrated, mixed, with a draft, interrupted, refused."""
 
 from __future__ import annotations
 

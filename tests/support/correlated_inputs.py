@@ -1,4 +1,4 @@
-"""Correlated inputs of linears, as models have them: mixtures of a few directions of very different magnitude."""
+"""Correlated inputs of linears, of very different magnitudes."""
 
 from __future__ import annotations
 

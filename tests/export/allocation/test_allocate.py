@@ -1,4 +1,4 @@
-"""Bit allocation within a budget: sensitivities, the chosen plan, plans measured as a whole."""
+"""Bit allocation: sensitivities, the chosen plan, plans measured as a whole."""
 
 from __future__ import annotations
 

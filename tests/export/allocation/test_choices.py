@@ -1,4 +1,4 @@
-"""Format options of linears: Pareto-optimal ones, low-rank corrections that win, selections that fit."""
+"""Format options: Pareto-optimal ones, low-rank corrections, selections that fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of linears: measured on models of their shape, separated, and added up for any plan."""
+"""Times of linears: measured, separated, and added up for any plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan files: round trip, and one-line errors for files that do not fit the model."""
+"""Plan files: round trip, and errors for files that do not fit."""
 
 from __future__ import annotations
 

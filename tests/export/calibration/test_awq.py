@@ -1,4 +1,4 @@
-"""AWQ scaling: the float model is unchanged, its statistics are scaled, and quantization loses less."""
+"""AWQ scaling keeps the float model, and quantization loses less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divergence of plans measured without bundles: equal to the reference decoder's, whatever ran before."""
+"""Divergence of plans, compared with the reference decoder's."""
 
 from __future__ import annotations
 

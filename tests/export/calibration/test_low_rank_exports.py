@@ -1,4 +1,4 @@
-"""Low-rank corrections of 2-bit linears: in the graph, in the store, in bytes, and chosen where they win."""
+"""Low-rank corrections in the graph, in the store and in bytes."""
 
 from __future__ import annotations
 

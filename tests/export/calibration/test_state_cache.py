@@ -1,4 +1,4 @@
-"""Caches of arrays keep to their limit, and copy the results of ONNX Runtime."""
+"""Caches of arrays keep to their limit and copy session results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration text in two parts, statistics of inputs, and resuming after an interruption."""
+"""Calibration text, statistics of inputs, and resuming after an interruption."""
 
 from __future__ import annotations
 

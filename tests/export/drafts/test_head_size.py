@@ -1,4 +1,4 @@
-"""The size of a draft's LM head: agreement, times, and the best size."""
+"""The size of a draft's LM head: agreement, times, best size."""
 
 from __future__ import annotations
 

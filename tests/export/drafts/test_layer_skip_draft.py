@@ -1,4 +1,4 @@
-"""Layer-skip drafts: what their graph computes, how often they agree, and which sub-layers are skipped."""
+"""Layer-skip drafts: their graph, their agreement, and the skipped sub-layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trimmed head computes the whole head's logits of its tokens, and nothing else changes."""
+"""A trimmed head computes the whole head's logits of its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Baseline plans by a rule: which linears get more bits, and that the plans are within the limit."""
+"""Baseline plans by a rule."""
 
 from __future__ import annotations
 
