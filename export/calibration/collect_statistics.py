@@ -47,11 +47,11 @@ class StatisticsStore:
         """
         if linear == "embedding":
             return self.of(_HEAD) if self._tied else None
-        rows = np.load(self._folder / f"{linear}.npy", allow_pickle=False)
+        averages = np.load(self._folder / f"{linear}.npy", allow_pickle=False)
         tokens = int(np.load(self._folder / f"{linear}.tokens.npy", allow_pickle=False))
         moments = self._folder / f"{linear}.moments.npy"
         second = np.load(moments, mmap_mode="r", allow_pickle=False) if moments.is_file() else None
-        return InputStatistics(rows[0], rows[1], second, tokens)
+        return InputStatistics(averages[0], averages[1], second, tokens)
 
 
 def collect_statistics(

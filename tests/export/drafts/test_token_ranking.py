@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,8 +9,6 @@ from hypothesis import strategies as st
 
 from edgerun import InputError
 from edgerun.export.drafts.token_ranking import rank_tokens
-from edgerun.runtime.text.turn_markers import Markers, answer_start, read_markers
-from support.tiny_models import write_checkpoint
 
 
 def texts(*ids: list[int]) -> list[np.ndarray]:
@@ -66,27 +60,3 @@ def test_too_few_or_too_many_tokens_are_refused(tokens: int) -> None:
 def test_no_text_is_refused() -> None:
     with pytest.raises(InputError, match="no text to count tokens in; give a text"):
         rank_tokens(texts([], []), 8, ())
-
-
-def change(path: Path, **settings: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-
-
-def test_markers_are_read_from_all_files_that_name_them(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path)
-    assert read_markers(folder) == Markers(frozenset(range(5)), frozenset({0}))
-    change(folder / "generation_config.json", eos_token_id=[2, 7])
-    change(folder / "config.json", eos_token_id=9)
-    change(folder / "tokenizer_config.json", eos_token={"content": "<|system|>"})
-    assert read_markers(folder).ending == {1, 2, 7, 9}
-    for name in ("generation_config.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    assert read_markers(folder) == Markers(frozenset(range(5)), frozenset({9}))
-
-
-@pytest.mark.parametrize(
-    ("text", "start"),
-    [([2, 40, 41, 3, 50, 51, 0], 4), ([40, 41], 0), ([2, 40, 3], 1), ([3, 50, 0, 2, 40, 3, 50], 6), ([], 0)],
-)
-def test_an_answer_begins_behind_the_last_token_that_opens_a_turn(text: list[int], start: int) -> None:
-    assert answer_start(np.array(text, np.int64), Markers(frozenset({0, 2, 3}), frozenset({0}))) == start

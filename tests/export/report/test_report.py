@@ -80,7 +80,7 @@ def bare(report: ModelReport) -> ModelReport:
 
 
 @pytest.mark.parametrize("layers", [1, 24, 130])
-def test_a_page_stands_alone_and_shows_everything(layers: int) -> None:
+def test_a_page_is_self_contained_and_complete(layers: int) -> None:
     report = whole_report(layers)
     text = page(report)
     found = structure_of(text)
@@ -107,7 +107,7 @@ def test_a_page_stands_alone_and_shows_everything(layers: int) -> None:
     assert len(re.findall(r'class="fill bits\d', text)) == len(report.linears)
 
 
-def test_words_of_plots_end_within_them() -> None:
+def test_labels_end_within_their_plot() -> None:
     report = whole_report(1)
     near = [plan("rtn", PlanKind.NEAREST, bits, 0.5) for bits in (3.5, 4.5)]
     text = page(dataclasses.replace(report, plans=[*report.plans, *near]))
@@ -117,7 +117,7 @@ def test_words_of_plots_end_within_them() -> None:
             assert float(x) + 5.0 * len(words) <= width, words
 
 
-def test_a_page_without_measurements_is_whole() -> None:
+def test_a_page_without_measurements() -> None:
     text = page(bare(whole_report(2)))
     structure_of(text)
     assert "None" not in text
@@ -126,7 +126,7 @@ def test_a_page_without_measurements_is_whole() -> None:
     assert text.count("<svg") == 1
 
 
-def test_markup_in_names_is_shown_and_not_obeyed() -> None:
+def test_markup_in_names_is_escaped() -> None:
     report = dataclasses.replace(whole_report(1), model="<b>model</b>", notes=["<script>x</script>"])
     plans = [dataclasses.replace(each, name="<i>odd</i>") for each in report.plans]
     text = page(dataclasses.replace(report, plans=plans))
@@ -157,7 +157,7 @@ def test_files_are_part_of_a_bundle(tmp_path: Path) -> None:
 
 
 @given(st.floats(2.5, 10))
-def test_the_line_between_uniform_plans_is_straight_in_log_kl(bits: float) -> None:
+def test_interpolation_between_uniform_plans_is_linear_in_log_kl(bits: float) -> None:
     report = whole_report(1)
     uniform = [each for each in report.plans if each.kind is PlanKind.UNIFORM]
     read = bits * 494e6 / 8
@@ -166,7 +166,7 @@ def test_the_line_between_uniform_plans_is_straight_in_log_kl(bits: float) -> No
     assert log_line(read, [*uniform, worse]) == pytest.approx(0.5 * 10 ** (-(bits - 2.5) / 2), rel=1e-6)
 
 
-def test_no_line_beyond_the_uniform_plans() -> None:
+def test_no_interpolation_beyond_the_uniform_plans() -> None:
     uniform = [plan("a", PlanKind.UNIFORM, 4.0, 0.1), plan("b", PlanKind.UNIFORM, 5.0, 0.05)]
     low, high = uniform[0].bytes_read, uniform[1].bytes_read
     assert log_line(low - 1, uniform) is None
