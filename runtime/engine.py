@@ -5,7 +5,7 @@ One answer is generated at a time; requests of other threads wait in a queue. `c
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +21,7 @@ from .loaded_model import LoadedModel
 from .options import GenerateOptions, Persistence
 from .request_queue import AnswerStream, stream_in_thread
 from .result import Chunk, Reply
+from .text.chat_template import Message
 
 if TYPE_CHECKING:
     import os
@@ -134,6 +135,18 @@ class Engine:
                 raise InputError("a resumed conversation has its system message already", "give system or resume")
             return Session.resume(self.model, Path(resume))
         return Session(self.model, system=system)
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of a conversation in the chat template, up to the beginning of the assistant's answer.
+
+        Args:
+            messages: roles and contents, in order.
+            variables: what the template takes besides, such as `tools` and `documents`.
+
+        Raises:
+            TemplateError: the model has no chat template, or it failed.
+        """
+        return self.model.encode_chat(messages, **variables)
 
     def cancel(self) -> None:
         """End the answer being generated, if there is one, after its current pass; callable from any thread."""

@@ -27,7 +27,7 @@ def test_answers_of_a_session_reuse_the_cache_without_changing_the_text(engine: 
         assert first.stats.reused_tokens == 0
         assert second.stats.reused_tokens > 8
         messages = list(chat.messages)
-    ids = engine.model.encode_chat(messages[:-1])
+    ids = engine.encode_chat(messages[:-1])
     fresh = engine.model.answer(engine.model.new_sequence(), ids, GenerateOptions(max_tokens=8))
     assert "".join(chunk.text for chunk in fresh) == second.text
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]

@@ -124,12 +124,12 @@ def test_later_turns_contain_the_recorded_answers_or_those_of_plain_decoding(tin
     with edgerun.load(tiny_bundle) as engine:
         first = engine.generate("say it", max_tokens=16, temperature=0).text
         said = [("user", "say it"), ("assistant", first), ("user", "again")]
-        expected = engine.model.encode_chat([{"role": role, "content": content} for role, content in said])
+        expected = engine.encode_chat([{"role": role, "content": content} for role, content in said])
         assert found.turns[1].context == len(expected)
         encoder = PromptEncoder(engine, BenchSettings(16, replay=True))
         tokens = encoder.encode(conversations[0].exchanges[:1], conversations[0].exchanges[1])
         said[1] = ("assistant", REPEATING)
-        assert tokens.prompt == engine.model.encode_chat([{"role": role, "content": content} for role, content in said])
+        assert tokens.prompt == engine.encode_chat([{"role": role, "content": content} for role, content in said])
         assert tokens.answer == engine.tokenizer.encode(REPEATING, add_special_tokens=False)[:16]
 
 
