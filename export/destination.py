@@ -27,7 +27,7 @@ class ExportResult:
     seconds: float
     parity: Parity
     notes: tuple[str, ...] = ()
-    """Messages about what the export did without being told to."""
+    """Messages about choices that the export made itself."""
     report: ModelReport | None = None
     """Formats, quality and speed of the model; None for a data-free export."""
 

@@ -85,7 +85,7 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
     Args:
         request: what to export, where to and how; the source is a folder with config.json, safetensors weights and
             tokenizer.json, or a .gguf file.
-        progress: is told the stages, such as "writing weights" and "checking".
+        progress: reports the stages, such as "writing weights" and "checking".
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or not supported.

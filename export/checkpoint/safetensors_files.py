@@ -244,7 +244,7 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
         except ValueError as error:
             raise CheckpointError(f"{path} has a damaged header: {name} {error}", _DOWNLOAD_AGAIN) from error
         if stop > size:
-            raise CheckpointError(f"{path} is truncated: {name} lies beyond its {size} bytes", _DOWNLOAD_AGAIN)
+            raise CheckpointError(f"{path} is truncated: {name} extends beyond its {size} bytes", _DOWNLOAD_AGAIN)
         tensors[name] = tensor
     return tensors
 

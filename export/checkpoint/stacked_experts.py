@@ -60,7 +60,7 @@ class Mxfp4Stack:
     blocks: Callable[[int, int], UInt8Array]
     """Reads bytes of the flattened codes, from an index and a count."""
     scales: Callable[[int, int], UInt8Array]
-    """Reads bytes of the flattened scales likewise."""
+    """Reads bytes of the flattened scales, from an index and a count."""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -156,9 +156,9 @@ def _use_operator_defaults(node: NodeProto, window: int | None) -> None:
             node.input[index] = ""
     while not node.input[-1]:
         node.input.pop()
-    kept = [attribute for attribute in node.attribute if attribute.name != _WINDOW]
+    attributes = [attribute for attribute in node.attribute if attribute.name != _WINDOW]
     del node.attribute[:]
-    node.attribute.extend(kept if window is None else [*kept, helper.make_attribute(_WINDOW, window)])
+    node.attribute.extend(attributes if window is None else [*attributes, helper.make_attribute(_WINDOW, window)])
 
 
 def _with_all_logits(graph: GraphProto, config: DecoderConfig) -> Iterator[NodeProto]:

@@ -172,11 +172,11 @@ class _HeaderParser:
             if name in tensors:
                 raise _DamagedError(f"the tensor {shown(name)} occurs twice")
             if offset % alignment:
-                raise _DamagedError(f"{shown(name)} lies at offset {offset}, which is not a multiple of {alignment}")
+                raise _DamagedError(f"{shown(name)} has offset {offset}, which is not a multiple of {alignment}")
             available = self._size - start - offset
             # Every type takes at least one bit per weight.
             if available <= 0 or math.prod(shape) > 8 * available:
-                raise _DamagedError(f"{shown(name)} lies beyond its {self._size} bytes")
+                raise _DamagedError(f"{shown(name)} extends beyond the end of the file")
             tensors[name] = StoredTensor(self._path, shape, tensor_type, start + offset, available)
         return tensors
 

@@ -229,7 +229,7 @@ class GgufModel:
                 AGAIN,
             )
         if rows * tensor_type.row_bytes(columns) > tensor.available_bytes:
-            raise CheckpointError(f"{tensor.file} is truncated: {gguf_name} lies beyond its end", AGAIN)
+            raise CheckpointError(f"{tensor.file} is truncated: {gguf_name} extends beyond the end of the file", AGAIN)
         return tensor_type
 
     def _find(self, name: str) -> StoredTensor:

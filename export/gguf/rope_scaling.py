@@ -89,12 +89,12 @@ def _llama3(metadata: GgufMetadata, name: str, base: float, dim: int, factors: R
     original = metadata.count(f"{name}.rope.scaling.original_context_length", 1) or _LLAMA3[2]
     candidates = [(*_LLAMA3[:2], _LLAMA3[2]), (*_LLAMA3[:2], original)]
     turns = original * _frequencies(base, dim) / (2 * math.pi)
-    kept = (factor / factors.astype(np.float64) - 1) / max(factor - 1, 1e-9)
-    ramp = np.flatnonzero((kept > 1e-3) & (kept < 1 - 1e-3))
+    unchanged = (factor / factors.astype(np.float64) - 1) / max(factor - 1, 1e-9)
+    ramp = np.flatnonzero((unchanged > 1e-3) & (unchanged < 1 - 1e-3))
     if len(ramp) >= 2:
         first, last = ramp[0], ramp[-1]
-        slope = (kept[first] - kept[last]) / (turns[first] - turns[last])
-        low = turns[first] - kept[first] / slope
+        slope = (unchanged[first] - unchanged[last]) / (turns[first] - turns[last])
+        low = turns[first] - unchanged[first] / slope
         candidates.append((float(low), float(low + 1 / slope), original))
     for low, high, positions in candidates:
         if 0 < low < high and np.allclose(_divisors(base, dim, factor, low, high, positions), factors, _TOLERANCE, 0):
@@ -112,8 +112,8 @@ def _llama3(metadata: GgufMetadata, name: str, base: float, dim: int, factors: R
 
 def _divisors(base: float, dim: int, factor: float, low: float, high: float, original: int) -> npt.NDArray[np.float64]:
     turns = original * _frequencies(base, dim) / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return np.asarray(1 / ((1 - kept) / factor + kept))
+    unchanged = np.clip((turns - low) / (high - low), 0, 1)
+    return np.asarray(1 / ((1 - unchanged) / factor + unchanged))
 
 
 def _frequencies(base: float, dim: int) -> npt.NDArray[np.float64]:

@@ -10,9 +10,9 @@ from onnx import NodeProto
 def needed_nodes(nodes: Sequence[NodeProto], outputs: Iterable[str]) -> list[NodeProto]:
     """Return the nodes on which `outputs` depend; `nodes` are in topological order."""
     needed = set(outputs)
-    kept = []
+    found = []
     for node in reversed(nodes):
         if needed.intersection(node.output):
             needed.update(node.input)
-            kept.append(node)
-    return kept[::-1]
+            found.append(node)
+    return found[::-1]

@@ -84,9 +84,9 @@ class Llama3:
         """See `RopeScaling.rotation`."""
         unscaled = _frequencies(base, dim)
         turns = self.original_positions * unscaled / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = np.clip(kept, 0.0, 1.0)
-        return Rotation(kept * unscaled + (1 - kept) * unscaled / self.factor)
+        unchanged = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        unchanged = np.clip(unchanged, 0.0, 1.0)
+        return Rotation(unchanged * unscaled + (1 - unchanged) * unscaled / self.factor)
 
 
 @dataclass(frozen=True)

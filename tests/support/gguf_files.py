@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import gguf
-import ml_dtypes  # noqa: F401 -- NumPy then knows bfloat16
+import ml_dtypes  # noqa: F401 -- adds bfloat16 to NumPy
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType

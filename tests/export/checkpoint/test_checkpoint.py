@@ -71,7 +71,7 @@ def edit_generation(**changes: object) -> Damage:
 
 
 def edit_weights(**changes: np.ndarray) -> Damage:
-    """Replace tensors; `__` in a name stands for a dot."""
+    """Replace tensors; `__` in a name replaces a dot."""
 
     def damage(folder: Path) -> None:
         replaced = {name.replace("__", "."): value for name, value in changes.items()}
@@ -205,7 +205,7 @@ DAMAGED = [
     (index_of("{"), r"index\.json is not valid JSON"),
     (cut("model.safetensors", 5), r"truncated or not a safetensors file"),
     (cut("model.safetensors", 500), r"truncated or not a safetensors file"),
-    (cut("model.safetensors", -100), r"model\.safetensors is truncated: .* lies beyond its \d+ bytes; download"),
+    (cut("model.safetensors", -100), r"model\.safetensors is truncated: .* extends beyond its \d+ bytes; download"),
     (header_of("{oops"), r"has a damaged header"),
     (header_of('{"model.x": {"dtype": "F32"}}'), r"has a damaged header"),
     (

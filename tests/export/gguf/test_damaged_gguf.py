@@ -75,8 +75,8 @@ def assert_refused(path: Path, message: str) -> None:
         (lambda raw: raw[:24] + struct.pack("<Q", 1000) + raw[32:], "is damaged: "),
         (lambda raw: raw[:32] + b"\xff" + raw[33:], "'a key' is not UTF-8"),
         (lambda raw: raw[:2000], "is damaged: the header is cut off"),
-        (lambda raw: raw[: len(raw) // 2], r"is (damaged|truncated): .* lies beyond"),
-        (lambda raw: raw[:-200], "is truncated: .* lies beyond its end"),
+        (lambda raw: raw[: len(raw) // 2], r"is (damaged|truncated): .* extends beyond"),
+        (lambda raw: raw[:-200], "is truncated: .* extends beyond the end of the file"),
     ],
 )
 def test_damaged_headers(tmp_path, whole: bytes, change, message: str) -> None:
@@ -99,7 +99,7 @@ def test_damaged_headers(tmp_path, whole: bytes, change, message: str) -> None:
         ("attn_v.weight", -8, b"q", "the tensor 'blk.0.attn_q.weight' occurs twice"),
         ("attn_v.weight", 0, struct.pack("<I", 5), "'blk.0.attn_v.weight' has 5 dimensions"),
         ("attn_v.weight", 4, struct.pack("<Q", 0), "'blk.0.attn_v.weight' has the shape .32, 0."),
-        ("attn_v.weight", 4, struct.pack("<Q", 1 << 62), "'blk.0.attn_v.weight' lies beyond"),
+        ("attn_v.weight", 4, struct.pack("<Q", 1 << 62), "'blk.0.attn_v.weight' extends beyond"),
         ("attn_v.weight", 4, struct.pack("<Q", 96), r"attn_v.weight has shape \[32, 96\], but the metadata implies"),
         ("attn_v.weight", 20, struct.pack("<I", 16), "blk.0.attn_v.weight has type IQ2_XXS; supported are F32, "),
         ("attn_v.weight", 20, struct.pack("<I", 10), "blk.0.attn_v.weight has type Q2_K; supported are F32, "),
@@ -110,8 +110,8 @@ def test_damaged_headers(tmp_path, whole: bytes, change, message: str) -> None:
             struct.pack("<I", 14),
             "blk.0.attn_v.weight has 64 columns, which is not a multiple of the Q6_K block size 256",
         ),
-        ("attn_v.weight", 24, struct.pack("<Q", 3), "'blk.0.attn_v.weight' lies at offset 3, which is not a multiple"),
-        ("attn_v.weight", 24, struct.pack("<Q", 1 << 63), "'blk.0.attn_v.weight' lies beyond"),
+        ("attn_v.weight", 24, struct.pack("<Q", 3), "'blk.0.attn_v.weight' has offset 3, which is not a multiple"),
+        ("attn_v.weight", 24, struct.pack("<Q", 1 << 63), "'blk.0.attn_v.weight' extends beyond"),
     ],
 )
 def test_inconsistent_header_entries(tmp_path, whole: bytes, key: str, skip: int, value: bytes, message: str) -> None:

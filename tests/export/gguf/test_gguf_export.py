@@ -369,8 +369,8 @@ def test_the_command_keeps_the_formats_of_a_file(tmp_path, capsys) -> None:
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert set(manifest.weights.values()) == {INT4}
     assert manifest.command == "edge-run export model.gguf bundle"
-    assert main(["export", str(file), str(tmp_path / "asked"), "--weights", "int8"]) == 0
-    assert set(open_bundle(tmp_path / "asked").manifest.weights.values()) == {INT8}
+    assert main(["export", str(file), str(tmp_path / "int8"), "--weights", "int8"]) == 0
+    assert set(open_bundle(tmp_path / "int8").manifest.weights.values()) == {INT8}
     assert main(["export", str(file), str(tmp_path / "no"), "--block", "64"]) == 2
     assert "--block 64 has no effect without --weights or --head" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
