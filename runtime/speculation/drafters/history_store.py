@@ -51,7 +51,6 @@ class _DamagedError(sqlite3.DatabaseError):
 _DATABASE_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
 """Errors of `sqlite3`, which cannot decode its own message if that cites damaged text."""
 _ENVIRONMENT_ERRORS: Final = (
-    "attempt to write a readonly database",
     "database is locked",
     "database or disk is full",
     "disk I/O error",
@@ -276,6 +275,8 @@ def _check(database: sqlite3.Connection) -> None:
         raise _DamagedError("its structure is inconsistent")
     if not all(_is_valid(*row) for row in database.execute("SELECT tokens, crc FROM sequences")):
         raise _DamagedError("the checksum of a conversation is wrong")
+    # A damaged header can make the database read-only.
+    database.execute("UPDATE store SET identity = identity")
 
 
 def _is_valid(tokens: object, crc: object) -> bool:
