@@ -71,10 +71,10 @@ def generate(
     prompt_ids, bound = request.prompt_ids, sequence.bound
     sampler = Sampler(request.sampling, bound.graph_io.vocab_size)
     speculator, near_ties = _speculation(request, sampler, sequence, tokenizer, drafters, cancelled)
-    chooser: TokenSampler = sampler
+    token_sampler: TokenSampler = sampler
     eos = tokenizer.eos
     if request.recording is not None:
-        chooser = ReplaySampler(request.recording.answer, len(prompt_ids), sampler)
+        token_sampler = ReplaySampler(request.recording.answer, len(prompt_ids), sampler)
         eos = frozenset()  # a recording may hold any token, and ends where it ends
     limits = DecodeLimits(request.max_tokens, eos, cancelled)
     recorder = StatsRecorder(len(prompt_ids))
@@ -84,7 +84,7 @@ def generate(
     decoder = StreamDecoder(tokenizer)
     matcher = StopMatcher(request.stop_sequences)
     finish = FinishReason.LENGTH
-    with closing(decode(bound, prompt_ids, chooser, limits, speculator, near_ties)) as steps:
+    with closing(decode(bound, prompt_ids, token_sampler, limits, speculator, near_ties)) as steps:
         for step in steps:
             recorder.add(step)
             sequence.token_ids.extend(step.tokens)

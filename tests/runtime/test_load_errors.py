@@ -153,7 +153,7 @@ def test_a_manifest_of_a_later_format_asks_for_an_upgrade(tiny_bundle: Path, tmp
     shutil.copytree(tiny_bundle, folder)
     manifest = json.loads((folder / "edge.json").read_text())
     (folder / "edge.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(BundleError, match="is of format 99, contract 1; .*upgrade edge-run"):
+    with pytest.raises(BundleError, match="has format 99, contract 1; .*upgrade edge-run"):
         edgerun.load(folder)
     (folder / "edge.json").write_text(json.dumps({"format": 1, "contract": 1}))
     with pytest.raises(BundleError, match=r"edge\.json cannot be read"):

@@ -404,6 +404,6 @@ def test_invalid_settings_of_a_family_are_refused_in_one_line(tmp_path, family: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_window_that_no_layer_uses_is_no_window(tmp_path) -> None:
+def test_a_window_that_no_layer_uses_is_ignored(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", use_sliding_window=True, max_window_layers=2)
     export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
