@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,15 @@ from hypothesis import HealthCheck, settings
 
 from support.foreign_exporters import ForeignExports
 
-# How long an example takes says nothing where other programs run. A run that decides whether a change may land gives
-# one answer; elsewhere property tests look for new examples.
+# Examples are not timed, since other programs may be running. CI repeats the same examples; elsewhere property tests
+# look for new ones.
 settings.register_profile("usual", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("usual"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "usual")
+
+# A process started in the background of a script ignores Ctrl-C, and so would the processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"

@@ -29,6 +29,7 @@ from edgerun.export.allocation.plan_costs import bytes_read, weight_count
 from edgerun.export.checkpoint.config import read_config
 from edgerun.models.bundle import open_bundle
 from support.known_timings import BytesMachine, KnownMachine, use_machine
+from support.nightly import some_nightly
 from support.tiny_models import tiny_config, tiny_weights, write_checkpoint, write_weights
 
 TEXT = CalibrationRequest(Path("text.txt"), max_tokens=1100)
@@ -76,7 +77,9 @@ def answer(bundle: Path, **settings: object) -> str:
         return engine.generate(PROMPT, max_tokens=60, raw=True).text
 
 
-@pytest.mark.parametrize(("method", "awq"), [(Method.K_QUANT, True), (Method.GPTQ, False)])
+@pytest.mark.parametrize(
+    ("method", "awq"), [(Method.GPTQ, False), pytest.param(Method.K_QUANT, True, marks=pytest.mark.nightly)]
+)
 def test_calibration_lowers_the_divergence(checkpoint: Path, tmp_path: Path, method: Method, awq: bool) -> None:
     recipe = ExportRecipe(WeightFormat(2, 64), method=method, awq=awq, calibration=TEXT)
     calibrated = export(checkpoint, tmp_path / "calibrated", recipe).report
@@ -163,12 +166,14 @@ def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: 
     assert first.files["model.onnx.data"] == second.files["model.onnx.data"]
 
 
+@pytest.mark.nightly
 def test_low_rank_corrections_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "bundle", mixed("5bpw", low_rank_correction=True))
     assert set(weights_of(tmp_path / "bundle").values()) <= set(BASE_FORMATS)
 
 
-@pytest.mark.parametrize("slow", [pytest.param(1.0, marks=pytest.mark.nightly), 1.4])
+@pytest.mark.nightly
+@pytest.mark.parametrize("slow", [1.0, 1.4])
 def test_a_time_budget_holds_on_a_machine_that_became_slower(
     checkpoint: Path, tmp_path: Path, slow: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +202,7 @@ def test_a_time_budget_holds_on_a_machine_that_became_slower(
         export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")))
 
 
+@pytest.mark.nightly
 def test_an_interrupted_search_is_resumed(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
     recipe = mixed("5bpw")
 
@@ -223,7 +229,7 @@ def test_an_interrupted_search_is_resumed(checkpoint: Path, tmp_path: Path, own_
 
 
 @pytest.mark.parametrize("request_", [DraftRequest(Path()), DraftRequest()], ids=["separate checkpoint", "own layers"])
-@pytest.mark.parametrize("vocabulary", [None, 150, pytest.param(0, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("vocabulary", some_nightly([150, None, 0], every=3))
 def test_a_draft_does_not_change_the_text(
     checkpoint: Path, draft: Path, tmp_path: Path, request_: DraftRequest, vocabulary: int | None
 ) -> None:

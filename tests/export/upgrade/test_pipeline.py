@@ -28,6 +28,7 @@ from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, LogitOutput, Weights
 from support.layout_reference import greedy_tokens, smallest_margin
 from support.layouts import COMMUNITY, GENAI, LAYOUTS, LIMITED, OPTIMUM, write_layout
+from support.nightly import some_nightly
 from support.unsupported_graphs import UNSUPPORTED, write_unsupported
 
 MAX_TOKENS = 48
@@ -91,7 +92,7 @@ def test_upgraded_model_decodes_the_same_tokens_with_and_without_trees(name: str
             assert (reply.stats.drafted > 0) == (speculation is not Speculation.OFF)
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", some_nightly(CHECKED, every=2))
 def test_other_layouts_are_upgraded(name: str, tmp_path: Path) -> None:
     layout = {**LAYOUTS, **LIMITED}[name]
     folder = upgrade(write_layout(tmp_path / "m", layout))

@@ -32,6 +32,7 @@ from support.adversarial_drafters import adversaries, eager, speculator_of
 from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, LogitOutput, Mask, Settings
 from support.layout_reference import Decoder, greedy_tokens, layout_weights, smallest_margin
 from support.layouts import LAYOUTS, write_layout
+from support.nightly import some_nightly
 from support.tiny_models import tiny_config, write_json
 
 TOKENS = 62
@@ -128,7 +129,7 @@ def test_capabilities_are_detected(name: str, graph_of) -> None:
     )
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some_nightly(LAYOUTS, every=3))
 def test_drafts_do_not_change_the_text(name: str, graph_of) -> None:
     layout, graph = LAYOUTS[name], graph_of(name)
     prompt = prompt_of(layout, 40, salt=1)
@@ -156,7 +157,7 @@ def test_drafts_do_not_change_the_text(name: str, graph_of) -> None:
         assert passes["wide"] < TOKENS
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some_nightly(LAYOUTS, every=3))
 def test_another_text_continues_after_a_rewind(name: str, graph_of) -> None:
     layout, graph = LAYOUTS[name], graph_of(name)
     bound = bind(graph)
@@ -178,7 +179,7 @@ def test_another_text_continues_after_a_rewind(name: str, graph_of) -> None:
         bound.arena.commit(len(text) - 1 - bound.arena.length)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some_nightly(LAYOUTS, every=3))
 def test_a_snapshot_restores_into_another_arena(name: str, graph_of) -> None:
     layout, graph = LAYOUTS[name], graph_of(name)
     prompt = prompt_of(layout, 40, salt=3)
@@ -269,7 +270,7 @@ def engine_of(folder: Path, layout: Layout) -> Engine:
     return edgerun.load(folder, threads=1, context=context, cache=False)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", some_nightly(ENGINES, every=3))
 def test_an_engine_answers_and_resumes_conversations(name: str, folder_of, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     with engine_of(folder_of(name), layout) as engine:

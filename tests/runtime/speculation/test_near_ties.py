@@ -22,6 +22,7 @@ from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
 from support.adversarial_drafters import adversaries, eager, speculator_of
+from support.nightly import some_nightly
 from support.tiny_models import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
 VOCABULARY = 300
@@ -104,7 +105,7 @@ def epsilon_of(bound: BoundSession) -> float:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("params", [GREEDY, PENALIZED], ids=["plain", "penalized"])
+@pytest.mark.parametrize("params", some_nightly([GREEDY, PENALIZED], every=2), ids=["plain", "penalized"])
 def test_output_is_plain_decodings_although_wide_passes_differ(
     twins: Callable[[WeightFormat], BoundSession], form: WeightFormat, params: SamplingParams
 ) -> None:

@@ -18,6 +18,7 @@ from edgerun.models.pairing import find_draft, name_draft
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.draft_loading import load_layer_skip_draft
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
+from support.nightly import some_nightly
 
 pytest.importorskip("onnx", reason="needs the export extra")
 from edgerun.export import WeightFormat
@@ -67,7 +68,7 @@ def test_the_pair_is_found_with_its_map(pair: Path) -> None:
     assert (found.draft.folder, found.target_ids.size) == ((pair / "draft").resolve(), HEAD)
 
 
-@pytest.mark.parametrize("choice", ["model", "auto", "suffix,model", "recycle,model"])
+@pytest.mark.parametrize("choice", some_nightly(["model", "auto", "suffix,model", "recycle,model"], every=2))
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}])
 def test_the_output_is_that_of_plain_decoding(engine: Engine, choice: str, sampling: dict[str, float]) -> None:
     drafted = accepted = 0
