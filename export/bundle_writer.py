@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ..models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, digest_file
 from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest
-from ..models.progress import Progress, silent
+from ..models.progress import Progress, counted, silent
 from ..models.variants import GENAI_CONFIG
 from .bundle_content import BundleContent
 from .check.parity import Parity, check_parity
@@ -47,7 +46,7 @@ def write_bundle(folder: Path, content: BundleContent, progress: Progress = sile
     )
     files: dict[str, FileDigest] = {}
     with WeightFile(folder / WEIGHTS_NAME) as data:
-        weights = Initializers(checkpoint, data, _fraction_of(total, progress))
+        weights = Initializers(checkpoint, data, counted(total, progress, "writing weights"))
         graph = build_graph(config, content.context, content.plan, weights)
         files[WEIGHTS_NAME] = data.digest()
     (folder / GRAPH_NAME).write_bytes(graph.SerializeToString())
@@ -73,18 +72,6 @@ def write_bundle(folder: Path, content: BundleContent, progress: Progress = sile
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return WrittenBundle(parity, bits)
-
-
-def _fraction_of(total: int, progress: Progress) -> Callable[[int], None]:
-    """Return a function that takes the number of weights just written and reports the fraction done."""
-    written = 0
-
-    def report(count: int) -> None:
-        nonlocal written
-        written += count
-        progress("writing weights", written / total)
-
-    return report
 
 
 def architecture_of(config: DecoderConfig, context: int) -> Architecture:

@@ -29,6 +29,18 @@ def silent(stage: str, fraction: float) -> None:
     """Show nothing; the default `Progress`."""
 
 
+def counted(total: int, progress: Progress, stage: str) -> Callable[[int], None]:
+    """Return a function that adds up amounts of work done and reports their share of `total` to `progress`."""
+    done = 0
+
+    def report(amount: int) -> None:
+        nonlocal done
+        done += amount
+        progress(stage, min(1.0, done / max(total, 1)))
+
+    return report
+
+
 class ProgressDisplay:
     """A `Progress` that shows a bar for each stage on standard error, and nothing where that is not a terminal.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,7 @@ from onnx import ModelProto
 from ...errors import BundleError, InputError
 from ...models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
-from ...models.progress import Progress, silent
+from ...models.progress import Progress, counted, silent
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
 from ..checkpoint.tokenizer_files import require_config_files, require_tokenizer
@@ -207,7 +206,7 @@ class _Upgrade:
     def _write_files(self, folder: Path, graph: EditableGraph) -> None:
         total = sum(tensor.nbytes for tensor in graph.tensors.values())
         with WeightFile(folder / WEIGHTS_NAME) as data:
-            model = graph.model(ToFile(data, _fraction_of(total, self._progress)))
+            model = graph.model(ToFile(data, counted(total, self._progress, "writing weights")))
             self._digest = data.digest()
         (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
         self._foreign.copy_config_files(folder)
@@ -294,15 +293,3 @@ def _read_model(folder: Path) -> ModelProto:
     model = ModelProto()
     model.ParseFromString((folder / GRAPH_NAME).read_bytes())
     return model
-
-
-def _fraction_of(total: int, progress: Progress) -> Callable[[int], None]:
-    """Return a function that adds up written bytes and reports their share of `total`."""
-    written = 0
-
-    def on_written(count: int) -> None:
-        nonlocal written
-        written += count
-        progress("writing weights", min(1.0, written / max(total, 1)))
-
-    return on_written
