@@ -80,6 +80,7 @@ def test_a_cached_prefix_gives_the_same_text(tiny_bundle: Path) -> None:
         assert run(bound, prompt, SamplingParams(), DecodeLimits(15)) == fresh
 
 
+@pytest.mark.nightly
 def test_growth_of_the_arena_does_not_change_the_text(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, max_position_embeddings=700)
     prompt = np.random.default_rng(3).integers(5, VOCABULARY, 250).tolist()

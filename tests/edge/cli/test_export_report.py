@@ -52,6 +52,7 @@ def test_a_calibrated_export_has_a_report(checkpoint: Path, tmp_path: Path, caps
     assert "than round-to-nearest" in shown
 
 
+@pytest.mark.nightly
 def test_report_option_and_replacing_a_bundle_with_a_report(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

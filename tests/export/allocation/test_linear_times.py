@@ -35,6 +35,7 @@ from edgerun.runtime.graph import prepacked
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure.bundle_timing import BundleTimer, packed_graphs
 from support.known_timings import KnownMachine, use_machine
+from support.nightly import some_nightly
 from support.tiny_models import write_checkpoint
 
 FORMATS = (WeightFormat(2, 32), WeightFormat(4, 32), WeightFormat(8, 32))
@@ -160,7 +161,7 @@ def test_every_kind_of_linear_has_every_format_in_some_bundle(tmp_path: Path) ->
         assert bundles[0].config.layers == layers
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "phi3"])
+@pytest.mark.parametrize("family", some_nightly(["llama", "gemma2", "olmo2", "phi3"], every=2))
 def test_timing_bundles_run_and_their_nodes_are_timed(family: str, cache: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, family)
     times = measure(config, (*FORMATS, LOW_RANK_FORMATS[0]), rounds=1, timer=BundleTimer(threads=1))

@@ -20,6 +20,7 @@ from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import GraphLayout
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.foreign_exporters import SCRIPT, Exporter, run_in
+from support.nightly import some_nightly
 from support.tiny_models import write_bundle, write_checkpoint, write_json
 
 TOKENS = 60
@@ -47,7 +48,7 @@ class BothLayouts:
     genai: Path
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(scope="module", params=some_nightly(CASES, every=2), ids=lambda case: f"{case[0]}-{case[1]}")
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BothLayouts:
     case, weight_format = request.param
     folder = tmp_path_factory.mktemp("both")

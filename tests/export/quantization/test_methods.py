@@ -15,6 +15,7 @@ from edgerun.export.quantization.codes import dequantized
 from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
+from support.nightly import some_nightly
 from support.tiny_models import tiny_weights, write_bundle, write_checkpoint, write_weights
 from support.weight_operators import FORMATS, run_operators
 
@@ -132,7 +133,7 @@ def test_operators_decode_quantized_rows(weights, weight_format: WeightFormat) -
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
 @pytest.mark.parametrize("method", DATA_FREE, ids=str)
-@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("block", some_nightly([32, 64, 128], every=2))
 def test_exports_with_two_bits(tmp_path, method: Method, block: int, tied: bool) -> None:
     recipe = ExportRecipe(WeightFormat(2, block), method=method)
     bundle = write_bundle(tmp_path, weights=recipe, tie_word_embeddings=tied, intermediate_size=172)

@@ -20,6 +20,7 @@ from edgerun.export.quantization.codes import dequantized, powers_of_two, unpack
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import write_gguf
+from support.nightly import some_nightly
 from support.tiny_models import write_bundle, write_checkpoint
 from support.weight_operators import FORMATS, run_operators
 
@@ -112,7 +113,7 @@ def test_searching_powers_of_two_reduces_the_error(weight_format: WeightFormat) 
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
-@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("block", some_nightly([32, 128], every=2))
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_export_with_zero_points(tmp_path, bits: int, block: int, tied: bool) -> None:
     weight_format = WeightFormat(bits, block, zero_points=True)

@@ -98,7 +98,7 @@ def tokens_of(steps: list[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some_nightly(LAYOUTS, every=2))
 def test_greedy_tokens_match_the_reference(name: str, graph_of) -> None:
     """Prompts of one pass and of several, and answers during which every buffer grows."""
     layout, graph = LAYOUTS[name], graph_of(name)

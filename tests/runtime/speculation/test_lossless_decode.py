@@ -19,6 +19,7 @@ from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
 from support.adversarial_drafters import Adversary, adversaries, eager, speculator_of
+from support.nightly import some_nightly
 
 VOCABULARY = 300
 CONTEXT = 256
@@ -219,7 +220,7 @@ def test_the_targets_choices_are_recycled(graph: GraphSession, epsilon: float | 
     assert chosen
 
 
-@pytest.mark.parametrize("name", ADVERSARIES)
+@pytest.mark.parametrize("name", some_nightly(ADVERSARIES, every=2))
 @pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
 def test_no_drafter_changes_the_output(graph: GraphSession, name: str, trees: bool) -> None:
     for seed, params in enumerate((GREEDY, GREEDY, *SAMPLED)):
@@ -321,7 +322,9 @@ def test_an_end_token_within_an_accepted_path_ends_the_answer(graph: GraphSessio
 
 
 @pytest.mark.parametrize("name", ["all", "nearly right"])
-@pytest.mark.parametrize("epsilon", [None, 0.5, 1e9], ids=["", "some recomputed", "all recomputed"])
+@pytest.mark.parametrize(
+    "epsilon", some_nightly([None, 0.5, 1e9], every=2), ids=["", "some recomputed", "all recomputed"]
+)
 def test_an_answer_closed_before_any_pass_can_be_continued(graph: GraphSession, name: str, epsilon) -> None:
     prompt, limits = prompt_of(6), DecodeLimits(25)
     expected = plain(graph, prompt, GREEDY, limits)

@@ -139,6 +139,7 @@ def test_probabilities_stay_between_0_and_1(priors, data) -> None:
         assert 0 < mixer.predict(evidence).probability < 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("outcome", ["always", "never", "contrary", "alternating"])
 def test_a_hundred_thousand_contrary_outcomes_do_not_overflow(outcome: str) -> None:
     mixer = Mixer({A: (0.0, 1.0), B: (0.0, 1.0), C: (0.0, 1.0)})
