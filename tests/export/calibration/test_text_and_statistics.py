@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,14 +12,17 @@ from hypothesis import strategies as st
 
 from edgerun.errors import InputError
 from edgerun.export.bundle_content import SourceModel
-from edgerun.export.calibration.calibration_text import MIN_TOKENS, CalibrationText, split_texts
+from edgerun.export.calibration.calibration_text import MIN_TOKENS, CalibrationText, calibration_text, split_texts
 from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.layer_runner import LayerRunner
 from edgerun.export.calibration.text_batches import pack_texts
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.recipe import CalibrationRequest
 from edgerun.models.progress import silent
+from edgerun.runtime.measure import self_text
+from edgerun.runtime.measure.batched_sampling import BatchedSampler
 from support.tiny_models import write_checkpoint
 
 
@@ -50,6 +56,24 @@ def test_both_parts_together_are_the_whole_text(lengths, longest: int, seed: int
     held_out = sum(map(len, text.held_out)) / token_count(text)
     assert 0.25 <= held_out <= 0.25 + longest / token_count(text)
     assert text.calibration
+
+
+@pytest.mark.parametrize(("family", "batched"), [("mistral", False), ("llama", True)])
+def test_texts_of_models_with_sliding_windows_are_sampled_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batched: bool
+) -> None:
+    samplers: list[BatchedSampler] = []
+
+    def made(*arguments: Any, **options: Any) -> BatchedSampler:
+        samplers.append(BatchedSampler(*arguments, **options))
+        return samplers[-1]
+
+    monkeypatch.setattr(self_text, "BatchedSampler", made)
+    folder = write_checkpoint(tmp_path / "checkpoint", family)
+    model = SourceModel(Checkpoint(folder), read_config(folder), 1024)
+    (tmp_path / "work").mkdir()
+    calibration_text(model, CalibrationRequest(max_tokens=MIN_TOKENS), tmp_path / "work", silent)
+    assert [sampler.batch_size > 1 for sampler in samplers] == [batched]
 
 
 def test_duplicates_are_dropped() -> None:

@@ -344,7 +344,7 @@ def test_an_answer_closed_before_any_pass_can_be_continued(graph: GraphSession, 
         assert steps[-1].finish is (FinishReason.LENGTH if ended else FinishReason.CANCELLED)
         assert ended or steps[-1].target_passes == 0
         assert done == expected[: len(done)]
-        # There is no slot of a token that was not emitted.
+        # The cache holds no slots of tokens that were not emitted.
         assert bound.arena.length <= len(prompt) + len(done)
         # The same sequence again, and another with a common prefix, over the cached slots.
         assert tokens_of(steps_of(bound, prompt, GREEDY, limits, speculator)) == expected
