@@ -22,6 +22,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "usual")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Files in use cannot be removed or replaced then, as on Windows.
+pytest_plugins = ["support.windows_files"] if os.environ.get("EDGERUN_WINDOWS_FILES") else []
+
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"
 
