@@ -9,6 +9,9 @@ from typing import Final
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from ..devices.cores import physical_cores
+from ..devices.processor import default_threads
+
 RUNTIME_VERSION: Final[str] = ort.__version__
 """Version of ONNX Runtime."""
 SILENT: Final = 4
@@ -28,10 +31,13 @@ _SOURCE_POSITION: Final = re.compile(r"/\S+\.(cc|h):\d+ ?")
 
 
 def session_options(threads: int = 0) -> ort.SessionOptions:
-    """Session options without log output; `threads` is the number of intra-op threads, 0 for one per physical core."""
+    """Session options without log output; `threads` is the number of intra-op threads, 0 for `default_threads`."""
     options = ort.SessionOptions()
     options.log_severity_level = SILENT
-    options.intra_op_num_threads = threads
+    threads = threads or default_threads()
+    # Without a number, ONNX Runtime starts a thread for every physical core and binds it to that core, also where the
+    # process may not run there or the core is a slow one.
+    options.intra_op_num_threads = 0 if threads == len(physical_cores()) else threads
     return options
 
 
