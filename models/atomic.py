@@ -11,17 +11,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
     """Write `data` to `path` so that a reader sees the old file or the new one, never a part of it.
+
+    Args:
+        path: the file; folders that are missing are made.
+        data: what it will hold.
+        private: whether only its owner may read it, now and while it is being written.
 
     Raises:
         OSError: the file cannot be written; `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # tempfile would make the file readable by its owner alone.
+    # Unless asked to, do not narrow who may read it, as tempfile would.
+    mode = 0o600 if private else 0o666
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from .safe_text import on_one_line
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
@@ -76,7 +78,7 @@ class ProgressDisplay:
             self._bars = _bars()
             self._bars.start()
         if stage not in self._stages:
-            self._stages[stage] = self._bars.add_task(stage, total=total, amount=amount)
+            self._stages[stage] = self._bars.add_task(on_one_line(stage), total=total, amount=amount)
         self._bars.update(self._stages[stage], completed=done, total=total, amount=amount)
 
 
@@ -85,7 +87,7 @@ def _bars() -> Bars:
     from rich.console import Console  # noqa: PLC0415
 
     return progress.Progress(
-        progress.TextColumn("{task.description}"),
+        progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.TextColumn("{task.fields[amount]}", justify="right"),
         progress.TimeElapsedColumn(),

@@ -103,6 +103,8 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Write messages and KV cache to one file, which `Engine.session(resume=path)` continues without a prefill.
 
+        Only its owner can read the file. An older file of that name is replaced.
+
         Raises:
             EdgeError: this thread has not finished an answer of the same engine.
             OSError: the file cannot be written; an older one is untouched.
@@ -123,7 +125,7 @@ class Session:
                 **{f"rows.{kind}": slots for kind, slots in enumerate(arena.snapshot())},
             }
             np.savez(buffer, **arrays)
-        write_atomically(Path(path), buffer.getvalue())
+        write_atomically(Path(path), buffer.getvalue(), private=True)
 
     @classmethod
     def resume(cls, model: LoadedModel, path: Path) -> Session:

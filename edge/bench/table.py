@@ -6,6 +6,7 @@ from typing import Final
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ...runtime.result import DraftCounts
 from .bench_result import BenchResult
@@ -18,7 +19,8 @@ def show(console: Console, result: BenchResult) -> None:
     """Print the tables and notes of a measurement."""
     conditions = result.conditions
     draft = f" with draft model {conditions.draft_shown}" if conditions.draft else ""
-    console.print(f"[bold]{conditions.model}[/bold]{draft} on {conditions.device}: {conditions.source}")
+    heading = Text(conditions.model, "bold").append(f"{draft} on {conditions.device}: {conditions.source}", "not bold")
+    console.print(heading)
     for mode in result.modes:
         console.print(_categories(mode))
     if len(result.modes) > 1:
@@ -30,7 +32,7 @@ def show(console: Console, result: BenchResult) -> None:
     if any(mode.stats.by_depth for mode in result.modes):
         console.print(_depths(result))
     for note in result.notes:
-        console.print(f"  {note}", highlight=False, soft_wrap=True)
+        console.print(f"  {note}", soft_wrap=True)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
 
 from ...errors import InputError
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
 from ...runtime.speculation.choice import Speculation
+from ..terminal.output import SafeConsole, write_json
 from .shared_options import (
     AsJson,
     Cache,
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from ..bench.prompt_sets import Conversation
     from ..bench.runner import BenchSettings
 
-_PIPE_WIDTH: Final = 110
-"""Width of the tables where standard output is not a terminal."""
 _MAX_TOKENS: Final = 256
 _WHOLE_ANSWER: Final = 1 << 20
 """A recorded answer is replayed to its end, because the longer it is, the more it repeats."""
@@ -137,11 +134,8 @@ def bench(
     )
     result = _measure(options)
     if not as_json:
-        console = Console()
-        if not console.is_terminal:
-            console.width = max(console.width, _PIPE_WIDTH)
-        show(console, result)
-    print(json.dumps(result.to_json(), ensure_ascii=False))  # noqa: T201
+        show(SafeConsole(), result)
+    write_json(result.to_json())
     if write_report is not None:
         write_report(result)
 

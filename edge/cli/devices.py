@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
-from rich.console import Console
 from rich.table import Table
 
 from ...runtime.devices.providers import available_devices, choose_device
+from ..terminal.output import SafeConsole, write_json
 from .shared_options import AsJson, Debug
 
 
@@ -23,9 +21,9 @@ def devices(
     found = available_devices()
     if as_json:
         described = [{"name": str(d), "kind": d.kind.value, "vendor": d.vendor, "default": d == default} for d in found]
-        print(json.dumps({"devices": described}))  # noqa: T201
+        write_json({"devices": described})
         return
     table = Table("device", "kind", "vendor", "", box=None, pad_edge=False)
     for device in found:
         table.add_row(str(device), device.kind.value, device.vendor or "-", "default" if device == default else "")
-    Console().print(table)
+    SafeConsole().print(table)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ...errors import InputError
 from ...models.manifest import GraphLayout
 from ...models.progress import ProgressDisplay
+from ..terminal.output import SafeConsole
 from ..terminal.report_summary import show_export
 from .export_options import DEFAULT_BLOCK, CommandLine, ExportOptions, LayersChoice, MethodChoice, WeightChoice
 from .shared_options import Debug, Offline
@@ -191,4 +191,4 @@ def export(
     request = options.request(CommandLine(context))
     with ProgressDisplay() as progress:
         result = export_model(request, progress)
-    show_export(Console(highlight=False), result)
+    show_export(SafeConsole(), result)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
 from ...models.bundle import Bundle
@@ -21,7 +19,7 @@ from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.exactness import EXACTNESS_REPORTS
 from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS
-from ..terminal.output import figures_text
+from ..terminal.output import SafeConsole, figures_text, write_json
 from ..terminal.plan_table import plan_table
 from .shared_options import AsJson, Debug, ModelArgument, ModelOptions, Tokenizer
 from .tune import context_label, describe_cost
@@ -44,7 +42,7 @@ def inspect(
     with ModelOptions(model, tokenizer=tokenizer).open() as engine:
         facts = describe(engine)
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
+        write_json(facts)
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -52,7 +50,7 @@ def inspect(
     for name, value in facts.items():
         if name != "quantization_plan":  # shown as a table of its own
             table.add_row(name.replace("_", " "), _FORMATTERS.get(name, _formatted)(value) or "-")
-    console = Console(highlight=False)
+    console = SafeConsole()
     console.print(table)
     manifest = engine.bundle.manifest
     if manifest is not None and (plan := plan_table(manifest.weights)).row_count:

@@ -15,7 +15,7 @@ from typer.exceptions import Abort, TyperException
 
 from ...errors import EdgeError
 from ...version import __version__
-from ..terminal.output import write_error
+from ..terminal.output import showing_warnings, write_error, write_line
 from .bench import bench
 from .devices import devices
 from .export import export
@@ -48,7 +48,7 @@ All options of chats and answers: edge-run run --help
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"edge-run {__version__}")
+        write_line(f"edge-run {__version__}")
         raise typer.Exit
 
 
@@ -102,10 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or (given[0] not in names and given[0] not in _GLOBAL_OPTIONS):
         given.insert(0, _DEFAULT_COMMAND)
     try:
-        result = command(given, prog_name="edge-run", standalone_mode=False)
+        with showing_warnings():
+            result = command(given, prog_name="edge-run", standalone_mode=False)
     except EdgeError as error:
         if "--debug" in given:
-            traceback.print_exc()
+            write_error(traceback.format_exc().rstrip())
         return _fail(str(error), error.exit_code)
     except TyperException as error:
         help_command = "edge-run --help" if given[0] in _GLOBAL_OPTIONS else f"edge-run {given[0]} --help"
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         if "--debug" in given:
-            traceback.print_exc()
+            write_error(traceback.format_exc().rstrip())
         _discard_output()
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}; check the path and the disk", 1)

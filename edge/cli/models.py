@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ...errors import InputError
 from ...models.find import BUNDLED_MODEL, bundled_folder
 from ...models.hub.local_store import DownloadedModel, Store, format_bytes, models_root, stores
 from ...models.hub.model_id import HubId, parse_hub_id
+from ..terminal.output import SafeConsole, write_json, write_line
 from .shared_options import AsJson, Debug
 
 _COMMIT_SHOWN = 10
@@ -35,16 +34,16 @@ def models(
         return
     facts = describe()
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
+        write_json(facts)
         return
     table = Table(box=None, pad_edge=False)
     for name in ("model", "commit", "size", "last used"):
         table.add_column(name, justify="right" if name == "size" else "left", overflow="fold")
     for model in facts["models"]:
         table.add_row(*_shown(model))
-    Console(highlight=False).print(table)
+    SafeConsole().print(table)
     if not any(model["commit"] for model in facts["models"]):
-        typer.echo("no downloaded models yet; to get one: edge-run pull onnx-community/Qwen2.5-0.5B-Instruct")
+        write_line("no downloaded models yet; to get one: edge-run pull onnx-community/Qwen2.5-0.5B-Instruct")
 
 
 def describe() -> dict[str, Any]:
@@ -102,11 +101,11 @@ def _remove(named: HubId, *, as_json: bool) -> None:
     freed = store.remove(None if whole or len(matching) == len(here) else matching)
     if as_json:
         removed = [{"id": model.repo, "variant": model.variant, "commit": model.commit} for model in matching]
-        print(json.dumps({"removed": removed, "bytes": freed}, ensure_ascii=False))  # noqa: T201
+        write_json({"removed": removed, "bytes": freed})
         return
     for model in matching:
-        typer.echo(f"removed {model.id}, commit {model.commit[:_COMMIT_SHOWN]}")
-    typer.echo(f"{format_bytes(freed)} freed")
+        write_line(f"removed {model.id}, commit {model.commit[:_COMMIT_SHOWN]}")
+    write_line(f"{format_bytes(freed)} freed")
 
 
 def _matches(store: Store, named: HubId, model: DownloadedModel) -> bool:

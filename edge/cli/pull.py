@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ import typer
 from ...models.hub.local_store import DownloadedModel, Store, format_bytes
 from ...models.hub.model_id import HubId, parse_hub_id
 from ...runtime.devices.providers import choose_device
+from ..terminal.output import write_json, write_line
 from .shared_options import AsJson, Debug, Offline
 
 
@@ -53,13 +53,13 @@ def pull(
     found = fetch_model(requested, choose_device(device).kind, newest=True)
     facts = describe(requested, found)
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
+        write_json(facts)
         return
-    typer.echo(f"{found.id}: {format_bytes(found.bytes)}, commit {found.commit[:10]}")
-    typer.echo(f"in {found.folder}")
+    write_line(f"{found.id}: {format_bytes(found.bytes)}, commit {found.commit[:10]}")
+    write_line(f"in {found.folder}")
     for older in facts["older"]:
-        typer.echo(f"an older commit is still on disk; to remove it: edge-run models --remove {shlex.quote(older)}")
-    typer.echo(f"to run it: {facts['command']}")
+        write_line(f"an older commit is still on disk; to remove it: edge-run models --remove {shlex.quote(older)}")
+    write_line(f"to run it: {facts['command']}")
 
 
 def describe(requested: HubId, found: DownloadedModel) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from contextlib import closing
@@ -21,7 +20,7 @@ from ...runtime.speculation.sampled_speculator import DraftSampling
 from ..terminal.chat import TerminalChat
 from ..terminal.explain import show_rounds
 from ..terminal.interrupt import cancelling_on_interrupt
-from ..terminal.output import reply_json, stats_line, write_error, write_out
+from ..terminal.output import reply_json, stats_line, write_error, write_json, write_out
 from .shared_options import (
     AsJson,
     Cache,
@@ -208,8 +207,7 @@ def _answer(options: RunOptions) -> int:
                     write_out(chunk.text)
         reply = Reply.of(pieces)
         if options.as_json:
-            shown = reply_json(reply, engine, options.generate.speculation, load_s)
-            print(json.dumps(shown, ensure_ascii=False))  # noqa: T201
+            write_json(reply_json(reply, engine, options.generate.speculation, load_s))
         elif not reply.text.endswith("\n"):
             write_out("\n")
         if options.generate.explain:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ...errors import InputError
@@ -19,7 +17,7 @@ from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
 from ...runtime.speculation.drafters.ngram_table import write_bundle_table
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, PassCost
-from ..terminal.output import write_error
+from ..terminal.output import SafeConsole, write_json, write_warning
 from .shared_options import AsJson, Debug, Device, ModelArgument, ModelOptions, Threads, Tokenizer
 
 _CONTEXTS: Final = (384, 1536, 6144, 24576, 98304)
@@ -77,14 +75,14 @@ def tune(
             "ngram_bytes": prior_bytes,
         }
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
+        write_json(facts)
         return
-    console = Console(highlight=False)
+    console = SafeConsole()
     console.print(_table(cost))
     if prior_bytes:
         console.print(f"n-gram table: {prior_bytes / 2**20:.1f} MiB")
     if file is None:
-        write_error("edge-run: warning: the cache folder cannot be written, so the result is not stored")
+        write_warning("the cache folder cannot be written, so the result is not stored")
 
 
 def _read_text(path: Path) -> str:

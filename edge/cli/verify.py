@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ...models.progress import ProgressDisplay
 from ...runtime.engine import Engine
 from ...runtime.measure.exactness import ComparisonCounts, Counterexample, ExactnessReport
-from ..terminal.output import for_terminal
+from ..terminal.output import SafeConsole, write_json
 from .shared_options import (
     AsJson,
     Context,
@@ -75,7 +74,7 @@ def verify(
                 "summary": exactness_summary(report),
                 **report.to_json(),
             }
-            print(json.dumps(facts, ensure_ascii=False))  # noqa: T201
+            write_json(facts)
         else:
             _show(engine, report, [each.exchanges[0].prompt for each in conversations])
     return 0 if report.passed else 1
@@ -114,11 +113,11 @@ def _show(engine: Engine, report: ExactnessReport, prompts: Sequence[str]) -> No
         count = getattr(report, kind)
         if count is not None:
             table.add_row(name, _counted(count))
-    console = Console(highlight=False)
+    console = SafeConsole()
     console.print(table)
     if report.counterexample is not None:
-        console.print(_described(engine, report.counterexample, prompts), markup=False)
-    console.print(exactness_summary(report), style="bold", markup=False)
+        console.print(_described(engine, report.counterexample, prompts))
+    console.print(exactness_summary(report), style="bold")
 
 
 def _counted(count: ComparisonCounts) -> str:
@@ -140,7 +139,7 @@ def _described(engine: Engine, found: Counterexample, prompts: Sequence[str]) ->
         for token in (found.expected, found.found)
     )
     how = f"sampled with seed {found.seed}" if found.kind == "sampled" else _KINDS[found.kind]
-    return for_terminal(
+    return (
         f"{how}, drafts by {found.drafter}: token {found.position + 1} of the answer is {other} instead of {expected}, "
         f"{found.gap:.3g} apart, for the prompt {json.dumps(prompts[found.prompt], ensure_ascii=False)}"
     )

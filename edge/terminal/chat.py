@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
-from ...errors import EdgeError
+from ...errors import EdgeError, InputError
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Stats
 from .explain import show_rounds
 from .interrupt import cancelling_on_interrupt
-from .output import for_terminal, stats_line, write_out
+from .output import SafeConsole, stats_line, write_out
 
 _PROMPT: Final = "> "
 _CONTINUATION: Final = "\\"
@@ -27,7 +27,7 @@ _HELP: Final = """\
 /reset         start a new conversation
 /system TEXT   start a new conversation with this system message; without TEXT, show the current one
 /stats         show statistics of the last answer
-/save PATH     save the conversation; continue it later with --resume PATH
+/save PATH     save the conversation for you alone; continue it later with --resume PATH
 /quit          leave; so does Ctrl-D
 Ctrl-C stops an answer. A line that ends in \\ continues on the next line."""
 
@@ -42,7 +42,7 @@ class TerminalChat:
         self._options = options
         self._session = engine.session(system=system, resume=resume)
         self._show_stats = show_stats
-        self._console = Console(stderr=True, highlight=False)
+        self._console = SafeConsole(stderr=True)
         self._last: Stats | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
@@ -55,8 +55,9 @@ class TerminalChat:
     def run(self) -> int:
         """Chat until `/quit` or the end of the input; returns the exit code."""
         _enable_line_editing()
-        name = escape(self._engine.bundle.folder.resolve().name)
-        self._console.print(f"[bold]{name}[/bold] on {self._engine.device}. /help for help, /quit to leave.")
+        banner = Text(self._engine.bundle.folder.resolve().name, "bold")
+        banner.append(f" on {self._engine.device}. /help for help, /quit to leave.", "not bold")
+        self._console.print(banner)
         if self._session.messages:
             self._note(f"{len(self._session.messages)} messages in the conversation")
         while True:
@@ -110,7 +111,7 @@ class TerminalChat:
             self._stats("")
 
     def _help(self, _argument: str) -> None:
-        self._console.print(escape(_HELP))
+        self._console.print(_HELP)
 
     def _reset(self, _argument: str) -> None:
         self._session.reset()
@@ -118,7 +119,7 @@ class TerminalChat:
 
     def _system(self, argument: str) -> None:
         if not argument:
-            self._note(f"system message: {for_terminal(self._session.system or 'none')}")
+            self._note(f"system message: {self._session.system or 'none'}")
             return
         self._session = self._engine.session(system=argument)
         self._note("new conversation")
@@ -132,17 +133,39 @@ class TerminalChat:
             return
         path = Path(os.path.expanduser(argument))  # unlike Path.expanduser, does not raise for an unknown user
         try:
+            if not self._may_write(path):
+                self._note("not saved")
+                return
             self._session.save(path)
         except OSError as error:
             self._show_error(f"{path} cannot be written: {error.strerror or error}")
         else:
-            self._note(f"saved; continue with --resume {path}")
+            self._note(f"saved; continue with --resume {shlex.quote(str(path))}")
+
+    def _may_write(self, path: Path) -> bool:
+        """Whether a conversation may be saved there; asks before a file is replaced.
+
+        Raises:
+            InputError: it cannot be saved there.
+        """
+        if path.is_file():
+            self._note(f"{path} exists")
+            try:
+                return input("replace it? [y/N] ").strip().lower() in {"y", "yes"}
+            except (EOFError, KeyboardInterrupt):
+                self._console.print()
+                return False
+        if path.exists():
+            raise InputError(f"{path} is {'a folder' if path.is_dir() else 'not a file'}", "name a new file")
+        if not path.parent.is_dir():
+            raise InputError(f"the folder {path.parent} does not exist", "make it first, or save somewhere else")
+        return True
 
     def _note(self, text: str) -> None:
-        self._console.print(f"[dim]{escape(text)}[/dim]")
+        self._console.print(text, style="dim", soft_wrap=True)
 
     def _show_error(self, text: str) -> None:
-        self._console.print(f"[red]{escape(text)}[/red]")
+        self._console.print(text, style="red", soft_wrap=True)
 
 
 def _enable_line_editing() -> None:

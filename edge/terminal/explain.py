@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from rich.console import Console
 from rich.table import Table
 
 from ...runtime.graph.graph_io import GraphIO, LogitsMode
 from ...runtime.speculation.choice import SOURCE_NAMES
 from ...runtime.speculation.speculator import Round
 from ...runtime.speculation.tree import Source
+from .output import SafeConsole
 
 _WIDTH = 130
 
@@ -23,7 +23,7 @@ def show_rounds(rounds: Sequence[Round | None], graph_io: GraphIO) -> None:
         rounds: the rounds after the first token; None for those in which drafting was disabled.
         graph_io: inputs and outputs of the target's graph.
     """
-    console = Console(stderr=True, highlight=False)
+    console = SafeConsole(stderr=True)
     if not console.is_terminal:
         console.width = _WIDTH
     if not graph_io.supports_verification:

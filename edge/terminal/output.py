@@ -1,19 +1,29 @@
-"""Prints answers and their statistics, as text or as JSON."""
+"""Everything that is printed: the only module of edge/ that writes to standard output and standard error.
+
+Names, notes and errors come from model files and libraries, so all that is printed passes `for_terminal`. An answer
+that goes to a file or a pipe is written as it is.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Final
 
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.segment import Segment
+
+from ...models.safe_text import for_terminal, on_one_line
 from ...runtime.engine import Engine
 from ...runtime.result import Reply, Stats
 from ...runtime.speculation.choice import Speculation
 
-_CONTROLS: Final = {code: "\ufffd" for code in [*range(32), 127, *range(0x80, 0xA0)] if chr(code) not in "\n\t"}
-
-
+_PIPE_WIDTH: Final = 110
+"""Width of tables where standard output is not a terminal, at least."""
 _FIGURE_NAMES: Final = {
     "max_abs_diff": "largest logit difference",
     "mean_kl": "mean KL",
@@ -23,9 +33,35 @@ _FIGURE_NAMES: Final = {
 }
 
 
-def for_terminal(text: str) -> str:
-    """Replace control characters, with which a model could otherwise control the terminal."""
-    return text.translate(_CONTROLS)
+class SafeConsole(Console):
+    """A rich console that shows text as it is, without markup, and control characters as replacements.
+
+    Styles are given as arguments (`style=`), never in the text, which may come from a model file.
+    """
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+        if not self.is_terminal:
+            self.width = max(self.width, _PIPE_WIDTH)
+        self.push_render_hook(_SafeText())
+
+
+class _SafeText(RenderHook):
+    """Puts every renderable behind the filter; the escape sequences of styles are added after it."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Filtered(renderable) for renderable in renderables]
+
+
+class _Filtered:
+    """Renders another renderable with its text filtered."""
+
+    def __init__(self, renderable: ConsoleRenderable) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._renderable, options):
+            yield segment if segment.control else Segment(for_terminal(segment.text), segment.style)
 
 
 def write_out(text: str) -> None:
@@ -34,10 +70,56 @@ def write_out(text: str) -> None:
     sys.stdout.flush()
 
 
-def write_error(line: str) -> None:
-    """Write a line to standard error, if the process has one."""
+def write_line(line: str) -> None:
+    """Write a line to standard output."""
+    print(on_one_line(line))  # noqa: T201
+
+
+def write_json(value: Any) -> None:
+    """Write a JSON object on one line; control characters that JSON allows in strings are written as escapes."""
+    print(_escaped(json.dumps(value, ensure_ascii=False)))  # noqa: T201
+
+
+def write_error(text: str) -> None:
+    """Write lines to standard error, if the process has one."""
     if sys.stderr is not None:
-        print(line, file=sys.stderr)  # noqa: T201
+        print(for_terminal(text), file=sys.stderr)  # noqa: T201
+
+
+def write_warning(text: str) -> None:
+    """Write a warning as one line on standard error."""
+    write_error(f"edge-run: warning: {' '.join(text.split())}")
+
+
+@contextmanager
+def showing_warnings() -> Iterator[None]:
+    """Show what the package and its libraries log as warnings, through `write_warning`, during the block."""
+    handler = _WarningLines()
+    logger = logging.getLogger()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _WarningLines(logging.Handler):
+    """Writes each log record as a line."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write_warning(record.getMessage())
+
+
+def _escaped(encoded: str) -> str:
+    """JSON with escapes for the characters that `for_terminal` would replace; they occur in strings only."""
+    shown = for_terminal(encoded)
+    if shown == encoded:
+        return encoded
+    pairs = zip(encoded, shown, strict=True)
+    return "".join(char if char == replaced else f"\\u{ord(char):04x}" for char, replaced in pairs)
 
 
 def stats_line(stats: Stats, load_s: float | None = None) -> str:

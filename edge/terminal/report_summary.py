@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
-from .output import figures_text
+from .output import SafeConsole, figures_text
 from .plan_table import plan_table
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from ...export.report import ModelReport
 
 
-def show_export(console: Console, result: ExportResult) -> None:
+def show_export(console: SafeConsole, result: ExportResult) -> None:
     """Print the figures of an export, and the notes it left."""
     size = sum(result.file_bytes.values()) / 1e6
     _line(
@@ -28,7 +27,7 @@ def show_export(console: Console, result: ExportResult) -> None:
         _line(console, note)
 
 
-def show_report(console: Console, report: ModelReport) -> None:
+def show_report(console: SafeConsole, report: ModelReport) -> None:
     """Print the plan by layer, the plans that it was compared with, and the main figures of the report."""
     from ...export.report import headlines  # noqa: PLC0415 -- an extra
 
@@ -43,8 +42,8 @@ def show_report(console: Console, report: ModelReport) -> None:
         _line(console, note)
 
 
-def _line(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, markup=False)
+def _line(console: SafeConsole, text: str) -> None:
+    console.print(text, soft_wrap=True)
 
 
 def _plans(report: ModelReport) -> Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,30 @@ def test_an_existing_folder_is_replaced(tmp_path: Path) -> None:
         (staging / "new").write_text("1")
         assert (tmp_path / "out" / "old").exists()
     assert entries(tmp_path) == ["out", "out/new"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")
+def test_a_private_file_is_its_owners_alone_also_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[int] = []
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        modes.append(os.fstat(descriptor).st_mode & 0o777)
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", recorded)
+    path = tmp_path / "file"
+    previous = os.umask(0o022)
+    try:
+        write_atomically(path, b"1")
+        write_atomically(path, b"2", private=True)
+    finally:
+        os.umask(previous)
+    assert modes[0] == 0o644
+    assert 0o600 in modes
+    assert (path.stat().st_mode & 0o777, path.read_bytes()) == (0o600, b"2")
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -92,6 +93,15 @@ def test_a_resumed_conversation_continues_as_the_saved_one(engine: Engine, tiny_
         assert reply.stats.reused_tokens == expected.stats.reused_tokens
         resumed.reset()
         assert resumed.messages == [{"role": "system", "content": "s"}]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")
+def test_a_saved_conversation_is_its_owners_alone(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "chat.kv"
+    path.write_bytes(b"older")
+    path.chmod(0o644)
+    engine.session().save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_other_files_are_refused_as_saved_conversations(engine: Engine, tmp_path: Path) -> None:

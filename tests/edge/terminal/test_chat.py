@@ -82,7 +82,6 @@ def test_a_conversation_with_every_command(tiny_bundle: Path, tmp_path: Path) ->
     assert chat.say("the other") == first
     assert "saved; continue with --resume" in chat.say(f"/save {tmp_path / 'chat.kv'}")
     assert (tmp_path / "chat.kv").is_file()
-    assert "cannot be written" in chat.say("/save /proc/nowhere/chat.kv")
     assert "system message: none" in chat.say("/system")
     assert "new conversation" in chat.say("/system speak up")
     assert "system message: speak up" in chat.say("/system")
@@ -98,6 +97,36 @@ def test_a_conversation_with_every_command(tiny_bundle: Path, tmp_path: Path) ->
     assert "2 messages in the conversation" in resumed.until("\n" + PROMPT)
     resumed.type("\x04")
     assert resumed.end() == 0
+
+
+def test_a_saved_conversation_is_private_and_replaces_only_what_it_may(tiny_bundle: Path, tmp_path: Path) -> None:
+    path, folder = tmp_path / "my chat.kv", tmp_path / "folder"
+    path.write_text("mine", encoding="utf-8")
+    path.chmod(0o644)
+    folder.mkdir()
+    chat = Terminal(str(tiny_bundle), "-n", "2")
+    chat.until("\n" + PROMPT)
+    chat.say("the other")
+    for answer in ("n", "", "\x04"):
+        chat.type(f"/save {path}\n")
+        chat.until("replace it? [y/N] ")
+        chat.type(answer + "\n" * (answer != "\x04"))
+        assert "not saved" in chat.until("\n" + PROMPT)
+        assert path.read_text(encoding="utf-8") == "mine"
+    chat.type(f"/save {path}\n")
+    chat.until("my chat.kv exists\nreplace it? [y/N] ")
+    chat.type("y\n")
+    assert f"saved; continue with --resume '{path}'" in chat.until("\n" + PROMPT)
+    assert path.stat().st_mode & 0o777 == 0o600
+    chat.say(f"/save {tmp_path / 'new.kv'}")
+    assert (tmp_path / "new.kv").stat().st_mode & 0o777 == 0o600
+    assert f"{folder} is a folder; name a new file" in chat.say(f"/save {folder}")
+    assert "is not a file; name a new file" in chat.say("/save /dev/null")
+    assert "does not exist; make it first, or save somewhere else" in chat.say(f"/save {tmp_path / 'no' / 'chat.kv'}")
+    assert not (tmp_path / "no").exists()
+    assert "/proc/chat.kv cannot be written" in chat.say("/save /proc/chat.kv")
+    chat.type("/quit\n")
+    assert chat.end() == 0
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from rich.console import Console
 
 pytest.importorskip("onnx", reason="needs the export extra")
 
+from edgerun.edge.terminal.output import SafeConsole
 from edgerun.edge.terminal.report_summary import show_report
 from edgerun.export.report import ModelReport, PlanKind
 from support.export_reports import whole_report
 
 
 def shown(report: ModelReport, width: int = 100) -> list[str]:
-    console = Console(width=width)
+    console = SafeConsole()
+    console.width = width
     with console.capture() as captured:
         show_report(console, report)
     return captured.get().splitlines()

@@ -1,0 +1,255 @@
+"""Nothing from a model's files, file names or libraries reaches the terminal except through one filter."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("onnx", reason="needs the export extra")
+
+import edgerun
+from edgerun.edge.cli.main import main
+from edgerun.edge.terminal.chat import TerminalChat
+from edgerun.edge.terminal.output import SafeConsole, showing_warnings, write_json, write_line
+from edgerun.models.manifest import Calibration, Manifest
+from edgerun.models.progress import ProgressDisplay
+from edgerun.models.safe_text import for_terminal, on_one_line
+from edgerun.runtime.options import GenerateOptions
+from support.hub_fixture import own_hub
+from support.hub_server import files_of
+from support.tiny_models import write_json as write_json_file
+
+ROOT = Path(edgerun.__file__).parent
+CONTROLS = {
+    *map(chr, range(0x20)),
+    *map(chr, range(0x7F, 0xA0)),
+    *"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069",
+}
+NAME = "\x1b[31m\x9b2J\u202e\x07[bold]x[nope] :smile:"
+"""A file name with escape sequences, a bidirectional override, a bell, and markup of the display library."""
+TEXT = NAME + "\x1b]0;owned\x07\x1b]8;;http://x\x1b\\[link=http://x]y[/link][/nope]"
+SHOWN = "\ufffd[31m\ufffd2J\ufffd"
+"""What is shown of its beginning."""
+needs_such_names = pytest.mark.skipif(sys.platform == "win32", reason="file names have no control characters there")
+
+WRITERS = {"terminal/output.py"}
+"""Modules of edge/ that may print."""
+
+
+def test_the_filter_replaces_what_controls_a_terminal_and_nothing_else() -> None:
+    everything = "".join(map(chr, [*range(0x3000), *range(0x1F300, 0x1F700)]))
+    shown = for_terminal(everything)
+    assert {char for char, kept in zip(everything, shown, strict=True) if char != kept} == CONTROLS - {"\n", "\t"}
+    assert set(on_one_line("".join(CONTROLS))) == {"\ufffd"}
+
+
+def test_only_one_module_of_the_command_prints() -> None:
+    """Read from the source, so that a new command cannot forget the filter."""
+    found = []
+    for path in sorted((ROOT / "edge").rglob("*.py")):
+        name = path.relative_to(ROOT / "edge").as_posix()
+        if name not in WRITERS:
+            found += [f"{name}:{line} {what}" for line, what in _ways_to_print(path)]
+    assert found == []
+    assert _ways_to_print(ROOT / "edge" / "terminal" / "output.py")
+
+
+def _ways_to_print(path: Path) -> list[tuple[int, str]]:
+    """Calls that write to a terminal, by line."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        words = called.split(".")
+        if (
+            called in {"print", "os.write", "Console", "console.Console", "Progress", "Live"}
+            or words[-1] in {"echo", "secho", "print_exc", "print_exception", "print_stack"}
+            or (words[-1].startswith("write") and ("stdout" in words or "stderr" in words))
+        ):
+            found.append((node.lineno, called))
+    return found
+
+
+@pytest.fixture
+def hostile(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A model whose folder and manifest have hostile names."""
+    folder = tmp_path / (NAME if sys.platform != "win32" else "model")
+    shutil.copytree(tiny_bundle, folder)
+    path = folder / "edge.json"
+    manifest = Manifest.from_json(path.read_bytes())
+    hostile = dataclasses.replace(
+        manifest,
+        command=TEXT,
+        calibration=Calibration(TEXT, 900, 100, awq=True),
+        quality={TEXT: 0.125},
+        parity={TEXT: 0.125},
+        weights={**manifest.weights, f"layers.1.{TEXT}": manifest.weights["head"]},
+    )
+    path.write_text(hostile.to_json(), encoding="utf-8")
+    return folder
+
+
+def output(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed; nothing in it controls a terminal."""
+    captured = capsys.readouterr()
+    both = captured.out + captured.err
+    assert {char for char in both if char in CONTROLS} <= {"\n"}, both
+    return both
+
+
+COMMANDS: dict[str, Callable[[Path], list[str]]] = {
+    "inspect": lambda model: ["inspect", str(model)],
+    "inspect --json": lambda model: ["inspect", str(model), "--json"],
+    "run --json": lambda model: [str(model), "-p", "the", "-n", "2", "--json", "--stats", "--explain"],
+    "tune": lambda model: ["tune", str(model), "--context", "64", "--json"],
+    "bench": lambda model: ["bench", str(model), "--limit", "1", "-n", "2", "--prompts", str(model / NAME)],
+    "export": lambda model: ["export", str(model.parent / "checkpoint"), str(model.parent / f"out{NAME}")],
+}
+
+
+@needs_such_names
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_commands_show_hostile_names_as_text(
+    hostile: Path, tiny_bundle: Path, capsys: pytest.CaptureFixture[str], command: Callable[[Path], list[str]]
+) -> None:
+    shutil.copytree(tiny_bundle.parent / "checkpoint", hostile.parent / "checkpoint")
+    (hostile / NAME).write_text(
+        json.dumps({"question_id": 1, "category": TEXT, "turns": ["the other"]}) + "\n", encoding="utf-8"
+    )
+    assert main(command(hostile)) == 0
+    shown = output(capsys)
+    assert "[bold]x[nope] :smile:" in shown.replace("\n", "")
+
+
+def _bad_template(model: Path) -> list[str]:
+    (model / "chat_template.jinja").write_text("{{ raise_exception(" + repr(TEXT) + ") }}", encoding="utf-8")
+    return [str(model), "-p", "a"]
+
+
+def _bad_tokenizer(model: Path) -> list[str]:
+    write_json_file(model / "tokenizer.json", {"model": {"type": TEXT}, "added_tokens": [], TEXT: TEXT})
+    return [str(model), "-p", "a"]
+
+
+def _bad_setting(model: Path) -> list[str]:
+    write_json_file(model / "generation_config.json", {"temperature": TEXT})
+    return [str(model), "-p", "a"]
+
+
+def _bad_plan(model: Path) -> list[str]:
+    (model / "plan.toml").write_text(f"[linears]\n{json.dumps(TEXT)} = 'int4/32'\n", encoding="utf-8")
+    return ["export", str(model), str(model.parent / "out"), "--plan", str(model / "plan.toml")]
+
+
+ERRORS: dict[str, Callable[[Path], list[str]]] = {
+    "no such model": lambda model: [str(model / "no" / NAME), "-p", "a"],
+    "chat template": _bad_template,
+    "tokenizer": _bad_tokenizer,
+    "setting": _bad_setting,
+    "plan": _bad_plan,
+    "option": lambda _: [f"--{TEXT}"],
+    "saved conversation": lambda model: [str(model), "--resume", str(model / NAME), "-p", "a"],
+    "hub id": lambda _: ["pull", TEXT],
+    "draft": lambda model: [str(model), "-p", "a", "--draft", str(model / "no" / NAME)],
+    "text file": lambda model: ["tune", str(model), "--text", str(model / NAME)],
+}
+
+
+@needs_such_names
+@pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["", "debug"])
+@pytest.mark.parametrize("arguments", ERRORS.values(), ids=ERRORS)
+def test_errors_show_hostile_names_as_text(
+    tiny_bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: Callable[[Path], list[str]],
+    debug: list[str],
+) -> None:
+    model = shutil.copytree(tiny_bundle, tmp_path / NAME)
+    (model / "edge.json").unlink()  # its digests would be looked at first
+    assert main([*arguments(model), *debug]) == 2
+    shown = output(capsys)
+    assert shown.splitlines()[-1].startswith("edge-run: error: ")
+    assert debug or shown.count("\n") == 1
+
+
+def test_listings_of_the_hub_are_shown_as_text(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = files_of(tiny_bundle)
+    graphs = {f"onnx/model_{name}.onnx": files["model.onnx"] for name in ("[nope]a", "[nope]\x9bb")}
+    others = {name: data for name, data in files.items() if not name.startswith("model.onnx") and name != "edge.json"}
+    with own_hub(tmp_path / "hf") as hub:
+        hub.repo("org/hostile", {**others, **graphs})
+        assert main(["pull", "org/hostile", "--variant", "none"]) == 2
+        assert "[nope]\ufffdb" in output(capsys)
+        assert main(["pull", "org/hostile"]) == 2
+        assert "[nope]\ufffdb" in output(capsys)
+
+
+@needs_such_names
+def test_the_chat_shows_hostile_names_as_text(
+    hostile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter([f"/system {TEXT}", "/system", f"/save {hostile / NAME / NAME}", f"/{TEXT}", "the", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
+    with edgerun.load(hostile) as engine:
+        chat = TerminalChat(engine, GenerateOptions(max_tokens=2), system=None, resume=None, show_stats=True)
+        assert chat.run() == 0
+    captured = capsys.readouterr()
+    assert not CONTROLS.intersection(captured.err) - {"\n"}
+    assert captured.err.count(SHOWN) == 5
+
+
+def test_logged_warnings_are_one_filtered_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with showing_warnings():
+        logging.getLogger("some.library").warning("odd %s\nline", TEXT)
+    assert output(capsys).startswith("edge-run: warning: odd \ufffd[31m")
+
+
+def test_json_stays_lossless(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {TEXT: [TEXT, "plain ü\n\t\u2066"]}
+    write_json(value)
+    shown = output(capsys)
+    assert json.loads(shown) == value
+    assert "ü" in shown
+
+
+class Screen(io.StringIO):
+    """A terminal that records what it is sent."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_styles_reach_a_terminal_and_hostile_text_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    SafeConsole().print(NAME, style="bold")
+    write_line(NAME + "\n")
+    sent = screen.getvalue()
+    assert "\x1b[1m" in sent
+    assert sent.count(SHOWN) == 2
+    assert "\x9b" not in sent
+    assert "\x1b[31m" not in sent
+
+
+def test_the_progress_display_shows_names_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with ProgressDisplay() as progress:
+        progress(NAME, 0.5)
+    assert SHOWN in screen.getvalue()
+    assert "\x9b" not in screen.getvalue()
