@@ -9,26 +9,36 @@
 opens conversations (`session`). All errors derive from `EdgeError`.
 """
 
-from .errors import (
-    BundleError,
-    CheckpointError,
-    ContextError,
-    DestinationError,
-    DeviceError,
-    EdgeError,
-    ExportError,
-    HubError,
-    InputError,
-    TemplateError,
-)
-from .runtime.conversation import Session
-from .runtime.decode import FinishReason
-from .runtime.engine import Engine, load
-from .runtime.options import GenerateOptions
-from .runtime.request_queue import AnswerStream
-from .runtime.result import Chunk, Reply, Stats
-from .runtime.speculation.choice import Speculation
+from __future__ import annotations
+
+from .telemetry import disable_telemetry
 from .version import __version__
+
+# ONNX Runtime reads the environment while it is imported, so this precedes every other import of the package.
+disable_telemetry()
+
+# What `typing.TYPE_CHECKING` is for type checkers. Importing `typing` takes longer than all that is imported here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .errors import (
+        BundleError,
+        CheckpointError,
+        ContextError,
+        DestinationError,
+        DeviceError,
+        EdgeError,
+        ExportError,
+        HubError,
+        InputError,
+        TemplateError,
+    )
+    from .runtime.conversation import Session
+    from .runtime.decode import FinishReason
+    from .runtime.engine import Engine, load
+    from .runtime.options import GenerateOptions
+    from .runtime.request_queue import AnswerStream
+    from .runtime.result import Chunk, Reply, Stats
+    from .runtime.speculation.choice import Speculation
 
 __all__ = [
     "AnswerStream",
@@ -53,3 +63,50 @@ __all__ = [
     "__version__",
     "load",
 ]
+
+_MODULES = {
+    ".errors": (
+        "BundleError",
+        "CheckpointError",
+        "ContextError",
+        "DestinationError",
+        "DeviceError",
+        "EdgeError",
+        "ExportError",
+        "HubError",
+        "InputError",
+        "TemplateError",
+    ),
+    ".runtime.conversation": ("Session",),
+    ".runtime.decode": ("FinishReason",),
+    ".runtime.engine": ("Engine", "load"),
+    ".runtime.options": ("GenerateOptions",),
+    ".runtime.request_queue": ("AnswerStream",),
+    ".runtime.result": ("Chunk", "Reply", "Stats"),
+    ".runtime.speculation.choice": ("Speculation",),
+}
+"""Names by the module that defines them, which is imported when one of them is first used (PEP 562)."""
+
+
+def _imported(name: str) -> object:
+    """Import the module of a public name, and keep the name so that the next use finds it at once.
+
+    Raises:
+        AttributeError: the package has no such name.
+    """
+    from importlib import import_module  # noqa: PLC0415
+
+    for module, names in _MODULES.items():
+        if name in names:
+            globals()[name] = value = getattr(import_module(module, __name__), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:
+    # Type checkers would take any name for one of the package if they saw this.
+    __getattr__ = _imported

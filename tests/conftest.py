@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import edgerun  # noqa: F401  before tests import ONNX Runtime, so that it sends no telemetry
 from support.foreign_exporters import ForeignExports
 
 # Examples are not timed, since other programs may be running. CI repeats the same examples; elsewhere property tests

@@ -9,6 +9,7 @@ from typing import Final
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from ...telemetry import telemetry_is_disabled
 from ..devices.cores import physical_cores
 from ..devices.processor import default_threads
 
@@ -28,6 +29,10 @@ _NODE_FAILED: Final = re.compile(
     r"(?:Error in execution: )?Non-zero status code returned while running (\S+ node)\. Name:'[^']*' Status Message: "
 )
 _SOURCE_POSITION: Final = re.compile(r"/\S+\.(cc|h):\d+ ?")
+
+if telemetry_is_disabled():
+    # On Windows, where events go to the system's event tracing, ONNX Runtime does not read the environment variable.
+    ort.disable_telemetry_events()
 
 
 def session_options(threads: int = 0) -> ort.SessionOptions:

@@ -1,0 +1,43 @@
+"""The names of the package, which are imported when they are first used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import edgerun
+
+LIGHT = {"edgerun", "edgerun.telemetry", "edgerun.version"}
+
+
+def output_of(program: str) -> list[str]:
+    """The words that `program` prints in a process of its own."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    program = "import sys; before = set(sys.modules); import edgerun; print(*sorted(set(sys.modules) - before))"
+    assert set(output_of(program)) <= LIGHT | {"__future__"}
+
+
+def test_every_public_name_resolves_and_is_listed() -> None:
+    assert set(edgerun.__all__) <= set(dir(edgerun))
+    for name in edgerun.__all__:
+        assert getattr(edgerun, name) is getattr(edgerun, name)
+    assert edgerun.Engine.__module__ == "edgerun.runtime.engine"
+
+
+def test_names_are_listed_before_they_are_imported() -> None:
+    assert set(edgerun.__all__) <= set(output_of("import edgerun; print(*dir(edgerun))"))
+
+
+def test_a_star_import_brings_every_public_name() -> None:
+    program = "import edgerun; names = edgerun.__all__; from edgerun import *; print(*(set(names) - set(globals())))"
+    assert output_of(program) == []
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'edgerun' has no attribute 'engine'"):
+        _ = edgerun.engine  # type: ignore[attr-defined]
