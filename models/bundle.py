@@ -22,6 +22,7 @@ from .graph_files import find_graph
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, MIN_CONTEXT, FileDigest, Manifest
 from .onnx_file.external_data import check_external_data, external_files
+from .regular_file import MAX_JSON_BYTES, open_regular, read_regular
 from .variants import GENAI_CONFIG
 
 GRAPH_NAME: Final = "model.onnx"
@@ -170,7 +171,7 @@ def open_bundle(path: Path, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Pat
         manifest_path = graph.parent / MANIFEST_NAME
         manifest = None
         if manifest_path.is_file() and graph.name == GRAPH_NAME:
-            manifest = Manifest.from_json(manifest_path.read_bytes(), str(manifest_path))
+            manifest = Manifest.from_json(read_regular(manifest_path, MAX_JSON_BYTES), str(manifest_path))
         bundle = Bundle(folder, graph, manifest, first, tokenizer)
         bundle.verify()
         for each in (graph, first):
@@ -203,6 +204,8 @@ def _require_tokenizer(path: Path) -> None:
     hint = f"give a {_TOKENIZER_FILES[0]}, or a folder with one"
     if not path.exists():
         raise BundleError(f"{path} does not exist", hint)
+    if not path.is_dir() and not path.is_file():
+        raise BundleError(f"{path} is not a regular file", hint)
     if path.is_dir() and not (path / _TOKENIZER_FILES[0]).is_file():
         raise BundleError(f"{path} holds no {_TOKENIZER_FILES[0]}", hint)
 
@@ -233,7 +236,7 @@ def digest_file(path: Path) -> FileDigest:
     """Compute size and SHA-256 of a file, reading 1 MiB at a time."""
     sha = hashlib.sha256()
     size = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(1 << 20):
             sha.update(piece)
             size += len(piece)
@@ -243,7 +246,7 @@ def digest_file(path: Path) -> FileDigest:
 def _sample_digest(path: Path) -> bytes:
     """Hash the name, size, beginning and end of a file."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         beginning = file.read(_SAMPLE)
         file.seek(max(size - _SAMPLE, 0))
         return hashlib.sha256(f"{path.name}\0{size}\0".encode() + beginning + file.read(_SAMPLE)).digest()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ from .variants import GENAI_CONFIG, choose_graph
 _HINT: Final = "give an .onnx file or a model folder"
 _MAX_DEPTH: Final = 4
 """Levels of folders below a model folder that are searched for graphs."""
+_MAX_ENTRIES: Final = 10_000
+"""Files and folders that are looked at; a repository with every variant of a model has a few hundred."""
 
 
 def find_graph(path: Path, variant: str | None, kind: DeviceKind) -> tuple[Path, Path | None, Path]:
@@ -40,7 +43,7 @@ def find_graph(path: Path, variant: str | None, kind: DeviceKind) -> tuple[Path,
     except (OSError, ValueError) as error:  # for example a name that is too long or contains a zero byte
         raise BundleError(f"{path} does not exist", _HINT) from error
     if stat.S_ISDIR(mode):
-        files = _files_below(path)
+        files = files_below(path)
         if "pipeline" in _decoder_of_genai(path):
             raise BundleError(
                 f"{path} is a model cut into stages for an NPU ({GENAI_CONFIG} has a decoder.pipeline)",
@@ -58,16 +61,45 @@ def find_graph(path: Path, variant: str | None, kind: DeviceKind) -> tuple[Path,
     return path, first if first != path and first.is_file() else None, _configuration_folder(path, path.parent.parent)
 
 
-def _files_below(folder: Path) -> list[str]:
-    """List the POSIX paths of the files in a folder and its subfolders."""
-    found = []
-    for root, folders, names in os.walk(folder):
-        below = Path(root).relative_to(folder)
-        if len(below.parts) >= _MAX_DEPTH:
-            folders.clear()
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [(below / name).as_posix() for name in names]
+def files_below(folder: Path) -> list[str]:
+    """List the POSIX paths of the files in a folder and its subfolders, level by level.
+
+    Of a folder with very many entries only the levels above them are listed.
+
+    Raises:
+        BundleError: there are very many entries, and no graph above them.
+    """
+    found: list[str] = []
+    level = [PurePosixPath()]
+    seen = 0
+    for _ in range(_MAX_DEPTH + 1):
+        files: list[str] = []
+        below: list[PurePosixPath] = []
+        for parent in level:
+            for name, is_folder in _entries(folder / parent):
+                seen += 1
+                if seen > _MAX_ENTRIES:
+                    if any(each.endswith(".onnx") for each in found):
+                        return found
+                    raise BundleError(
+                        f"{folder} holds over {_MAX_ENTRIES} files and folders", "give the model's own folder"
+                    )
+                if not is_folder:
+                    files.append((parent / name).as_posix())
+                elif not name.startswith("."):
+                    below.append(parent / name)
+        found += files
+        level = below
     return found
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the name of every file, and of every folder with True; links to folders and unreadable ones are left out."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if is_folder or not os.path.isdir(entry.path):
+                yield entry.name, is_folder
 
 
 def _folders_of_genai(files: Sequence[str]) -> list[str]:

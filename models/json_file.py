@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EdgeError
+from .regular_file import MAX_JSON_BYTES, read_regular
 
 
-def read_json_object(path: Path, error_type: type[EdgeError], hint: str) -> dict[str, Any]:
+def read_json_object(
+    path: Path, error_type: type[EdgeError], hint: str, *, max_bytes: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
     """Read the object in a JSON file.
 
     Raises:
-        EdgeError: the file cannot be read or holds no JSON object; the error has type `error_type` and that hint.
+        EdgeError: the file cannot be read, is larger than `max_bytes` or holds no JSON object; the error has type
+            `error_type` and that hint.
     """
     try:
-        return parse_json_object(path.read_bytes())
+        return parse_json_object(read_regular(path, max_bytes))
     except OSError as error:
         raise error_type(f"{path} cannot be read: {error.strerror or error}", hint) from error
     except ValueError as error:

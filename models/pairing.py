@@ -19,14 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BundleError
+from .array_file import read_array
 from .atomic import write_atomically
 from .bundle import GRAPH_NAME, TARGET_IDS_NAME, Bundle, open_bundle
 from .find import find_model
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, DraftPairing
 from .onnx_file.external_data import check_external_data
+from .regular_file import MAX_TOKENIZER_BYTES, read_regular
 
 TOKENIZER_NAME: Final = "tokenizer.json"
+_MAX_MAP_BYTES: Final = 16 << 20
+"""Largest map of token ids: a million of 8 bytes, and as much again."""
 _HINT: Final = "give a draft model made for this model, or --draft none"
 _DAMAGED: Final = "restore it or export the model again"
 
@@ -184,9 +188,13 @@ def _same_tokenizer_file(target: Bundle, draft: Bundle) -> bool:
     if files[0] is None or files[1] is None:
         return False
     try:
-        return files[0].stat().st_size == files[1].stat().st_size and files[0].read_bytes() == files[1].read_bytes()
+        return files[0].stat().st_size == files[1].stat().st_size and len(set(map(_tokenizer_bytes, files))) == 1
     except OSError as error:
         raise BundleError(f"{error.filename} cannot be read: {error.strerror}", "check its permissions") from error
+
+
+def _tokenizer_bytes(path: Path) -> bytes:
+    return read_regular(path, MAX_TOKENIZER_BYTES)
 
 
 def _read_vocabulary(bundle: Bundle) -> _Vocabulary:
@@ -194,7 +202,7 @@ def _read_vocabulary(bundle: Bundle) -> _Vocabulary:
     if path is None:
         hint = f"put the model's {TOKENIZER_NAME} beside the graph"
         raise BundleError(f"{bundle.folder} holds no {TOKENIZER_NAME}", hint)
-    data = read_json_object(path, BundleError, _DAMAGED)
+    data = read_json_object(path, BundleError, _DAMAGED, max_bytes=MAX_TOKENIZER_BYTES)
     try:
         return _vocabulary(data)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -217,13 +225,12 @@ def _vocabulary(data: dict[str, Any]) -> _Vocabulary:
 def _read_map(path: Path, *, offsets: bool) -> npt.NDArray[np.int32]:
     """Read the target's ids from an .npy file of integers `[V]`."""
     try:
-        with path.open("rb") as file:
-            stored = np.load(file, allow_pickle=False)
+        stored = read_array(path, _MAX_MAP_BYTES)
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
-    except (ValueError, EOFError) as error:
+    except ValueError as error:
         raise BundleError(f"{path} cannot be read: it is not an .npy file of numbers", _DAMAGED) from error
-    if not isinstance(stored, np.ndarray) or stored.ndim != 1 or stored.dtype.kind not in "iu" or not stored.size:
+    if stored.ndim != 1 or stored.dtype.kind not in "iu" or not stored.size:
         raise BundleError(f"{path} cannot be read: it does not hold a list of integers", _DAMAGED)
     ids = stored.astype(np.int64)
     if offsets:

@@ -1,4 +1,4 @@
-"""Reading text files and files of JSON lines that users give."""
+"""Reading text that users give: files, files of JSON lines, and standard input."""
 
 from __future__ import annotations
 
@@ -8,23 +8,52 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from .regular_file import MAX_TEXT_BYTES, read_regular
 
 
-def read_text(path: Path) -> str:
-    """Read a UTF-8 text file.
+def read_text(path: Path, hint: str = "give a file with at least one prompt") -> str:
+    """Read a UTF-8 text file; see `decode_text`.
+
+    Args:
+        path: path of the file.
+        hint: what to do about a file that is blank.
 
     Raises:
         InputError: the file cannot be read, is not UTF-8, or is blank.
     """
     try:
-        text = path.expanduser().read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text", "convert it first") from error
+        data = read_regular(path.expanduser(), MAX_TEXT_BYTES)
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError(f"{path} cannot be read: {reason or error}", "check the path") from error
+    except ValueError as error:
+        raise InputError(f"{str(path)!r} is not a path: {error}", "check the path") from error
+    text = decode_text(data, str(path))
     if not text.strip():
-        raise InputError(f"{path} is empty", "give a file with at least one prompt")
+        raise InputError(f"{path} is empty", hint)
     return text
+
+
+def decode_text(data: bytes, origin: str) -> str:
+    """Decode UTF-8 text as text files have it: without a byte order mark, every line end as `\\n`.
+
+    Args:
+        data: the text.
+        origin: its origin for errors.
+
+    Raises:
+        InputError: it is not UTF-8.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{origin} is not UTF-8 text", "convert it first") from error
+    return unify_line_ends(text)
+
+
+def unify_line_ends(text: str) -> str:
+    """Remove a byte order mark, and replace the line ends of Windows and of old Macintosh systems by `\\n`."""
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def json_lines(text: str, path: Path) -> list[dict[str, Any]]:

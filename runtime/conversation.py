@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from io import BytesIO
@@ -16,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ContextError, InputError
+from ..models.array_file import read_arrays
 from ..models.atomic import write_atomically
 from ..models.json_file import is_whole
 from .decode import check_prompt_fits
@@ -27,6 +26,10 @@ from .result import Chunk, Reply
 from .text.chat_template import Message
 
 _FORMAT: Final = 2
+_BYTES_PER_TOKEN: Final = 1 << 10
+"""Largest size of a saved conversation per token of context, without the cache: the token id and the messages' text."""
+_OTHER_BYTES: Final = 16 << 20
+"""Room for everything else: the headers, and cache slots that a graph keeps beyond the context."""
 _HINT: Final = "give a file written by /save or Session.save"
 
 
@@ -134,7 +137,7 @@ class Session:
         Raises:
             InputError: the file is missing, damaged, or of another model.
         """
-        saved = _Saved.read(path)
+        saved = _Saved.read(path, _largest_file(model))
         if saved.format != _FORMAT or saved.model != model.bundle.fingerprint:
             raise InputError(f"{path} belongs to another model or another version of edge-run", _HINT)
         tokens, messages = saved.tokens, saved.messages
@@ -188,22 +191,22 @@ class _Saved:
     """Number of leading cache slots that plain decoding computed."""
 
     @classmethod
-    def read(cls, path: Path) -> _Saved:
-        """Read a file and check the types of its contents.
+    def read(cls, path: Path, max_bytes: int) -> _Saved:
+        """Read a file of at most `max_bytes` bytes, unpacked too, and check the types of its contents.
 
         Raises:
             InputError: it cannot be read, or is not such a file.
         """
         try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                about = json.loads(stored["about"].tobytes())
-                tokens = stored["tokens"]
-                cache = tuple(stored[name] for name in sorted(stored.files) if name.startswith("rows."))
+            stored = read_arrays(path, max_bytes)
+            about = json.loads(stored["about"].tobytes())
+            tokens = stored["tokens"]
+            cache = tuple(stored[name] for name in sorted(stored) if name.startswith("rows."))
             messages = _checked_messages(about["messages"])
             saved = cls(about["format"], about["model"], messages, tokens, cache, about.get("plain", 0))
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror or error}", _HINT) from error
-        except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{path} is not a saved conversation", _HINT) from error
         if (
             tokens.dtype != np.int64
@@ -213,6 +216,12 @@ class _Saved:
         ):
             raise InputError(f"{path} is damaged", _HINT)
         return saved
+
+
+def _largest_file(model: LoadedModel) -> int:
+    """Size in bytes of the largest conversation that a model can save, also with a longer context than now."""
+    context = max(model.context, model.bundle.context or 0)
+    return context * (model.graph_io.cache_bytes_per_token + _BYTES_PER_TOKEN) + _OTHER_BYTES
 
 
 def _checked_messages(value: Any) -> list[Message]:

@@ -104,7 +104,7 @@ def _with_turns(row: Mapping[str, Any], path: Path, number: int) -> Conversation
 
 
 def _plain(text: str, path: Path) -> list[Conversation]:
-    paragraphs = [part.strip() for part in text.replace("\r\n", "\n").split("\n\n") if part.strip()]
+    paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
     prompts = paragraphs if len(paragraphs) > 1 else [line.strip() for line in text.splitlines() if line.strip()]
     if any("\0" in prompt for prompt in prompts):
         raise InputError(f"{path} is not text", "give JSON lines or plain text")

@@ -14,6 +14,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from ...errors import EdgeError
+from ...runtime.text.panic_messages import panic_messages_hidden
 from ...version import __version__
 from ..terminal.output import showing_warnings, write_error, write_line
 from .bench import bench
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or (given[0] not in names and given[0] not in _GLOBAL_OPTIONS):
         given.insert(0, _DEFAULT_COMMAND)
     try:
-        with showing_warnings():
+        with showing_warnings(), panic_messages_hidden():
             result = command(given, prog_name="edge-run", standalone_mode=False)
     except EdgeError as error:
         if "--debug" in given:

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from ...errors import InputError
+from ...models.text_files import decode_text, unify_line_ends
 from ...runtime.decode import FinishReason
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
@@ -37,6 +38,8 @@ from .shared_options import (
 )
 
 _INTERRUPTED: Final = 130
+_MAX_PROMPT_BYTES: Final = 16 << 20
+"""Largest prompt that is read from standard input, several times the text of the longest contexts."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ def run(
         _check_chat(raw=raw, as_json=as_json)
     elif prompt is None:
         prompt = _read_standard_input()
+    prompt, system = (None if text is None else unify_line_ends(text) for text in (prompt, system))
     if prompt == "":
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
     # Without speculation a draft model would cost memory and processor time for nothing.
@@ -227,7 +231,7 @@ def _check_chat(*, raw: bool, as_json: bool) -> None:
 def _read_standard_input() -> str:
     if sys.stdin is None:
         return ""
-    try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise InputError("standard input is not UTF-8 text", "convert it first") from error
+    data = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
+    if len(data) > _MAX_PROMPT_BYTES:
+        raise InputError(f"standard input has more than {_MAX_PROMPT_BYTES} bytes", "give a shorter prompt")
+    return decode_text(data, "standard input").removesuffix("\n")

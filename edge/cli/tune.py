@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final
 import typer
 from rich.table import Table
 
-from ...errors import InputError
 from ...models.progress import ProgressDisplay
+from ...models.text_files import read_text
 from ...runtime.engine import Engine
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.measurement_store import model_key
@@ -55,7 +55,7 @@ def tune(
 
     Example: edge-run tune my-model --context 8192 --text notes.md
     """
-    texts = [_read_text(path) for path in text or ()]
+    texts = [read_text(path, "give a file with text") for path in text or ()]
     with ModelOptions(model, device, threads, context, tokenizer).open() as engine:
         contexts = _contexts(engine, limited=context is None)
         with ProgressDisplay() as progress:
@@ -83,18 +83,6 @@ def tune(
         console.print(f"n-gram table: {prior_bytes / 2**20:.1f} MiB")
     if file is None:
         write_warning("the cache folder cannot be written, so the result is not stored")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}", "give a text file") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text", "convert it first") from error
-    if not text.strip():
-        raise InputError(f"{path} contains no text", "give another file")
-    return text
 
 
 def describe_cost(cost: PassCost) -> list[dict[str, Any]]:

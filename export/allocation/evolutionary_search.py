@@ -20,6 +20,7 @@ from typing import Any, Final
 from ...models.atomic import write_atomically
 from ...models.json_file import parse_json_object
 from ...models.progress import Progress, silent
+from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from .choices import KnapsackProblem, LinearChoice, PlanDivergence, Selection, plan_of
 from .plan_file import spelled
 
@@ -208,7 +209,7 @@ def _save(file: Path, state: _State, choices: Sequence[LinearChoice]) -> None:
 def _restored(file: Path, choices: Sequence[LinearChoice]) -> _State | None:
     """The state in a file; None where there is none, or where its plan cannot be selected here."""
     try:
-        data: dict[str, Any] = parse_json_object(file.read_bytes())
+        data: dict[str, Any] = parse_json_object(read_regular(file, MAX_JSON_BYTES))
         # By name: with times measured anew other options may be dominated, and the indices differ.
         names = [[spelled(option.weight_format) for option in choice.options] for choice in choices]
         parent = tuple(known.index(data["plan"][choice.linear]) for known, choice in zip(names, choices, strict=True))

@@ -18,6 +18,8 @@ from typing import Final
 from ...errors import InputError
 from ...models.json_file import shown
 from ...models.manifest import Method, WeightFormat
+from ...models.regular_file import read_regular
+from ...models.text_files import decode_text
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import fused_linears
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed, planned_linears, with_embedding
@@ -119,11 +121,8 @@ def _parse_format(text: str) -> WeightFormat | None:
 
 def _table(file: Path) -> dict[str, object]:
     try:
-        with file.open("rb") as opened:
-            data = opened.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise InputError(f"{file} is not a quantization plan: it is larger than {_MAX_BYTES} bytes", _HINT)
-        table = tomllib.loads(data.decode("utf-8")).get("linears")
+        text = decode_text(read_regular(file, _MAX_BYTES), str(file))
+        table = tomllib.loads(text).get("linears")
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror or error}", "give the file of a plan") from error
     except (ValueError, RecursionError) as error:

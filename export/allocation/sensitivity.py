@@ -11,6 +11,7 @@ from ...models.atomic import write_atomically
 from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress, silent
+from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from ..checkpoint.layout import FusedLinear
 from .format_candidates import is_allowed
 from .plan_file import spelled
@@ -69,7 +70,7 @@ def measure_sensitivities(
 def _stored(file: Path) -> dict[str, float]:
     """Values of an earlier run; none where the file is missing or damaged."""
     try:
-        values: Mapping[str, object] = parse_json_object(file.read_bytes())
+        values: Mapping[str, object] = parse_json_object(read_regular(file, MAX_JSON_BYTES))
     except (OSError, ValueError):
         return {}
     return {key: float(value) for key, value in values.items() if isinstance(value, (int, float)) and is_finite(value)}

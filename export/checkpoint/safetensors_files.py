@@ -19,6 +19,7 @@ import numpy as np
 from ...errors import CheckpointError
 from ...models.json_file import is_whole, parse_json_object, shown
 from ...models.manifest import Method, WeightFormat
+from ...models.regular_file import open_regular
 from ..quantization.methods import QUANTIZERS
 from .json_fields import read_json
 from .prefetch import in_order
@@ -223,7 +224,7 @@ def _shards(index: Path) -> list[Path]:
 
 def _read_header(path: Path) -> dict[str, _Tensor]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Tokenizer
-
 from ...errors import CheckpointError
 from ...models.json_file import is_finite, is_whole, shown
+from ...models.regular_file import MAX_JSON_BYTES, read_regular
+from ...runtime.text.tokenizer_library import read_tokenizer
 from .json_fields import read_json
 
 _DOWNLOAD_AGAIN: Final = "download the checkpoint again"
@@ -29,10 +29,9 @@ def require_tokenizer(folder: Path, vocab_size: int) -> None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} does not contain tokenizer.json", _SAVE_TOKENIZER)
-    try:  # the library raises bare Exception for every defect
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise CheckpointError(f"{path} is not a tokenizer: {error}", _DOWNLOAD_AGAIN) from error
+    tokenizer = read_tokenizer(
+        path, lambda why: CheckpointError(f"{path} is not a tokenizer: {why}", _DOWNLOAD_AGAIN)
+    )
     ids = tokenizer.get_vocab(with_added_tokens=True)
     last = max(ids, key=ids.__getitem__, default=None)
     if last is not None and ids[last] >= vocab_size:
@@ -58,9 +57,10 @@ def require_config_files(folder: Path, vocab_size: int) -> None:
     template = folder / "chat_template.jinja"
     if template.is_file():
         try:
-            template.read_text(encoding="utf-8")
+            read_regular(template, MAX_JSON_BYTES).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{template} cannot be read: {error}", _DOWNLOAD_AGAIN) from error
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise CheckpointError(f"{template} cannot be read: {reason}", _DOWNLOAD_AGAIN) from error
 
 
 def _read_if_present(folder: Path, name: str) -> Mapping[str, Any]:

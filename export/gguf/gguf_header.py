@@ -20,6 +20,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ...models.json_file import shown
+from ...models.regular_file import open_regular
 
 Scalar = int | float | bool | str
 Value = Scalar | list[Scalar]
@@ -79,7 +80,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         CheckpointError: the file cannot be read, is damaged, or is not a little-endian GGUF file of version 2 or 3.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _HeaderParser(path, file).read()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist", "give a .gguf file or the folder of a checkpoint") from error

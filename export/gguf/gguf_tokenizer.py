@@ -14,6 +14,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from ...models.json_file import shown
+from ...runtime.text.tokenizer_library import failures_as
 from .gguf_metadata import GgufMetadata
 from .pretokenizers import BYTE_LEVEL, PRE_TOKENIZERS, PreTokenizer
 
@@ -80,10 +81,10 @@ class GgufTokenizer:
             },
             ensure_ascii=False,
         )
-        try:  # the library raises bare Exception for every defect
+        with failures_as(
+            lambda why: self._metadata.wrong(f"the tokenizer is damaged: {why}", "download the file again")
+        ):
             Tokenizer.from_str(text)
-        except Exception as error:
-            raise self._metadata.wrong(f"the tokenizer is damaged: {error}", "download the file again") from error
         return text
 
     def tokenizer_config(self) -> dict[str, Any]:

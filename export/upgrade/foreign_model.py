@@ -14,7 +14,7 @@ from ...errors import BundleError
 from ...models.bundle import TOKENIZER_AND_CONFIG_FILES
 from ...models.device_kind import DeviceKind
 from ...models.find import find_model
-from ...models.graph_files import find_graph
+from ...models.graph_files import files_below, find_graph
 from ...models.json_file import is_whole, read_json_object
 from ...models.manifest import MIN_CONTEXT
 from ...models.variants import GENAI_CONFIG
@@ -160,11 +160,11 @@ def holds_graph(source: Path) -> bool:
     """Whether a path is an .onnx file, or a folder that has one and no checkpoint weights.
 
     Raises:
-        BundleError: the path names a variant that its folder does not have.
+        BundleError: the path names a variant that its folder does not have, or the folder has very many files.
     """
     source = find_model(source)
     if not source.is_dir():
         return source.suffix == ".onnx"
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
         return False
-    return any(source.rglob("*.onnx"))
+    return any(name.endswith(".onnx") for name in files_below(source))

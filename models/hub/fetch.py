@@ -19,6 +19,7 @@ from ..json_file import read_json_object
 from ..manifest import MANIFEST_NAME, Manifest
 from ..onnx_file.external_data import external_files
 from ..progress import ProgressDisplay
+from ..regular_file import MAX_JSON_BYTES, read_regular
 from ..variants import GENAI_CONFIG, GraphFiles, choose_graph, variant_of
 from . import client as hub_client
 from .downloads import PartialDownloads, disk_errors_explained
@@ -123,7 +124,7 @@ def _library_listing(id_: HubId) -> Listing | None:
     folder = hub_library_cache() / f"models--{id_.repo.replace('/', '--')}"
     try:
         ref = folder / "refs" / (id_.revision or "main")
-        commit = ref.read_text(encoding="ascii").strip() if ref.is_file() else id_.revision or ""
+        commit = read_regular(ref, MAX_JSON_BYTES).decode("ascii").strip() if ref.is_file() else id_.revision or ""
         snapshot = folder / "snapshots" / commit
         if not re.fullmatch("[0-9a-f]{40}", commit):
             return None

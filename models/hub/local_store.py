@@ -32,6 +32,7 @@ from ..bundle import mark_verified, verify_file
 from ..json_file import is_whole, read_json_object
 from ..lock import locked
 from ..manifest import FileDigest
+from ..regular_file import MAX_JSON_BYTES, read_regular
 
 RECORD_NAME: Final = "hub.json"
 MAIN: Final = "main"
@@ -174,7 +175,7 @@ class Store:
         if revision is not None and _COMMIT.fullmatch(revision):
             return revision
         try:
-            commit = self._ref(revision).read_text(encoding="ascii").strip()
+            commit = read_regular(self._ref(revision), MAX_JSON_BYTES).decode("ascii").strip()
         except (OSError, ValueError):
             return None
         return commit if _COMMIT.fullmatch(commit) else None

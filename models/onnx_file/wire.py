@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import BundleError
+from ..regular_file import open_regular
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def mapped_model(graph: Path) -> Iterator[mmap.mmap]:
     try:
         if graph.stat().st_size == 0:
             raise ValueError("it is empty")
-        with graph.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_regular(graph) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
     except (ValueError, IndexError, UnicodeDecodeError) as error:
         raise BundleError(f"{graph} is not an ONNX model: {error}", "give a complete .onnx file") from error

@@ -13,6 +13,7 @@ from ...models.atomic import write_atomically
 from ...models.bundle import Bundle
 from ...models.cache import cache_folder
 from ...models.json_file import parse_json_object
+from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from ..devices.processor import machine
 from ..graph.ort import RUNTIME_VERSION
 from ..graph.session import SessionConfig
@@ -72,7 +73,7 @@ class MeasurementStore(Generic[MeasurementT]):
     def load(self, key: MeasurementKey) -> MeasurementT | None:
         """Return the stored measurement, or None."""
         try:
-            return self.from_json(parse_json_object(self.file(key).read_bytes()))
+            return self.from_json(parse_json_object(read_regular(self.file(key), MAX_JSON_BYTES)))
         except (OSError, ValueError):
             return None
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
-
-from tokenizers import Tokenizer
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
+from ...models.json_file import is_whole, shown
 from ...models.variants import GENAI_CONFIG
+from .tokenizer_library import failures_as, is_failure, read_tokenizer, reason
+
+_PROBE: Final = "The 2 a-b.\n"
+"""A text that is tokenized when a tokenizer is loaded, so that most defects show before the first prompt."""
+_HINT: Final = "use the tokenizer that belongs to this model"
 
 
 class TextTokenizer:
@@ -22,16 +27,17 @@ class TextTokenizer:
             vocab_size: number of token ids that the model has.
 
         Raises:
-            BundleError: tokenizer.json is missing or unreadable, or has token ids that the model has not.
+            BundleError: tokenizer.json is missing or damaged, or has token ids that the model does not have.
         """
         path = bundle.file("tokenizer.json")
         if path is None:
             hint = "put the model's tokenizer.json beside the graph, or give it with --tokenizer"
             raise BundleError(f"{bundle.folder} holds no tokenizer.json", hint)
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise BundleError(f"{path} cannot be read: {error}", "give the tokenizer.json of this model") from error
+        self._path: Final = path
+        self._vocab_size: Final = vocab_size
+        self._tokenizer = read_tokenizer(
+            path, lambda why: BundleError(f"{path} cannot be read: {why}", "give the tokenizer.json of this model")
+        )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Look the last ids up one by one: the whole vocabulary as a dictionary is slow and large.
@@ -39,32 +45,42 @@ class TextTokenizer:
         beyond = [
             i for i in range(vocab_size, vocab_size + max(count, 1)) if self._tokenizer.id_to_token(i) is not None
         ]
-        if beyond:
-            raise BundleError(
-                f"{path} has token ids up to {beyond[-1]}, but the model's vocabulary has {vocab_size}",
-                "use the tokenizer that belongs to this model",
-            )
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._check_ids([*beyond, *added])
         self.config: Final = bundle.json_file("tokenizer_config.json")
         self.special_ids: Final = frozenset(
-            token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+            token_id for token_id, token in added.items() if token.special
         )
         self.eos: Final = self._find_eos(bundle, vocab_size)
+        self.decode(self.encode(_PROBE, add_special_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written out in it become special tokens.
 
         Raises:
+            BundleError: the tokenizer fails, or gives token ids that the model does not have.
             InputError: the text contains lone surrogates, which are not valid Unicode.
         """
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InputError("the text is not valid Unicode", "remove the lone surrogate characters") from error
+        with failures_as(self._failure):
+            try:
+                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            except (UnicodeEncodeError, TypeError) as error:
+                raise InputError("the text is not valid Unicode", "remove the lone surrogate characters") from error
+        self._check_ids(ids)
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        """Text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD.
+
+        Raises:
+            BundleError: the tokenizer fails.
+        """
+        try:
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise self._failure(reason(error)) from error
         return text
 
     def token_text(self, name: str) -> str | None:
@@ -79,6 +95,16 @@ class TextTokenizer:
         if value is not None and not isinstance(value, str):
             raise BundleError(f"tokenizer_config.json: {name} is {value!r:.60}", "it must be text")
         return value
+
+    def _failure(self, why: str) -> BundleError:
+        return BundleError(f"{self._path} fails: {why}", _HINT)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raise if the tokenizer has given an id beyond the model's vocabulary, as its own settings may."""
+        if ids and (last := max(ids)) >= self._vocab_size:
+            raise BundleError(
+                f"{self._path} has token ids up to {last}, but the model's vocabulary has {self._vocab_size}", _HINT
+            )
 
     def _find_eos(self, bundle: Bundle, vocab_size: int) -> frozenset[int]:
         """End-of-sequence ids: those of the first configuration file that has some, and the tokenizer's eos_token."""
@@ -96,14 +122,15 @@ class TextTokenizer:
             ("config.json", None),
         )
         listed = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and 0 <= token < vocab_size for token in listed):
+        if not all(is_whole(token, 0) and token < vocab_size for token in listed):
             raise BundleError(
-                f"{bundle.folder / name}: eos_token_id is {value!r}",
+                f"{bundle.folder / name}: eos_token_id is {shown(value)}",
                 f"it must be an id, or a list of ids, below {vocab_size}",
             )
         ids = set(listed)
         text = self.token_text("eos_token")
-        named = self._tokenizer.token_to_id(text) if text else None
+        with failures_as(self._failure):
+            named = self._tokenizer.token_to_id(text) if text else None
         if named is not None:
             ids.add(named)
         return frozenset(ids)

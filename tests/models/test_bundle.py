@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import edgerun.models.bundle
 from edgerun import BundleError
 from edgerun.models.bundle import Bundle, digest_file, holds_only_bundle_files, open_bundle
 from edgerun.models.find import bundled_folder, find_model
@@ -199,10 +200,10 @@ def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "model.onnx").write_bytes(b"graph")
     (tmp_path / "edge.json").write_text("{}")
 
-    def refuse(self: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(path: Path, max_bytes: int) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(edgerun.models.bundle, "read_regular", refuse)
     with pytest.raises(BundleError, match=r"edge\.json cannot be read: Permission denied; check its permissions"):
         open_bundle(tmp_path)
 

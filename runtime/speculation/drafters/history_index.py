@@ -20,6 +20,8 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ....models.regular_file import open_regular
+
 REACH: Final = 16
 """Maximum number of tokens of a context."""
 NEIGHBOURS: Final = 6
@@ -105,7 +107,7 @@ class HistoryIndex:
     """
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if not path.stat().st_size:
                 raise ValueError("the file is empty")
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

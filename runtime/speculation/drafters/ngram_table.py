@@ -29,6 +29,7 @@ import numpy.typing as npt
 from ....models.atomic import write_atomically
 from ....models.bundle import Bundle, digest_file
 from ....models.cache import cache_folder
+from ....models.regular_file import open_regular
 from .ngram_counts import HASH_FACTOR, HASH_START, MAX_VOCAB, Entries, count_entries
 
 _HEADER: Final = struct.Struct("<8s I I 32s I I I I")
@@ -144,7 +145,7 @@ class NgramTable:
             warn: called with a message of one line.
         """
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             return None

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....models.atomic import write_atomically
+from ....models.regular_file import read_regular
 from ..tree import Source
 from .interface import Candidate
 
@@ -117,7 +118,7 @@ class RecyclingDrafter:
         """Load a saved table; False, without any change, if it is missing, damaged or of another vocabulary."""
         vocab_size = len(self._tokens)
         try:
-            stored = path.read_bytes()
+            stored = read_regular(path, len(_FORMAT) + 4 + 4 * _HEADER + vocab_size * _RECORD.itemsize)
         except OSError:
             return False
         start = len(_FORMAT) + 4

@@ -56,6 +56,9 @@ def test_a_written_plan_is_read_again(tmp_path_factory, config: DecoderConfig, d
     }
     file.write_text(write_plan(read), encoding="utf-8")
     assert read_plan(file, model) == read
+    # As editors on Windows save it.
+    file.write_bytes(b"\xef\xbb\xbf" + write_plan(read).replace("\n", "\r\n").encode())
+    assert read_plan(file, model) == read
 
 
 @pytest.mark.parametrize(
@@ -95,12 +98,18 @@ def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path, config: DecoderConf
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"linears = 3", b"\xff\xfe", b"[linears", b"x = " + b"[" * 5000, b" " * (5 << 20)]
+    ("content", "message"),
+    [
+        *((content, "is not a quantization plan") for content in (b"", b"linears = 3", b"[linears")),
+        (b"x = " + b"[" * 5000, "is not a quantization plan"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b" " * (5 << 20), "files of its kind at most 4194304"),
+    ],
 )
-def test_other_files_are_refused(tmp_path: Path, config: DecoderConfig, content: bytes) -> None:
+def test_other_files_are_refused(tmp_path: Path, config: DecoderConfig, content: bytes, message: str) -> None:
     file = tmp_path / "plan.toml"
     file.write_bytes(content)
-    with pytest.raises(InputError, match="is not a quantization plan"):
+    with pytest.raises(InputError, match=message):
         read_plan(file, config)
 
 

@@ -1,0 +1,86 @@
+"""Opening files of users and of models: regular files of a bounded size only.
+
+A named pipe or a device in the place of a file would block its reader for ever or never end, and a sparse file of
+gigabytes takes no room on the disk. All of these are refused before anything is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, Final
+
+MAX_JSON_BYTES: Final = 32 << 20
+"""Largest file of settings, a hundred times what such files have; parsing takes about thirty times as much memory."""
+MAX_TOKENIZER_BYTES: Final = 128 << 20
+"""Largest tokenizer.json; those of 262,144 tokens have 33 MB."""
+MAX_TEXT_BYTES: Final = 256 << 20
+"""Largest text file: prompts, recordings and calibration text."""
+_KINDS: Final = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class UnsuitableFileError(OSError):
+    """A path is not a regular file, or the file is larger than any file of its kind."""
+
+
+def open_regular(path: Path, max_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file for reading, without waiting for anything else of that name.
+
+    Args:
+        path: path of the file.
+        max_bytes: largest size that is accepted; None for any.
+
+    Raises:
+        UnsuitableFileError: the path is not a regular file, or the file is larger; `strerror` says which.
+        OSError: the file does not exist or cannot be opened.
+    """
+    # Opening a device can have effects, so it is looked at first; between the two it may have been replaced.
+    _check(os.stat(path), path, max_bytes)
+    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115  the caller closes it
+    try:
+        _check(os.fstat(file.fileno()), path, max_bytes)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Read a whole regular file of at most `max_bytes` bytes.
+
+    Raises:
+        UnsuitableFileError: the path is not a regular file, or the file is larger; `strerror` says which.
+        OSError: the file cannot be read.
+    """
+    with open_regular(path, max_bytes) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:  # it has grown since it was opened
+        raise _too_large(len(data), path, max_bytes)
+    return data
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Without O_NONBLOCK, opening a pipe waits for a writer. For regular files it makes no difference.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _check(status: os.stat_result, path: Path, max_bytes: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
+        raise UnsuitableFileError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise _too_large(status.st_size, path, max_bytes)
+
+
+def _too_large(size: int, path: Path, max_bytes: int) -> UnsuitableFileError:
+    return UnsuitableFileError(
+        errno.EFBIG, f"it has {size} bytes, and files of its kind at most {max_bytes}", str(path)
+    )

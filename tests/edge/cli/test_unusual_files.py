@@ -1,0 +1,144 @@
+"""The command line where files never end, are huge, or come from Windows: one line of error, or the same answer."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgerun
+from edgerun import InputError
+from edgerun.edge.cli.main import main
+from edgerun.models import graph_files
+from support.tiny_models import write_checkpoint
+from support.unusual_files import needs_pipes, replace_by_pipe, replace_by_sparse_file
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run with a file that cannot be used; returns the one line of error, and checks the exit code."""
+    code = main([str(argument) for argument in arguments])
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1)
+    return err
+
+
+@needs_pipes
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("export", "PIPE.gguf", "OUT"),
+        ("export", "CHECKPOINT", "OUT", "--plan", "PIPE"),
+        ("export", "CHECKPOINT", "OUT", "--calibration", "PIPE", "--method", "gptq"),
+        ("BUNDLE", "-p", "a", "--tokenizer", "PIPE"),
+        ("BUNDLE", "-p", "a", "--resume", "PIPE"),
+        ("PIPE.onnx", "-p", "a"),
+        ("tune", "BUNDLE", "--text", "PIPE"),
+        ("bench", "BUNDLE", "--prompts", "PIPE"),
+        ("bench", "BUNDLE", "--replay", "PIPE"),
+        ("verify", "BUNDLE", "--prompts", "PIPE"),
+    ],
+    ids=" ".join,
+)
+def test_a_pipe_in_the_place_of_a_file_is_refused(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    places = {"BUNDLE": tiny_bundle, "CHECKPOINT": tmp_path / "checkpoint", "OUT": tmp_path / "out"}
+    if "CHECKPOINT" in arguments:
+        write_checkpoint(tmp_path / "checkpoint")
+    for name in ("PIPE", "PIPE.gguf", "PIPE.onnx"):
+        places[name] = replace_by_pipe(tmp_path / name)
+    err = error_of(capsys, *(places.get(each, each) for each in arguments))
+    assert "not a regular file" in err or "is not an .onnx file" in err or "is not a model" in err
+
+
+@needs_pipes
+def test_pipes_in_the_cache_are_passed_over(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
+    assert main([str(tiny_bundle), "-p", "the other", "-n", "12"]) == 0
+    expected = capsys.readouterr().out
+    measured = [path for path in tmp_path.rglob("*.json") if path.is_file()]
+    assert measured
+    for path in measured:
+        replace_by_pipe(path)
+    assert main([str(tiny_bundle), "-p", "the other", "-n", "12"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("name", ["edge.json", "config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_huge_file_of_a_model_is_refused_by_its_size(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_bundle, folder)
+    if name != "edge.json":
+        (folder / "edge.json").unlink()
+    replace_by_sparse_file(folder / name, 8 << 30)
+    err = error_of(capsys, folder, "-p", "a")
+    assert f"{name} cannot be read: it has 8589934592 bytes" in err
+
+
+def test_a_saved_conversation_that_inflates_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chat.kv"
+    with path.open("wb") as file:
+        np.savez_compressed(file, about=np.zeros(100 << 20, np.uint8))
+    with (
+        edgerun.load(tiny_bundle) as engine,
+        pytest.raises(InputError, match=r"chat.kv cannot be read: its contents have \d+ bytes"),
+    ):
+        engine.session(resume=path)
+
+
+def test_a_folder_with_very_many_files_is_not_searched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_files, "_MAX_ENTRIES", 100)
+    for folder in range(10):
+        (tmp_path / "files" / str(folder)).mkdir(parents=True)
+        for file in range(10):
+            (tmp_path / "files" / str(folder) / str(file)).touch()
+    assert "holds over 100 files and folders; give the model's own folder" in error_of(capsys, tmp_path, "-p", "a")
+    assert "holds over 100 files" in error_of(capsys, "export", tmp_path, tmp_path / "out")
+
+
+def test_a_graph_above_very_many_files_is_found(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_files, "_MAX_ENTRIES", 100)
+    shutil.copytree(tiny_bundle, tmp_path / "model")
+    (tmp_path / "model" / "more").mkdir()
+    for file in range(100):
+        (tmp_path / "model" / "more" / str(file)).touch()
+    with edgerun.load(tmp_path / "model") as engine:
+        assert engine.generate("the", max_tokens=2).text
+
+
+@pytest.mark.parametrize("data", [b"the other\r\nand\r\n", b"\xef\xbb\xbfthe other\nand\n"])
+def test_a_piped_prompt_from_windows_is_the_same_prompt(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    answers = []
+    for given in (b"the other\nand", data):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
+        assert main([str(tiny_bundle), "-n", "6", "--raw"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+
+
+def test_a_piped_prompt_without_end_is_refused(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Endless(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+            buffer[:] = b"y" * len(buffer)
+            return len(buffer)
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    assert "standard input has more than 16777216 bytes" in error_of(capsys, tiny_bundle)

@@ -1,0 +1,68 @@
+"""Opening files: only regular ones of a bounded size, without waiting for others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgerun.models.regular_file import UnsuitableFileError, open_regular, read_regular
+from support.unusual_files import needs_pipes, replace_by_pipe, replace_by_sparse_file
+
+
+def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"x\r\n" * 1000)
+    assert read_regular(file, 3000) == b"x\r\n" * 1000
+    with open_regular(file) as opened:
+        assert opened.read(2) == b"x\r"
+
+
+@needs_pipes
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = replace_by_pipe(tmp_path / "pipe")
+    with pytest.raises(UnsuitableFileError, match="it is a pipe, not a regular file"):
+        open_regular(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    with pytest.raises(UnsuitableFileError, match="it is a pipe, not a regular file"):
+        read_regular(tmp_path / "link", 10)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="devices and sockets of Unix")
+def test_devices_and_sockets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsuitableFileError, match="it is a device"):
+        open_regular(Path("/dev/zero"))
+    monkeypatch.chdir(tmp_path)  # the path of a socket has at most 108 bytes
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("s")
+        with pytest.raises(UnsuitableFileError, match="it is a socket"):
+            open_regular(Path("s"))
+
+
+def test_folders_and_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsuitableFileError, match="it is a folder"):
+        open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "nothing")
+
+
+def test_a_large_file_is_refused_by_its_size(tmp_path: Path) -> None:
+    file = replace_by_sparse_file(tmp_path / "large.json", 8 << 30)
+    with pytest.raises(UnsuitableFileError, match="it has 8589934592 bytes, and files of its kind at most 1000"):
+        read_regular(file, 1000)
+
+
+@needs_pipes
+def test_a_file_that_becomes_a_pipe_between_look_and_open_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"x")
+    regular = os.stat(file)
+    replace_by_pipe(file)
+    monkeypatch.setattr(os, "stat", lambda _: regular)
+    with pytest.raises(UnsuitableFileError, match="it is a pipe"):
+        open_regular(file)
