@@ -94,7 +94,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the name of every file, and of every folder with True; links to folders and unreadable ones are left out."""
+    """Yield the name of every file, and of every folder with True; links to folders are left out."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             is_folder = entry.is_dir(follow_symlinks=False)

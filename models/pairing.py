@@ -184,11 +184,11 @@ def _shown(token: str | None) -> str:
 
 def _same_tokenizer_file(target: Bundle, draft: Bundle) -> bool:
     """Return whether the tokenizers are equal byte for byte: the usual case, which needs no parsing."""
-    files = [bundle.file(TOKENIZER_NAME) for bundle in (target, draft)]
-    if files[0] is None or files[1] is None:
+    own, other = (bundle.file(TOKENIZER_NAME) for bundle in (target, draft))
+    if own is None or other is None:
         return False
     try:
-        return files[0].stat().st_size == files[1].stat().st_size and len(set(map(_tokenizer_bytes, files))) == 1
+        return own.stat().st_size == other.stat().st_size and _tokenizer_bytes(own) == _tokenizer_bytes(other)
     except OSError as error:
         raise BundleError(f"{error.filename} cannot be read: {error.strerror}", "check its permissions") from error
 
