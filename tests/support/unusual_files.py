@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-needs_pipes = pytest.mark.skipif(sys.platform == "win32", reason="named pipes are no files there")
+needs_pipes = pytest.mark.skipif(sys.platform == "win32", reason="named pipes are not in the file system")
 
 
 def remove(path: Path) -> None:
