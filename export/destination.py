@@ -11,6 +11,7 @@ from pathlib import Path
 from ..errors import DestinationError, InputError
 from ..models.atomic import folder_written_atomically
 from ..models.bundle import holds_only_bundle_files, require_text_path
+from ..models.file_system import is_in_use
 from .check.parity import Parity
 from .report import ModelReport
 
@@ -64,8 +65,9 @@ def bundle_written_whole(destination: Path) -> Iterator[Path]:
             "choose another folder, or move it away",
         ) from error
     except OSError as error:
+        hint = "close the programs that use it" if is_in_use(error) else "free space there"
         raise DestinationError(
-            f"{destination} cannot be written: {error.strerror or error}", "free space there, or choose another folder"
+            f"{destination} cannot be written: {error.strerror or error}", f"{hint}, or choose another folder"
         ) from error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import BundleError
+from .atomic import restore_folder
 from .device_kind import DeviceKind
 from .graph_files import find_graph
 from .hub.local_store import Store
@@ -26,7 +27,7 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
 
     A path that exists takes precedence, also with a variant (`folder:q4`). Any other text of the form
     `org/name[:variant][@revision]` names a model on the Hugging Face Hub, which is downloaded if necessary. A `Path` is
-    always a path.
+    always a path. A folder that a killed export left under a hidden name gets its name back.
 
     Args:
         name: a path, a name on the hub, or None.
@@ -43,6 +44,7 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
             path = Path(name).expanduser()
         except RuntimeError as error:
             raise BundleError(f"{name} does not exist: {error}", _HINT) from error
+        restore_folder(path)
         if (variant := _variant_of_folder(name)) is not None:
             return find_graph(*variant, kind)[0]
         if is_on_hub(name):
@@ -62,6 +64,8 @@ def _variant_of_folder(name: str | os.PathLike[str]) -> tuple[Path, str] | None:
     """Split `folder:variant`; None for any other name."""
     folder, colon, variant = os.fspath(name).rpartition(":")
     path = Path(folder).expanduser() if colon and folder and variant else None
+    if path is not None:
+        restore_folder(path)
     return (path, variant) if path is not None and path.is_dir() and not os.path.lexists(name) else None
 
 

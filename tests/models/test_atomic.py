@@ -108,14 +108,15 @@ def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
 def test_the_old_folder_is_restored_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("0")
-    rename = Path.rename
+    replace = os.replace
 
-    def failing(self: Path, target: Path) -> Path:
-        if self.suffix == ".new":
+    def failing(source: Path, target: Path) -> None:
+        if source.suffix == ".new":
             raise PermissionError(13, "Permission denied")
-        return rename(self, target)
+        replace(source, target)
 
-    monkeypatch.setattr(Path, "rename", failing)
+    monkeypatch.setattr("edgerun.models.atomic.exchange", lambda first, second: False)
+    monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(PermissionError), folder_written_atomically(tmp_path / "out", always) as staging:
         (staging / "x").write_text("1")
     assert entries(tmp_path) == ["out", "out/old"]

@@ -1,0 +1,122 @@
+"""Renames, exchanges, removes and syncs files and folders on every operating system.
+
+Windows refuses to remove or rename what is open or mapped into memory anywhere, and virus scanners and indexers open
+new files for a moment. Operations that it refuses for that reason are repeated for a short time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TypeVar
+
+_Result = TypeVar("_Result")
+
+_IN_USE: Final = (5, 32)
+"""Windows's error codes for files in use: access denied, sharing violation."""
+_PAUSES_S: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+"""Pauses before repetitions, in seconds."""
+_HERE: Final = -100
+"""Linux: paths are relative to the current folder (AT_FDCWD)."""
+_EXCHANGE: Final = 2
+"""Linux: RENAME_EXCHANGE; macOS: RENAME_SWAP."""
+
+
+def is_in_use(error: OSError) -> bool:
+    """Whether Windows refused an operation because a program uses the file."""
+    return getattr(error, "winerror", None) in _IN_USE
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename a file or a folder; an existing file is replaced, an existing folder is not.
+
+    Raises:
+        OSError: the system refused, on Windows for more than a second if something is in use.
+    """
+    _patiently(lambda: os.replace(source, target))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that it holds; nothing is done if there is none.
+
+    Raises:
+        OSError: the system refused, on Windows for more than a second if something is in use.
+    """
+
+    def attempt() -> None:
+        with suppress(FileNotFoundError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    _patiently(attempt)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders in one step, if the system and the file system can.
+
+    Source: renameat2(2) of Linux, renamex_np(2) of macOS.
+
+    Returns:
+        Whether they were exchanged.
+    """
+    if os.name != "posix":
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "renameat2"):
+        failed = library.renameat2(_HERE, names[0], _HERE, names[1], _EXCHANGE)
+    elif hasattr(library, "renamex_np"):
+        failed = library.renamex_np(*names, _EXCHANGE)
+    else:
+        return False
+    return int(failed) == 0
+
+
+def sync_tree(folder: Path) -> None:
+    """Make the system write all files of a folder, and their names, to the disk.
+
+    Raises:
+        OSError: the disk refused a write.
+    """
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:  # Windows syncs only files that are open for writing
+                descriptor = os.open(os.path.join(root, name), os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+            except PermissionError:  # a read-only file
+                continue
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_names(Path(root))
+
+
+def sync_names(folder: Path) -> None:
+    """Make the system write the names of a folder's files to the disk, where it can sync folders."""
+    if os.name == "nt":
+        return
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _patiently(operation: Callable[[], _Result]) -> _Result:
+    """Repeat an operation while Windows refuses it because something is in use."""
+    for pause in _PAUSES_S:
+        try:
+            return operation()
+        except PermissionError as error:
+            if not is_in_use(error):
+                raise
+        time.sleep(pause)
+    return operation()
