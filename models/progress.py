@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from .safe_text import on_one_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
+
+_PATIENCE_S: Final = 0.3
+"""Seconds after which a transient display appears."""
 
 
 class Progress(Protocol):
@@ -47,9 +51,16 @@ class ProgressDisplay:
     """A `Progress` that shows a bar for each stage on standard error, and nothing where that is not a terminal.
 
     Use it in a `with` block. Nothing appears, and no display library is loaded, before the first report.
+
+    Args:
+        transient: whether the bars are for the time before an answer: they appear for stages that last, and vanish when
+            all of them are done. They are drawn between two reports only, so that they do not disturb a measurement.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, transient: bool = False) -> None:
+        self._transient = transient
+        self._started: float | None = None
+        """Time of the first report since the display was last closed."""
         self._shown = sys.stderr is not None and sys.stderr.isatty()
         self._bars: Bars | None = None
         self._stages: dict[str, TaskID] = {}
@@ -60,8 +71,14 @@ class ProgressDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the display, which begins anew with the next report; bars of a transient one vanish."""
         if self._bars is not None:
             self._bars.stop()
+        self._bars = self._started = None
+        self._stages.clear()
 
     def __call__(self, stage: str, fraction: float) -> None:
         """Show that this fraction of a stage is done, 0 to 1. A new stage gets a bar of its own."""
@@ -74,15 +91,33 @@ class ProgressDisplay:
     def _show(self, stage: str, done: float, total: float, amount: str) -> None:
         if not self._shown:
             return
+        if self._bars is None and not self._is_due(done, total):
+            return
         if self._bars is None:
-            self._bars = _bars()
+            self._bars = _bars(transient=self._transient)
             self._bars.start()
         if stage not in self._stages:
             self._stages[stage] = self._bars.add_task(on_one_line(stage), total=total, amount=amount)
         self._bars.update(self._stages[stage], completed=done, total=total, amount=amount)
+        if self._transient:
+            self._bars.refresh()
+            if self._bars.finished:
+                self.close()
+
+    def _is_due(self, done: float, total: float) -> bool:
+        """Whether bars have to appear, a transient one only for a stage that lasts."""
+        if not self._transient:
+            return True
+        if done >= total:
+            self._started = None
+            return False
+        now = time.monotonic()
+        if self._started is None:
+            self._started = now
+        return now - self._started >= _PATIENCE_S
 
 
-def _bars() -> Bars:
+def _bars(*, transient: bool) -> Bars:
     from rich import progress  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
 
@@ -94,4 +129,6 @@ def _bars() -> Bars:
         progress.TextColumn("left"),
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
+        transient=transient,
+        auto_refresh=not transient,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..errors import ContextError, InputError
+from ..models.progress import Progress, silent
 from .graph.bound_session import BoundSession
 from .prefill import Cancelled, never, prefill
 from .speculation.near_ties import NearTies
@@ -50,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """What ends decoding."""
+    """What ends decoding, and what learns how far it is before the first token."""
 
     max_tokens: int | None = None
     """Largest number of tokens to produce; None for the rest of the context."""
@@ -58,6 +59,8 @@ class DecodeLimits:
     """End-of-sequence token ids."""
     cancelled: Callable[[], bool] = never
     """Called before every pass; True ends decoding."""
+    progress: Progress = silent
+    """Receives the share of the prompt that has been read."""
 
 
 def check_prompt_fits(prompt_ids: Sequence[int], context: int) -> None:
@@ -114,7 +117,7 @@ def decode(
         if near_ties is not None:
             near_ties.reset(prompt_ids)
             passes = near_ties.passes
-        logits, prefill_passes = prefill(bound, prompt_ids, cancelled)
+        logits, prefill_passes = prefill(bound, prompt_ids, cancelled, limits.progress)
         passes += prefill_passes
         tokens: tuple[int, ...] = (sampler.choose(logits, len(prompt_ids)),)
         if speculator is not None:

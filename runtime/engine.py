@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..models.bundle import open_bundle
 from ..models.find import find_model
 from ..models.pairing import find_draft
+from ..models.progress import Progress, silent
 from .conversation import Session
 from .devices.providers import choose_device
 from .graph.session import SessionConfig
@@ -40,6 +41,7 @@ def load(
     history: bool = False,
     learned: bool = True,
     tokenizer: str | os.PathLike[str] | None = None,
+    progress: Progress = silent,
 ) -> Engine:
     """Load a model.
 
@@ -56,6 +58,8 @@ def load(
         learned: whether to keep in the cache what drafters learn from answers; switch it off for repeatable
             measurements.
         tokenizer: a tokenizer.json, or a folder with one, for a model that has none beside it.
+        progress: called as `progress(stage, fraction)` while an answer waits for a long prompt to be read, or for the
+            measurements that the first answer of a new model needs; in the thread that generates.
 
     Raises:
         BundleError: there is no such model, or it is damaged.
@@ -71,7 +75,7 @@ def load(
     bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer_path)
     pair = find_draft(bundle, draft)
     persistence = Persistence(cache, history, learned)
-    return Engine(LoadedModel(bundle, SessionConfig(chosen, threads or 0), context, pair, persistence))
+    return Engine(LoadedModel(bundle, SessionConfig(chosen, threads or 0), context, pair, persistence, progress))
 
 
 class Engine:

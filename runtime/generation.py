@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+from ..models.progress import Progress, silent
 from .decode import DecodeLimits, FinishReason, decode
 from .graph.bound_session import BoundSession
 from .measure.exactness import SAMPLE_TEXT
@@ -29,6 +30,8 @@ class CachedSequence:
     bound: BoundSession
     token_ids: list[int] = field(default_factory=list)
     """Tokens whose slots are in the cache, and those after them that have not run yet."""
+    progress: Progress = silent
+    """Receives the progress of reading long prompts."""
 
     def continue_with(self, prompt_ids: Sequence[int]) -> int:
         """Replace the sequence by `prompt_ids`; keep and count the cached slots of their common prefix."""
@@ -69,15 +72,17 @@ def generate(
         InputError: a drafter that was asked for is not available.
     """
     prompt_ids, bound = request.prompt_ids, sequence.bound
+    recorder = StatsRecorder(len(prompt_ids))
     sampler = Sampler(request.sampling, bound.graph_io.vocab_size)
+    measured_before = drafters.measuring.seconds
     speculator, near_ties = _speculation(request, sampler, sequence, tokenizer, drafters, cancelled)
+    recorder.record_setup(measuring_s=drafters.measuring.seconds - measured_before)
     token_sampler: TokenSampler = sampler
     eos = tokenizer.eos
     if request.recording is not None:
         token_sampler = ReplaySampler(request.recording.answer, len(prompt_ids), sampler)
         eos = frozenset()  # a recording may hold any token, and ends where it ends
-    limits = DecodeLimits(request.max_tokens, eos, cancelled)
-    recorder = StatsRecorder(len(prompt_ids))
+    limits = DecodeLimits(request.max_tokens, eos, cancelled, sequence.progress)
     kept = sequence.continue_with(prompt_ids)
     # The last token of a prompt always runs again.
     recorder.reused_tokens = min(kept, len(prompt_ids) - 1)

@@ -8,6 +8,7 @@ from typing import Any, Final
 from ..errors import BundleError, EdgeError, InputError, TemplateError
 from ..models.bundle import TARGET_IDS_NAME, Bundle
 from ..models.pairing import DraftPair
+from ..models.progress import Progress, silent
 from .decode import check_prompt_fits
 from .generation import CachedSequence, generate
 from .graph.graph_io import GraphIO
@@ -33,6 +34,7 @@ class LoadedModel:
         context: largest number of tokens of prompt and answer together; None for what the model allows.
         pair: the draft model; None for none.
         persistence: what is read from disk and kept there.
+        progress: receives the progress of what an answer waits for: measurements of a new model, long prompts.
 
     Raises:
         BundleError: the model is damaged, or a draft model that cannot generate by itself.
@@ -46,8 +48,10 @@ class LoadedModel:
         context: int | None,
         pair: DraftPair | None,
         persistence: Persistence,
+        progress: Progress = silent,
     ) -> None:
         self.bundle: Final = bundle
+        self._progress = progress
         draft_config = config
         if pair is not None:
             config, draft_config = share_cores(config, pair.draft)
@@ -61,7 +65,7 @@ class LoadedModel:
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         self.defaults: Final = ModelDefaults.of(bundle)
-        self.drafters: Final = DrafterPool(graph, bundle, self.context, pair, draft_config, persistence)
+        self.drafters: Final = DrafterPool(graph, bundle, self.context, pair, draft_config, persistence, progress)
         self.queue: Final = RequestQueue()
         self._sequence: CachedSequence | None = None
         """Cache for answers outside conversations."""
@@ -102,7 +106,7 @@ class LoadedModel:
         """
         if self._graph is None:
             raise EdgeError("this engine is closed", "load the model again")
-        return CachedSequence(self._graph.bind(self._graph.arena(self.context)))
+        return CachedSequence(self._graph.bind(self._graph.arena(self.context)), progress=self._progress)
 
     def answer(
         self, sequence: CachedSequence | None, prompt_ids: Sequence[int], options: GenerateOptions

@@ -7,12 +7,16 @@ from typing import Final
 
 import numpy as np
 
+from ..models.progress import Progress, silent
 from .graph.bound_session import BoundSession
 from .sampling import Logits
 
 PREFILL_TOKENS: Final = 128
 """Prompt tokens per pass: wide enough for efficient matrix products (256 gains under 2 %), small enough to bound the
 memory of the activations and to let a prompt be cancelled soon."""
+
+READING_PROMPT: Final = "reading the prompt"
+"""Stage of the progress that a prefill reports."""
 
 
 class Cancelled(Exception):  # noqa: N818  not an error
@@ -28,6 +32,7 @@ def prefill(
     bound: BoundSession,
     token_ids: Sequence[int],
     cancelled: Callable[[], bool] = never,
+    progress: Progress = silent,
     *,
     width: int | None = None,
 ) -> tuple[Logits, int]:
@@ -37,6 +42,7 @@ def prefill(
         bound: the session; its arena holds the slots of `token_ids[:arena.length]`.
         token_ids: the whole sequence.
         cancelled: called before every pass; True ends the prefill.
+        progress: receives the share of the missing slots that are computed, before every pass and at the end.
         width: tokens per pass; `PREFILL_TOKENS`, or what suits the graph, when None.
 
     Returns:
@@ -51,11 +57,15 @@ def prefill(
     arena = bound.arena
     logits: Logits = np.empty(0, np.float32)
     passes = 0
+    first = arena.length
     while arena.length < len(token_ids):
         if cancelled():
             raise Cancelled
+        progress(READING_PROMPT, (arena.length - first) / (len(token_ids) - first))
         chunk = token_ids[arena.length : arena.length + (width or bound.prefill_width(PREFILL_TOKENS))]
         logits = bound.forward(chunk, logits_for=(len(chunk) - 1,))[0]
         arena.commit(len(chunk))
         passes += 1
+    if passes:
+        progress(READING_PROMPT, 1.0)
     return logits, passes

@@ -44,7 +44,11 @@ class Stats:
     decode_passes: int = 0
     """Number of forward passes after the first token."""
     first_token_s: float = 0.0
-    """Seconds from the start of the request to the first token."""
+    """Seconds from the start of the request to the first token: measuring, loading drafters, and the prefill."""
+    measuring_s: float = 0.0
+    """Seconds of these in which a model that is new on this machine was measured, and its draft model."""
+    drafter_loading_s: float = 0.0
+    """Seconds of these in which the draft model and the other drafters were loaded."""
     total_s: float = 0.0
     """Seconds from the start of the request to the end of the answer."""
     drafted: int = 0
@@ -83,6 +87,11 @@ class Stats:
         return sum(answers, cls(answers=0))
 
     @property
+    def prefill_s(self) -> float:
+        """Seconds from the start of the prefill to the first token."""
+        return self.first_token_s - self.measuring_s - self.drafter_loading_s
+
+    @property
     def decode_tokens(self) -> int:
         """Number of tokens after the first token of each answer."""
         return max(self.completion_tokens - self.answers, 0)
@@ -110,7 +119,8 @@ class Stats:
 
 _SUMMED: Final = (
     *("prompt_tokens", "reused_tokens", "completion_tokens", "target_passes", "decode_passes", "answers"),
-    *("first_token_s", "total_s", "draft_s", "target_s", "host_s", "drafted", "accepted"),
+    *("first_token_s", "measuring_s", "drafter_loading_s", "total_s"),
+    *("draft_s", "target_s", "host_s", "drafted", "accepted"),
 )
 
 
@@ -119,6 +129,8 @@ class StatsRecorder:
 
     Args:
         prompt_tokens: number of tokens of the prompt.
+
+    Its construction is the start of the request.
     """
 
     def __init__(self, prompt_tokens: int) -> None:
@@ -128,6 +140,12 @@ class StatsRecorder:
         self._steps: list[Step] = []
         self._started = time.perf_counter()
         self._first_token: float | None = None
+        self._measuring_s = self._drafter_loading_s = 0.0
+
+    def record_setup(self, *, measuring_s: float) -> None:
+        """Record that the prefill begins now, after measurements that took this long and loading the drafters."""
+        self._measuring_s = measuring_s
+        self._drafter_loading_s = max(time.perf_counter() - self._started - measuring_s, 0.0)
 
     def add(self, step: Step) -> None:
         """Record a step."""
@@ -157,6 +175,8 @@ class StatsRecorder:
             target_passes=sum(passes),
             decode_passes=sum(passes[1:]),
             first_token_s=(self._first_token or ended) - self._started,
+            measuring_s=self._measuring_s,
+            drafter_loading_s=self._drafter_loading_s,
             total_s=ended - self._started,
             drafted=sum(drafted),
             accepted=sum(accepted),

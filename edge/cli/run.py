@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from ...errors import InputError
+from ...models.progress import ProgressDisplay
 from ...models.text_files import decode_text, unify_line_ends
 from ...runtime.decode import FinishReason
 from ...runtime.options import GenerateOptions
@@ -184,9 +185,9 @@ def run(
 
 
 def _chat(options: RunOptions) -> int:
-    with options.model.open() as engine:
+    with ProgressDisplay(transient=True) as progress, options.model.open(progress) as engine:
         chat = TerminalChat(
-            engine, options.generate, system=options.system, resume=options.resume, show_stats=options.stats
+            engine, options.generate, progress, system=options.system, resume=options.resume, show_stats=options.stats
         )
         return chat.run()
 
@@ -195,7 +196,8 @@ def _answer(options: RunOptions) -> int:
     """Answer the prompt once; Ctrl-C keeps what was written."""
     prompt = options.prompt or ""
     started = time.perf_counter()
-    engine = options.model.open()
+    progress = ProgressDisplay(transient=True)
+    engine = options.model.open(progress)
     load_s = time.perf_counter() - started
     pieces = []
     with engine:
@@ -204,7 +206,7 @@ def _answer(options: RunOptions) -> int:
             chunks = session.stream(prompt, options.generate)
         else:
             chunks = engine.stream(prompt, options.generate, system=options.system)
-        with closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
+        with progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
             for chunk in chunks:
                 pieces.append(chunk)
                 if not options.as_json:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ...models.progress import Progress, silent
 from ...runtime.engine import Engine, load
 
 
@@ -85,8 +86,11 @@ class ModelOptions:
     history: bool = False
     learned: bool = True
 
-    def open(self) -> Engine:
+    def open(self, progress: Progress = silent) -> Engine:
         """Load the model.
+
+        Args:
+            progress: receives the progress of what an answer waits for.
 
         Raises:
             EdgeError: the model cannot be opened on this device; see `runtime.engine.load`.
@@ -101,4 +105,5 @@ class ModelOptions:
             cache=self.cache,
             history=self.history,
             learned=self.learned,
+            progress=progress,
         )

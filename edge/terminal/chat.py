@@ -13,6 +13,7 @@ from typing import Final
 from rich.text import Text
 
 from ...errors import EdgeError, InputError
+from ...models.progress import ProgressDisplay
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Stats
@@ -36,9 +37,17 @@ class TerminalChat:
     """Answers the lines that the user types, until the user leaves."""
 
     def __init__(
-        self, engine: Engine, options: GenerateOptions, *, system: str | None, resume: Path | None, show_stats: bool
+        self,
+        engine: Engine,
+        options: GenerateOptions,
+        progress: ProgressDisplay,
+        *,
+        system: str | None,
+        resume: Path | None,
+        show_stats: bool,
     ) -> None:
         self._engine = engine
+        self._progress = progress
         self._options = options
         self._session = engine.session(system=system, resume=resume)
         self._show_stats = show_stats
@@ -97,7 +106,7 @@ class TerminalChat:
 
     def _answer(self, text: str) -> None:
         chunks = self._session.stream(text, self._options)
-        with closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
+        with self._progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
             for chunk in chunks:
                 write_out(chunk.text)
                 if chunk.stats is not None:

@@ -22,6 +22,8 @@ from ...runtime.engine import Engine
 from ...runtime.result import Reply, Stats
 from ...runtime.speculation.choice import Speculation
 
+_SHORTEST_SHOWN_S: Final = 0.0005
+"""Shorter parts of the time to the first token would be shown as 0 ms."""
 _PIPE_WIDTH: Final = 110
 """Width of tables where standard output is not a terminal, at least."""
 _FIGURE_NAMES: Final = {
@@ -126,16 +128,32 @@ def stats_line(stats: Stats, load_s: float | None = None) -> str:
     """The statistics of an answer on one line, for `--stats` and `/stats`."""
     parts = [
         f"prompt {stats.prompt_tokens} tokens" + (f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""),
-        f"first token after {stats.first_token_s * 1e3:.0f} ms",
+        f"first token after {_ms(stats.first_token_s)}{_before_first_token(stats)}",
         f"{stats.completion_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s",
         f"{stats.tokens_per_pass:.2f} tokens per pass",
+        f"{_ms(stats.total_s)} in all",
     ]
     if stats.drafted:
         sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
         parts.append(f"draft tokens accepted: {sources}")
     if load_s is not None:
-        parts.append(f"loaded in {load_s * 1e3:.0f} ms")
+        parts.append(f"loaded in {_ms(load_s)}")
     return ", ".join(parts)
+
+
+def _before_first_token(stats: Stats) -> str:
+    """What the time to the first token consists of, where that is more than the prefill."""
+    parts = {
+        "measuring this model": stats.measuring_s,
+        "loading the drafters": stats.drafter_loading_s,
+        "reading the prompt": stats.prefill_s,
+    }
+    shown = [f"{_ms(seconds)} {name}" for name, seconds in parts.items() if seconds >= _SHORTEST_SHOWN_S]
+    return f" ({', '.join(shown)})" if len(shown) > 1 else ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
 
 
 def figures_text(figures: Mapping[str, float]) -> str:
@@ -153,6 +171,9 @@ def reply_json(reply: Reply, engine: Engine, speculation: Speculation, load_s: f
         "timing": {
             "load_ms": round(load_s * 1e3, 3),
             "ttft_ms": round(stats.first_token_s * 1e3, 3),
+            "measuring_ms": round(stats.measuring_s * 1e3, 3),
+            "drafter_loading_ms": round(stats.drafter_loading_s * 1e3, 3),
+            "prefill_ms": round(stats.prefill_s * 1e3, 3),
             "decode_tokens_per_second": round(stats.decode_tokens_per_second, 3),
             "total_ms": round(stats.total_s * 1e3, 3),
         },

@@ -19,12 +19,15 @@ from ..graph.bound_session import BoundSession
 from ..graph.session import SessionConfig
 from ..speculation.pass_cost import PassCost
 from .measurement_store import MeasurementStore, model_key
+from .measuring_time import MeasuringTime
 
 PASS_COSTS: Final = MeasurementStore("pass-cost", 1, PassCost.from_json)
 """Measured pass costs of models on this machine."""
 
 WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 """Widths that are measured; the cost of those between is interpolated."""
+MEASURING_SPEED: Final = "measuring the speed of this model"
+"""Stage of a measurement that an answer waits for."""
 TYPICAL_CONTEXT: Final = 256
 """Filled cache slots at which passes are timed: the first answers mostly stay below twice that."""
 
@@ -39,8 +42,19 @@ _QUANTILE: Final = 0.2
 _FILLER: Final = 0.01
 
 
-def load_or_measure_pass_cost(bundle: Bundle, config: SessionConfig, bound: BoundSession) -> PassCost:
+def load_or_measure_pass_cost(
+    bundle: Bundle,
+    config: SessionConfig,
+    bound: BoundSession,
+    measuring: MeasuringTime | None = None,
+) -> PassCost:
     """Return the stored pass cost of a model on a device, or measure it over `bound`'s arena and store it.
+
+    Args:
+        bundle: the model.
+        config: how its graph runs.
+        bound: the session and the arena to measure over.
+        measuring: counts the time of a measurement and receives its progress.
 
     Raises:
         ContextError: the pass cost must be measured and the arena is full.
@@ -49,7 +63,8 @@ def load_or_measure_pass_cost(bundle: Bundle, config: SessionConfig, bound: Boun
     key = model_key(bundle, config)
     cost = PASS_COSTS.load(key)
     if cost is None:
-        cost = measure_pass_cost(bound)
+        with (measuring or MeasuringTime()).stage(MEASURING_SPEED) as progress:
+            cost = measure_pass_cost(bound, progress=progress)
         PASS_COSTS.save(key, cost)
     return cost
 

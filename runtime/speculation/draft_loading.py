@@ -31,6 +31,7 @@ from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
 from ..measure.measurement_store import model_key
+from ..measure.measuring_time import MeasuringTime
 from ..measure.pass_timing import PASS_COSTS, measure_pass_cost
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
 from .drafters.layer_skip import LayerSkipDraft
@@ -53,7 +54,13 @@ def share_cores(config: SessionConfig, draft: Bundle) -> tuple[SessionConfig, Se
 
 
 def load_draft(
-    pair: DraftPair, config: SessionConfig, target_vocab: int, context: int, *, cache: bool = True
+    pair: DraftPair,
+    config: SessionConfig,
+    target_vocab: int,
+    context: int,
+    *,
+    cache: bool = True,
+    measuring: MeasuringTime | None = None,
 ) -> DraftModel:
     """Load a draft model that is a separate model.
 
@@ -63,6 +70,7 @@ def load_draft(
         target_vocab: vocabulary size of the target's graph.
         context: context of the target. A draft with a shorter one stops drafting when the sequence outgrows it.
         cache: whether packed weights and the pass cost are kept on disk.
+        measuring: counts the time in which the draft's pass cost is measured, and receives its progress.
 
     Raises:
         BundleError: the draft is not a model that edge-run can decode with, or its LM head does not fit the map from
@@ -79,11 +87,18 @@ def load_draft(
             "put its d2t.npy beside the graph",
         )
     bound = session.bind(session.arena(min(context, bundle.context or context)))
-    return DraftModel(bound, _pass_cost(bundle, config, bound, cache=cache), target_vocab, pair.target_ids)
+    return DraftModel(bound, _pass_cost(bundle, config, bound, measuring, cache=cache), target_vocab, pair.target_ids)
 
 
 def load_layer_skip_draft(
-    pair: DraftPair, config: SessionConfig, target: Bundle, graph_io: GraphIO, context: int, *, cache: bool = True
+    pair: DraftPair,
+    config: SessionConfig,
+    target: Bundle,
+    graph_io: GraphIO,
+    context: int,
+    *,
+    cache: bool = True,
+    measuring: MeasuringTime | None = None,
 ) -> LayerSkipDraft:
     """Load a draft that is the target without some of its layers, to be attached to the target's arena.
 
@@ -94,6 +109,7 @@ def load_layer_skip_draft(
         graph_io: inputs and outputs of the target's graph.
         context: as for `load_draft`.
         cache: as for `load_draft`.
+        measuring: as for `load_draft`.
 
     Raises:
         BundleError: the graph cannot be loaded, or does not match the target's cache or vocabulary.
@@ -113,7 +129,7 @@ def load_layer_skip_draft(
     elif own.vocab_size != graph_io.vocab_size:
         raise BundleError(f"{pair.draft.graph} has a head of {own.vocab_size} tokens, but no map of its ids", _HINT)
     timed = session.bind(session.arena(context))
-    cost = _pass_cost(pair.draft, config, timed, cache=cache)
+    cost = _pass_cost(pair.draft, config, timed, measuring, cache=cache)
     bound = session.bind(BorrowedArena(own.tensor_types, places, context))
     return LayerSkipDraft(bound, cost, graph_io.vocab_size, pair.target_ids)
 
@@ -131,12 +147,15 @@ def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int)
         raise BundleError(what, _HINT) from error
 
 
-def _pass_cost(bundle: Bundle, config: SessionConfig, bound: BoundSession, *, cache: bool) -> PassCost:
+def _pass_cost(
+    bundle: Bundle, config: SessionConfig, bound: BoundSession, measuring: MeasuringTime | None, *, cache: bool
+) -> PassCost:
     """Cost of the draft's passes, stored or measured now."""
     key = model_key(bundle, config)
     cost = PASS_COSTS.load(key) if cache else None
     if cost is None:
-        cost = measure_pass_cost(bound, seconds_budget=_SECONDS_BUDGET, widths=_WIDTHS)
+        with (measuring or MeasuringTime()).stage("measuring the speed of the draft model") as progress:
+            cost = measure_pass_cost(bound, seconds_budget=_SECONDS_BUDGET, widths=_WIDTHS, progress=progress)
         if cache:
             PASS_COSTS.save(key, cost)
     return cost

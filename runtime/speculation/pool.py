@@ -17,12 +17,14 @@ from ...errors import EdgeError, InputError
 from ...models.bundle import Bundle
 from ...models.cache import cache_folder
 from ...models.pairing import DraftPair
+from ...models.progress import Progress, silent
 from ..graph.bound_session import BoundSession
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.arena import KVArena
 from ..measure.exactness import EXACTNESS_REPORTS, ExactnessReport, measure_exactness
 from ..measure.measurement_store import model_key
-from ..measure.pass_timing import PASS_COSTS, load_or_measure_pass_cost, measure_pass_cost
+from ..measure.measuring_time import MeasuringTime
+from ..measure.pass_timing import MEASURING_SPEED, PASS_COSTS, load_or_measure_pass_cost, measure_pass_cost
 from ..options import GenerationRequest, Persistence
 from ..sampling import SamplingParams
 from .choice import SOURCE_NAMES, Speculation
@@ -69,6 +71,7 @@ class DrafterPool:
         pair: the draft model; None for none.
         draft_config: configuration of the draft model's session.
         persistence: what is read from disk and kept there.
+        progress: receives the progress of measurements.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class DrafterPool:
         pair: DraftPair | None,
         draft_config: SessionConfig,
         persistence: Persistence,
+        progress: Progress = silent,
     ) -> None:
         self._open_graph: GraphSession | None = graph
         self._bundle = bundle
@@ -86,6 +90,8 @@ class DrafterPool:
         self._pair = pair
         self._draft_config = draft_config
         self._persistence = persistence
+        self.measuring: Final = MeasuringTime(progress)
+        """The time that measurements took."""
         self._model_key = hashlib.sha256(bundle.fingerprint.encode()).hexdigest()[:32]
         history_folder = cache_folder() / "history" / self._model_key
         self._store = HistoryStore(history_folder, _HISTORY_BYTES, _log.warning) if persistence.history else None
@@ -105,9 +111,10 @@ class DrafterPool:
         if self._pass_cost is None:
             bound = self._bind()
             if self._persistence.cache:
-                self._pass_cost = load_or_measure_pass_cost(self._bundle, self._graph.config, bound)
+                self._pass_cost = load_or_measure_pass_cost(self._bundle, self._graph.config, bound, self.measuring)
             else:
-                self._pass_cost = measure_pass_cost(bound)
+                with self.measuring.stage(MEASURING_SPEED) as progress:
+                    self._pass_cost = measure_pass_cost(bound, progress=progress)
         return self._pass_cost
 
     def draft_model(self) -> DraftModel | None:
@@ -121,7 +128,8 @@ class DrafterPool:
             key = model_key(self._bundle, self._graph.config)
             self._exactness_report = EXACTNESS_REPORTS.load(key) if self._persistence.cache else None
             if self._exactness_report is None:
-                self.store_exactness_report(measure_exactness(self._bind(), token_ids))
+                with self.measuring.stage("measuring how far passes differ"):
+                    self.store_exactness_report(measure_exactness(self._bind(), token_ids))
         assert self._exactness_report is not None  # noqa: S101  stored or measured
         return self._exactness_report
 
@@ -232,10 +240,13 @@ class DrafterPool:
         return self._free
 
     def _load_draft_model(self, pair: DraftPair) -> DraftModel:
-        graph_io, config, cache = self._graph.graph_io, self._draft_config, self._persistence.cache
+        graph_io, config = self._graph.graph_io, self._draft_config
+        cache, measuring, context = self._persistence.cache, self.measuring, self._context
         if pair.layer_skip:
-            return load_layer_skip_draft(pair, config, self._bundle, graph_io, self._context, cache=cache)
-        return load_draft(pair, config, graph_io.vocab_size, self._context, cache=cache)
+            return load_layer_skip_draft(
+                pair, config, self._bundle, graph_io, context, cache=cache, measuring=measuring
+            )
+        return load_draft(pair, config, graph_io.vocab_size, context, cache=cache, measuring=measuring)
 
     def _sampled_speculator(self, draft_sampling: DraftSampling, sampling: SamplingParams) -> SampledSpeculator:
         if self._model is None:

@@ -38,6 +38,7 @@ def test_generate_and_stream_give_the_same_text(engine: Engine) -> None:
     assert stats.target_passes == 20 - stats.accepted
     assert stats.tokens_per_pass == 19 / stats.decode_passes
     assert 0 < stats.first_token_s <= stats.total_s
+    assert 0 < stats.prefill_s <= stats.first_token_s
 
 
 def test_an_answer_does_not_depend_on_earlier_ones(engine: Engine) -> None:
@@ -140,3 +141,44 @@ def test_an_unknown_device_is_refused_with_a_list_of_devices(tiny_bundle: Path) 
 def test_every_public_name_exists_and_the_list_is_sorted() -> None:
     assert edgerun.__all__ == sorted(edgerun.__all__, key=str.lower) or edgerun.__all__ == sorted(edgerun.__all__)
     assert all(hasattr(edgerun, name) for name in edgerun.__all__)
+
+
+def test_the_first_answer_of_a_new_model_counts_and_reports_its_measurement(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    reports: list[tuple[str, float]] = []
+    with edgerun.load(tiny_bundle, progress=lambda stage, fraction: reports.append((stage, fraction))) as engine:
+        assert not reports
+        first = engine.generate("the", max_tokens=2).stats
+        stages = list(dict.fromkeys(stage for stage, _ in reports))
+        assert stages == ["measuring the speed of this model", "reading the prompt"]
+        assert first.measuring_s > 0
+        assert first.drafter_loading_s > 0
+        assert first.prefill_s > 0
+        assert first.measuring_s + first.drafter_loading_s + first.prefill_s == pytest.approx(first.first_token_s)
+        assert first.first_token_s + first.decode_s == pytest.approx(first.total_s)
+        second = engine.generate("the", max_tokens=2).stats
+        assert second.measuring_s == 0
+        assert (first + second).measuring_s == first.measuring_s
+    with edgerun.load(tiny_bundle) as engine:
+        assert engine.generate("the", max_tokens=2).stats.measuring_s == 0
+        exact = engine.generate("the", max_tokens=2, exact=True).stats
+        assert exact.measuring_s > 0
+
+
+def test_reading_a_long_prompt_is_reported_pass_by_pass(tiny_bundle: Path) -> None:
+    reports: list[float] = []
+
+    def record(stage: str, fraction: float) -> None:
+        if stage == "reading the prompt":
+            reports.append(fraction)
+
+    with edgerun.load(tiny_bundle, progress=record) as engine:
+        stats = engine.generate("x" * 200, max_tokens=1, raw=True).stats
+        assert reports == [0.0, 128 / stats.prompt_tokens, 1.0]
+        session = engine.session()
+        session.send("x" * 150, max_tokens=1)
+        reports.clear()
+        session.send("y", max_tokens=1)
+        assert reports == [0.0, 1.0], "only what the cache lacks"

@@ -56,7 +56,10 @@ def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys
     assert reply["finish_reason"] == "length"
     assert reply["usage"]["completion_tokens"] == 5
     assert list(reply["usage"]) == ["prompt_tokens", "completion_tokens"]
-    assert list(reply["timing"]) == ["load_ms", "ttft_ms", "decode_tokens_per_second", "total_ms"]
+    assert list(reply["timing"]) == [
+        *("load_ms", "ttft_ms", "measuring_ms", "drafter_loading_ms", "prefill_ms"),
+        *("decode_tokens_per_second", "total_ms"),
+    ]
     assert list(reply["speculation"]) == [
         "mode",
         "target_passes",
@@ -284,3 +287,30 @@ def test_closed_standard_input_is_an_empty_prompt(
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
     assert for_terminal("a\x1b[2Jb\x07\r\nc\td\x9b") == "a\ufffd[2Jb\ufffd\ufffd\nc\td\ufffd"
+
+
+def test_the_wait_for_a_first_answer_is_shown_on_a_terminal_and_gone_with_the_answer(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = Screen()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("edgerun.models.progress._PATIENCE_S", 0.0)
+    arguments = [str(tiny_bundle), "-p", "x" * 200, "-n", "2", "--raw", "--no-cache", "--stats"]
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", screen)
+        assert main(arguments) == 0
+    bars, _, statistics = screen.getvalue().rpartition("\x1b[2K")  # erases a line
+    assert "measuring the speed of this model" in bars
+    assert "reading the prompt" in bars
+    assert "ms measuring this model, " in statistics
+    assert "%" not in statistics
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert capsys.readouterr().err.count("\n") == 1, "nothing but the statistics where there is no terminal"
+
+
+class Screen(io.StringIO):
+    """A terminal that records what it is sent."""
+
+    def isatty(self) -> bool:
+        return True

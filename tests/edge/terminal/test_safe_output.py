@@ -204,7 +204,9 @@ def test_the_chat_shows_hostile_names_as_text(
     lines = iter([f"/system {TEXT}", "/system", f"/save {hostile / NAME / NAME}", f"/{TEXT}", "the", "/quit"])
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     with edgerun.load(hostile) as engine:
-        chat = TerminalChat(engine, GenerateOptions(max_tokens=2), system=None, resume=None, show_stats=True)
+        chat = TerminalChat(
+            engine, GenerateOptions(max_tokens=2), ProgressDisplay(), system=None, resume=None, show_stats=True
+        )
         assert chat.run() == 0
     captured = capsys.readouterr()
     assert not CONTROLS.intersection(captured.err) - {"\n"}
