@@ -89,7 +89,8 @@ def generate(
     decoder = StreamDecoder(tokenizer)
     matcher = StopMatcher(request.stop_sequences)
     finish = FinishReason.LENGTH
-    with closing(decode(bound, prompt_ids, token_sampler, limits, speculator, near_ties)) as steps:
+    steps = decode(bound, prompt_ids, token_sampler, limits, speculator, near_ties)
+    with drafters.generating(), closing(steps):
         for step in steps:
             recorder.add(step)
             sequence.token_ids.extend(step.tokens)

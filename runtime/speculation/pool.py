@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +31,7 @@ from .choice import SOURCE_NAMES, Speculation
 from .draft_loading import load_draft, load_layer_skip_draft
 from .drafters.draft_model import DraftModel
 from .drafters.history import HistoryDrafter
+from .drafters.history_indexing import HistoryIndexer
 from .drafters.history_store import HistoryStore
 from .drafters.interface import Drafter
 from .drafters.layer_skip import LayerSkipDraft
@@ -95,8 +96,7 @@ class DrafterPool:
         self._model_key = hashlib.sha256(bundle.fingerprint.encode()).hexdigest()[:32]
         history_folder = cache_folder() / "history" / self._model_key
         self._store = HistoryStore(history_folder, _HISTORY_BYTES, _log.warning) if persistence.history else None
-        self._stored = False
-        """Whether a conversation was stored since the history was indexed."""
+        self._indexer = None if self._store is None else HistoryIndexer(self._store)
         self._pass_cost: PassCost | None = None
         self._exactness_report: ExactnessReport | None = None
         self._free: dict[Source, Drafter] | None = None
@@ -180,10 +180,14 @@ class DrafterPool:
             self._speculators[key] = Speculator(drafters, self.pass_cost(), model=model, trees=graph_io.supports_trees)
         return self._speculators[key]
 
+    def generating(self) -> AbstractContextManager[None]:
+        """A context for generating an answer: work in the background waits."""
+        return nullcontext() if self._indexer is None else self._indexer.answering()
+
     def store_conversation(self, token_ids: Sequence[int]) -> None:
-        """Store the new tokens of a finished answer in the history, if one is kept."""
-        if self._store is not None and self._store.append(token_ids):
-            self._stored = True
+        """Store the new tokens of a finished answer in the history, if one is kept, to be indexed soon."""
+        if self._store is not None and self._indexer is not None and self._store.append(token_ids):
+            self._indexer.conversation_stored()
 
     def close(self) -> None:
         """Save what was learned and free the memory; calling it again does nothing."""
@@ -195,9 +199,8 @@ class DrafterPool:
         cost = self._pass_cost
         if self._persistence.cache and cost is not None and cost.observed >= _MIN_OBSERVED:
             PASS_COSTS.save(model_key(self._bundle, self._graph.config), cost)
-        if self._store is not None and (self._stored or not self._store.is_indexed()):
-            self._store.reindex()
-            self._stored = False
+        if self._indexer is not None:
+            self._indexer.close()
         self._open_graph = self._free = self._model = self._recycling = None
         for speculators in (self._speculators, self._sampled, self._oracles):
             speculators.clear()

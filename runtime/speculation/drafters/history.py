@@ -21,7 +21,8 @@ class HistoryDrafter:
     """Proposes the tokens that followed the longest matches of the end of the sequence in a store's sequences.
 
     A fixed number of places is examined, so that a lookup takes the same time in any store; of a short match, which has
-    many places, they are a sample. Before a store has an index there are no candidates.
+    many places, they are a sample. Before a store has an index there are no candidates. An index that is made during an
+    answer is used from the next `reset`, which begins the next answer.
 
     Args:
         store: earlier sequences of the model.
@@ -33,11 +34,13 @@ class HistoryDrafter:
 
     def __init__(self, store: HistoryStore, vocab_size: int) -> None:
         self._store = store
+        self._index = store.index
         self._vocab_size = vocab_size
         self._tail: Tail = ()
 
     def reset(self, token_ids: Sequence[int]) -> None:
-        """Replace the sequence."""
+        """Replace the sequence, and use the store's latest index from now on."""
+        self._index = self._store.index
         self._tail = tuple(token_ids[-REACH:])
 
     def append(self, token: int) -> None:
@@ -54,10 +57,9 @@ class HistoryDrafter:
 
     def candidates(self, state: Tail) -> list[Candidate]:
         """Up to three: tokens that followed the longest match, most frequent first, then those of shorter ones."""
-        index = self._store.index
-        if index is None or not state:
+        if self._index is None or not state:
             return []
-        found = sorted(index.find(state))
+        found = sorted(self._index.find(state))
         candidates: list[Candidate] = []
         counts: dict[int, int] = {}
         new: list[int] = []

@@ -1,26 +1,23 @@
-"""A memory-mapped suffix array over token sequences, searched by bisection.
+"""A suffix array over token sequences, searched by bisection.
 
 The file holds the sequences in reverse, so that the tokens before a place read forwards from it, and big-endian, so
 that comparing bytes compares tokens. Then follow all places, sorted by the sixteen tokens before them (a suffix array
 of the reversed sequences, built by doubling: Manber and Myers 1990). The places that share most of a context are
-neighbours of where it would be inserted. A place costs eight bytes; opening the file verifies its checksum once.
+neighbours of where it would be inserted. A place costs eight bytes. The file is read into memory, not mapped: Windows
+refuses to remove a mapped file, so every process that drafts from an outdated index would keep its file alive.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from ....models.regular_file import open_regular
 
 REACH: Final = 16
 """Maximum number of tokens of a context."""
@@ -57,30 +54,33 @@ class Covered:
     """How many bytes of it."""
 
 
-def encode(sequences: Sequence[Tokens], covered: Covered) -> bytes:
-    """Make the index file of some sequences, oldest first: about 0.5 s for a million tokens.
+def encode(sequences: Sequence[Tokens], covered: Covered, pause: Callable[[], None] = lambda: None) -> bytes:
+    """Make the index file of some sequences, oldest first: about 0.5 s and 50 MB of memory for a million tokens.
 
     Args:
         sequences: token ids below `TOKEN_LIMIT`.
         covered: what the sequences were read from.
+        pause: called between steps that take about a seventh of the time each; may wait, or raise an error to stop.
     """
     backward = np.full(sum(len(sequence) + 1 for sequence in sequences) + 1, _GAP, np.uint32)
     at = len(backward) - 1
     for sequence in sequences:
         backward[at - len(sequence) : at] = sequence[::-1]
         at -= len(sequence) + 1
-    places = _sorted_places(backward)
+    places = _sorted_places(backward, pause)
+    pause()
     body = backward.astype(">u4").tobytes() + places.astype("=u4").tobytes()
     parts = (_MAGIC, covered.identity, covered.end, len(backward), len(places))
     return _HEADER.pack(*parts, zlib.crc32(body, zlib.crc32(_HEADER.pack(*parts, 0)))) + body
 
 
-def _sorted_places(backward: Tokens) -> npt.NDArray[np.intp]:
+def _sorted_places(backward: Tokens, pause: Callable[[], None]) -> npt.NDArray[np.intp]:
     """The places that have a token on either side, sorted by the bytes that follow them; ties keep their order."""
     rank = np.minimum(backward, TOKEN_LIMIT).astype(np.int64) + 1  # 0 stands for the end
     order = np.arange(len(backward))
     width = 1
     while width < REACH:
+        pause()
         shifted = np.zeros_like(rank)
         shifted[:-width] = rank[width:]
         key = rank << 31 | shifted
@@ -96,33 +96,27 @@ def _sorted_places(backward: Tokens) -> npt.NDArray[np.intp]:
 
 
 class HistoryIndex:
-    """A memory-mapped index file.
+    """An index in memory.
 
     Args:
-        path: the file.
+        data: contents of its file.
 
     Raises:
-        ValueError: the file is damaged, or not an index of this version and byte order.
-        OSError: it cannot be read.
+        ValueError: they are damaged, or not those of an index of this version and byte order.
     """
 
-    def __init__(self, path: Path) -> None:
-        with open_regular(path) as file:
-            if not path.stat().st_size:
-                raise ValueError("the file is empty")
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if len(self._data) < HEADER_BYTES:
+    def __init__(self, data: bytes) -> None:
+        if len(data) < HEADER_BYTES:
             raise ValueError("the file is too short")
-        magic, identity, end, tokens, places, checksum = _HEADER.unpack_from(self._data)
-        if magic != _MAGIC or len(self._data) != HEADER_BYTES + WORD * (tokens + places):
+        magic, identity, end, tokens, places, checksum = _HEADER.unpack_from(data)
+        if magic != _MAGIC or len(data) != HEADER_BYTES + WORD * (tokens + places):
             raise ValueError("the file is not an index of this version")
         head = zlib.crc32(_HEADER.pack(magic, identity, end, tokens, places, 0))
-        with memoryview(self._data) as view, view[HEADER_BYTES:] as body:
-            if zlib.crc32(body, head) != checksum:
-                raise ValueError("the checksum is wrong")
+        if zlib.crc32(memoryview(data)[HEADER_BYTES:], head) != checksum:
+            raise ValueError("the checksum is wrong")
+        self._data = data
         self.covered = Covered(identity, end)
-        self._end = HEADER_BYTES + WORD * tokens
-        self._places = memoryview(self._data)[self._end :].cast("I")
+        self._places = memoryview(data)[HEADER_BYTES + WORD * tokens :].cast("I")
 
     def __len__(self) -> int:
         """Number of places."""
@@ -149,9 +143,6 @@ class HistoryIndex:
         for side in (range(low, min(low + NEIGHBOURS, len(places))), range(low - 1, max(low - 1 - NEIGHBOURS, -1), -1)):
             for index in side:
                 start = HEADER_BYTES + WORD * places[index]
-                # The file was valid when it was opened; a disk that fails later must not cause an access outside it.
-                if not HEADER_BYTES < start < self._end:
-                    continue
                 here = data[start : start + size].ljust(size, b"\xff")
                 missing = ((int.from_bytes(here, "big") ^ wanted).bit_length() + 8 * WORD - 1) // (8 * WORD)
                 if missing == len(context):

@@ -2,34 +2,42 @@
 
 Every operation holds a lock file and opens the database for itself; if the lock is taken, the operation is skipped. A
 damaged database is set aside (the latest one), and the sequences that can be read stay in use. When the size limit is
-reached, the oldest sequences are deleted. The index is a separate file that never changes, is found by its name, and
-can be made again from the database (docs/decisions/0027-history-store.md).
+reached, the oldest sequences are deleted. The index is a separate file that never changes. Its name says which part of
+which database it has, and it can be made again from the database (docs/decisions/0027-history-store.md).
 
 The size limit covers everything: a token takes four bytes in the database, eight in the index and four in a database
-that was set aside. (On Windows, where a file in use cannot be removed, an old index may stay until its last reader
-ends.) Problems with the files are reported as warnings and never raised: decoding works without earlier conversations.
+that was set aside. No process keeps an index file open, so an outdated one can always be removed, except on Windows
+while another process reads it; then it is removed later, and no new one is made that would exceed the limit
+(docs/decisions/0035-indexing-while-idle.md). Problems with the files are reported as warnings and never raised:
+decoding works without earlier conversations.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from ....models.atomic import write_atomically
+from ....models.file_system import move
 from ....models.lock import locked
+from ....models.regular_file import read_regular
 from .history_index import HEADER_BYTES, TOKEN_LIMIT, WORD, Covered, HistoryIndex, Tokens, encode
 
 _DATABASE: Final = "history.db"
 _SET_ASIDE: Final = "history.db.damaged"
 _LOCK: Final = "lock"
 _INDEX: Final = "index-"
+_INDEX_NAME: Final = re.compile(rf"{_INDEX}([0-9a-f]{{32}})-(\d{{1,18}})")
+"""Identity of the database, and id of the last sequence in the index."""
+_PART: Final = 128
+"""Number of sequences read at a time while indexing: other operations wait 0.25 s for the lock, or are skipped."""
 _WAIT_S: Final = 0.25
 _MIN_BYTES: Final = 64 << 10
 _PAGE_BYTES: Final = 1024
@@ -76,11 +84,17 @@ class HistoryStore:
             raise ValueError(f"a history of {max_bytes} bytes is too small; the minimum is {_MIN_BYTES}")
         self._folder = folder
         self._path = folder / _DATABASE
+        self._max_bytes = max_bytes
         self._max_pages = (max_bytes - HEADER_BYTES - 2 * WORD) // 4 // _PAGE_BYTES
         self._warn = warn
         self.index: HistoryIndex | None = None
         """Index of the sequences, which may lack the latest; None if there is none."""
-        self._open_index()
+        try:
+            if self._path.exists():
+                with self._database() as database:
+                    self._open_index(_covered(database))
+        except (OSError, *_DATABASE_ERRORS) as error:
+            self._warn(f"earlier conversations are not used yet: {error}")
 
     def append(self, token_ids: Sequence[int]) -> bool:
         """Store a finished sequence, or the end of a very long one; returns whether it was stored.
@@ -110,42 +124,46 @@ class HistoryStore:
     def sequences(self) -> list[Tokens]:
         """The stored sequences, oldest first; empty if the store is in use."""
         try:
-            return self._read()[0] if self._path.exists() else []
+            return self._read() if self._path.exists() else []
         except (OSError, *_DATABASE_ERRORS) as error:
             self._warn(f"earlier conversations cannot be read: {error}")
             return []
 
-    def is_indexed(self) -> bool:
-        """Whether the index has all sequences."""
+    def unindexed_tokens(self) -> int:
+        """Number of stored tokens that the index lacks; 0 if the store is in use."""
         try:
             if not self._path.exists():
-                return True
+                return 0
             with self._database() as database:
-                return self.index is not None and self.index.covered == _covered(database)
+                known = self.index.covered if self.index is not None else None
+                first = known.end if known is not None and known.identity == _covered(database).identity else 0
+                query = "SELECT total(length(tokens)) FROM sequences WHERE id > ?"
+                return int(database.execute(query, (first,)).fetchone()[0]) // WORD
         except (OSError, *_DATABASE_ERRORS):
-            return True
+            return 0
 
-    def reindex(self) -> bool:
-        """Index all sequences, 0.5 s for a million tokens; returns whether the index has them all.
+    def reindex(self, pause: Callable[[], None] = lambda: None) -> bool:
+        """Index all sequences, about 0.5 s for a million tokens; returns whether the index has them all.
 
-        Other threads run meanwhile and use the old index until the new one is complete.
+        Other threads and processes can use the store meanwhile. `index` changes when the new one is complete; an index
+        that another process has made is used if it has them all.
+
+        Args:
+            pause: called between short steps, without the lock; may wait, or raise an error to stop.
         """
         try:
             if not self._path.exists():
+                self.index = None
                 return True
-            sequences, covered = self._read()
-            encoded = encode(sequences, covered)
-            with self._database() as database:
-                if _covered(database).identity != covered.identity:
-                    return False  # another process deleted sequences and indexes the others
-                self._remove_indexes()
-                path = self._folder / f"{_INDEX}{secrets.token_hex(8)}"
-                write_atomically(path, encoded)
-                self.index = HistoryIndex(path)
-        except (OSError, ValueError, *_DATABASE_ERRORS) as error:
+            try:
+                return self._reindex(pause)
+            except _DATABASE_ERRORS:
+                with self._database(check=True):
+                    pass
+                return self._reindex(pause)
+        except (OSError, ValueError, MemoryError, *_DATABASE_ERRORS) as error:
             self._warn(f"earlier conversations are not indexed: {error}")
             return False
-        return True
 
     def _append(self, tokens: bytes, *, check: bool) -> None:
         with self._database(check=check) as database:
@@ -155,10 +173,45 @@ class HistoryStore:
                 self._delete_oldest(database)
                 _insert(database, tokens)
 
-    def _read(self) -> tuple[list[Tokens], Covered]:
+    def _read(self) -> list[Tokens]:
         with self._database(check=True) as database:
             rows = database.execute("SELECT tokens FROM sequences ORDER BY id").fetchall()
-            return [np.frombuffer(tokens, "<u4") for (tokens,) in rows], _covered(database)
+            return [np.frombuffer(tokens, "<u4") for (tokens,) in rows]
+
+    def _reindex(self, pause: Callable[[], None]) -> bool:
+        with self._database() as database:
+            covered = _covered(database)
+            self._open_index(covered)
+            if self.index is not None and self.index.covered == covered:
+                return True
+        encoded = encode(self._read_in_parts(covered, pause), covered, pause)
+        with self._database() as database:
+            now = _covered(database)
+            if now.identity != covered.identity:
+                return False  # sequences were deleted meanwhile
+            self._open_index(now)
+            return self._replace_index(encoded, covered)
+
+    def _read_in_parts(self, covered: Covered, pause: Callable[[], None]) -> list[Tokens]:
+        """The sequences that an index of `covered` has; the lock is released between parts of them.
+
+        Raises:
+            _DamagedError: a sequence is damaged.
+        """
+        sequences: list[Tokens] = []
+        last = 0
+        query = "SELECT id, tokens, crc FROM sequences WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?"
+        while last < covered.end:
+            pause()
+            with self._database() as database:
+                rows = database.execute(query, (last + 1, covered.end, _PART)).fetchall()
+            if not rows:
+                break  # another process has deleted them
+            if rows[-1][0] <= last or not all(_is_valid(*row) for _, *row in rows):
+                raise _DamagedError("a conversation is damaged")
+            sequences += [np.frombuffer(tokens, "<u4") for _, tokens, _ in rows]
+            last = rows[-1][0]
+        return sequences
 
     @contextmanager
     def _database(self, *, check: bool = False) -> Iterator[sqlite3.Connection]:
@@ -197,9 +250,9 @@ class HistoryStore:
     def _replace(self, damage: _DamagedError) -> sqlite3.Connection:
         """Set the database aside and make a new one of the sequences that can be read."""
         sequences = _readable(self._path)
-        self._remove_indexes()
+        self._discard_index()
         if self._path.stat().st_size <= self._max_pages * _PAGE_BYTES:
-            self._path.replace(self._folder / _SET_ASIDE)
+            move(self._path, self._folder / _SET_ASIDE)
         self._folder.joinpath(f"{_DATABASE}-journal").unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
         self._warn(f"{self._path} is damaged ({damage}); {len(sequences)} conversations could be read and stay in use")
@@ -214,7 +267,7 @@ class HistoryStore:
 
         The index goes too, because of the size limit and because it contains the deleted sequences.
         """
-        self._remove_indexes()
+        self._discard_index()
         while _pages(database) > self._max_pages // 2:
             (count,) = database.execute("SELECT count(*) FROM sequences").fetchone()
             oldest = "SELECT id FROM sequences ORDER BY id LIMIT ?"
@@ -223,27 +276,64 @@ class HistoryStore:
         database.execute("UPDATE store SET identity = ?", (secrets.token_bytes(16),))
         database.commit()
 
-    def _open_index(self) -> None:
-        for path in self._indexes():
+    def _open_index(self, covered: Covered) -> None:
+        """Use the index that has most of the database, in memory or in a file; remove all other files."""
+        if self.index is not None and self.index.covered.identity != covered.identity:
+            self.index = None
+        files = {path: _part_in(path, covered) for path in self._folder.glob(f"{_INDEX}*")}
+        for path in sorted(files, key=files.__getitem__, reverse=True):
+            if files[path] <= (0 if self.index is None else self.index.covered.end):
+                continue
             try:
-                self.index = HistoryIndex(path)
-            except FileNotFoundError:  # noqa: PERF203
-                continue  # another process has just replaced it by a newer one
+                index = HistoryIndex(read_regular(path, self._max_bytes))
+                if index.covered != Covered(covered.identity, files[path]):
+                    raise ValueError("it was renamed")
+                self.index = index
+            except FileNotFoundError:
+                continue
             except (OSError, ValueError) as error:
                 self._warn(f"the index of earlier conversations cannot be read: {path.name}: {error}")
-            else:
-                return
+        self._remove_indexes(keep=None if self.index is None else self._index_path(self.index.covered))
 
-    def _indexes(self) -> list[Path]:
-        return sorted(self._folder.glob(f"{_INDEX}*"))
+    def _replace_index(self, encoded: bytes, covered: Covered) -> bool:
+        """Write an index file and use it, unless another process has made one that has more."""
+        if self.index is not None and self.index.covered.end >= covered.end:
+            return True
+        self._remove_indexes()
+        database_files = (_DATABASE, f"{_DATABASE}-journal")
+        others = sum(path.stat().st_size for path in self._folder.iterdir() if path.name not in database_files)
+        if self._max_pages * _PAGE_BYTES + others + len(encoded) > self._max_bytes:
+            return False  # Windows: another process reads an outdated index, which cannot be removed now
+        path = self._index_path(covered)
+        unfinished = path.with_name(f".{path.name}")
+        # Without waiting for the disk, as for the database: the index has a checksum.
+        unfinished.write_bytes(encoded)
+        move(unfinished, path)
+        self.index = HistoryIndex(encoded)
+        return True
 
-    def _remove_indexes(self) -> None:
-        """Remove the indexes and the unfinished index files of killed processes."""
-        for path in [*self._indexes(), *self._folder.glob(f".{_INDEX}*")]:
-            try:
-                path.unlink(missing_ok=True)
-            except PermissionError:  # noqa: PERF203
-                continue  # Windows: another process has it open
+    def _index_path(self, covered: Covered) -> Path:
+        return self._folder / f"{_INDEX}{covered.identity.hex()}-{covered.end}"
+
+    def _discard_index(self) -> None:
+        self.index = None
+        self._remove_indexes()
+
+    def _remove_indexes(self, keep: Path | None = None) -> None:
+        """Remove all indexes but one, and the unfinished index files of killed processes."""
+        for path in [*self._folder.glob(f"{_INDEX}*"), *self._folder.glob(f".{_INDEX}*")]:
+            if path != keep:
+                # Windows refuses while another process reads the file. It is outdated, and never read again.
+                with suppress(PermissionError):
+                    path.unlink(missing_ok=True)
+
+
+def _part_in(path: Path, covered: Covered) -> int:
+    """Id of the last sequence that an index file has of a database; -1 if it belongs to another one."""
+    name = _INDEX_NAME.fullmatch(path.name)
+    if name is None or bytes.fromhex(name[1]) != covered.identity or int(name[2]) > covered.end:
+        return -1
+    return int(name[2])
 
 
 def _insert(database: sqlite3.Connection, tokens: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The n-gram table on disk: one memory-mapped file, looked up by the hash of a context.
+"""The n-gram table on disk: one file, looked up by the hash of a context.
 
 Entries lie in buckets chosen by the upper half of the context's hash; `starts` is where each bucket begins. The lower
 half is the entry's fingerprint, so about one in a billion lookups of a context that is not in the table finds another
@@ -10,13 +10,13 @@ one, which costs a wrong draft token and nothing more. All numbers are little-en
     values        uint32 [entries]      token * 256 + probability step * 4 + count class
 
 The file holds nothing that cannot be counted again: a damaged file is set aside and never an error. Models with the
-same tokenizer share a table.
+same tokenizer share a table. It is read into memory, not mapped: Windows refuses to replace a file that any process has
+mapped.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +29,7 @@ import numpy.typing as npt
 from ....models.atomic import write_atomically
 from ....models.bundle import Bundle, digest_file
 from ....models.cache import cache_folder
-from ....models.regular_file import open_regular
+from ....models.regular_file import read_regular
 from .ngram_counts import HASH_FACTOR, HASH_START, MAX_VOCAB, Entries, count_entries
 
 _HEADER: Final = struct.Struct("<8s I I 32s I I I I")
@@ -45,6 +45,7 @@ SMALLEST: Final = _HEADER.size + 8
 """Bytes of a table without entries."""
 _TOKENIZER: Final = "tokenizer.json"
 _MAX_BUNDLE_BYTES: Final = 64 << 20
+"""Size of the largest table of a bundle; larger files are not read."""
 
 
 def bundle_table_file(bundle: Bundle) -> Path:
@@ -123,10 +124,10 @@ def _packed(entries: Entries, vocab_size: int, key: str) -> bytes:
 class NgramTable:
     """An open table. Lookups take a microsecond or two, and are safe from several threads."""
 
-    def __init__(self, mapping: mmap.mmap) -> None:
-        """Wrap a mapped file that was checked; see `open`."""
-        self._buckets, entries = _HEADER.unpack_from(mapping)[4:6]
-        body = memoryview(mapping)[_HEADER.size :].cast("I")
+    def __init__(self, data: bytes) -> None:
+        """Wrap the contents of a file that was checked; see `open`."""
+        self._buckets, entries = _HEADER.unpack_from(data)[4:6]
+        body = memoryview(data)[_HEADER.size :].cast("I")
         self._starts = body[: self._buckets + 1]
         self._fingerprints = body[self._buckets + 1 : self._buckets + 1 + entries]
         self._values = body[self._buckets + 1 + entries :]
@@ -145,27 +146,20 @@ class NgramTable:
             warn: called with a message of one line.
         """
         try:
-            with open_regular(path) as file:
-                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            data = read_regular(path, _MAX_BUNDLE_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:  # a problem of the disk or of permissions; the file itself may be valid
             warn(f"the n-gram table {path} cannot be read ({error.strerror})")
             return None
-        except ValueError:
-            _set_aside(path, "it is empty", warn)
-            return None
-        damage = _damage(mapping)
-        if damage:
-            mapping.close()
+        if damage := _damage(data):
             _set_aside(path, damage, warn)
             return None
-        version, vocabulary, digest = _HEADER.unpack_from(mapping)[1:4]
+        version, vocabulary, digest = _HEADER.unpack_from(data)[1:4]
         if (version, vocabulary, digest) != (_FORMAT, vocab_size, hashlib.sha256(key.encode()).digest()):
-            mapping.close()
             warn(f"the n-gram table {path} belongs to another model or version and is not used")
             return None
-        return cls(mapping)
+        return cls(data)
 
     def __len__(self) -> int:
         """Number of entries."""
@@ -196,29 +190,28 @@ class NgramTable:
         return found
 
 
-def _damage(mapping: mmap.mmap) -> str:
+def _damage(data: bytes) -> str:
     """What is wrong with the file; empty if nothing. Lookups in a file that passes never leave it."""
-    if len(mapping) < SMALLEST:
+    if len(data) < SMALLEST:
         return "it is too short"
-    magic, version, vocabulary, _, buckets, entries, body_sum, header_sum = _HEADER.unpack_from(mapping)
-    if magic != _MAGIC or zlib.crc32(mapping[: _HEADER.size - 4]) != header_sum:
+    magic, version, vocabulary, _, buckets, entries, body_sum, header_sum = _HEADER.unpack_from(data)
+    if magic != _MAGIC or zlib.crc32(data[: _HEADER.size - 4]) != header_sum:
         return "its header is damaged"
     if version != _FORMAT:
         return ""  # the caller refuses other versions
-    if len(mapping) != _HEADER.size + 4 * (buckets + 1 + 2 * entries) or not 0 < vocabulary <= MAX_VOCAB:
+    if len(data) != _HEADER.size + 4 * (buckets + 1 + 2 * entries) or not 0 < vocabulary <= MAX_VOCAB:
         return "its length is not what its header says"
-    with memoryview(mapping) as whole, whole[_HEADER.size :] as body:
-        if zlib.crc32(body) != body_sum:
-            return "its contents are damaged"
-        numbers = np.frombuffer(body, "<u4")
-        starts, values = numbers[: buckets + 1], numbers[buckets + 1 + entries :]
-        valid = (
-            starts[0] == 0
-            and starts[-1] == entries
-            and bool((starts[1:] >= starts[:-1]).all())
-            and (entries == 0 or int(values.max()) >> 8 < vocabulary)
-        )
-        del numbers, starts, values
+    body = memoryview(data)[_HEADER.size :]
+    if zlib.crc32(body) != body_sum:
+        return "its contents are damaged"
+    numbers = np.frombuffer(body, "<u4")
+    starts, values = numbers[: buckets + 1], numbers[buckets + 1 + entries :]
+    valid = (
+        starts[0] == 0
+        and starts[-1] == entries
+        and bool((starts[1:] >= starts[:-1]).all())
+        and (entries == 0 or int(values.max()) >> 8 < vocabulary)
+    )
     return "" if valid else "its contents are damaged"
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgerun.models.lock import locked
+from edgerun.runtime.speculation.drafters import history_store
 from edgerun.runtime.speculation.drafters.evidence import EARLIER_CONVERSATIONS, Agreement, bucket
 from edgerun.runtime.speculation.drafters.history import HistoryDrafter
 from edgerun.runtime.speculation.drafters.history_index import NEIGHBOURS, REACH, Covered, HistoryIndex, encode
@@ -76,7 +79,7 @@ def test_sequences_are_kept_in_order(tmp_path: Path) -> None:
 
 def test_nothing_is_written_before_the_first_sequence(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path / "model", MIN_BYTES, unexpected)
-    assert store.is_indexed()
+    assert store.unindexed_tokens() == 0
     assert store.reindex()
     assert not (tmp_path / "model").exists()
 
@@ -95,13 +98,13 @@ def test_a_size_limit_below_the_minimum_is_refused(tmp_path: Path) -> None:
 def test_an_index_is_up_to_date_until_a_sequence_is_added(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path, MIN_BYTES, unexpected)
     store.append([1, 2, 3])
-    assert not store.is_indexed()
+    assert store.unindexed_tokens()
     assert store.reindex()
-    assert store.is_indexed()
+    assert store.unindexed_tokens() == 0
     again = HistoryStore(tmp_path, MIN_BYTES, unexpected)
-    assert again.is_indexed()
+    assert again.unindexed_tokens() == 0
     again.append([4])
-    assert not store.is_indexed()
+    assert store.unindexed_tokens()
     assert store.index is not None
     assert len(store.index) == 2
 
@@ -323,6 +326,171 @@ def test_a_truncated_index_is_not_used(tmp_path: Path, size: int) -> None:
     assert len(warnings) == 1
 
 
+def held_by_this_process(folder: Path) -> list[str]:
+    """Files of a folder that are open or mapped."""
+    descriptors = [path.readlink().as_posix() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    mapped = [line.partition("/")[2] for line in Path("/proc/self/maps").read_text("utf-8").splitlines()]
+    return [path for path in [*descriptors, *(f"/{path}" for path in mapped)] if path.startswith(folder.as_posix())]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux lists the files that a process has mapped")
+def test_no_file_stays_open_or_mapped(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path, MIN_BYTES, unexpected)
+    store.append([1, 2, 3])
+    store.reindex()
+    again = HistoryStore(tmp_path, MIN_BYTES, unexpected)
+    assert store.index is not None
+    assert again.index is not None
+    assert held_by_this_process(tmp_path) == []
+
+
+@pytest.fixture
+def read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of files that another process reads: Windows refuses to remove or replace them."""
+    names: set[str] = set()
+    for function in (os.unlink, os.replace):
+
+        def checked(*paths: Path, function: Callable[..., None] = function) -> None:
+            if used := [path for path in paths if Path(path).name in names]:
+                raise PermissionError(13, "The process cannot access the file", str(used[0]))
+            function(*paths)
+
+        monkeypatch.setattr(os, function.__name__, checked)
+    return names
+
+
+def test_outdated_indexes_that_cannot_be_removed_are_never_used(tmp_path: Path, read_elsewhere: set[str]) -> None:
+    store = HistoryStore(tmp_path, 4 * MIN_BYTES, unexpected)
+    for number in range(12):
+        store.append([1, 2, number])
+        assert store.reindex()
+        read_elsewhere.add(index_of_database(tmp_path, number + 1).name)
+        later = HistoryStore(tmp_path, 4 * MIN_BYTES, unexpected)
+        assert later.unindexed_tokens() == 0
+    assert len(list(tmp_path.glob("index-*"))) == 12
+    read_elsewhere.clear()
+    assert HistoryStore(tmp_path, 4 * MIN_BYTES, unexpected).unindexed_tokens() == 0
+    assert len(list(tmp_path.glob("index-*"))) == 1
+
+
+def index_of_database(folder: Path, sequences: int) -> Path:
+    (path,) = folder.glob(f"index-*-{sequences}")
+    return path
+
+
+def test_the_size_limit_counts_indexes_that_cannot_be_removed(tmp_path: Path, read_elsewhere: set[str]) -> None:
+    store = HistoryStore(tmp_path, MIN_BYTES, unexpected)
+    indexed = []
+    for number in range(60):
+        store.append([number] * 40)
+        indexed.append(store.reindex())
+        assert size_of(tmp_path) <= MIN_BYTES
+        read_elsewhere.update(path.name for path in tmp_path.glob("index-*"))
+    assert indexed[0]
+    assert not indexed[-1]
+    read_elsewhere.clear()
+    assert store.reindex()
+    assert len(list(tmp_path.glob("index-*"))) == 1
+
+
+def test_an_index_of_another_database_is_not_used(tmp_path: Path) -> None:
+    store = stored(tmp_path, [[1, 2, 3]], unexpected)
+    store.reindex()
+    old = index_of(tmp_path)
+    (tmp_path / "history.db").unlink()
+    store = stored(tmp_path, [[4, 5, 6]], unexpected)
+    assert store.index is None
+    store.reindex()
+    assert not old.exists()
+    (tmp_path / "history.db").unlink()
+    assert store.reindex()
+    assert store.index is None
+
+
+def test_a_renamed_index_is_not_used(tmp_path: Path) -> None:
+    store = stored(tmp_path, [[1, 2, 3]], unexpected)
+    store.reindex()
+    old = index_of(tmp_path).read_bytes()
+    store.append([4, 5, 6])
+    store.reindex()
+    index_of(tmp_path).write_bytes(old)
+    warnings: list[str] = []
+    assert HistoryStore(tmp_path, MIN_BYTES, warnings.append).index is None
+    assert len(warnings) == 1
+
+
+def test_an_index_that_another_process_made_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (HistoryStore(tmp_path, MIN_BYTES, unexpected) for _ in range(2))
+    one.append([1, 2, 3])
+    other.append([4, 5, 6])
+    assert one.reindex()
+    with monkeypatch.context() as patch:
+        patch.setattr(history_store, "encode", lambda *_: pytest.fail("indexed twice"))
+        assert other.reindex()
+    assert other.unindexed_tokens() == 0
+    assert HistoryDrafter(other, 10).candidates((1, 2)) != []
+
+
+def test_an_index_never_replaces_one_that_has_more(tmp_path: Path) -> None:
+    one, other = (HistoryStore(tmp_path, MIN_BYTES, unexpected) for _ in range(2))
+    one.append([1, 2, 3])
+    grown = []
+
+    def other_is_faster() -> None:
+        if not grown:
+            grown.append(other.append([4, 5, 6]) and other.reindex())
+
+    assert one.reindex(other_is_faster)
+    assert grown == [True]
+    assert one.unindexed_tokens() == other.unindexed_tokens() == 0
+    assert HistoryStore(tmp_path, MIN_BYTES, unexpected).unindexed_tokens() == 0
+
+
+def test_the_store_can_be_used_between_the_steps_of_indexing(tmp_path: Path) -> None:
+    store, other = (HistoryStore(tmp_path, 1 << 20, unexpected) for _ in range(2))
+    for number in range(300):
+        store.append([number, number + 1])
+    steps = []
+
+    def pause() -> None:
+        steps.append(other.append([7, 8, 9]))
+
+    assert store.reindex(pause)
+    assert len(steps) > 6
+    assert all(steps)
+    assert store.unindexed_tokens() == 3 * len(steps)
+    assert store.index is not None
+    assert len(store.index) == 300
+
+
+def test_indexing_that_is_stopped_changes_nothing(tmp_path: Path) -> None:
+    store = stored(tmp_path, [[1, 2, 3]], unexpected)
+    store.reindex()
+    store.append([4, 5, 6])
+    index, files = store.index, sorted(tmp_path.iterdir())
+    for steps in range(6):
+        with pytest.raises(StopIteration):
+            store.reindex(partial(next, iter(range(steps))))
+        assert store.index is index
+        assert sorted(tmp_path.iterdir()) == files
+    assert kept(store) == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_sequences_deleted_while_they_are_indexed_are_not_indexed(tmp_path: Path) -> None:
+    store, other = (HistoryStore(tmp_path, MIN_BYTES, unexpected) for _ in range(2))
+    store.append([1, 2, 3])
+
+    def fill() -> None:
+        for number in range(12):
+            other.append([number] * 400)
+
+    assert not store.reindex(fill)
+    assert store.index is None
+    assert store.reindex()
+    assert size_of(tmp_path) <= MIN_BYTES
+    assert HistoryDrafter(store, 10).candidates((1, 2)) == []
+
+
 def agreeing(context: list[int], before: list[int]) -> int:
     """Number of tokens at the end of two contexts that agree, of the last `REACH`."""
     pairs = list(zip(reversed(context[-REACH:]), reversed(before), strict=False))
@@ -331,26 +499,23 @@ def agreeing(context: list[int], before: list[int]) -> int:
 
 @given(SEQUENCES, st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20))
 def test_an_index_finds_the_longest_matches(sequences: list[list[int]], context: list[int]) -> None:
-    with TemporaryDirectory() as place:
-        path = Path(place) / "index"
-        path.write_bytes(encode([np.array(sequence, np.uint32) for sequence in sequences], Covered(b"\0" * 16, 0)))
-        index = HistoryIndex(path)
-        found = index.find(context[-REACH:])
-        assert len(index) == sum(max(0, len(sequence) - 1) for sequence in sequences)
-        places = [
-            (agreeing(context, sequence[:at]), sequence[at]) for sequence in sequences for at in range(1, len(sequence))
-        ]
-        wanted = Counter(agreed for agreed, _ in places if agreed)
-        got = Counter(min(len(context), REACH) - missing for missing, _, _ in found)
-        assert len(found) <= 2 * NEIGHBOURS
-        assert all((min(len(context), REACH) - missing, token) in places for missing, _, token in found)
-        assert len({age for _, age, _ in found}) == len(found)
-        if wanted:
-            longest = max(wanted)
-            assert max(got) == longest
-            assert got[longest] == wanted[longest] or got[longest] >= NEIGHBOURS
-        else:
-            assert not found
+    index = HistoryIndex(encode([np.array(sequence, np.uint32) for sequence in sequences], Covered(b"\0" * 16, 0)))
+    found = index.find(context[-REACH:])
+    assert len(index) == sum(max(0, len(sequence) - 1) for sequence in sequences)
+    places = [
+        (agreeing(context, sequence[:at]), sequence[at]) for sequence in sequences for at in range(1, len(sequence))
+    ]
+    wanted = Counter(agreed for agreed, _ in places if agreed)
+    got = Counter(min(len(context), REACH) - missing for missing, _, _ in found)
+    assert len(found) <= 2 * NEIGHBOURS
+    assert all((min(len(context), REACH) - missing, token) in places for missing, _, token in found)
+    assert len({age for _, age, _ in found}) == len(found)
+    if wanted:
+        longest = max(wanted)
+        assert max(got) == longest
+        assert got[longest] == wanted[longest] or got[longest] >= NEIGHBOURS
+    else:
+        assert not found
 
 
 def with_history(folder: Path, *sequences: list[int]) -> HistoryDrafter:

@@ -288,3 +288,13 @@ def test_an_open_table_survives_its_replacement(tmp_path: Path) -> None:
     write_table(path, [[1, 3, 1, 3, 1, 3]], vocab_size=VOCABULARY, key=KEY)
     assert table.find([1]) == before
     assert opened(path).find([1]) != before
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux lists the files that a process has mapped")
+def test_an_open_table_does_not_hold_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    write_table(path, [[1, 2, 1, 2, 1, 2]], vocab_size=VOCABULARY, key=KEY)
+    table = opened(path)
+    assert len(table) > 0
+    assert path.as_posix() not in Path("/proc/self/maps").read_text("utf-8")
+    assert not any(each.readlink() == path for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
