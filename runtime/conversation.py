@@ -45,6 +45,7 @@ class Session:
         model.require_template()
         self._model = model
         self._sequence: CachedSequence | None = model.new_sequence()
+        model.prefixes.watch(self._sequence)
         self.system: Final = system
         """The system message, or None."""
         self.messages: list[Message] = []
@@ -56,7 +57,7 @@ class Session:
     @property
     def tokens(self) -> int:
         """Number of tokens whose cache slots are kept."""
-        return self._open_sequence().bound.arena.length
+        return self._open_sequence().arena.length
 
     def send(self, text: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
         """Send a user message and wait for the whole answer; errors as for `stream`."""
@@ -90,7 +91,10 @@ class Session:
         request = options.request(prompt_ids, self._model.defaults)
         answer: list[str] = []
         try:
-            for chunk in self._model.generate(self._open_sequence(), request, cancelled):
+            sequence = self._open_sequence()
+            if not sequence.arena.length:
+                self._model.continue_prefix(sequence, prompt_ids)
+            for chunk in self._model.generate(sequence, request, cancelled):
                 answer.append(chunk.text)
                 yield chunk
         finally:
@@ -115,7 +119,7 @@ class Session:
         buffer = BytesIO()
         with self._model.queue.idle():
             sequence = self._open_sequence()
-            arena = sequence.bound.arena
+            arena = sequence.arena
             about = {
                 "format": _FORMAT,
                 "model": self._model.bundle.fingerprint,
@@ -146,7 +150,7 @@ class Session:
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         session = cls(model, system=system)
         sequence = session._open_sequence()
-        arena = sequence.bound.arena
+        arena = sequence.arena
         try:
             arena.restore(saved.cache)
         except ValueError as error:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
+
 from ..errors import InputError
 from ..models.bundle import open_bundle
 from ..models.find import find_model
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     import os
 
 _MAX_THREADS: Final = 1024
+_PREFIX_SHARE: Final = 0.25
+"""Share of the free memory that the KV caches of earlier answers may take."""
 
 
 def load(
@@ -42,6 +46,7 @@ def load(
     learned: bool = True,
     tokenizer: str | os.PathLike[str] | None = None,
     progress: Progress = silent,
+    prefix_cache: int | None = None,
 ) -> Engine:
     """Load a model.
 
@@ -70,11 +75,15 @@ def load(
         raise InputError(f"threads is {threads}", f"it must be 1 or more, and at most {_MAX_THREADS}")
     if context is not None and context < 2:
         raise InputError(f"context is {context}", "it must be 2 or more")
+    if prefix_cache is not None and prefix_cache < 0:
+        raise InputError(f"prefix_cache is {prefix_cache}", "it must be a number of bytes, 0 or more")
     chosen = choose_device(device)
     tokenizer_path = None if tokenizer is None else Path(tokenizer).expanduser()
     bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer_path)
     pair = find_draft(bundle, draft)
-    persistence = Persistence(cache, history, learned)
+    if prefix_cache is None:
+        prefix_cache = int(_PREFIX_SHARE * psutil.virtual_memory().available)
+    persistence = Persistence(cache, history, learned, prefix_cache)
     return Engine(LoadedModel(bundle, SessionConfig(chosen, threads or 0), context, pair, persistence, progress))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 from ..models.progress import Progress, silent
 from .decode import DecodeLimits, FinishReason, decode
 from .graph.bound_session import BoundSession
+from .kv.arena import KVArena
+from .kv.prefix_cache import PrefixCache
 from .measure.exactness import SAMPLE_TEXT
 from .options import GenerationRequest
 from .result import Chunk, StatsRecorder
@@ -23,7 +25,7 @@ from .text.stop_sequences import StopMatcher
 from .text.tokenizer import TextTokenizer
 
 
-@dataclass
+@dataclass(eq=False)
 class CachedSequence:
     """A token sequence and its KV cache, which never has more slots than there are tokens."""
 
@@ -32,10 +34,26 @@ class CachedSequence:
     """Tokens whose slots are in the cache, and those after them that have not run yet."""
     progress: Progress = silent
     """Receives the progress of reading long prompts."""
+    prefixes: PrefixCache | None = None
+    """Receives the KV cache after one answer; None for a conversation, which keeps its own."""
+
+    @property
+    def arena(self) -> KVArena:
+        """The KV cache."""
+        return self.bound.arena
+
+    @contextmanager
+    def kept_after_answer(self) -> Iterator[None]:
+        """Hand the cache on when the block ends, if the sequence is that of a single answer."""
+        try:
+            yield
+        finally:
+            if self.prefixes is not None:
+                self.prefixes.keep(self.arena, self.token_ids)
 
     def continue_with(self, prompt_ids: Sequence[int]) -> int:
         """Replace the sequence by `prompt_ids`; keep and count the cached slots of their common prefix."""
-        arena = self.bound.arena
+        arena = self.arena
         kept = 0
         for old, new in zip(self.token_ids[: arena.length], prompt_ids, strict=False):
             if old != new:
@@ -90,7 +108,7 @@ def generate(
     matcher = StopMatcher(request.stop_sequences)
     finish = FinishReason.LENGTH
     steps = decode(bound, prompt_ids, token_sampler, limits, speculator, near_ties)
-    with drafters.generating(), closing(steps):
+    with drafters.generating(), sequence.kept_after_answer(), closing(steps):
         for step in steps:
             recorder.add(step)
             sequence.token_ids.extend(step.tokens)

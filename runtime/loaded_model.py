@@ -11,10 +11,13 @@ from ..models.pairing import DraftPair
 from ..models.progress import Progress, silent
 from .decode import check_prompt_fits
 from .generation import CachedSequence, generate
+from .graph.bound_session import BoundSession
 from .graph.graph_io import GraphIO
 from .graph.memory import trim_heap
 from .graph.open_graph import open_graph
 from .graph.session import GraphSession, SessionConfig
+from .kv.arena import KVArena
+from .kv.prefix_cache import PrefixCache
 from .options import GenerateOptions, GenerationRequest, ModelDefaults, Persistence
 from .request_queue import AnswerStream, RequestQueue
 from .result import Chunk
@@ -67,16 +70,18 @@ class LoadedModel:
         self.defaults: Final = ModelDefaults.of(bundle)
         self.drafters: Final = DrafterPool(graph, bundle, self.context, pair, draft_config, persistence, progress)
         self.queue: Final = RequestQueue()
-        self._sequence: CachedSequence | None = None
-        """Cache for answers outside conversations."""
+        self.prefixes: Final = PrefixCache(self._new_arena, persistence.prefix_bytes)
+        """KV caches of finished answers and conversations."""
+        self._bound: BoundSession | None = None
+        """Runs the passes of answers outside conversations."""
         trim_heap()
 
     def close(self) -> None:
         """End the answer being generated and free the memory; calling it again does nothing."""
         self.queue.close()
         self.drafters.close()
-        self._graph = None
-        self._sequence = None
+        self._graph = self._bound = None
+        self.prefixes.clear()
 
     def require_template(self) -> ChatTemplate:
         """Return the chat template.
@@ -104,9 +109,12 @@ class LoadedModel:
         Raises:
             EdgeError: the model is closed.
         """
-        if self._graph is None:
-            raise EdgeError("this engine is closed", "load the model again")
-        return CachedSequence(self._graph.bind(self._graph.arena(self.context)), progress=self._progress)
+        return CachedSequence(self._open_graph().bind(self._new_arena()), progress=self._progress)
+
+    def continue_prefix(self, sequence: CachedSequence, prompt_ids: Sequence[int]) -> None:
+        """Let an empty sequence start from the cache slots that an earlier one has of its prompt."""
+        sequence.bound.use(self.prefixes.take(prompt_ids))
+        sequence.token_ids = list(prompt_ids[: sequence.arena.length])
 
     def answer(
         self, sequence: CachedSequence | None, prompt_ids: Sequence[int], options: GenerateOptions
@@ -163,14 +171,24 @@ class LoadedModel:
     def generate(
         self, sequence: CachedSequence | None, request: GenerationRequest, cancelled: Callable[[], bool]
     ) -> Generator[Chunk, None, None]:
-        """Generate an answer; only an `AnswerStream` that holds the engine may iterate over the chunks."""
+        """Generate an answer; only an `AnswerStream` that holds the engine may iterate over the chunks.
+
+        An answer outside a conversation continues from the longest prefix that an earlier sequence shares with it.
+        """
         if sequence is None:
-            if self._sequence is None:
-                self._sequence = self.new_sequence()
-            sequence = self._sequence
-            # An answer outside a conversation depends on nothing that was asked before.
-            sequence.token_ids.clear()
+            if self._bound is None:
+                self._bound = self.new_sequence().bound
+            sequence = CachedSequence(self._bound, progress=self._progress, prefixes=self.prefixes)
+            self.continue_prefix(sequence, request.prompt_ids)
         return generate(sequence, request, self.tokenizer, self.drafters, cancelled)
+
+    def _new_arena(self) -> KVArena:
+        return self._open_graph().arena(self.context)
+
+    def _open_graph(self) -> GraphSession:
+        if self._graph is None:
+            raise EdgeError("this engine is closed", "load the model again")
+        return self._graph
 
 
 def _require_whole_head(bundle: Bundle, graph_io: GraphIO) -> None:

@@ -147,7 +147,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Persistence:
-    """What an engine reads from disk and keeps there."""
+    """What an engine keeps between answers, on disk and in memory."""
 
     cache: bool = True
     """Whether to cache what is measured and prepared for this machine: packed weights, pass cost, n-gram tables."""
@@ -155,6 +155,8 @@ class Persistence:
     """Whether to keep conversations, and to draft from earlier ones."""
     learned: bool = True
     """Whether to keep in the cache what drafters learn from answers."""
+    prefix_bytes: int = 0
+    """Maximum memory for the KV caches of finished sequences, which later prompts continue; 0 for none."""
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,7 @@ def require_tokenizer(folder: Path, vocab_size: int) -> None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} does not contain tokenizer.json", _SAVE_TOKENIZER)
-    tokenizer = read_tokenizer(
-        path, lambda why: CheckpointError(f"{path} is not a tokenizer: {why}", _DOWNLOAD_AGAIN)
-    )
+    tokenizer = read_tokenizer(path, lambda why: CheckpointError(f"{path} is not a tokenizer: {why}", _DOWNLOAD_AGAIN))
     ids = tokenizer.get_vocab(with_added_tokens=True)
     last = max(ids, key=ids.__getitem__, default=None)
     if last is not None and ids[last] >= vocab_size:

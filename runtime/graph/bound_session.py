@@ -56,7 +56,8 @@ class BoundSession:
         # No graph capture. Without this entry, every pass throws and catches an exception looking for it: 29 us.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
         self.graph_io: Final = graph_io
-        self.arena: Final = arena
+        self.arena = arena
+        """The cache that passes read and extend; see `use`."""
         self._bound_generation = -1
         self._width = 0
         self._num_logits = 0
@@ -80,6 +81,11 @@ class BoundSession:
         }
         for role, array in self._scalars.items():
             self._bind_input(graph_io.inputs[role].name, array)
+
+    def use(self, arena: KVArena) -> None:
+        """Run over another arena of the same tensor types from now on."""
+        self.arena = arena
+        self._bound_generation = -1
 
     def prefill_width(self, preferred: int) -> int:
         """Number of prompt tokens to run in the next pass, given the `preferred` number.

@@ -85,6 +85,11 @@ class KVArena(ABC):
     def tensors(self) -> list[Array]:
         """The buffer of every cache tensor, in the order of the tensor types."""
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+
     @abstractmethod
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more slots after the committed ones.
@@ -177,6 +182,23 @@ class KVArena(ABC):
                 tensors[member][tensor_type.index(slice(slots))] = new
         self.length = self.plain_length = slots
 
+    def copy_from(self, source: KVArena, slots: int) -> None:
+        """Replace the committed slots by the first `slots` of another arena of the same tensor types.
+
+        Raises:
+            ContextError: they do not fit the context.
+        """
+        if source.tensor_types != self.tensor_types or not 0 <= slots <= source.length:
+            raise ValueError(f"cannot copy {slots} of {source.length} slots of {source.tensor_types}")
+        self.length = 0
+        self.reserve(slots)
+        self._resize(slots)
+        for tensor, other, tensor_type in zip(self.tensors(), source.tensors(), self.tensor_types, strict=True):
+            index = tensor_type.index(slice(slots))
+            tensor[index] = other[index]
+        self.length = slots
+        self.plain_length = min(source.plain_length, slots)
+
     def check_fits(self, tokens: int) -> int:
         """The length that `tokens` more slots would give.
 
@@ -228,6 +250,11 @@ class InPlaceArena(KVArena):
     def written(self) -> int:
         """See `KVArena.written`."""
         return self._capacity
+
+    @property
+    def nbytes(self) -> int:
+        """See `KVArena.nbytes`."""
+        return sum(array.nbytes for array in self.data)
 
     def tensors(self) -> list[Array]:
         """See `KVArena.tensors`."""

@@ -61,6 +61,11 @@ class BorrowedArena(KVArena):
         return [tensors[index] for index in self._indices]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the borrowed buffers."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    @property
     def capacity(self) -> int:
         """See `KVArena.capacity`."""
         return self._current_owner().capacity

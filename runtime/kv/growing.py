@@ -37,6 +37,11 @@ class GrowingArena(KVArena):
         """See `KVArena.written`."""
         return self._slots
 
+    @property
+    def nbytes(self) -> int:
+        """See `KVArena.nbytes`."""
+        return sum(buffer.nbytes for buffers in (self._past, self._spare) for buffer in buffers)
+
     def tensors(self) -> list[Array]:
         """See `KVArena.tensors`."""
         return self._views(self._past, self._slots)

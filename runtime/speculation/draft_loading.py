@@ -30,6 +30,7 @@ from ..graph.open_graph import graph_to_load, open_graph
 from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
+from ..kv.prefix_cache import PrefixCache
 from ..measure.measurement_store import model_key
 from ..measure.measuring_time import MeasuringTime
 from ..measure.pass_timing import PASS_COSTS, measure_pass_cost
@@ -61,6 +62,7 @@ def load_draft(
     *,
     cache: bool = True,
     measuring: MeasuringTime | None = None,
+    prefix_tokens: int = 0,
 ) -> DraftModel:
     """Load a draft model that is a separate model.
 
@@ -71,6 +73,7 @@ def load_draft(
         context: context of the target. A draft with a shorter one stops drafting when the sequence outgrows it.
         cache: whether packed weights and the pass cost are kept on disk.
         measuring: counts the time in which the draft's pass cost is measured, and receives its progress.
+        prefix_tokens: number of tokens of finished sequences whose cache slots are kept in memory.
 
     Raises:
         BundleError: the draft is not a model that edge-run can decode with, or its LM head does not fit the map from
@@ -86,8 +89,12 @@ def load_draft(
             f"the draft {bundle.folder} has {pair.token_count} tokens and a head of {head}, but no map of its ids",
             "put its d2t.npy beside the graph",
         )
-    bound = session.bind(session.arena(min(context, bundle.context or context)))
-    return DraftModel(bound, _pass_cost(bundle, config, bound, measuring, cache=cache), target_vocab, pair.target_ids)
+    limit = min(context, bundle.context or context)
+    bound = session.bind(session.arena(limit))
+    slot_bytes = sum(tensor_type.slot_bytes for tensor_type in session.graph_io.tensor_types)
+    prefixes = PrefixCache(lambda: session.arena(limit), prefix_tokens * slot_bytes)
+    cost = _pass_cost(bundle, config, bound, measuring, cache=cache)
+    return DraftModel(bound, cost, target_vocab, pair.target_ids, prefixes)
 
 
 def load_layer_skip_draft(

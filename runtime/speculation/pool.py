@@ -249,7 +249,10 @@ class DrafterPool:
             return load_layer_skip_draft(
                 pair, config, self._bundle, graph_io, context, cache=cache, measuring=measuring
             )
-        return load_draft(pair, config, graph_io.vocab_size, context, cache=cache, measuring=measuring)
+        tokens = self._persistence.prefix_bytes // sum(tensor_type.slot_bytes for tensor_type in graph_io.tensor_types)
+        return load_draft(
+            pair, config, graph_io.vocab_size, context, cache=cache, measuring=measuring, prefix_tokens=tokens
+        )
 
     def _sampled_speculator(self, draft_sampling: DraftSampling, sampling: SamplingParams) -> SampledSpeculator:
         if self._model is None:

@@ -48,9 +48,7 @@ class TextTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._check_ids([*beyond, *added])
         self.config: Final = bundle.json_file("tokenizer_config.json")
-        self.special_ids: Final = frozenset(
-            token_id for token_id, token in added.items() if token.special
-        )
+        self.special_ids: Final = frozenset(token_id for token_id, token in added.items() if token.special)
         self.eos: Final = self._find_eos(bundle, vocab_size)
         self.decode(self.encode(_PROBE, add_special_tokens=True))
 

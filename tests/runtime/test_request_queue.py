@@ -51,8 +51,8 @@ def test_an_answer_inside_an_unfinished_one_raises_instead_of_deadlocking(engine
     assert engine.generate("the", max_tokens=5).text
 
 
-def test_a_waiting_answer_does_not_reuse_the_cache_of_the_running_one(engine: Engine) -> None:
-    """Even if its prompt begins with the text of the running answer."""
+def test_a_waiting_answer_continues_from_the_cache_of_the_one_that_it_waited_for(engine: Engine) -> None:
+    """Only from its finished cache, although its prompt begins with the text of the running answer."""
     ids = list(range(30, 40))
     options = GenerateOptions(max_tokens=10)
     first = engine.model.new_sequence()
@@ -65,7 +65,7 @@ def test_a_waiting_answer_does_not_reuse_the_cache_of_the_running_one(engine: En
     list(running)
     chunks = list(waiting)
     assert "".join(chunk.text for chunk in chunks) == expected
-    assert chunks[-1].stats.reused_tokens == 0
+    assert chunks[-1].stats.reused_tokens == len(continuation) - 1
 
 
 def test_cancelling_before_the_first_chunk_ends_the_answer(engine: Engine) -> None:

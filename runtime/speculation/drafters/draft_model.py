@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.bound_session import BoundSession
+from ...kv.arena import KVArena
+from ...kv.prefix_cache import PrefixCache
 from ..pass_cost import PassCost
 
 Path: TypeAlias = tuple[int, ...]
@@ -54,12 +56,20 @@ class DraftModel:
         target_vocab: vocabulary size of the target. Tokens of the draft model beyond it are padding, never drafted.
         target_ids: int32 `[V]`, target ids of the tokens of the LM head; None if they are the same. A trimmed head has
             few tokens. If the embedding has no more tokens than the head, it is trimmed likewise.
+        prefixes: caches of earlier sequences; None to keep the present one only.
 
     Raises:
         ValueError: `target_ids` does not have one id of the target for each token of the head, all different.
     """
 
-    def __init__(self, bound: BoundSession, cost: PassCost, target_vocab: int, target_ids: Int32 | None = None) -> None:
+    def __init__(
+        self,
+        bound: BoundSession,
+        cost: PassCost,
+        target_vocab: int,
+        target_ids: Int32 | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
         graph_io = bound.graph_io
         if target_ids is not None:
             check_target_ids(target_ids, graph_io.vocab_size, target_vocab)
@@ -67,7 +77,7 @@ class DraftModel:
         self.passes = 0
         """Number of passes run so far."""
         self._bound: Final = bound
-        self._arena: Final = bound.arena
+        self._prefixes: Final = prefixes
         self._branches: Final = graph_io.supports_trees
         self.target_ids: Final = target_ids
         """int32, target ids of the tokens of the LM head; None if they are the same."""
@@ -92,6 +102,10 @@ class DraftModel:
         self._logits: dict[Path, Floats] = {}
 
     @property
+    def _arena(self) -> KVArena:
+        return self._bound.arena
+
+    @property
     def pending(self) -> int:
         """Number of tokens of the sequence that are not in the KV cache yet."""
         self._commit_accepted()
@@ -104,8 +118,12 @@ class DraftModel:
             pairs = enumerate(zip(self._token_ids, new, strict=False))
             same = next((i for i, (old, token) in pairs if old != token), len(new))
             if same < self._arena.length:
-                self._arena.rewind_to(same)
                 self._drop_draft()
+                if self._prefixes is None:
+                    self._arena.rewind_to(same)
+                else:
+                    self._prefixes.keep(self._arena, self._token_ids)
+                    self._bound.use(self._prefixes.take(new))
         self._token_ids = new
 
     def append(self, token: int) -> None:

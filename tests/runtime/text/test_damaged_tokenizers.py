@@ -96,12 +96,12 @@ def test_an_export_refuses_a_tokenizer_that_panics(tmp_path: Path, capfd: pytest
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 def test_interrupts_and_exits_pass(interrupt: type[BaseException]) -> None:
-    with pytest.raises(interrupt), panic_messages_hidden(), failures_as(lambda why: BundleError(why)):
+    with pytest.raises(interrupt), panic_messages_hidden(), failures_as(BundleError):
         raise interrupt
 
 
 def test_what_others_write_during_a_call_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
-    with panic_messages_hidden(), failures_as(lambda why: BundleError(why)):
+    with panic_messages_hidden(), failures_as(BundleError):
         os.write(2, b"a message\n")
         assert capfd.readouterr().err == ""
     assert capfd.readouterr().err == "a message\n"

@@ -1,0 +1,151 @@
+"""The prefix cache: KV caches of finished sequences, from which new sequences continue.
+
+A stateless request repeats its whole conversation, and conversations often share a system prompt. The slots of a token
+depend on the tokens before it only, so a new sequence takes over those of the longest prefix that it shares with an
+earlier one, and only the rest of its prompt is computed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .arena import KVArena
+
+TokenIds: TypeAlias = npt.NDArray[np.int64]
+
+_KEPT_BRANCH: Final = 32
+"""Number of slots above which a kept sequence is worth a copy of the slots that a new sequence shares with it: copying
+a thousand slots takes less time than computing ten."""
+
+
+class OpenSequence(Protocol):
+    """A sequence that a conversation owns: it may be copied from, but not taken over."""
+
+    token_ids: list[int]
+
+    @property
+    def arena(self) -> KVArena:
+        """The KV cache of the tokens; it may have fewer slots than there are tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A finished sequence."""
+
+    arena: KVArena
+    token_ids: TokenIds
+    """The tokens of the arena's slots."""
+
+
+class PrefixCache:
+    """Keeps the KV caches of finished sequences under a memory budget, the least recently used are dropped first.
+
+    Args:
+        new_arena: makes an empty arena.
+        max_bytes: maximum size of the buffers of all kept sequences together; 0 keeps none.
+    """
+
+    def __init__(self, new_arena: Callable[[], KVArena], max_bytes: int) -> None:
+        self.max_bytes: Final = max_bytes
+        self._new_arena = new_arena
+        self._kept: list[_Kept] = []
+        """The least recently used first."""
+        self._open: weakref.WeakSet[OpenSequence] = weakref.WeakSet()
+        self._open_lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Number of kept sequences."""
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of all kept sequences."""
+        return sum(kept.arena.nbytes for kept in self._kept)
+
+    def watch(self, sequence: OpenSequence) -> None:
+        """Let new sequences copy from a sequence that stays with its owner, for as long as it lives."""
+        with self._open_lock:
+            self._open.add(sequence)
+
+    def take(self, token_ids: Sequence[int]) -> KVArena:
+        """Return an arena with the slots of the longest known prefix of `token_ids`, to be continued by the caller.
+
+        A kept sequence that the new one continues, or leaves only near its end, is taken over as it is. From others,
+        and from those that a conversation owns, the shared slots are copied, if the budget allows both.
+        """
+        wanted = np.asarray(token_ids, np.int64)
+        shared, source = 0, None
+        for kept in self._kept:
+            # Of equal prefixes the most recently used is taken.
+            if (length := _common_prefix(kept.token_ids, wanted)) >= max(shared, 1):
+                shared, source = length, kept
+        owned_shared, owner = 0, None
+        with self._open_lock:
+            open_sequences = tuple(self._open)
+        for sequence in open_sequences:
+            cached = np.asarray(sequence.token_ids[: sequence.arena.length], np.int64)
+            if (length := _common_prefix(cached, wanted)) > owned_shared:
+                owned_shared, owner = length, sequence.arena
+        if owner is not None and owned_shared > shared:
+            return self._copy(owner, owned_shared)
+        if source is None:
+            return self._new_arena()
+        if source.arena.length - shared > _KEPT_BRANCH and self._has_room_beside(source):
+            return self._copy(source.arena, shared)
+        self._kept.remove(source)
+        source.arena.rewind_to(shared)
+        return source.arena
+
+    def keep(self, arena: KVArena, token_ids: Sequence[int]) -> None:
+        """Keep a finished sequence; the caller no longer uses its arena.
+
+        Args:
+            arena: the cache.
+            token_ids: the tokens of its slots, and perhaps further ones.
+        """
+        new = _Kept(arena, np.array(token_ids[: arena.length], np.int64))
+        if any(_common_prefix(kept.token_ids, new.token_ids) == new.token_ids.size for kept in self._kept):
+            return
+        self._kept = [
+            kept for kept in self._kept if _common_prefix(kept.token_ids, new.token_ids) < kept.token_ids.size
+        ]
+        self._kept.append(new)
+        self._evict(self.max_bytes)
+
+    def clear(self) -> None:
+        """Drop all kept sequences."""
+        self._kept.clear()
+
+    def _copy(self, source: KVArena, slots: int) -> KVArena:
+        arena = self._new_arena()
+        arena.copy_from(source, slots)
+        return arena
+
+    def _has_room_beside(self, source: _Kept) -> bool:
+        """Make `source` the most recently used, and evict others until a copy of it fits; False if it cannot."""
+        self._kept.remove(source)
+        self._kept.append(source)
+        if 2 * source.arena.nbytes > self.max_bytes:
+            return False
+        self._evict(self.max_bytes - source.arena.nbytes)
+        return True
+
+    def _evict(self, max_bytes: int) -> None:
+        """Drop the least recently used sequences until the others fit `max_bytes`."""
+        total = self.nbytes
+        while total > max_bytes:
+            total -= self._kept.pop(0).arena.nbytes
+
+
+def _common_prefix(first: TokenIds, second: TokenIds) -> int:
+    """Number of equal tokens at the beginning of both sequences."""
+    size = min(first.size, second.size)
+    different = np.flatnonzero(first[:size] != second[:size])
+    return int(different[0]) if different.size else size

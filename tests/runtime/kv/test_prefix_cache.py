@@ -1,0 +1,144 @@
+"""New sequences continue from the longest prefix that an earlier one shares with them, under a memory budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun.runtime.kv.arena import CacheTensorType, InPlaceArena, KVArena
+from edgerun.runtime.kv.growing import GrowingArena
+from edgerun.runtime.kv.prefix_cache import PrefixCache
+
+TENSOR_TYPES = (CacheTensorType(np.dtype(np.float32), (1, 1, 0, 2), 2),) * 2
+LIMIT = 512
+FIRST = InPlaceArena(TENSOR_TYPES, LIMIT).nbytes
+
+
+class Conversation:
+    """A sequence that stays with its owner."""
+
+    def __init__(self, arena: KVArena, token_ids: list[int]) -> None:
+        self.arena = arena
+        self.token_ids = token_ids
+
+
+def run(arena: KVArena, token_ids: list[int]) -> None:
+    """Fill the missing slots of an arena as a model would: a slot holds a digest of the tokens up to it."""
+    for length in range(arena.length, len(token_ids)):
+        arena.reserve(1)
+        value = float(hash(tuple(token_ids[: length + 1])) % 1000)
+        if isinstance(arena, GrowingArena):
+            for past, present in zip(arena.past(), arena.present(1), strict=True):
+                present[:, :, :length] = past
+                present[:, :, length] = value
+            arena.finish_pass(1)
+        else:
+            for tensor in arena.tensors():
+                tensor[:, :, length] = value
+        arena.commit(1)
+
+
+def holds(arena: KVArena, token_ids: list[int]) -> bool:
+    """Whether every slot holds what `run` computes."""
+    fresh = InPlaceArena(TENSOR_TYPES, LIMIT)
+    run(fresh, token_ids[: arena.length])
+    return all(np.array_equal(a, b) for a, b in zip(arena.snapshot(), fresh.snapshot(), strict=True))
+
+
+def kept(cache: PrefixCache, *sequences: list[int]) -> None:
+    for sequence in sequences:
+        arena = cache.take(sequence)
+        run(arena, sequence)
+        cache.keep(arena, sequence)
+
+
+def test_a_continued_sequence_is_taken_over_without_a_copy() -> None:
+    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
+    first = InPlaceArena(TENSOR_TYPES, LIMIT)
+    run(first, list(range(50)))
+    cache.keep(first, list(range(50)))
+    assert cache.take([*range(45), 7, 8]) is first
+    assert first.length == 45
+    assert len(cache) == 0
+
+
+def test_the_slots_of_a_shared_beginning_are_copied_and_the_rest_is_kept() -> None:
+    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
+    long = list(range(200))
+    kept(cache, long)
+    arena = cache.take([*long[:60], 999])
+    assert arena.length == 60
+    assert holds(arena, long)
+    assert cache.take([*long, 5]).length == 200
+
+
+def test_without_room_for_a_copy_the_old_sequence_is_cut() -> None:
+    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), FIRST)
+    long = list(range(200))
+    kept(cache, long)
+    assert cache.take([*long[:60], 999]).length == 60
+    assert len(cache) == 0
+
+
+def test_a_conversation_keeps_its_own_slots() -> None:
+    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
+    tokens = list(range(80))
+    conversation = Conversation(InPlaceArena(TENSOR_TYPES, LIMIT), tokens)
+    run(conversation.arena, tokens)
+    cache.watch(conversation)
+    arena = cache.take([*tokens, 5])
+    assert arena is not conversation.arena
+    assert arena.length == conversation.arena.length == 80
+    del conversation
+    assert cache.take([*tokens, 5]).length == 0
+
+
+def test_a_kept_beginning_of_another_sequence_takes_no_memory() -> None:
+    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
+    arena = InPlaceArena(TENSOR_TYPES, LIMIT)
+    run(arena, [1, 2, 3])
+    cache.keep(arena, [1, 2, 3])
+    longer = InPlaceArena(TENSOR_TYPES, LIMIT)
+    run(longer, [1, 2, 3, 4])
+    cache.keep(longer, [1, 2, 3, 4])
+    again = InPlaceArena(TENSOR_TYPES, LIMIT)
+    run(again, [1, 2])
+    cache.keep(again, [1, 2])
+    assert len(cache) == 1
+    assert cache.take([1, 2, 3, 4, 5]) is longer
+
+
+def test_the_least_recently_used_sequence_is_dropped_first() -> None:
+    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 2 * FIRST)
+    kept(cache, [1] * 9, [2] * 9)
+    kept(cache, [1] * 10, [3] * 9)
+    assert cache.nbytes == 2 * FIRST
+    assert [cache.take([first] * 11).length for first in (2, 1, 3)] == [0, 10, 9]
+
+
+@pytest.mark.parametrize("kind", [InPlaceArena, GrowingArena])
+@given(data=st.data())
+def test_every_taken_slot_is_that_of_the_prompt(kind: type[KVArena], data: st.DataObject) -> None:
+    cache = PrefixCache(lambda: kind(TENSOR_TYPES, LIMIT), data.draw(st.integers(0, 12), "budget") * FIRST)
+    written: list[list[int]] = [[]]
+    conversations: list[Conversation] = []
+    for _ in range(data.draw(st.integers(1, 8), "requests")):
+        earlier = data.draw(st.sampled_from(written), "earlier")
+        start = earlier[: data.draw(st.integers(0, len(earlier)), "shared")]
+        prompt = [*start, *data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=90), "new")]
+        arena = cache.take(prompt)
+        assert holds(arena, prompt)
+        assert arena.length <= len(prompt)
+        run(arena, prompt)
+        if data.draw(st.booleans(), "finished"):
+            # A conversation that ended early has tokens that were never run.
+            arena.rewind_to(data.draw(st.integers(0, arena.length), "cached"))
+            cache.keep(arena, prompt)
+        else:
+            conversations.append(Conversation(arena, prompt))
+            cache.watch(conversations[-1])
+        assert cache.nbytes <= cache.max_bytes
+        written.append(prompt)
+    assert all(holds(each.arena, each.token_ids) for each in conversations)

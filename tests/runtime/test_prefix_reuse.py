@@ -1,0 +1,115 @@
+"""Answers continue from the cache slots of earlier ones, and say what a fresh engine would."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import edgerun
+from edgerun import Engine, GenerateOptions, InputError, Reply, Speculation
+from support.adversarial_drafters import NEARLY_FREE, FixedCost
+from support.layouts import LAYOUTS, write_layout
+from support.nightly import some_nightly
+
+CONTEXT = 200
+
+
+def answer(engine: Engine, prompt: list[int], seed: int | None, max_tokens: int = 5) -> Reply:
+    options = GenerateOptions(max_tokens=max_tokens, seed=seed, temperature=None if seed is None else 0.9)
+    return Reply.of(engine.model.answer(None, prompt, options))
+
+
+def check_interleavings(cached: Engine, fresh: Engine, rng: random.Random, interleavings: int) -> int:
+    """Interleave six conversations with edits and branches over both engines; returns the number of reused tokens."""
+    vocab_size = cached.graph_io.vocab_size
+    reused = 0
+
+    def tokens(most: int) -> list[int]:
+        return [rng.randrange(5, vocab_size) for _ in range(rng.randint(1, most))]
+
+    system = tokens(20)
+    for _ in range(interleavings):
+        conversations = [[*system, *tokens(20)] for _ in range(6)]
+        for _ in range(rng.randint(3, 6)):
+            number = rng.randrange(6)
+            prompt = conversations[number]
+            match rng.random():
+                case chance if chance < 0.15:  # an earlier message is edited
+                    prompt = [*prompt[: rng.randint(1, len(prompt))], *tokens(10)]
+                case chance if chance < 0.3:  # another conversation goes on from this one
+                    number = rng.randrange(6)
+                    prompt = [*prompt, *tokens(10)]
+                case _:
+                    prompt = [*prompt, *tokens(10)]
+            prompt = prompt[-CONTEXT + 20 :]
+            seed = rng.choice([None, 1, 2])
+            reply, expected = answer(cached, prompt, seed), answer(fresh, prompt, seed)
+            assert reply.text == expected.text
+            assert expected.stats.reused_tokens == 0
+            reused += reply.stats.reused_tokens
+            conversations[number] = [*prompt, *cached.tokenizer.encode(reply.text, add_special_tokens=False)]
+    return reused
+
+
+@pytest.mark.parametrize("seed", some_nightly(range(26), every=26))
+def test_interleaved_conversations_say_what_fresh_engines_say(
+    tiny_bundle_of: Callable[[str, str], Path], seed: int
+) -> None:
+    """The nightly cases are 500 interleavings; a small budget evicts sequences, and a draft model has a cache too."""
+    target, draft = tiny_bundle_of("llama", "fp32"), tiny_bundle_of("qwen2", "fp32")
+    with edgerun.load(target, threads=1, context=CONTEXT, cache=False, prefix_cache=0) as fresh:
+        budget = fresh.model.new_sequence().arena.nbytes * (3, 1, 1000)[seed % 3]
+        with edgerun.load(target, draft=draft, threads=1, context=CONTEXT, cache=False, prefix_cache=budget) as cached:
+            for engine in (cached, fresh):
+                engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+            assert check_interleavings(cached, fresh, random.Random(seed), 20 if seed else 4) > 0
+            assert 0 < cached.model.prefixes.nbytes <= budget
+
+
+@pytest.mark.parametrize("name", ["optimum", "genai"])
+def test_foreign_layouts_reuse_prefixes(name: str, tmp_path: Path) -> None:
+    folder = write_layout(tmp_path / "model", LAYOUTS[name])
+    with (
+        edgerun.load(folder, threads=1, context=CONTEXT, cache=False) as cached,
+        edgerun.load(folder, threads=1, context=CONTEXT, cache=False, prefix_cache=0) as fresh,
+    ):
+        assert check_interleavings(cached, fresh, random.Random(0), 3) > 0
+
+
+def test_a_stateless_conversation_computes_only_what_is_new(tiny_bundle: Path) -> None:
+    with edgerun.load(tiny_bundle, threads=1) as engine:
+        prompt = list(range(20, 80))
+        first = answer(engine, prompt, None, 4)
+        again = [*prompt, *engine.tokenizer.encode(first.text, add_special_tokens=False), 50, 51]
+        assert answer(engine, again, None, 4).stats.reused_tokens >= len(prompt)
+
+
+def test_a_conversation_starts_from_what_another_has_computed(tiny_bundle: Path) -> None:
+    system = "the other " * 5
+    with edgerun.load(tiny_bundle, threads=1) as engine:
+        first = engine.session(system=system)
+        said = [first.send("in the", max_tokens=6).text, first.send("and", max_tokens=6).text]
+        second = engine.session(system=system)
+        reply = second.send("in the", max_tokens=6)
+        assert reply.text == said[0]
+        assert reply.stats.reused_tokens > 20
+        # The first conversation still has its own cache slots.
+        assert first.send("to", max_tokens=6).stats.reused_tokens > 30
+
+
+def test_exact_answers_are_those_of_plain_decoding_also_from_reused_slots(tiny_bundle: Path) -> None:
+    with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
+        engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+        plain = engine.generate("the other", max_tokens=30, speculation=Speculation.OFF).text
+        engine.generate("the other", max_tokens=30)
+        reply = engine.generate("the other", max_tokens=30, exact=True)
+        assert reply.text == plain
+        assert reply.stats.reused_tokens > 0
+
+
+def test_a_negative_budget_is_refused(tiny_bundle: Path) -> None:
+    with pytest.raises(InputError, match="prefix_cache is -1; it must be a number of bytes, 0 or more"):
+        edgerun.load(tiny_bundle, prefix_cache=-1)
