@@ -10,13 +10,13 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from ..errors import CheckpointError, DestinationError, InputError
+from ..models.atomic import temporary_folder
 from ..models.json_file import read_json_object
 from ..models.manifest import Method
 from ..models.progress import Progress
@@ -58,11 +58,11 @@ def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResul
     require_apart(source, destination)
     parent = next(folder for folder in destination.absolute().parents if folder.is_dir())
     try:
-        with tempfile.TemporaryDirectory(prefix=".optimum-", dir=parent) as folder:
+        with temporary_folder(parent, "optimum") as folder:
             progress(_STAGE, 0.0)
-            _run_optimum(source, Path(folder))
+            _run_optimum(source, folder)
             progress(_STAGE, 1.0)
-            result = upgrade_model(replace(request, source=Path(folder)), progress)
+            result = upgrade_model(replace(request, source=folder), progress)
             return replace(result, seconds=time.perf_counter() - started)
     except OSError as error:
         raise DestinationError(

@@ -109,11 +109,18 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
         if recipe.data_free:
             return _export_data_free(request, model, progress, started)
         with work_folder(source, settings_of(recipe, model.context), recipe.work_folder) as folder:
-            prepared = prepare(model, request, folder, progress)
-            with bundle_written_whole(request.destination) as staging:
-                written = write_bundle(staging, prepared.content, progress)
-                report = complete_bundle(staging, request, prepared, written, progress, started)
-                sizes = _file_sizes(staging)
+            # The calibrated model maps files of the work folder, so it lives only in the called function.
+            return _export_calibrated(request, model, folder, progress, started)
+
+
+def _export_calibrated(
+    request: ExportRequest, model: SourceModel, folder: Path, progress: Progress, started: float
+) -> ExportResult:
+    prepared = prepare(model, request, folder, progress)
+    with bundle_written_whole(request.destination) as staging:
+        written = write_bundle(staging, prepared.content, progress)
+        report = complete_bundle(staging, request, prepared, written, progress, started)
+        sizes = _file_sizes(staging)
     return ExportResult(
         request.destination,
         sizes,

@@ -13,18 +13,17 @@ Kennard, 1970) that pulls the factors towards 1 where the passes do not determin
 
 from __future__ import annotations
 
-import tempfile
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
 
+from ...models.atomic import temporary_folder
 from ...models.cache import cache_folder
 from ...models.json_file import is_finite
 from ...models.manifest import WeightFormat
@@ -190,9 +189,8 @@ def measure(
 
 def _timed(bundles: Sequence[TimingBundle], timer: BundleTimer, rounds: int, progress: Progress) -> _Passes:
     """Write models and time their passes."""
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="linears-", dir=cache_folder()) as folder:
-        paths = [Path(folder) / str(number) for number in range(len(bundles))]
+    with temporary_folder(cache_folder(), "linears") as folder:
+        paths = [folder / str(number) for number in range(len(bundles))]
         for number, (bundle, path) in enumerate(zip(bundles, paths, strict=True)):
             progress(STAGE, number / (2 * len(bundles)))
             bundle.write(path)

@@ -6,7 +6,6 @@ whole text is used; a large model is measured on part of it.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Final
 
+from ...models.atomic import temporary_folder
 from ...models.cache import cache_folder
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress
@@ -155,9 +155,8 @@ def measured_over_predicted(times: LinearTimes, plan: QuantPlan, widths: Sequenc
     # A tied head saves writing a matrix, and takes the same time.
     tied = replace(times.config, tied_head=True)
     formats = {linear.name: plan[linear.name] for linear in fused_linears(tied)} | {EMBEDDING_LINEAR: plan[HEAD_LINEAR]}
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="plan-", dir=cache_folder()) as folder:
-        path = Path(folder) / "model"
+    with temporary_folder(cache_folder(), "plan") as folder:
+        path = folder / "model"
         TimingBundle(tied, formats).write(path)
         loads = [BundleTimer().time_passes([path], widths, _ROUNDS)[0] for _ in range(_LOADS)]
     least = {width: min(seconds[width] for seconds in loads) for width in widths}

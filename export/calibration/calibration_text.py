@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from ...errors import InputError
 from ...models.atomic import write_atomically
+from ...models.file_system import remove
 from ...models.progress import Progress
 from ...runtime.measure.self_text import read_texts, sample_texts
 from ...runtime.text.turn_markers import TokenArray
@@ -80,7 +80,7 @@ def calibration_text(
         else:
             read = read_texts(trial, request.file, request.max_tokens, max_text_tokens)
             texts = _random_sample(read, request.max_tokens)
-        shutil.rmtree(trial)
+        remove(trial)
         _store(folder, texts)
         progress(_STAGE, 1.0)
     origin = "text sampled from the model itself" if request.file is None else request.file.name
@@ -124,7 +124,7 @@ def split_texts(texts: Sequence[TokenArray], origin: str, max_text_tokens: int, 
 
 def _write_trial(model: SourceModel, folder: Path, progress: Progress) -> None:
     """Write an 8-bit bundle of the model."""
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     folder.mkdir(parents=True)
     recipe = ExportRecipe(INT8, context=model.context)
     plan = with_methods(recipe.quant_plan(model.config), recipe.methods)

@@ -9,13 +9,13 @@ blocks of 128, the bundled model had 6 % more KL where it was counted once.
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from ...models.atomic import write_atomically
 from ...models.progress import Progress
 from ..bundle_content import SourceModel
 from ..checkpoint.config import DecoderConfig
@@ -165,11 +165,4 @@ def _states_file(index: int) -> str:
 
 def _save(path: Path, values: npt.NDArray[Any]) -> None:
     """Write an array atomically, without a second copy in memory."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    try:
-        with temporary.open("xb") as file:
-            np.save(file, values, allow_pickle=False)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomically(path, lambda file: np.save(file, values, allow_pickle=False))

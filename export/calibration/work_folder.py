@@ -1,23 +1,32 @@
-"""The folder that keeps intermediate results of an interrupted export."""
+"""The folder that keeps intermediate results of an interrupted export.
+
+Those in the cache lie in `exports/KEY`, where the key is made of model and settings, with `exports/KEY.lock` beside.
+A folder there without a record of what it was made from is what is left of one that was in use when it was removed.
+"""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
-import shutil
+import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Final
 
 from ...errors import DestinationError, InputError
-from ...models.atomic import write_atomically
+from ...models.atomic import discard_folder, remove_abandoned, write_atomically
 from ...models.cache import cache_folder
 from ...models.lock import locked
 
 _KEY_NAME: Final = "made-from.json"
 _LOCK_NAME: Final = "lock"
 _LOCK_WAIT_S: Final = 1.0
+_KEPT_S: Final = 14 * 24 * 3600.0
+"""How long the cache keeps the work of an export that was not continued, in seconds."""
 
 
 @contextmanager
@@ -28,7 +37,7 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
         source: The checkpoint's folder; if one of its files changed, another folder is used.
         settings: Everything else that the results depend on.
         kept: A folder to use and to keep; None for one in the cache, which is removed when the block ends without an
-            error.
+            error. Nothing should map its files into memory then, because Windows does not remove such files.
 
     Raises:
         InputError: `kept` belongs to another model or other settings, or another process uses it.
@@ -38,12 +47,21 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
     name = hashlib.sha256(made_from.encode()).hexdigest()[:16]
     folder = cache_folder() / "exports" / name if kept is None else kept
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        if kept is not None:
+            kept.mkdir(parents=True, exist_ok=True)
+            with _locked(kept / _LOCK_NAME, kept):
+                _claim(kept, made_from)
+                yield kept
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_old(folder.parent)
+        with _locked(folder.with_suffix(".lock"), folder):
+            folder = _usable(folder)
             _claim(folder, made_from)
             yield folder
-        if kept is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            # Arrays in reference cycles may still map files.
+            gc.collect()
+            discard_folder(folder)
     except OSError as error:
         raise DestinationError(
             f"{folder} cannot be written: {error.strerror or error}", "free space there, or choose another with --work"
@@ -51,12 +69,30 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(lock: Path, folder: Path) -> Iterator[None]:
     try:
-        with locked(folder / _LOCK_NAME, _LOCK_WAIT_S):
+        with locked(lock, _LOCK_WAIT_S):
             yield
     except TimeoutError as error:
         raise InputError(f"another export uses {folder}", "wait for it, or choose another with --work") from error
+
+
+def _usable(folder: Path) -> Path:
+    """Return the folder if it has a record or can be made empty; else one with a number in its name."""
+    names = (folder if number == 0 else folder.with_name(f"{folder.name}-{number}") for number in count())
+    found = next(each for each in names if (each / _KEY_NAME).is_file() or discard_folder(each))
+    found.mkdir(exist_ok=True)
+    return found
+
+
+def _remove_old(exports: Path) -> None:
+    """Remove work that was not continued for long, and what killed processes left half removed."""
+    remove_abandoned(exports)
+    for folder in [each for each in exports.iterdir() if each.is_dir() and not each.name.startswith(".")]:
+        with suppress(OSError):  # in use, or removed meanwhile
+            if time.time() - folder.stat().st_mtime > _KEPT_S:
+                with locked(exports / f"{folder.name.partition('-')[0]}.lock", 0.0):
+                    discard_folder(folder)
 
 
 def _claim(folder: Path, made_from: str) -> None:
@@ -66,6 +102,7 @@ def _claim(folder: Path, made_from: str) -> None:
             raise InputError(
                 f"{folder} holds work on another model, or with other settings", "choose another folder for --work"
             )
+        os.utime(folder)
     elif any(file.name != _LOCK_NAME for file in folder.iterdir()):
         raise InputError(f"{folder} holds other files", "choose an empty or new folder for --work")
     else:

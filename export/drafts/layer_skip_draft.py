@@ -146,9 +146,10 @@ def adopt_layer_skip_draft(
     progress(_STAGE, 0.8)
     held_out = skip_agreement(measured_on)
     agreement, tokens = held_out.agreement(skipped), manifest.architecture.vocab_size
+    by_size = None if ranking is None else count_agreement(_predictions(held_out, skipped), ranking)
+    del held_out  # its session maps the weights too
     write_layer_skip_draft(target, skipped)
-    if ranking is not None:
-        by_size = count_agreement(_predictions(held_out, skipped), ranking)
+    if ranking is not None and by_size is not None:
         tokens = vocabulary_size or _best_head(target, manifest, ranking, by_size, times)
         agreement = float(by_size[tokens])
         if tokens < ranking.order.size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,6 +10,7 @@ import numpy as np
 
 from ...errors import BundleError, InputError
 from ...models.bundle import DRAFT_FOLDER, Bundle, open_bundle
+from ...models.file_system import move, remove
 from ...models.manifest import MANIFEST_NAME, GraphLayout
 from ...models.pairing import name_draft, pair
 from ...models.progress import Progress
@@ -123,13 +123,13 @@ def _trim(target: Path, draft: Path, vocabulary_size: int, text: CalibrationText
         if tokens < ranking.order.size:
             write_trimmed(whole, trimmed, ranking.kept(tokens))
             whole_again, on_trimmed = timer.time_passes([draft, trimmed], (1,), _ROUNDS)
-            shutil.rmtree(draft)
-            trimmed.rename(draft)
+            remove(draft)
+            move(trimmed, draft)
         else:
             whole_again = on_trimmed = on_whole
     finally:
-        shutil.rmtree(smallest, ignore_errors=True)
-        shutil.rmtree(trimmed, ignore_errors=True)
+        for folder in (smallest, trimmed):
+            remove(folder)
     trimmed_agreement, whole_agreement = float(agreement[tokens]), float(agreement[-1])
     return TrimmingReport(
         tokens=tokens,

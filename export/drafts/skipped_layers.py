@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from typing import Final
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
-from ...models.atomic import write_atomically
+from ...models.atomic import temporary_folder, write_atomically
 from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, DraftPairing, Manifest
 from ..graph import inputs_outputs
@@ -85,9 +84,12 @@ def write_layer_skip_draft(folder: Path, skipped: Collection[SubLayer]) -> None:
 
 @contextmanager
 def as_bundle(target: Path, manifest: Manifest, model: ModelProto) -> Iterator[Path]:
-    """Yield a temporary bundle of another graph that shares the target's weights."""
-    with tempfile.TemporaryDirectory(prefix=".draft-", dir=target) as name:
-        folder = Path(name)
+    """Yield a temporary bundle of another graph that shares the target's weights.
+
+    It lies beside the target. After the block nothing should map the weights into memory, because Windows does not
+    remove a file that is mapped under any of its names.
+    """
+    with temporary_folder(target.parent, "draft") as folder:
         (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
         try:
             os.link(target / WEIGHTS_NAME, folder / WEIGHTS_NAME)

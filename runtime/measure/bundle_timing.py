@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
+from ...models.atomic import temporary_folder
 from ...models.bundle import GRAPH_NAME, Bundle, open_bundle
 from ...models.cache import cache_folder
 from ..devices.processor import machine
@@ -126,14 +127,13 @@ def packed_graphs(bundles: Sequence[Path]) -> Iterator[list[tuple[Bundle, Path]]
     Raises:
         BundleError: a bundle is damaged.
     """
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="timing-", dir=cache_folder()) as folder:
+    with temporary_folder(cache_folder(), "timing") as folder:
         graphs = []
         for number, path in enumerate(bundles):
             bundle = open_bundle(path)
             graph = bundle.graph
             if should_prepack(bundle):
-                graph = Path(folder) / str(number) / GRAPH_NAME
+                graph = folder / str(number) / GRAPH_NAME
                 graph.parent.mkdir()
                 write_prepacked(bundle.graph, graph)
             graphs.append((bundle, graph))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from edgerun.edge.cli.main import main
+from edgerun.export.calibration import work_folder
+from edgerun.models.atomic import discard_folder
 
 tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
@@ -26,9 +29,28 @@ def exported(checkpoint: Path, out: Path, *options: str) -> None:
     assert main(["export", str(checkpoint), str(out), "--calibration-tokens", "1100", *options]) == 0
 
 
-def test_a_calibrated_export_has_a_report(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def mapped_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Files of a work folder that are mapped into memory when it is removed, which Windows would refuse."""
+    found: list[str] = []
+
+    def discard(folder: Path) -> bool:
+        maps = Path("/proc/self/maps")
+        lines = maps.read_text(encoding="utf-8").splitlines() if maps.exists() else []
+        found.extend(line for line in lines if f"{folder}{os.sep}" in line)
+        return discard_folder(folder)
+
+    monkeypatch.setattr(work_folder, "discard_folder", discard)
+    return found
+
+
+def test_a_calibrated_export_has_a_report(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mapped_work: list[str]
+) -> None:
     out = tmp_path / "out"
     exported(checkpoint, out, "--weights", "int4", "--block", "64", "--method", "awq+gptq")
+    assert mapped_work == []
+    assert [path.suffix for path in (tmp_path / "cache" / "exports").iterdir()] == [".lock"]
     shown = capsys.readouterr().out
     report, manifest = (json.loads((out / name).read_text()) for name in ("report.json", "edge.json"))
     assert report["shipped"] | {"tokens": 0} == pytest.approx(manifest["quality"] | {"tokens": 0}, rel=1e-5)

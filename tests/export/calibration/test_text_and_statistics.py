@@ -62,18 +62,19 @@ def test_both_parts_together_are_the_whole_text(lengths, longest: int, seed: int
 def test_texts_of_models_with_sliding_windows_are_sampled_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batched: bool
 ) -> None:
-    samplers: list[BatchedSampler] = []
+    sizes: list[int] = []
 
     def made(*arguments: Any, **options: Any) -> BatchedSampler:
-        samplers.append(BatchedSampler(*arguments, **options))
-        return samplers[-1]
+        sampler = BatchedSampler(*arguments, **options)
+        sizes.append(sampler.batch_size)
+        return sampler
 
     monkeypatch.setattr(self_text, "BatchedSampler", made)
     folder = write_checkpoint(tmp_path / "checkpoint", family)
     model = SourceModel(Checkpoint(folder), read_config(folder), 1024)
     (tmp_path / "work").mkdir()
     calibration_text(model, CalibrationRequest(max_tokens=MIN_TOKENS), tmp_path / "work", silent)
-    assert [sampler.batch_size > 1 for sampler in samplers] == [batched]
+    assert [size > 1 for size in sizes] == [batched]
 
 
 def test_duplicates_are_dropped() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from edgerun.errors import DestinationError, InputError
 from edgerun.export.calibration.work_folder import work_folder
+from support.tiny_models import write_checkpoint
 
 
 @pytest.fixture
@@ -72,6 +75,63 @@ def test_a_folder_with_other_files_is_refused(source: Path, tmp_path: Path) -> N
     (tmp_path / "work" / "letter.txt").touch()
     with pytest.raises(InputError, match="holds other files"), work_folder(source, "", tmp_path / "work"):
         pass
+
+
+def test_a_folder_in_the_cache_without_a_record_is_emptied(source: Path) -> None:
+    left = interrupted_run(source, "4 bits")
+    (left / "made-from.json").unlink()
+    with work_folder(source, "4 bits") as folder:
+        assert folder == left
+        assert [path.name for path in folder.iterdir()] == ["made-from.json"]
+    assert not left.exists()
+
+
+def test_a_folder_in_use_is_passed_over(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = interrupted_run(source, "4 bits")
+    (left / "made-from.json").unlink()
+    rename = Path.rename
+
+    def refused(self: Path, target: Path) -> Path:
+        if self == left:
+            raise PermissionError(13, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with work_folder(source, "4 bits") as folder:
+        assert folder.name == f"{left.name}-1"
+    assert not folder.exists()
+
+
+def test_work_that_was_not_continued_is_removed_after_two_weeks(source: Path) -> None:
+    old, recent = interrupted_run(source, "4 bits"), interrupted_run(source, "2 bits")
+    os.utime(old, (0, 0))
+    with work_folder(source, "8 bits"):
+        assert not old.exists()
+        assert recent.exists()
+
+
+EXPORT = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from support.windows_files import WindowsFileRules
+from edgerun.edge.cli.main import main
+sys.addaudithook(WindowsFileRules())
+sys.exit(main(["export", *sys.argv[2:], "--weights", "int4", "--method", "gptq"]))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="the rules read /proc/self")
+def test_a_gptq_export_leaves_no_work_under_the_file_rules_of_windows(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"the end of the {number}" for number in range(300)), encoding="utf-8")
+    tests = Path(__file__).parents[2]
+    command = [sys.executable, "-c", EXPORT, tests, checkpoint, tmp_path / "out", "--calibration", text]
+    done = subprocess.run(command, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert [path.name for path in (tmp_path / "cache" / "exports").iterdir() if path.is_dir()] == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_one_export_at_a_time(source: Path) -> None:
