@@ -150,7 +150,7 @@ def decode(
             target_s = time.perf_counter() - started
             tokens = (sampler.choose(logits, arena.length),)
             if speculator is not None:
-                speculator.skip_round(tokens[0])
+                speculator.skip_round(tokens[0], target_s / passes)
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
 

@@ -129,6 +129,7 @@ def generate(
                 break
     remainder = matcher.push(decoder.flush()) + matcher.flush()
     stats = recorder.stats(keep_rounds=request.keep_rounds)
+    drafters.end_answer()
     drafters.store_conversation(sequence.token_ids[kept:])
     yield Chunk(remainder, finish, stats)
 

@@ -22,7 +22,7 @@ from ...runtime.measure.pass_timing import PASS_COSTS
 from ..terminal.output import SafeConsole, figures_text, write_json
 from ..terminal.plan_table import plan_table
 from .shared_options import AsJson, Debug, ModelArgument, ModelOptions, Tokenizer
-from .tune import context_label, describe_cost
+from .tune import context_label, describe_cost, doubt_text
 from .verify import exactness_summary
 
 _FLOAT_BITS: Final = 16
@@ -48,7 +48,8 @@ def inspect(
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        if name != "quantization_plan":  # shown as a table of its own
+        # The plan is shown as a table of its own, and a doubt only where there is one.
+        if name != "quantization_plan" and (name, value) != ("pass_costs_doubt", None):
             table.add_row(name.replace("_", " "), _FORMATTERS.get(name, _formatted)(value) or "-")
     console = SafeConsole()
     console.print(table)
@@ -104,6 +105,7 @@ def describe(engine: Engine) -> dict[str, Any]:
     key = model_key(engine.bundle, SessionConfig(engine.device))
     cost = PASS_COSTS.load(key)
     facts["pass_costs"] = None if cost is None else describe_cost(cost)
+    facts["pass_costs_doubt"] = None if cost is None or cost.doubt is None else cost.doubt.value
     report = EXACTNESS_REPORTS.load(key)
     facts["exactness"] = None if report is None else {"summary": exactness_summary(report), **report.to_json()}
     return facts
@@ -212,6 +214,7 @@ _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "draft": _draft_text,
     "calibration": _calibration,
     "pass_costs": _pass_costs,
+    "pass_costs_doubt": doubt_text,
     "exactness": _exactness,
 }
 """Functions for the facts that are not printed as they are."""

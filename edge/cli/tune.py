@@ -16,7 +16,7 @@ from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
 from ...runtime.speculation.drafters.ngram_table import write_bundle_table
-from ...runtime.speculation.pass_cost import BUCKET_ENDS, PassCost
+from ...runtime.speculation.pass_cost import BUCKET_ENDS, Doubt, PassCost
 from ..terminal.output import SafeConsole, write_json, write_warning
 from .shared_options import AsJson, Debug, Device, ModelArgument, ModelOptions, Threads, Tokenizer
 
@@ -24,6 +24,11 @@ _CONTEXTS: Final = (384, 1536, 6144, 24576, 98304)
 """One context length in each bucket, near its end, where a conversation spends most of its time."""
 _MAX_CACHE_BYTES: Final = 512 << 20
 """Largest KV cache to measure with unless --context is given."""
+_DOUBTS: Final = {
+    Doubt.BUSY: "other programs used the processor while these costs were measured",
+    Doubt.IMPLAUSIBLE: "a pass cannot cost so much more than a narrower one",
+    Doubt.OUTDATED: "passes have since taken something else",
+}
 
 
 def tune(
@@ -46,9 +51,9 @@ def tune(
 ) -> None:
     """Measure what a pass over several tokens costs on this machine, and store it.
 
-    Speculative decoding sizes its drafts by these costs. The first answer of a model measures them briefly; measure
-    again when the machine was busy then, with nothing else running. This takes about two seconds for each context
-    length, and longer for large models.
+    Speculative decoding sizes its drafts by these costs. The first answer of a model measures them briefly. Costs that
+    were measured while other programs used the processor are marked as doubtful; close those programs and measure
+    again. This takes about two seconds for each context length, and longer for large models or on a busy machine.
 
     --text counts the n-grams of text files into a table that drafts where the conversation does not repeat itself. The
     new table replaces the old one and serves all models with the same tokenizer.
@@ -62,6 +67,7 @@ def tune(
             cost = measure_pass_cost(
                 engine.model.new_sequence().bound,
                 contexts=contexts,
+                threads=threads or 0,
                 progress=lambda fraction: progress("timing passes", fraction),
             )
         file = PASS_COSTS.save(model_key(engine.bundle, SessionConfig(engine.device, threads or 0)), cost)
@@ -71,6 +77,7 @@ def tune(
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
             "file": None if file is None else str(file),
+            "doubt": None if cost.doubt is None else cost.doubt.value,
             "contexts": describe_cost(cost),
             "ngram_bytes": prior_bytes,
         }
@@ -79,6 +86,8 @@ def tune(
         return
     console = SafeConsole()
     console.print(_table(cost))
+    if cost.doubt is not None:
+        console.print(doubt_text(cost.doubt.value), soft_wrap=True)
     if prior_bytes:
         console.print(f"n-gram table: {prior_bytes / 2**20:.1f} MiB")
     if file is None:
@@ -103,6 +112,11 @@ def describe_cost(cost: PassCost) -> list[dict[str, Any]]:
         }
         for end, times in cost.measured.items()
     ]
+
+
+def doubt_text(doubt: str) -> str:
+    """What to know about doubtful pass costs, in a sentence or two."""
+    return f"doubtful: {_DOUBTS[Doubt(doubt)]}. They are measured again when the model is loaded on an idle machine."
 
 
 def context_label(up_to: int | None) -> str:

@@ -32,6 +32,12 @@ def usable_cores() -> int:
     return count if quota is None else max(min(count, math.ceil(quota)), 1)
 
 
+def usable_physical_cores() -> int:
+    """How many physical cores have a logical processor that this process may use."""
+    allowed = allowed_cpus()
+    return sum(allowed is None or bool(core.cpus & allowed) for core in physical_cores()) or usable_cores()
+
+
 def default_threads() -> int:
     """How many threads compute unless the user says otherwise: one per performance core that this process may use."""
     return threads_for(physical_cores(), allowed_cpus(), cpu_quota()) or usable_cores()

@@ -28,6 +28,10 @@ class Backoff:
         """Count one round of the wait."""
         self.left -= 1
 
+    def shorten(self, longest: int) -> None:
+        """Wait for at most `longest` further rounds."""
+        self.left = min(self.left, longest)
+
     def cancel(self) -> None:
         """End the current wait now."""
         self.left = 0

@@ -31,9 +31,8 @@ from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
-from ..measure.measurement_store import model_key
 from ..measure.measuring_time import MeasuringTime
-from ..measure.pass_timing import PASS_COSTS, measure_pass_cost
+from ..measure.pass_timing import TimingExtent, load_or_measure_pass_cost, measure_pass_cost
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
 from .drafters.layer_skip import LayerSkipDraft
 from .pass_cost import PassCost
@@ -41,8 +40,7 @@ from .pass_cost import PassCost
 _ONE_THREAD_BELOW: Final = 16 << 20
 """Bytes of weights below which a draft runs on one thread: at 9.6 MB a pass takes 0.33 ms with one thread and 0.37 with
 two, at 270 MB 14 and 10."""
-_SECONDS_BUDGET: Final = 0.3
-_WIDTHS: Final = (1, 2, 4, 8)
+_EXTENT: Final = TimingExtent("measuring the speed of the draft model", 0.3, (1, 2, 4, 8))
 _HINT: Final = "restore it or export the draft again"
 
 
@@ -158,11 +156,13 @@ def _pass_cost(
     bundle: Bundle, config: SessionConfig, bound: BoundSession, measuring: MeasuringTime | None, *, cache: bool
 ) -> PassCost:
     """Cost of the draft's passes, stored or measured now."""
-    key = model_key(bundle, config)
-    cost = PASS_COSTS.load(key) if cache else None
-    if cost is None:
-        with (measuring or MeasuringTime()).stage("measuring the speed of the draft model") as progress:
-            cost = measure_pass_cost(bound, seconds_budget=_SECONDS_BUDGET, widths=_WIDTHS, progress=progress)
-        if cache:
-            PASS_COSTS.save(key, cost)
-    return cost
+    if cache:
+        return load_or_measure_pass_cost(bundle, config, bound, measuring, extent=_EXTENT)
+    with (measuring or MeasuringTime()).stage(_EXTENT.stage) as progress:
+        return measure_pass_cost(
+            bound,
+            seconds_budget=_EXTENT.seconds_budget,
+            widths=_EXTENT.widths,
+            threads=config.threads,
+            progress=progress,
+        )

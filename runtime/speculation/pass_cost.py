@@ -4,6 +4,9 @@ Wide passes pay only where they cost less than several narrow ones, and how much
 memory bus, with steps that no formula has. So t(m) is measured (`measure.pass_timing`) and refined by every pass. A
 machine also changes speed as a whole, when it gets hot or busy; that is separated from the shape of the curve,
 otherwise a slow minute at one width would make the other widths look cheap.
+
+Costs that were measured while other programs used the processor, or that passes contradict, are doubtful: they follow
+the passes that run quickly, until they are measured again.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -34,10 +38,31 @@ _MAX_WEIGHT: Final = 20
 """Number of passes that a running estimate averages over at most."""
 _INHERITED_WEIGHT: Final = 4
 """Number of passes that an estimate interpolated from its neighbours counts for."""
+_FIRST_PASSES: Final = 7
+"""Number of passes whose median replaces a doubtful estimate; later ones are averaged with it."""
+_POSITION_COST: Final = 0.3
+"""Cost of each further position of a pass, in passes of width 1, where a doubtful cost says something implausible."""
+_DISAGREEMENT: Final = math.log(1.5)
+"""Difference, in log seconds, from which passes contradict what was measured, if many in a row do."""
+_STRAY_PASSES: Final = 12
+"""Passes in a row of one width that must contradict its cost relative to the other widths."""
+_STRAY_SPEEDS: Final = 64
+"""Passes in a row that must contradict the measured speed."""
 TOLERANCE: Final = 0.02
 """Change of speed, in log seconds, below which the curves are not updated: too small to change a decision."""
 _SHAPE_TOLERANCE: Final = 0.06
 """Sum of the changes of the estimates after which a curve is made again, which takes 50 us."""
+
+
+class Doubt(Enum):
+    """Why the costs may be wrong."""
+
+    BUSY = "busy"
+    """Other programs used the processor while they were measured."""
+    IMPLAUSIBLE = "implausible"
+    """A pass costs more than passes of single tokens would, or less than a narrower one."""
+    OUTDATED = "outdated"
+    """Passes on an idle machine took something else."""
 
 
 @dataclass
@@ -46,13 +71,28 @@ class _Knot:
 
     log: float
     passes: int
+    first: list[float] | None = None
+    """Log seconds of the first passes, at the measured speed, which replace a doubtful estimate."""
+    strays: int = 0
+    """Number of passes in a row that contradict the estimate, negative if they were faster."""
 
-    def learn(self, residual: float) -> float:
-        """Learn from a pass that took `residual` log seconds more; returns the change of the estimate."""
+    def learn(self, log: float) -> float:
+        """Learn from a pass that takes `log` log seconds at the measured speed; returns the change of the estimate."""
+        before, residual = self.log, log - self.log
+        if self.first is not None:
+            self.first.append(log)
+            self.log, self.passes = _median(self.first), len(self.first)
+            if self.passes == _FIRST_PASSES:
+                self.first = None
+            return self.log - before
+        self.strays = _count_strays(self.strays, residual)
         self.passes = min(self.passes + 1, _MAX_WEIGHT)
-        moved = max(-_CLIP, min(_CLIP, residual)) / self.passes
-        self.log += moved
-        return moved
+        self.log += max(-_CLIP, min(_CLIP, residual)) / self.passes
+        return self.log - before
+
+    def distrust(self) -> None:
+        """Let the next passes replace the estimate."""
+        self.passes, self.first, self.strays = 1, [], 0
 
 
 @dataclass
@@ -71,9 +111,14 @@ class _Bucket:
 
 
 class _Pass(NamedTuple):
-    bucket: int
-    width: int
-    residual: float
+    bucket: _Bucket
+    knot: _Knot
+    log: float
+
+    @property
+    def residual(self) -> float:
+        """What the present estimate does not explain, in log seconds."""
+        return self.log - self.knot.log
 
 
 class PassCost:
@@ -86,12 +131,19 @@ class PassCost:
 
     Args:
         measured: seconds by context length and width; one context per bucket, width 1 among the widths.
+        doubt: why the measurements may be wrong; None if nothing is known against them.
+        measurements: how often the costs have been measured, this time included.
 
     Raises:
         ValueError: there are no measurements, two contexts in a bucket, no width 1, or a value that is not a time.
     """
 
-    def __init__(self, measured: Mapping[int, Mapping[int, float]]) -> None:
+    def __init__(
+        self, measured: Mapping[int, Mapping[int, float]], doubt: Doubt | None = None, measurements: int = 1
+    ) -> None:
+        self.measurements: Final = measurements
+        self._doubt = doubt
+        self._speed_strays = 0
         self._buckets: dict[int, _Bucket] = {}
         for context, times in measured.items():
             index = _bucket_of(context)
@@ -100,15 +152,47 @@ class PassCost:
             for width, seconds in times.items():
                 if not 1 <= width <= MAX_OBSERVED_WIDTH or not 0 < seconds < math.inf:
                     raise ValueError(f"{seconds} s for a pass of width {width}")
-            knots = {width: _Knot(math.log(times[width]), _MAX_WEIGHT) for width in sorted(times)}
+            believed = times if doubt is None else _plausible(times)
+            knots = {width: _Knot(math.log(believed[width]), _MAX_WEIGHT) for width in sorted(believed)}
             self._buckets[index] = _Bucket(knots)
+            if doubt is not None:
+                for knot in knots.values():
+                    knot.distrust()
         if not self._buckets:
             raise ValueError("there are no measurements")
         self._speed = 0.0
-        self._recent = deque((_Pass(-1, 1, 0.0) for _ in range(_WINDOW)), _WINDOW)
+        nothing = _Pass(_Bucket({}), _Knot(0.0, 1), 0.0)
+        self._recent = deque([nothing] * _WINDOW, _WINDOW)
         self._curves: dict[int, npt.NDArray[np.float64]] = {}
         self.observed = 0
         """Number of passes observed since this object was made."""
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """Why the costs may be wrong; None if nothing is known against them."""
+        return self._doubt
+
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether many passes in a row took something else than was measured."""
+        return abs(self._speed_strays) >= _STRAY_SPEEDS or any(
+            abs(knot.strays) >= _STRAY_PASSES for bucket in self._buckets.values() for knot in bucket.knots.values()
+        )
+
+    def distrust(self) -> None:
+        """Doubt the costs from now on, because passes contradict them: learn quickly."""
+        self._doubt = self._doubt or Doubt.OUTDATED
+        self._speed_strays = 0
+        for bucket in self._buckets.values():
+            for knot in bucket.knots.values():
+                knot.distrust()
+
+    def forget_strays(self) -> None:
+        """Hold nothing against the costs that passes took so far: other programs disturbed them."""
+        self._speed_strays = 0
+        for bucket in self._buckets.values():
+            for knot in bucket.knots.values():
+                knot.strays = 0
 
     @property
     def measured(self) -> dict[int, dict[int, float]]:
@@ -145,14 +229,15 @@ class PassCost:
         knot = bucket.knots.get(width)
         if knot is None:
             knot = bucket.knots[width] = _Knot(math.log(_interpolated(bucket.knots, width)), _INHERITED_WEIGHT)
-        residual = math.log(seconds) - knot.log
+        seen = _Pass(bucket, knot, math.log(seconds))
         if bucket.first_residuals is not None:
-            self._learn_level(index, bucket, residual - self._speed)
+            self._learn_level(index, bucket, seen.residual - self._speed)
             return
-        self._recent.append(_Pass(index, width, residual))
+        self._recent.append(seen)
         middle = sorted(entry.residual for entry in self._recent)[_MIDDLE]
         if abs(middle - self._speed) > TOLERANCE:
             self._change_speed(middle)
+        self._speed_strays = _count_strays(self._speed_strays, middle)
         self._learn_shape(self._recent[_MIDDLE], middle)
 
     def _change_speed(self, speed: float) -> None:
@@ -162,12 +247,11 @@ class PassCost:
 
     def _learn_shape(self, seen: _Pass, speed: float) -> None:
         """Attribute to a pass's width what the speed of the passes around it does not explain."""
-        bucket = self._buckets.get(seen.bucket)
-        if bucket is None:
+        if not seen.bucket.knots:  # a placeholder from before the first passes
             return
-        bucket.moved += abs(bucket.knots[seen.width].learn(seen.residual - speed))
-        if bucket.moved > _SHAPE_TOLERANCE:
-            bucket.moved = 0.0
+        seen.bucket.moved += abs(seen.knot.learn(seen.log - speed))
+        if seen.bucket.moved > _SHAPE_TOLERANCE:
+            seen.bucket.moved = 0.0
             self._curves.clear()
 
     def _learn_level(self, index: int, bucket: _Bucket, residual: float) -> None:
@@ -198,7 +282,11 @@ class PassCost:
     def to_json(self) -> dict[str, Any]:
         """The measurements as a JSON object that `from_json` reads."""
         times = self.measured
-        return {"seconds": {str(end): {str(width): t for width, t in row.items()} for end, row in times.items()}}
+        return {
+            "doubt": None if self._doubt is None else self._doubt.value,
+            "measurements": self.measurements,
+            "seconds": {str(end): {str(width): t for width, t in row.items()} for end, row in times.items()},
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PassCost:
@@ -217,7 +305,47 @@ class PassCost:
             if not is_whole(int(end), 0):
                 raise ValueError(f"{end} is not a context length")
             measured[int(end)] = {int(width): float(seconds) for width, seconds in row.items()}
-        return cls(measured)
+        doubt, measurements = data.get("doubt"), data.get("measurements", 1)
+        if not is_whole(measurements, 1):
+            raise ValueError(f"{measurements} is not a number of measurements")
+        return cls(measured, None if doubt is None else Doubt(doubt), measurements)
+
+
+def is_plausible(times: Mapping[int, float]) -> bool:
+    """Whether costs by width can be those of an undisturbed machine.
+
+    A pass over m tokens can do no more work than m passes over one, and no less than a narrower pass. Kernels and
+    disturbances may double that.
+    """
+    least = times[1] / 2
+    for width in sorted(times):
+        if not least <= times[width] <= 2 * width * times[1]:
+            return False
+        least = max(least, times[width] / 2)
+    return True
+
+
+def _plausible(times: Mapping[int, float]) -> dict[int, float]:
+    """Doubtful costs without what cannot be: a disturbed pass took too long, never too short.
+
+    Too high a cost would keep passes of that width from ever being run, and the cost from being corrected.
+    """
+    found: dict[int, float] = {}
+    least = math.inf
+    for width in sorted(times, reverse=True):
+        least = found[width] = min(least, times[width])
+    single = found[1]
+    return {
+        width: seconds if seconds <= 2 * width * single else single * (1 + _POSITION_COST * (width - 1))
+        for width, seconds in found.items()
+    }
+
+
+def _count_strays(strays: int, residual: float) -> int:
+    """Count the passes in a row that were much slower, or as a negative number much faster."""
+    if abs(residual) < _DISAGREEMENT:
+        return 0
+    return max(strays, 0) + 1 if residual > 0 else min(strays, 0) - 1
 
 
 def _bucket_of(context: int) -> int:
@@ -235,7 +363,8 @@ def _frozen(curve: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    """The median, of an even number of values the lower one: disturbed passes take longer."""
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def _interpolated(knots: Mapping[int, _Knot], width: Any) -> Any:

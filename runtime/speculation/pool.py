@@ -25,6 +25,7 @@ from ..measure.exactness import EXACTNESS_REPORTS, ExactnessReport, measure_exac
 from ..measure.measurement_store import model_key
 from ..measure.measuring_time import MeasuringTime
 from ..measure.pass_timing import MEASURING_SPEED, PASS_COSTS, load_or_measure_pass_cost, measure_pass_cost
+from ..measure.system_load import LoadMeter
 from ..options import GenerationRequest, Persistence
 from ..sampling import SamplingParams
 from .choice import SOURCE_NAMES, Speculation
@@ -98,6 +99,10 @@ class DrafterPool:
         self._store = HistoryStore(history_folder, _HISTORY_BYTES, _log.warning) if persistence.history else None
         self._indexer = None if self._store is None else HistoryIndexer(self._store)
         self._pass_cost: PassCost | None = None
+        self._meter = LoadMeter(graph.config.threads)
+        """The load of other programs since the model was loaded, then since the answer began."""
+        self._disturbed = False
+        """Whether other programs disturbed an answer, and what was learned from its passes."""
         self._exactness_report: ExactnessReport | None = None
         self._free: dict[Source, Drafter] | None = None
         self._recycling: RecyclingDrafter | None = None
@@ -110,11 +115,14 @@ class DrafterPool:
         """Cost of target passes: stored by an earlier engine, or measured now."""
         if self._pass_cost is None:
             bound = self._bind()
+            config = self._graph.config
             if self._persistence.cache:
-                self._pass_cost = load_or_measure_pass_cost(self._bundle, self._graph.config, bound, self.measuring)
+                self._pass_cost = load_or_measure_pass_cost(
+                    self._bundle, config, bound, self.measuring, meter=self._meter
+                )
             else:
                 with self.measuring.stage(MEASURING_SPEED) as progress:
-                    self._pass_cost = measure_pass_cost(bound, progress=progress)
+                    self._pass_cost = measure_pass_cost(bound, threads=config.threads, progress=progress)
         return self._pass_cost
 
     def draft_model(self) -> DraftModel | None:
@@ -158,6 +166,7 @@ class DrafterPool:
         if recording is not None and recording.oracle_mode is not OracleMode.NONE:
             return self._oracle_speculator(recording, len(request.prompt_ids))
         free = self._make_drafters()
+        self._meter = LoadMeter(self._graph.config.threads)
         if self._model is not None:
             if isinstance(self._model.model, LayerSkipDraft):
                 self._model.model.attach(arena)
@@ -184,6 +193,18 @@ class DrafterPool:
         """A context for generating an answer: work in the background waits."""
         return nullcontext() if self._indexer is None else self._indexer.answering()
 
+    def end_answer(self) -> None:
+        """Doubt the pass cost if the passes of an answer contradict it, unless other programs disturbed them."""
+        cost = self._pass_cost
+        if cost is None:
+            return
+        if self._meter.is_busy:
+            self._disturbed = True
+            cost.forget_strays()
+        elif cost.is_contradicted:
+            cost.distrust()
+            self._save_pass_cost(cost)
+
     def store_conversation(self, token_ids: Sequence[int]) -> None:
         """Store the new tokens of a finished answer in the history, if one is kept, to be indexed soon."""
         if self._store is not None and self._indexer is not None and self._store.append(token_ids):
@@ -197,13 +218,17 @@ class DrafterPool:
             with suppress(OSError):
                 self._recycling.save(self._recycled_file)
         cost = self._pass_cost
-        if self._persistence.cache and cost is not None and cost.observed >= _MIN_OBSERVED:
-            PASS_COSTS.save(model_key(self._bundle, self._graph.config), cost)
+        if cost is not None and cost.observed >= _MIN_OBSERVED and not self._disturbed:
+            self._save_pass_cost(cost)
         if self._indexer is not None:
             self._indexer.close()
         self._open_graph = self._free = self._model = self._recycling = None
         for speculators in (self._speculators, self._sampled, self._oracles):
             speculators.clear()
+
+    def _save_pass_cost(self, cost: PassCost) -> None:
+        if self._persistence.cache:
+            PASS_COSTS.save(model_key(self._bundle, self._graph.config), cost)
 
     @property
     def _graph(self) -> GraphSession:

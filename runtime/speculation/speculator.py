@@ -42,6 +42,8 @@ _CHEAP: Final = 0.08
 a tenth of a lookup."""
 _WAKING_MATCH: Final = 4
 """Length of a repetition at the end of the sequence that ends the backoff of such a speculator."""
+_DOUBTFUL_WAIT: Final = 64
+"""Longest wait in rounds for which drafting is disabled while the pass cost is doubtful."""
 _PLAIN_OBSERVED_EVERY: Final = 8
 """One of this many plain passes refines the pass cost: there are many, and the bookkeeping takes time too."""
 
@@ -177,9 +179,15 @@ class Speculator:
         """Whether the next round is a plain one, without a draft."""
         return self.balance.backoff.left > 0
 
-    def skip_round(self, token: int) -> None:
-        """Add the token of a plain round, run while drafting is disabled."""
-        self.balance.backoff.count_down()
+    def skip_round(self, token: int, seconds: float) -> None:
+        """Add the token of a plain round, run while drafting is disabled, whose pass took `seconds`."""
+        backoff, doubtful = self.balance.backoff, self.cost.doubt is not None
+        backoff.count_down()
+        if doubtful:
+            # The costs that decided against drafting may be wrong, and only drafts show what wider passes cost.
+            backoff.shorten(_DOUBTFUL_WAIT)
+        if doubtful or backoff.left % _PLAIN_OBSERVED_EVERY == 0:
+            self.cost.observe(1, len(self._token_ids) - 1, seconds)
         self._token_ids.append(token)
         if self._cheap and self._suffix is not None:
             self._sync_drafters()

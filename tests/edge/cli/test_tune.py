@@ -9,7 +9,9 @@ import pytest
 
 from edgerun.edge.cli.main import main
 from edgerun.edge.cli.tune import describe_cost
+from edgerun.runtime.measure import pass_timing
 from edgerun.runtime.measure.pass_timing import WIDTHS
+from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.pass_cost import PassCost
 
 
@@ -29,7 +31,7 @@ def test_json_is_one_object_and_inspect_shows_the_costs(
     assert out.count("\n") == 1
     assert err == ""
     facts = json.loads(out)
-    assert list(facts) == ["model", "device", "file", "contexts", "ngram_bytes"]
+    assert list(facts) == ["model", "device", "file", "doubt", "contexts", "ngram_bytes"]
     assert (facts["model"], facts["device"]) == (str(tiny_bundle), "CPU")
     assert [Path(facts["file"])] == list(cache.iterdir())
     (entry,) = facts["contexts"]
@@ -50,8 +52,8 @@ def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: pyt
     assert lines[0] == ["tokens", "context", "up", "to", "512"]
     assert [line[0] for line in lines[1 : len(WIDTHS) + 1]] == [str(width) for width in WIDTHS]
     assert lines[1][-1] == "1.00x"
-    assert out.splitlines()[-2].startswith("each further token")
-    assert out.splitlines()[-1].startswith("break-even acceptance")
+    assert out.splitlines()[len(WIDTHS) + 1].startswith("each further token")
+    assert out.splitlines()[len(WIDTHS) + 2].startswith("break-even acceptance")
     # Costs measured with one thread are not those of the default number of threads.
     assert main(["inspect", str(tiny_bundle)]) == 0
     assert "not measured yet" in capsys.readouterr().out
@@ -59,6 +61,29 @@ def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: pyt
     capsys.readouterr()
     assert main(["inspect", str(tiny_bundle)]) == 0
     assert "context up to 512: milliseconds by tokens 1: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_costs_of_a_busy_machine_are_shown_as_doubtful(
+    tiny_bundle: Path,
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    busy: bool,
+) -> None:
+    monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: busy))
+    # What is implausible on a machine that is in fact busy would be doubtful, too.
+    monkeypatch.setattr(pass_timing, "is_plausible", lambda _: True)
+    shown = "doubtful: other programs used the processor while these costs were measured."
+    assert main(["tune", str(tiny_bundle)]) == 0
+    out, err = capsys.readouterr()
+    assert (shown in out, err) == (busy, "")
+    assert main(["inspect", str(tiny_bundle)]) == 0
+    assert ("doubtful: other programs used the" in capsys.readouterr().out) is busy
+    assert main(["tune", str(tiny_bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["doubt"] == ("busy" if busy else None)
+    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pass_costs_doubt"] == ("busy" if busy else None)
 
 
 def test_a_second_measurement_replaces_the_first(

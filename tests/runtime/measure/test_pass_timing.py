@@ -14,10 +14,10 @@ from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.measure import measurement_store
+from edgerun.runtime.measure import measurement_store, pass_timing
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.pass_timing import PASS_COSTS, WIDTHS, load_or_measure_pass_cost, measure_pass_cost
-from edgerun.runtime.speculation.pass_cost import PassCost
+from edgerun.runtime.speculation.pass_cost import Doubt, PassCost
 
 TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
 CONFIG = SessionConfig(choose_device("cpu"), 1)
@@ -163,3 +163,99 @@ def test_the_oldest_files_are_deleted(tiny_bundle: Path, cache: Path, monkeypatc
         os.utime(cache / f"{name}.json", (100 - age, 100 - age))
     file = PASS_COSTS.save(model_key(open_bundle(tiny_bundle), CONFIG), PassCost({0: TIMES}))
     assert set(cache.iterdir()) == {file, cache / "new.json"}
+
+
+class SyntheticMachine:
+    """Passes of known times, some of them disturbed by other programs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *busy: bool, times: dict[int, float] = TIMES) -> None:
+        self.busy = [*busy]
+        self.times = times
+        self.measured = 0
+        monkeypatch.setattr(pass_timing, "time_pass", self._time_pass)
+        monkeypatch.setattr(pass_timing, "LoadMeter", lambda _threads: self)
+
+    @property
+    def _is_busy_now(self) -> bool:
+        return bool(self.busy) and self.busy[0]
+
+    @property
+    def is_busy(self) -> bool:
+        """Asked once at the end of every measurement, and before one that may be left out."""
+        self.measured += 1
+        return self.busy.pop(0) if self.busy else False
+
+    def wait(self, seconds: float) -> None:
+        assert 0 < seconds < 1
+
+    def _time_pass(self, _bound: object, width: int) -> float:
+        seconds = float(np.interp(width, [*self.times], [*self.times.values()]))
+        return seconds * (40.0 if width > 1 else 1.5) if self._is_busy_now else seconds
+
+
+def seconds_of(cost: PassCost) -> dict[int, float]:
+    return {width: seconds for width, seconds in cost.measured[512].items() if width in TIMES}
+
+
+def test_a_disturbed_measurement_is_repeated(bound: BoundSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SyntheticMachine(monkeypatch, True, False)
+    fractions: list[float] = []
+    cost = measure_pass_cost(bound, seconds_budget=0.1, progress=fractions.append)
+    assert (cost.doubt, machine.measured) == (None, 2)
+    assert seconds_of(cost).items() <= {width: pytest.approx(TIMES[width]) for width in TIMES}.items()
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+@pytest.mark.parametrize(("busy", "doubt"), [(True, Doubt.BUSY), (False, Doubt.IMPLAUSIBLE)])
+def test_what_stays_disturbed_or_implausible_is_doubtful(
+    bound: BoundSession, monkeypatch: pytest.MonkeyPatch, busy: bool, doubt: Doubt
+) -> None:
+    machine = SyntheticMachine(monkeypatch, *[busy] * 3, times={1: 0.003, 2: 0.129, 16: 0.5})
+    cost = measure_pass_cost(bound, seconds_budget=0.01)
+    assert (cost.doubt, machine.measured) == (doubt, 3)
+    assert cost.seconds(2, 0) < 4 * cost.seconds(1, 0), "used for now, without what cannot be"
+
+
+def test_doubtful_costs_are_measured_again_when_the_machine_is_idle(
+    tiny_bundle: Path, bound: BoundSession, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = open_bundle(tiny_bundle)
+    busy = SyntheticMachine(monkeypatch, *[True] * 4)
+    first = load_or_measure_pass_cost(bundle, CONFIG, bound)
+    assert (first.doubt, busy.measured) == (Doubt.BUSY, 3)
+    still_busy = load_or_measure_pass_cost(bundle, CONFIG, bound)
+    assert (still_busy.doubt, still_busy.measurements, busy.measured) == (Doubt.BUSY, 1, 4)
+    idle = load_or_measure_pass_cost(bundle, CONFIG, bound)
+    assert (idle.doubt, idle.measurements) == (None, 2)
+    for width, seconds in seconds_of(idle).items():
+        assert seconds == pytest.approx(TIMES[width])
+    measured = busy.measured
+    assert load_or_measure_pass_cost(bundle, CONFIG, bound).doubt is None
+    assert busy.measured == measured, "costs that nothing is known against are not measured again"
+
+
+def test_implausible_costs_of_a_file_are_measured_again_and_believed_if_found_again(
+    tiny_bundle: Path, bound: BoundSession, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, slow_when_wide = open_bundle(tiny_bundle), {1: 0.003, 2: 0.129, 16: 0.5}
+    key = model_key(bundle, CONFIG)
+    PASS_COSTS.save(key, PassCost({512: slow_when_wide}))
+    SyntheticMachine(monkeypatch)
+    assert seconds_of(load_or_measure_pass_cost(bundle, CONFIG, bound))[2] == pytest.approx(TIMES[2])
+    PASS_COSTS.save(key, PassCost({512: slow_when_wide}))
+    SyntheticMachine(monkeypatch, times=slow_when_wide)
+    again = [load_or_measure_pass_cost(bundle, CONFIG, bound) for _ in range(3)]
+    assert [cost.measurements for cost in again] == [2, 2, 2]
+    assert again[-1].doubt is None
+    assert seconds_of(again[-1])[2] == pytest.approx(0.129), "a kernel may be that slow"
+
+
+def test_doubtful_costs_are_not_measured_for_ever(
+    tiny_bundle: Path, bound: BoundSession, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = open_bundle(tiny_bundle)
+    PASS_COSTS.save(model_key(bundle, CONFIG), PassCost({512: TIMES}, Doubt.OUTDATED, 8))
+    machine = SyntheticMachine(monkeypatch)
+    assert load_or_measure_pass_cost(bundle, CONFIG, bound).doubt is Doubt.OUTDATED
+    assert machine.measured == 0

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.speculation.pass_cost import BUCKET_ENDS, MAX_OBSERVED_WIDTH, TOLERANCE, PassCost
+from edgerun.runtime.speculation.pass_cost import (
+    BUCKET_ENDS,
+    MAX_OBSERVED_WIDTH,
+    TOLERANCE,
+    Doubt,
+    PassCost,
+    is_plausible,
+)
 
 TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
 CONFIG = SessionConfig(choose_device("cpu"), 1)
@@ -159,3 +166,88 @@ def test_invalid_widths_and_times_are_not_observed(width: int, took: float) -> N
 def test_invalid_measurements_are_refused(table: dict[int, dict[int, float]]) -> None:
     with pytest.raises(ValueError, match=r"measure|s for"):
         PassCost(table)
+
+
+BUSY_TIMES = {1: 3.1e-3, 2: 129e-3, 3: 20e-3, 4: 150e-3, 6: 60e-3, 8: 400e-3}
+"""What a busy machine measured of a model whose passes take `TIMES`."""
+
+
+def run(cost: PassCost, widths: list[int], times: dict[int, float], disturbed: float = 0.0) -> None:
+    """Observe passes that take these times, some of them ten times as long."""
+    random = np.random.default_rng(1)
+    for width in widths:
+        cost.observe(width, 0, times[width] * (10.0 if random.random() < disturbed else 1.0))
+
+
+@pytest.mark.parametrize("disturbed", [0.0, 0.15])
+def test_doubtful_costs_are_right_after_few_passes(disturbed: float) -> None:
+    cost = PassCost({0: BUSY_TIMES}, Doubt.BUSY)
+    run(cost, [1, 1, 2, 1, 4] * 12, TIMES, disturbed)
+    for width in (1, 2, 4):
+        assert cost.seconds(width, 0) == pytest.approx(TIMES[width], rel=0.1)
+    believed = PassCost({0: BUSY_TIMES})
+    run(believed, [1, 1, 2, 1, 4] * 12, TIMES, disturbed)
+    assert believed.seconds(2, 0) > 3 * TIMES[2], "costs that nothing is known against change slowly"
+
+
+def test_doubtful_costs_do_not_keep_passes_from_being_run() -> None:
+    curve = PassCost({0: BUSY_TIMES}, Doubt.BUSY).curve(0, 8)
+    assert (curve <= 2 * np.arange(1, 9) * curve[0]).all()
+    slow_start = PassCost({0: {**TIMES, 1: 0.5}}, Doubt.BUSY)
+    assert slow_start.seconds(1, 0) == pytest.approx(TIMES[2]), "a narrower pass takes no longer"
+
+
+def test_a_doubt_and_the_number_of_measurements_are_kept() -> None:
+    again = PassCost.from_json(json.loads(json.dumps(PassCost({0: TIMES}, Doubt.OUTDATED, 3).to_json())))
+    assert (again.doubt, again.measurements) == (Doubt.OUTDATED, 3)
+    assert again.measured == {512: pytest.approx(TIMES)}
+    for changed in ({"doubt": "other"}, {"measurements": 0}, {"measurements": "1"}):
+        with pytest.raises(ValueError, match="other|measurements"):
+            PassCost.from_json({**PassCost({0: TIMES}).to_json(), **changed})
+
+
+@pytest.mark.parametrize(
+    ("times", "plausible"),
+    [
+        (TIMES, True),
+        (dict.fromkeys(TIMES, 0.01), True),
+        ({1: 1.0, 2: 3.9, 16: 31.0}, True),
+        ({1: 3.1e-3, 2: 129e-3}, False),
+        ({1: 1.0, 2: 0.4}, False),
+        ({1: 1.0, 4: 6.0, 8: 2.9}, False),
+    ],
+)
+def test_plausible_costs(times: dict[int, float], plausible: bool) -> None:
+    assert is_plausible(times) is plausible
+
+
+def test_passes_contradict_a_cost_that_was_measured_wrongly() -> None:
+    wrong = {**TIMES, 2: 3 * TIMES[2]}
+    cost = PassCost({0: wrong})
+    run(cost, [1, 1, 2] * 20, TIMES)
+    assert cost.is_contradicted
+    cost.distrust()
+    assert (cost.doubt, cost.is_contradicted) == (Doubt.OUTDATED, False)
+    run(cost, [1, 1, 2] * 10, TIMES)
+    assert cost.seconds(2, 0) == pytest.approx(TIMES[2], rel=0.05)
+    assert PassCost.from_json(cost.to_json()).doubt is Doubt.OUTDATED
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_passes_contradict_a_speed_that_was_measured_wrongly(factor: float) -> None:
+    cost = PassCost({0: TIMES})
+    run(cost, [1, 2, 4] * 40, {width: factor * took for width, took in TIMES.items()})
+    assert cost.is_contradicted
+    cost.forget_strays()
+    assert not cost.is_contradicted
+    assert cost.doubt is None
+
+
+def test_a_noisy_machine_does_not_contradict_the_costs() -> None:
+    cost = PassCost({0: TIMES})
+    random = np.random.default_rng(2)
+    for _ in range(400):
+        width = int(random.choice([1, 2, 4, 8]))
+        slow = 1.4 if random.random() < 0.5 else 1.0
+        cost.observe(width, 0, TIMES[width] * slow * float(random.lognormal(0, 0.1)))
+    assert not cost.is_contradicted

@@ -47,7 +47,7 @@ def write(speculator: Speculator, text: list[int], count: int, room: int = 10_00
     while len(text) < end:
         if speculator.disabled:
             text.append(int(toy_logits(text).argmax()))
-            speculator.skip_round(text[-1])
+            speculator.skip_round(text[-1], 0.25)
             rounds.append((Draft(Tree.anchor_only(0)), None))
             continue
         most = end - len(text)
@@ -290,7 +290,7 @@ def test_a_disabled_speculator_resumes_at_repetitions_if_lookups_are_cheap(pass_
     speculator.observe(draft, VerifyResult((0,), 40), np.zeros((1, 60), np.float32), 39, RoundTiming(pass_s))
     speculator.balance.backoff.left = 1000
     for token in (50, 3, 4, 5):
-        speculator.skip_round(token)
+        speculator.skip_round(token, pass_s)
         assert speculator.disabled
-    speculator.skip_round(6)
+    speculator.skip_round(6, pass_s)
     assert speculator.disabled is not resumes
