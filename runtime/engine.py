@@ -5,7 +5,7 @@ One answer is generated at a time; requests of other threads wait in a queue. `c
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -22,8 +22,8 @@ from .devices.providers import choose_device
 from .graph.session import SessionConfig
 from .loaded_model import LoadedModel
 from .options import GenerateOptions, Persistence
-from .request_queue import AnswerStream, stream_in_thread
-from .result import Chunk, Reply
+from .request_queue import AnswerStream, AsyncAnswerStream
+from .result import Reply
 from .text.chat_template import Message
 
 if TYPE_CHECKING:
@@ -132,9 +132,12 @@ class Engine:
         """`generate` for asyncio: decodes in a worker thread."""
         return Reply.of([chunk async for chunk in self.astream(prompt, options, **changes)])
 
-    def astream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> AsyncIterator[Chunk]:
-        """`stream` for asyncio: decodes in a worker thread; cancelling the task cancels the answer."""
-        return stream_in_thread(lambda: self.stream(prompt, options, **changes))
+    def astream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> AsyncAnswerStream:
+        """`stream` for asyncio: decodes in a worker thread; cancelling the task cancels the answer.
+
+        A stream that is left early is closed with `await stream.aclose()`, or by dropping it.
+        """
+        return AsyncAnswerStream(lambda: self.stream(prompt, options, **changes))
 
     def session(self, *, system: str | None = None, resume: str | os.PathLike[str] | None = None) -> Session:
         """Open a conversation with a KV cache of its own: a new one, or one that `Session.save` wrote.

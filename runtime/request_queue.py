@@ -10,14 +10,20 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ..errors import EdgeError
 from .decode import FinishReason
 from .result import Chunk, Stats
 
+if TYPE_CHECKING:
+    from asyncio import Task
+
 Start: TypeAlias = Callable[[Callable[[], bool]], Generator[Chunk, None, None]]
 """Begins to generate an answer; the given function is called before every pass and says whether to stop."""
+
+Reader: TypeAlias = "int | weakref.ref[Task[Any]]"
+"""Who reads a stream: the id of a thread, or an asyncio task."""
 
 _POLL_S: Final = 0.05
 
@@ -32,14 +38,14 @@ class AnswerStream(Iterator[Chunk]):
         self._ended = False
         self._key = object()
         self._cancelled = threading.Event()
-        self.task: int | None = None
-        """Id of the asyncio task that reads this stream; None if a thread reads it."""
+        self.task: weakref.ref[Task[Any]] | None = None
+        """The asyncio task that reads this stream; None if a thread reads it."""
         self._thread = threading.get_ident()
 
     @property
-    def reader(self) -> tuple[str, int]:
+    def reader(self) -> Reader:
         """The thread or asyncio task that reads this stream."""
-        return ("thread", self._thread) if self.task is None else ("task", self.task)
+        return self._thread if self.task is None else self.task
 
     @property
     def cancelled(self) -> bool:
@@ -94,31 +100,77 @@ class AnswerStream(Iterator[Chunk]):
             self._queue.release(self._key)
 
 
-async def stream_in_thread(start: Callable[[], AnswerStream]) -> AsyncIterator[Chunk]:
-    """Read the stream that `start` opens in one worker thread and yield its chunks.
+class AsyncAnswerStream(AsyncIterator[Chunk]):
+    """An answer being generated, for asyncio: one worker thread decodes it.
 
-    When the consumer stops early or its task is cancelled, the answer is cancelled and closed before this returns, so
-    that the engine is free again; an answer that was still waiting leaves the queue.
+    An answer that is left early is cancelled: when its task is cancelled, when the stream is closed with `aclose`, or
+    when it is garbage-collected, which is right after an `async for` that was left. The engine is free again then.
     """
-    # Importing asyncio takes a tenth of the package's import time.
-    import asyncio  # noqa: PLC0415
-    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
 
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="edge-run")
-    answer: AnswerStream | None = None
-    try:
-        answer = await loop.run_in_executor(worker, start)
-        answer.task = id(task)
-        while (chunk := await loop.run_in_executor(worker, next, answer, None)) is not None:
-            yield chunk
-    finally:
+    def __init__(self, start: Callable[[], AnswerStream]) -> None:
+        """Prepare the answer that `start` opens in the worker."""
+        # Importing asyncio takes a tenth of the package's import time.
+        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
+
+        self._start = start
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="edge-run")
+        self._answer: AnswerStream | None = None
+        self._ended = False
+
+    async def __anext__(self) -> Chunk:
+        """Return the next chunk.
+
+        Raises:
+            EdgeError: as `AnswerStream.__next__`.
+        """
+        import asyncio  # noqa: PLC0415
+
+        if self._ended:
+            raise StopAsyncIteration
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        try:
+            if self._answer is None:
+                self._answer = await loop.run_in_executor(self._worker, self._start)
+            self._answer.task = None if task is None else weakref.ref(task)
+            chunk = await loop.run_in_executor(self._worker, next, self._answer, None)
+        except GeneratorExit:  # the task itself was dropped, and nothing can be awaited any more
+            self._abandon()
+            raise
+        except BaseException:
+            await self.aclose()
+            raise
+        if chunk is None:
+            await self.aclose()
+            raise StopAsyncIteration
+        return chunk
+
+    async def aclose(self) -> None:
+        """Cancel the answer and wait until the engine is free again; does nothing when the answer has ended."""
+        import asyncio  # noqa: PLC0415
+
+        if self._ended:
+            return
+        self._ended = True
+        answer, worker = self._answer, self._worker
         if answer is not None:
             answer.cancel()
-            # Closing waits behind the pass in progress in the same thread, so the two cannot collide.
-            await asyncio.shield(loop.run_in_executor(worker, answer.close))
+            # From here on the worker is its reader, for whom the task may wait.
+            answer.task = None
+            # Closing waits behind the pass in progress in the same thread, so the two cannot collide. Another
+            # cancellation of the task ends the waiting and not the closing.
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(worker, answer.close))
         worker.shutdown(wait=False)
+
+    def __del__(self) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Cancel and close the answer without waiting; a pass in progress releases the engine when it ends."""
+        if not self._ended:
+            self._ended = True
+            if self._answer is not None:
+                self._answer.close()
 
 
 class RequestQueue:
@@ -166,7 +218,7 @@ class RequestQueue:
         Raises:
             EdgeError: this thread has not finished an answer, which would deadlock.
         """
-        reader = ("thread", threading.get_ident())
+        reader = threading.get_ident()
         while True:
             self._check_deadlock(reader)
             if self._lock.acquire(timeout=_POLL_S):
@@ -189,7 +241,7 @@ class RequestQueue:
         with self._lock:
             pass
 
-    def _check_deadlock(self, reader: tuple[str, int]) -> None:
+    def _check_deadlock(self, reader: Reader) -> None:
         """Raise if `reader`, which is about to wait, holds the engine itself."""
         current = self._current
         if current is not None and current.reader == reader:

@@ -159,3 +159,87 @@ def test_an_answer_inside_an_unfinished_asyncio_stream_raises_instead_of_deadloc
         assert (await engine.agenerate("the", max_tokens=2)).text
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_an_asyncio_stream_that_is_left_makes_room_for_the_next_answer(engine: Engine) -> None:
+    expected = engine.generate("the", max_tokens=3).text
+
+    async def leave_and_ask_again() -> None:
+        for _ in range(100):
+            async for _ in engine.astream("the", max_tokens=50):
+                break
+            assert (await engine.agenerate("the", max_tokens=3)).text == expected
+
+    asyncio.run(asyncio.wait_for(leave_and_ask_again(), 120))
+
+
+def test_an_asyncio_stream_that_an_error_leaves_makes_room_for_the_next_answer(engine: Engine) -> None:
+    async def fail() -> None:
+        async for _ in engine.astream("the", max_tokens=50):
+            raise LookupError
+
+    async def scenario() -> None:
+        for _ in range(10):
+            with pytest.raises(LookupError):
+                await fail()
+            assert (await engine.agenerate("the", max_tokens=3)).text
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_cancelled_tasks_leave_the_engine_free(engine: Engine) -> None:
+    """Tasks are cancelled while they wait, while a pass runs, and twice."""
+    expected = engine.generate("the", max_tokens=3).text
+
+    async def scenario() -> None:
+        for number in range(40):
+            tasks = [asyncio.create_task(engine.agenerate("the", max_tokens=200, raw=True)) for _ in range(3)]
+            await asyncio.sleep(0.001 * (number % 5))
+            for task in tasks:
+                task.cancel()
+            if number % 2:
+                await asyncio.sleep(0)
+                tasks[0].cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(each, asyncio.CancelledError) for each in ended)
+            assert (await engine.agenerate("the", max_tokens=3)).text == expected
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def test_event_loops_of_two_threads_share_an_engine(engine: Engine) -> None:
+    expected = engine.generate("the", max_tokens=5).text
+    texts: list[str] = []
+
+    async def ask() -> None:
+        for _ in range(10):
+            async for _ in engine.astream("the", max_tokens=50):
+                break
+            texts.append((await engine.agenerate("the", max_tokens=5)).text)
+
+    threads = [threading.Thread(target=lambda: asyncio.run(ask())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert texts == [expected] * 20
+
+
+def test_a_loop_that_ends_in_the_middle_of_an_answer_leaves_the_engine_free(engine: Engine) -> None:
+    """With a stream that is still referred to, and with a task that is dropped while a pass runs."""
+    loop = asyncio.new_event_loop()
+    stream = engine.astream("the", max_tokens=50)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    del stream
+    assert engine.generate("the", max_tokens=3).text
+
+    async def wait_for_nothing() -> None:
+        pending = stream.__anext__()
+        pending.send(None)
+        pending.close()
+
+    stream = engine.astream("the", max_tokens=50)
+    asyncio.run(wait_for_nothing())
+    del stream
+    assert engine.generate("the", max_tokens=3).text
