@@ -37,7 +37,7 @@ class CalibrationRequest:
     """The text that the model reads before its weights are quantized.
 
     Raises:
-        InputError: `max_tokens` is less than 1.
+        InputError: `max_tokens` is less than 1, or the seed is negative.
     """
 
     file: Path | None = None
@@ -52,6 +52,8 @@ class CalibrationRequest:
                 f"calibration needs at least 1 token, not {self.max_tokens}",
                 f"give a number such as {DEFAULT_CALIBRATION_TOKENS}",
             )
+        if self.seed < 0:
+            raise InputError(f"seed is {self.seed}", "it must be 0 or more")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ..errors import ContextError, InputError
 from ..models.array_file import read_arrays
 from ..models.atomic import write_atomically
 from ..models.json_file import is_whole
+from .argument_types import checked_arguments
 from .decode import check_prompt_fits
 from .generation import CachedSequence
 from .loaded_model import LoadedModel
@@ -63,6 +64,7 @@ class Session:
         """Send a user message and wait for the whole answer; errors as for `stream`."""
         return Reply.of(self.stream(text, options, **changes))
 
+    @checked_arguments
     def stream(self, text: str, options: GenerateOptions | None = None, **changes: Any) -> AnswerStream:
         """Send a user message and read the answer piece by piece.
 
@@ -107,6 +109,7 @@ class Session:
         self._resets += 1
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
+    @checked_arguments
     def save(self, path: str | Path) -> None:
         """Write messages and KV cache to one file, which `Engine.session(resume=path)` continues without a prefill.
 

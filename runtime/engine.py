@@ -5,10 +5,12 @@ One answer is generated at a time; requests of other threads wait in a queue. `c
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psutil
 
@@ -17,7 +19,9 @@ from ..models.bundle import open_bundle
 from ..models.find import find_model
 from ..models.pairing import find_draft
 from ..models.progress import Progress, silent
+from .argument_types import checked_arguments
 from .conversation import Session
+from .devices.processor import usable_cores
 from .devices.providers import choose_device
 from .graph.session import SessionConfig
 from .loaded_model import LoadedModel
@@ -26,14 +30,12 @@ from .request_queue import AnswerStream, AsyncAnswerStream
 from .result import Reply
 from .text.chat_template import Message
 
-if TYPE_CHECKING:
-    import os
-
-_MAX_THREADS: Final = 1024
+_log: Final = logging.getLogger(__name__)
 _PREFIX_SHARE: Final = 0.25
 """Share of the free memory that the KV caches of earlier answers may take."""
 
 
+@checked_arguments
 def load(
     model: str | os.PathLike[str] | None = None,
     *,
@@ -54,7 +56,8 @@ def load(
         model: an .onnx file, a model folder, or `org/name[:variant][@revision]` on the Hugging Face Hub; None for the
             model that comes with edge-run.
         device: `auto`, `cpu`, `gpu`, `npu` or the name of an execution provider.
-        threads: number of compute threads; None for one per physical core.
+        threads: number of compute threads, at most one per processor that this program may use; None for one per
+            physical core.
         context: largest number of tokens of a conversation; None for what the model allows.
         cache: whether to keep on disk what is measured and prepared for this machine: packed weights, the cost of a
             pass, n-gram tables, candidates of the recycling drafter.
@@ -71,8 +74,7 @@ def load(
         DeviceError: this machine has no such device.
         InputError: a number is out of range.
     """
-    if threads is not None and not 1 <= threads <= _MAX_THREADS:
-        raise InputError(f"threads is {threads}", f"it must be 1 or more, and at most {_MAX_THREADS}")
+    threads = usable_threads(threads)
     if context is not None and context < 2:
         raise InputError(f"context is {context}", "it must be 2 or more")
     if prefix_cache is not None and prefix_cache < 0:
@@ -84,7 +86,22 @@ def load(
     if prefix_cache is None:
         prefix_cache = int(_PREFIX_SHARE * psutil.virtual_memory().available)
     persistence = Persistence(cache, history, learned, prefix_cache)
-    return Engine(LoadedModel(bundle, SessionConfig(chosen, threads or 0), context, pair, persistence, progress))
+    return Engine(LoadedModel(bundle, SessionConfig(chosen, threads), context, pair, persistence, progress))
+
+
+def usable_threads(wanted: int | None) -> int:
+    """The number of threads to compute with: `wanted`, as far as they can run at the same time; 0 for None.
+
+    Raises:
+        InputError: the number is less than 1.
+    """
+    if wanted is None:
+        return 0
+    if wanted < 1:
+        raise InputError(f"threads is {wanted}", "it must be 1 or more")
+    if wanted > (most := usable_cores()):
+        _log.warning("threads is %d, but this program may use %d processors: %d threads compute", wanted, most, most)
+    return min(wanted, most)
 
 
 class Engine:
@@ -114,10 +131,9 @@ class Engine:
         """
         return Reply.of(self.stream(prompt, options, **changes))
 
+    @checked_arguments
     def stream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> AnswerStream:
         """Answer `prompt` piece by piece; errors as for `generate`, raised before the first piece."""
-        if not isinstance(prompt, str):
-            raise InputError(f"the prompt is {prompt!r}", "it must be text")
         chosen = (options or GenerateOptions()).changed(changes)
         if chosen.raw:
             if chosen.system is not None:
@@ -139,6 +155,7 @@ class Engine:
         """
         return AsyncAnswerStream(lambda: self.stream(prompt, options, **changes))
 
+    @checked_arguments
     def session(self, *, system: str | None = None, resume: str | os.PathLike[str] | None = None) -> Session:
         """Open a conversation with a KV cache of its own: a new one, or one that `Session.save` wrote.
 
@@ -152,6 +169,7 @@ class Engine:
             return Session.resume(self.model, Path(resume))
         return Session(self.model, system=system)
 
+    @checked_arguments
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Token ids of a conversation in the chat template, up to the beginning of the assistant's answer.
 

@@ -64,6 +64,8 @@ class LoadedModel:
         self.context: Final = _context_limit(bundle, graph.graph_io.capacity, context)
         """Largest number of tokens of prompt and answer together."""
         self.device: Final = config.device
+        self.threads: Final = config.threads
+        """Number of compute threads; 0 for one per physical core."""
         _require_whole_head(bundle, graph.graph_io)
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)

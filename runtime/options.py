@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ..errors import BundleError, InputError
 from ..models.bundle import Bundle
 from ..models.variants import GENAI_CONFIG
+from .argument_types import check_fields
 from .sampling import SamplingParams
 from .speculation.choice import Speculation
 from .speculation.replay import Recording
@@ -27,8 +28,8 @@ class GenerateOptions:
 
     max_tokens: int | None = None
     """Largest number of tokens to generate; None to go on until the model ends or the context is full."""
-    stop: str | Sequence[str] = ()
-    """Stop sequence, or several; the answer ends before the first one."""
+    stop: str | Sequence[str] | None = ()
+    """Stop sequence, or several, or None; the answer ends before the first one."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -52,31 +53,16 @@ class GenerateOptions:
     """Whether to keep the statistics of every round, in `Stats.rounds`."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "top_k", "seed"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise InputError(f"{name} is {value!r}", "it must be a whole number")
-        for name in ("temperature", "top_p", "min_p", "repeat_penalty"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                raise InputError(f"{name} is {value!r}", "it must be a number")
-        if not isinstance(self.speculation, Speculation):
-            raise InputError(
-                f"speculation is {self.speculation!r}", "it must be a Speculation, such as Speculation.OFF"
-            )
-        if not isinstance(self.draft_sampling, DraftSampling):
-            raise InputError(
-                f"draft_sampling is {self.draft_sampling!r}", "it must be a DraftSampling, such as DraftSampling.CHAIN"
-            )
+        check_fields(self)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
-        if not all(isinstance(stop, str) and stop for stop in self.stops):
+        if not all(self.stops):
             raise InputError(f"stop is {self.stop!r}", "it must be a non-empty string, or several")
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop sequences."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def changed(self, changes: Mapping[str, Any]) -> GenerateOptions:
         """Return a copy with some fields replaced.

@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InputError
+from ..errors import EdgeError, InputError
 from .distribution import Distribution
 
 _GROUP: Final = 64
@@ -88,6 +89,19 @@ def uniforms_at(seed: int, position: int, count: int, purpose: Purpose, part: in
     return np.random.Generator(generator).random(count)
 
 
+def _require_finite(largest: float) -> None:
+    """Check the largest logit, which is NaN if any is.
+
+    Raises:
+        EdgeError: it is NaN or infinite.
+    """
+    if not math.isfinite(largest):
+        raise EdgeError(
+            f"the model computes {'NaN' if math.isnan(largest) else 'infinite'} logits",
+            "its weights are damaged: copy, download or export the model again",
+        )
+
+
 class Sampler:
     """Chooses the tokens of one sequence; records the tokens of the context for the repetition penalty.
 
@@ -133,10 +147,15 @@ class Sampler:
         Args:
             logits: float32 `[V]`; not modified.
             position: index of the token in the text.
+
+        Raises:
+            EdgeError: some logits are NaN, or the largest is infinite.
         """
         if self.params.greedy:
             scores = logits if self.params.repeat_penalty == 1 else self._penalized(logits)
-            return int(scores.argmax())
+            token = int(scores.argmax())  # that of the first NaN, if there is one
+            _require_finite(scores.item(token))
+            return token
         ids, probabilities = self.probabilities(logits)
         cumulative = np.cumsum(probabilities, out=self._cumulative[: probabilities.size])
         drawn = uniform_at(self.params.seed, position) * cumulative[-1]
@@ -166,15 +185,20 @@ class Sampler:
 
         Returns:
             Ascending token ids `[k]` and their probabilities, float64 `[k]`, summing to 1; valid until the next call.
+
+        Raises:
+            EdgeError: some logits are NaN, or the largest is infinite.
         """
         params = self.params
         scores = self._penalized(logits)
+        largest = scores.max()
+        _require_finite(float(largest))
         ids = self._ids
         if 0 < params.top_k < scores.size:
             ids = self._largest(scores, params.top_k)
             scores = scores[ids]
         weights = self._weights[: ids.size]
-        np.subtract(scores, scores.max(), out=weights)
+        np.subtract(scores, largest, out=weights)
         weights /= params.temperature
         np.exp(weights, out=weights)
         if params.top_p < 1:

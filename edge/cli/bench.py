@@ -157,7 +157,7 @@ def _measure(options: BenchOptions) -> BenchResult:
             model=engine.bundle.folder.name,
             draft=None if pair is None else pair.name,
             device=str(engine.device),
-            threads=options.model.threads,
+            threads=engine.model.threads or None,
             context=engine.context,
             source=source,
             replay=settings.replay,

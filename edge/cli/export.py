@@ -111,7 +111,7 @@ def export(
         int | None,
         typer.Option(metavar="N", min=1, help="Maximum tokens of calibration text.", show_default="16384"),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the generated text and of the search.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the generated text and of the search.")] = 0,
     work: Annotated[
         Path | None,
         typer.Option(

@@ -33,7 +33,7 @@ Device = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, max=1024, help="Number of compute threads.", show_default="one per physical core"),
+    typer.Option(metavar="N", min=1, help="Number of compute threads.", show_default="one per physical core"),
 ]
 Context = Annotated[
     int | None,

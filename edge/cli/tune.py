@@ -70,7 +70,7 @@ def tune(
                 threads=threads or 0,
                 progress=lambda fraction: progress("timing passes", fraction),
             )
-        file = PASS_COSTS.save(model_key(engine.bundle, SessionConfig(engine.device, threads or 0)), cost)
+        file = PASS_COSTS.save(model_key(engine.bundle, SessionConfig(engine.device, engine.model.threads)), cost)
         sequences = (engine.tokenizer.encode(text, add_special_tokens=False) for text in texts)
         prior_bytes = write_bundle_table(engine.bundle, sequences, engine.graph_io.vocab_size) if texts else 0
         facts = {

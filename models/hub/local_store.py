@@ -38,6 +38,7 @@ RECORD_NAME: Final = "hub.json"
 MAIN: Final = "main"
 _LISTING_NAME: Final = "files.json"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 CHECKPOINT: Final = "."
 """The `source` of a whole checkpoint, in place of a file."""
 _FORMAT: Final = 1
@@ -301,9 +302,18 @@ def stores() -> list[Store]:
 
 
 def listing_of(repo: str, commit: str, files: Iterable[RepoFile]) -> Listing:
-    """Create a listing, without files that have unsafe paths or invalid sizes."""
-    return Listing(
-        repo, commit, {file.path: file for file in files if is_safe_path(file.path) and is_whole(file.bytes, 0)}
+    """Create a listing, without files that have unsafe paths, invalid sizes or invalid digests."""
+    return Listing(repo, commit, {file.path: file for file in files if _is_valid(file)})
+
+
+def _is_valid(file: RepoFile) -> bool:
+    """Whether the values of a file, which the hub or a stored listing gave, are what they should be."""
+    digests = [digest for digest in (file.sha256, file.git_oid) if digest is not None]
+    return (
+        isinstance(file.path, str)
+        and is_safe_path(file.path)
+        and is_whole(file.bytes, 0)
+        and all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in digests)
     )
 
 
@@ -318,7 +328,10 @@ def read_downloaded(folder: Path) -> DownloadedModel | None:
         repo, commit, variant, source = (data[name] for name in ("id", "commit", "variant", "source"))
     except (BundleError, LookupError, TypeError, AttributeError):
         return None
-    if not all(isinstance(text, str) for text in (repo, commit, variant, source)) or not all(map(is_safe_path, files)):
+    if not all(isinstance(text, str) for text in (repo, commit, variant, source)) or not all(
+        is_safe_path(name) and is_whole(digest.bytes, 0) and isinstance(digest.sha256, str)
+        for name, digest in files.items()
+    ):
         return None
     return DownloadedModel(folder, repo, commit, variant, source, files)
 

@@ -73,7 +73,7 @@ def test_unknown_options_and_bad_values_are_refused(engine: Engine) -> None:
     with pytest.raises(InputError, match="stop is ''; it must be a non-empty string, or several"):
         engine.generate("a", stop="")
     for changes in ({"max_tokens": 2.5}, {"seed": 1.5}, {"top_k": "4"}, {"temperature": "hot"}, {"stop": (1,)}):
-        with pytest.raises(InputError, match="it must be a"):
+        with pytest.raises(InputError, match="it must be (a|text)"):
             engine.generate("a", **changes)
     with pytest.raises(InputError, match="the prompt is None; it must be text"):
         engine.generate(None)
@@ -132,7 +132,7 @@ def test_defaults_come_from_generation_config(tiny_bundle: Path, tmp_path: Path)
 def test_an_unknown_device_is_refused_with_a_list_of_devices(tiny_bundle: Path) -> None:
     with pytest.raises(DeviceError, match="this machine has no device 'abacus'; available: .*CPU"):
         edgerun.load(tiny_bundle, device="abacus")
-    with pytest.raises(InputError, match="threads is 0; it must be 1 or more, and at most 1024"):
+    with pytest.raises(InputError, match="threads is 0; it must be 1 or more"):
         edgerun.load(tiny_bundle, threads=0)
     with edgerun.load(tiny_bundle, device="CPUExecutionProvider") as engine:
         assert str(engine.device) == "CPU"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgerun import InputError
+from edgerun import EdgeError, InputError
 from edgerun.runtime.sampling import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 
 
@@ -202,3 +202,28 @@ def test_parameters_out_of_range_are_refused(fields, message) -> None:
     with pytest.raises(InputError) as caught:
         SamplingParams(**fields)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(repeat_penalty=1.5),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1, repeat_penalty=1.1),
+    ],
+)
+@pytest.mark.parametrize("size", [5, 5000])
+def test_logits_that_are_not_numbers_are_an_error(params: SamplingParams, size: int) -> None:
+    logits = np.linspace(-1, 1, size, dtype=np.float32)
+    for damage, what in ((np.nan, "NaN"), (np.inf, "infinite")):
+        damaged = logits.copy()
+        damaged[size // 2] = damage
+        sampler = Sampler(params, size)
+        with pytest.raises(EdgeError, match=f"the model computes {what} logits; its weights are damaged"):
+            sampler.choose(damaged, 3)
+        with pytest.raises(EdgeError):
+            sampler.distribution(damaged)
+    allowed = logits.copy()
+    allowed[0] = -np.inf  # a token that the graph excludes
+    assert Sampler(params, size).choose(allowed, 3) > 0

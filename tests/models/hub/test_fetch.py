@@ -26,6 +26,7 @@ from edgerun import BundleError, EdgeError, HubError, InputError
 from edgerun.models.bundle import open_bundle
 from edgerun.models.device_kind import DeviceKind
 from edgerun.models.find import find_model
+from edgerun.models.hub.client import list_repository
 from edgerun.models.hub.fetch import fetch_checkpoint, fetch_model
 from edgerun.models.hub.local_store import Store, is_safe_path, models_root, stores
 from edgerun.models.hub.model_id import HubId, parse_hub_id
@@ -397,6 +398,23 @@ def test_no_other_requests_are_sent(hub: HubServer) -> None:
     assert {seen.path.split("/")[1] for seen in hub.seen} == {"api", "org", "cdn"}
     assert [seen.path for seen in hub.seen if seen.path.startswith("/api")] == ["/api/models/org/js"]
     assert {seen.method for seen in hub.seen} == {"GET"}
+
+
+@pytest.mark.parametrize(
+    "sibling",
+    [
+        {"rfilename": 5, "size": 3},
+        {"rfilename": ["model.onnx"], "size": 3},
+        {"rfilename": "a.txt", "size": 3, "blobId": "../../../a"},
+        {"rfilename": "a.txt", "size": 3, "blobId": 7},
+        {"rfilename": "a.txt", "size": 3, "lfs": {"sha256": "../a", "size": 3, "pointerSize": 1}},
+        {"rfilename": "a.txt", "size": "3"},
+    ],
+)
+def test_files_with_impossible_values_are_left_out(hub: HubServer, sibling: dict[str, Any]) -> None:
+    hub.repo("org/js", TRANSFORMERS_JS)
+    hub.faults.change = lambda info: info["siblings"].append(sibling)
+    assert set(list_repository(HubId("org/js")).files) == set(TRANSFORMERS_JS)
 
 
 def test_an_answer_that_is_not_the_hubs_is_an_error(hub: HubServer) -> None:

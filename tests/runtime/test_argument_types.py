@@ -1,0 +1,103 @@
+"""Arguments of wrong types: one error with the value seen, wherever the public API takes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgerun
+from edgerun import Engine, GenerateOptions, InputError
+from edgerun.edge.cli.main import main
+from edgerun.runtime.devices.processor import usable_cores
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": 5}, "model is 5; it must be text or a path"),
+        ({"model": b"x"}, "model is b'x'; it must be text or a path"),
+        ({"threads": "2"}, "threads is '2'; it must be a whole number"),
+        ({"threads": True}, "threads is True; it must be a whole number"),
+        ({"threads": 1.0}, "threads is 1.0; it must be a whole number"),
+        ({"context": float("nan")}, "context is nan; it must be a whole number"),
+        ({"device": None}, "device is None; it must be text"),
+        ({"cache": 1}, "cache is 1; it must be True or False"),
+        ({"draft": ["a"]}, "draft is ['a']; it must be text or a path"),
+        ({"tokenizer": {}}, "tokenizer is {}; it must be text or a path"),
+        ({"progress": None}, "progress is None; it must be a function"),
+    ],
+)
+def test_load_refuses_wrong_types(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        edgerun.load(**arguments)
+    assert str(caught.value) == message
+
+
+WRONG_OPTIONS = [
+    ({"max_tokens": "5"}, "max_tokens is '5'; it must be a whole number"),
+    ({"stop": 5}, "stop is 5; it must be text or a list, each item text"),
+    ({"stop": ["a", None]}, "stop is ['a', None]; it must be text or a list, each item text"),
+    ({"stop": b"a"}, "stop is b'a'; it must be text or a list, each item text"),
+    ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+    ({"temperature": float("nan")}, "temperature is nan; it must be 0"),
+    ({"top_k": 1.5}, "top_k is 1.5; it must be a whole number"),
+    ({"seed": None, "raw": "yes"}, "raw is 'yes'; it must be True or False"),
+    ({"system": 3}, "system is 3; it must be text"),
+    ({"speculation": "off"}, "speculation is 'off'; it must be a Speculation"),
+    ({"draft_sampling": "chain"}, "draft_sampling is 'chain'; it must be a DraftSampling, such as DraftSampling."),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS)
+def test_options_refuse_wrong_types(engine: Engine, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        engine.generate("the", **options)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda engine: engine.generate(None), "prompt is None; it must be text"),
+        (lambda engine: engine.stream(b"the"), "prompt is b'the'; it must be text"),
+        (lambda engine: engine.generate("the", {"seed": 1}), "options is {'seed': 1}; it must be a GenerateOptions"),
+        (lambda engine: engine.session(system=1), "system is 1; it must be text"),
+        (lambda engine: engine.session(resume=1), "resume is 1; it must be text or a path"),
+        (lambda engine: engine.session().send(None), "text is None; it must be text"),
+        (lambda engine: engine.session().save(1), "path is 1; it must be text or a Path"),
+        (lambda engine: engine.encode_chat("the"), "messages is 'the'; it must be a list, each item a mapping"),
+        (lambda engine: engine.encode_chat(["the"]), "messages is ['the']; it must be a list, each item a mapping"),
+    ],
+)
+def test_calls_refuse_wrong_types(engine: Engine, call: Callable[[Any], object], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        call(engine)
+    assert str(caught.value) == message
+
+
+def test_values_of_the_right_meaning_are_taken(engine: Engine) -> None:
+    expected = engine.generate("the", max_tokens=4).text
+    assert engine.generate("the", max_tokens=np.int64(4), stop=None, temperature=np.float32(0)).text == expected
+    options = GenerateOptions(max_tokens=np.int32(4), temperature=0, stop=["\0"])
+    assert type(options.max_tokens) is int
+    assert engine.generate("the", options).text == expected
+    assert GenerateOptions(stop=None).stops == ()
+
+
+def test_more_threads_than_processors_are_not_started(
+    tiny_bundle: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.WARNING), edgerun.load(tiny_bundle, threads=1024) as engine:
+        assert engine.model.threads == usable_cores()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"threads is 1024, but this program may use {usable_cores()} processors: {usable_cores()} threads compute"
+    ]
+    assert main([str(tiny_bundle), "-p", "the", "-n", "2", "--threads", "1024"]) == 0
+    err = capsys.readouterr().err
+    assert "threads is 1024" in err
+    assert err.count("\n") == 1
