@@ -65,6 +65,8 @@ def converted(name: str, value: Any, hint: Any) -> Any:
     Raises:
         InputError: the value has another type; the error names it.
     """
+    if type(value) in _classes(hint):
+        return value
     for option in _options(hint):
         try:
             return _as_type(value, option)
@@ -81,6 +83,12 @@ def _hints(owner: Any) -> dict[str, Any]:
 def _options(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the one type."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+@cache
+def _classes(hint: Any) -> frozenset[Any]:
+    """The types of a hint whose direct instances need no further check."""
+    return frozenset(option for option in _options(hint) if isinstance(option, type) and get_origin(option) is None)
 
 
 def _named(hint: Any) -> list[Any]:
