@@ -68,10 +68,8 @@ def converted(name: str, value: Any, hint: Any) -> Any:
     if type(value) in _classes(hint):
         return value
     for option in _options(hint):
-        try:
+        if _fits(value, option):
             return _as_type(value, option)
-        except TypeError:
-            continue
     raise InputError(f"{name} is {shown(value)}", f"it must be {' or '.join(map(_described, _named(hint)))}")
 
 

@@ -16,6 +16,7 @@ from edgerun import (
     FinishReason,
     GenerateOptions,
 )
+from edgerun.runtime.request_queue import AsyncAnswerStream
 
 
 def test_cancelling_from_another_thread_keeps_the_text_so_far(engine: Engine) -> None:
@@ -234,12 +235,10 @@ def test_a_loop_that_ends_in_the_middle_of_an_answer_leaves_the_engine_free(engi
     del stream
     assert engine.generate("the", max_tokens=3).text
 
-    async def wait_for_nothing() -> None:
+    async def wait_for_nothing(stream: AsyncAnswerStream) -> None:
         pending = stream.__anext__()
         pending.send(None)
         pending.close()
 
-    stream = engine.astream("the", max_tokens=50)
-    asyncio.run(wait_for_nothing())
-    del stream
+    asyncio.run(wait_for_nothing(engine.astream("the", max_tokens=50)))
     assert engine.generate("the", max_tokens=3).text
