@@ -51,7 +51,7 @@ def check_fields(instance: Any) -> None:
     Raises:
         InputError: a field has another type.
     """
-    hints = _hints(type(instance))
+    hints = _hints(instance.__class__)
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         new = converted(field.name, value, hints[field.name])
@@ -124,7 +124,7 @@ def _as_type(value: Any, kind: Any) -> Any:
 
 
 def _as_number(value: Any, kind: type[int] | type[float]) -> int | float:
-    expected = numbers.Integral if kind is int else numbers.Real
+    expected: Any = numbers.Integral if kind is int else numbers.Real
     if isinstance(value, bool) or not isinstance(value, expected):
         raise TypeError
     if isinstance(value, (int, float)):
