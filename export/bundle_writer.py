@@ -12,7 +12,9 @@ from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayo
 from ..models.progress import Progress, counted, silent
 from ..models.variants import GENAI_CONFIG
 from .bundle_content import BundleContent
+from .calibration.divergence import Divergence
 from .check.parity import Parity, check_parity
+from .check.sample_text import quality_on_sample_text
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import fused_linears
 from .genai.genai_layout import write_genai_layout
@@ -30,10 +32,20 @@ class WrittenBundle:
     parity: Parity
     bits_per_weight: float
     """Stored bits, scales included, divided by the number of weights of all linears."""
+    quality: Divergence | None = None
+    """Quality on the sample text, if that was measured."""
 
 
-def write_bundle(folder: Path, content: BundleContent, progress: Progress = silent) -> WrittenBundle:
+def write_bundle(
+    folder: Path, content: BundleContent, progress: Progress = silent, *, sample_text: bool = False
+) -> WrittenBundle:
     """Write every file of a bundle into an empty folder, and check the graph against the reference.
+
+    Args:
+        folder: an empty folder.
+        content: the model.
+        progress: receives the stages.
+        sample_text: whether to measure the quality of quantized weights on the sample text, and record it.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -54,6 +66,9 @@ def write_bundle(folder: Path, content: BundleContent, progress: Progress = sile
         if (checkpoint.folder / name).is_file():
             shutil.copyfile(checkpoint.folder / name, folder / name)
     parity = check_parity(folder, content, lambda fraction: progress("checking", fraction))
+    quality = None
+    if sample_text and any(weight_format.bits != 32 for weight_format in content.plan.values()):
+        quality = quality_on_sample_text(folder, content)
     if content.layout is GraphLayout.GENAI:
         write_genai_layout(folder, config, content.context)
     progress("checking", 1.0)
@@ -66,12 +81,13 @@ def write_bundle(folder: Path, content: BundleContent, progress: Progress = sile
         bits_per_weight=bits,
         files=files,
         parity=parity.as_mapping(),
+        quality={} if quality is None else quality.as_mapping(),
         producer=PRODUCER,
         command=content.command,
         layout=content.layout,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return WrittenBundle(parity, bits)
+    return WrittenBundle(parity, bits, quality)
 
 
 def architecture_of(config: DecoderConfig, context: int) -> Architecture:

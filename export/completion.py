@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -127,9 +127,8 @@ def _record(folder: Path, calibration: Calibration, quality: Divergence) -> None
     """Write the calibration and the measured quality into the manifest."""
     path = folder / MANIFEST_NAME
     manifest = Manifest.from_json(path.read_bytes(), str(path))
-    named = zip((field.name for field in fields(quality)), astuple(quality), strict=True)
-    numbers = {key: float(value) for key, value in named if key != "tokens"}
-    write_atomically(path, replace(manifest, calibration=calibration, quality=numbers).to_json().encode())
+    recorded = replace(manifest, calibration=calibration, quality=quality.as_mapping())
+    write_atomically(path, recorded.to_json().encode())
 
 
 def _notes(plan: QuantPlan) -> list[str]:

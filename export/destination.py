@@ -12,6 +12,7 @@ from ..errors import DestinationError, InputError
 from ..models.atomic import folder_written_atomically
 from ..models.bundle import holds_only_bundle_files, require_text_path
 from ..models.file_system import is_in_use
+from .calibration.divergence import Divergence
 from .check.parity import Parity
 from .report import ModelReport
 
@@ -27,6 +28,9 @@ class ExportResult:
     """Stored bits, scales included, divided by the number of weights of all linears."""
     seconds: float
     parity: Parity
+    """The check against the reference, on random tokens."""
+    quality: Divergence | None = None
+    """Quality on the sample text; None where the report has it on other text, and where nothing was quantized."""
     notes: tuple[str, ...] = ()
     """Messages about choices that the export made itself."""
     report: ModelReport | None = None

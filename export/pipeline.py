@@ -138,10 +138,12 @@ def _export_data_free(request: ExportRequest, model: SourceModel, progress: Prog
         plan = with_methods(plan, recipe.methods)
     content = BundleContent(checkpoint, checkpoint, model.config, plan, model.context, recipe.layout, request.command)
     with bundle_written_whole(request.destination) as staging:
-        written = write_bundle(staging, content, progress)
+        written = write_bundle(staging, content, progress, sample_text=True)
         sizes = _file_sizes(staging)
     seconds = time.perf_counter() - started
-    return ExportResult(request.destination, sizes, written.bits_per_weight, seconds, written.parity)
+    return ExportResult(
+        request.destination, sizes, written.bits_per_weight, seconds, written.parity, quality=written.quality
+    )
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:

@@ -140,13 +140,15 @@ class Manifest:
     files: Mapping[str, FileDigest]
     """Digest by file name, for every file of the bundle except this one."""
     parity: Mapping[str, float] = field(default_factory=dict)
-    """Comparison of the graph with the reference decoder at export: `max_abs_diff`, `mean_kl`, `top1_agreement`."""
+    """Comparison of the graph with the reference decoder at export, on random tokens: `max_abs_diff`, `mean_kl`,
+    `top1_agreement`."""
     producer: str = ""
     command: str = ""
     calibration: Calibration | None = None
     quality: Mapping[str, float] = field(default_factory=dict)
-    """Comparison of the quantized model with the float32 model on held-out calibration text: `mean_kl`, `p99_kl`,
-    `top1_agreement`, `perplexity`, `float_perplexity`; empty without calibration."""
+    """Comparison of the quantized model with the float32 model on held-out calibration text, or on a short sample text
+    where nothing was calibrated: `mean_kl`, `p99_kl`, `top1_agreement`, `perplexity`, `float_perplexity`; empty where
+    nothing was quantized, and for upgraded ONNX models."""
     draft: DraftPairing | None = None
     layout: GraphLayout = GraphLayout.EDGE
     format: int = BUNDLE_FORMAT

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...models.bundle import Bundle
 from ...models.hub.local_store import format_bytes
-from ...models.manifest import WeightFormat
+from ...models.manifest import Manifest, WeightFormat
 from ...models.pairing import find_draft
 from ...runtime.engine import Engine
 from ...runtime.graph.graph_io import CacheMode, GraphIO
@@ -97,6 +97,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "quantization_plan": {name: _described(weight_format) for name, weight_format in manifest.weights.items()},
             "calibration": None if manifest.calibration is None else asdict(manifest.calibration),
             "quality": dict(manifest.quality),
+            "quality_measured_on": _quality_text_name(manifest),
             "parity": dict(manifest.parity),
             "files": {name: digest.bytes for name, digest in manifest.files.items()},
             "made_by": manifest.command or manifest.producer,
@@ -109,6 +110,14 @@ def describe(engine: Engine) -> dict[str, Any]:
     report = EXACTNESS_REPORTS.load(key)
     facts["exactness"] = None if report is None else {"summary": exactness_summary(report), **report.to_json()}
     return facts
+
+
+def _quality_text_name(manifest: Manifest) -> str | None:
+    """The text that the quality was measured on."""
+    if not manifest.quality:
+        return None
+    text = manifest.calibration
+    return "a short sample text" if text is None else f"{text.held_out_tokens} held-out tokens of {text.origin}"
 
 
 def _draft(bundle: Bundle) -> dict[str, Any] | None:
@@ -168,6 +177,12 @@ def _calibration(described: Mapping[str, Any] | None) -> str:
     return f"{described['origin']}: {described['tokens']} tokens, {described['held_out_tokens']} held out{awq}"
 
 
+def _parity_text(figures: Mapping[str, float]) -> str:
+    """The check at export; its other figures are of random tokens, and say less than those of a text."""
+    difference = figures.get("max_abs_diff")
+    return "" if difference is None else f"logits differed from the reference by at most {difference:.2g} at export"
+
+
 def _exactness(described: Mapping[str, Any] | None) -> str:
     return "not checked yet; edge-run verify checks it" if described is None else str(described["summary"])
 
@@ -209,7 +224,7 @@ _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "weights": _counts_text,
     "methods": _counts_text,
     "quality": figures_text,
-    "parity": figures_text,
+    "parity": _parity_text,
     "files": _files_text,
     "draft": _draft_text,
     "calibration": _calibration,

@@ -158,7 +158,11 @@ def _ms(seconds: float) -> str:
 
 def figures_text(figures: Mapping[str, float]) -> str:
     """The figures of a model's quality in words, such as `mean KL 0.0012`."""
-    return ", ".join(f"{_FIGURE_NAMES.get(name, name)} {value:.4g}" for name, value in figures.items())
+    return ", ".join(
+        # Perplexities are compared with each other, so they get digits enough to differ.
+        f"{_FIGURE_NAMES.get(name, name)} {value:{'.6g' if name.endswith('perplexity') else '.4g'}}"
+        for name, value in figures.items()
+    )
 
 
 def reply_json(reply: Reply, engine: Engine, speculation: Speculation, load_s: float) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
-from .output import SafeConsole, figures_text
+from .output import SafeConsole
 from .plan_table import plan_table
+
+_NOISE_KL: Final = 1e-8
+"""KL in nats below which a difference is that of float32 arithmetic."""
 
 if TYPE_CHECKING:
     from ...export import ExportResult
@@ -20,26 +23,51 @@ def show_export(console: SafeConsole, result: ExportResult) -> None:
     _line(
         console, f"{result.bundle}: {size:.1f} MB, {result.bits_per_weight:.2f} bits per weight, {result.seconds:.1f} s"
     )
-    _line(console, f"compared with the reference: {figures_text(result.parity.as_mapping())}")
-    if result.report is not None:
+    if result.quality is not None:
+        from ...export.report import quality_text  # noqa: PLC0415 -- an extra
+
+        _line(
+            console,
+            f"quality on a sample text of {result.quality.tokens} tokens: {quality_text(result.quality)}; "
+            "to measure it on more text: --report",
+        )
+    elif result.report is not None:
         show_report(console, result.report)
+    elif result.parity.mean_kl > _NOISE_KL:  # an upgraded ONNX model, whose weights may have been quantized before
+        _line(
+            console,
+            f"compared with the source on random tokens: mean KL {result.parity.mean_kl:#.3g}, "
+            f"top-1 agreement {result.parity.top1_agreement:.1%}",
+        )
     for note in result.notes:
         _line(console, note)
 
 
 def show_report(console: SafeConsole, report: ModelReport) -> None:
     """Print the plan by layer, the plans that it was compared with, and the main figures of the report."""
-    from ...export.report import headlines  # noqa: PLC0415 -- an extra
+    from ...export.report import gain_text, headlines, quality_text  # noqa: PLC0415 -- an extra
 
     layers = plan_table({linear.name: linear.weight_format for linear in report.linears})
     if layers.row_count:
         console.print(layers)
     if len(report.compared) > 1:
         console.print(_plans(report))
+    quality = report.shipped or report.quality
+    if quality is not None:
+        _line(console, f"quality on {_text_name(report)}: {quality_text(quality)}")
+    if gain := gain_text(report):
+        _line(console, gain)
     for headline in headlines(report):
-        _line(console, f"{headline.name}: {headline.value}" + (f" ({headline.detail})" if headline.detail else ""))
+        if not headline.of_quality:
+            _line(console, f"{headline.name}: {headline.value}" + (f" ({headline.detail})" if headline.detail else ""))
     for note in report.notes:
         _line(console, note)
+
+
+def _text_name(report: ModelReport) -> str:
+    """The text that the model was measured on."""
+    text = report.calibration
+    return "held-out text" if text is None else f"{text.held_out_tokens} held-out tokens of {text.origin}"
 
 
 def _line(console: SafeConsole, text: str) -> None:
@@ -47,17 +75,20 @@ def _line(console: SafeConsole, text: str) -> None:
 
 
 def _plans(report: ModelReport) -> Table:
-    """Bits, bytes, divergence and, where passes were timed, rate of each plan."""
+    """Bits, bytes and, where they were measured, divergence and rate of each plan."""
     from ...export.report import megabytes  # noqa: PLC0415 -- an extra
 
     table = Table(title="plans", title_justify="left", title_style="bold")
     timed = any(1 in plan.milliseconds for plan in report.compared)
     table.add_column("")
-    for name in ("bits per weight", "MB per token", "KL", *("tokens/s",) * timed):
+    measured = any(plan.kl is not None for plan in report.compared)
+    names = ("bits per weight", "MB per token", *("KL of the weights alone",) * measured, *("tokens/s",) * timed)
+    for name in names:
         table.add_column(name, justify="right")
     for plan in report.compared:
         cells = [plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read)]
-        cells.append("-" if plan.kl is None else f"{plan.kl:#.3g}")
+        if measured:
+            cells.append("-" if plan.kl is None else f"{plan.kl:#.3g}")
         if timed:
             cells.append(f"{1e3 / plan.milliseconds[1]:.1f}" if 1 in plan.milliseconds else "-")
         table.add_row(*cells, style="bold" if plan is report.chosen else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Final
 
@@ -53,6 +53,10 @@ class Divergence:
     """Perplexity of the float model."""
     tokens: int
     """Number of tokens."""
+
+    def as_mapping(self) -> dict[str, float]:
+        """The numbers by name, as stored in `Manifest.quality`."""
+        return {field.name: float(getattr(self, field.name)) for field in fields(self) if field.name != "tokens"}
 
 
 class PlanEvaluator:

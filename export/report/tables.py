@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+from ..calibration.divergence import Divergence
 from .figures import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, Speed
 
 _MEGA: Final = 1e6
+_NOTHING: Final = "-"
+"""A cell without a value."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,31 @@ class Headline:
     detail: str = ""
     tone: str = ""
     """`good` or `bad` for a comparison."""
+    of_quality: bool = False
+    """Whether `quality_text` says it too."""
 
 
 def headlines(report: ModelReport) -> list[Headline]:
     """The headline figures of a report."""
     chosen, quality, speed = report.chosen, report.shipped or report.quality, report.speed
     found = [
-        Headline("bits per weight", f"{chosen.bits_per_weight:.2f}", f"{megabytes(chosen.bytes_read)} MB per token")
+        Headline(
+            "weights read per token",
+            f"{megabytes(chosen.bytes_read)} MB",
+            f"{chosen.bits_per_weight:.2f} bits per weight, as the kernels keep them",
+        )
     ]
     if chosen.kl is not None:
-        ratio, other = report.against_uniform, "than uniform plans of its size"
-        if ratio is None:
-            ratio, other = report.against_nearest, "than round-to-nearest"
+        ratio, other = _gain(report)
         detail = "nats from the float32 model" if ratio is None else f"{_difference(ratio)} {other}"
         kl = chosen.kl if quality is None else quality.mean_kl
-        found.append(Headline("mean KL", f"{kl:#.3g}", detail, "" if ratio is None else _tone(ratio < 1)))
+        tone = "" if ratio is None else _tone(ratio < 1)
+        found.append(Headline("mean KL", f"{kl:#.3g}", detail, tone, of_quality=quality is not None))
     if quality is not None:
         detail = f"KL below {quality.p99_kl:#.3g} at 99 % of positions"
-        found.append(Headline("top-1 agreement", f"{quality.top1_agreement:.1%}", detail))
-        detail = f"float32 model: {quality.float_perplexity:.4g}"
-        found.append(Headline("perplexity", f"{quality.perplexity:.4g}", detail))
+        found.append(Headline("top-1 agreement", f"{quality.top1_agreement:.1%}", detail, of_quality=True))
+        own, other = perplexities(quality.perplexity, quality.float_perplexity)
+        found.append(Headline("perplexity", own, f"float32 model: {other}", of_quality=True))
     if speed is not None and speed.rate is not None:
         predicted = speed.predicted_rate
         detail = "plain decoding" if predicted is None else f"plain decoding; {predicted:.1f} predicted"
@@ -76,8 +84,47 @@ def headlines(report: ModelReport) -> list[Headline]:
 
 def tables_of(report: ModelReport) -> list[Table]:
     """All tables that the report has figures for."""
-    found = [_plans(report), _quality(report), _speed(report.speed), _drafts(report.drafts)]
-    return [*(table for table in found if table is not None), _linears(report.linears), _conditions(report)]
+    known = [_plans(report), _quality(report), _speed(report.speed), _drafts(report.drafts), _linears(report.linears)]
+    return [*(_without_empty_columns(table) for table in known if table is not None), _conditions(report)]
+
+
+def _gain(report: ModelReport) -> tuple[float | None, str]:
+    """KL of the chosen plan relative to others of its size, and what these are; None where none was measured."""
+    if report.against_uniform is not None:
+        return report.against_uniform, "than uniform plans of its size"
+    return report.against_nearest, "than round-to-nearest of its size"
+
+
+def gain_text(report: ModelReport) -> str:
+    """What calibration or the choice of formats gained, in words; empty where it was not compared."""
+    ratio, other = _gain(report)
+    return "" if ratio is None else f"KL is {_difference(ratio)} {other}"
+
+
+def quality_text(quality: Divergence) -> str:
+    """The quality of a quantized model in words."""
+    own, other = perplexities(quality.perplexity, quality.float_perplexity)
+    return (
+        f"mean KL {quality.mean_kl:#.3g}, top-1 agreement {quality.top1_agreement:.1%}, perplexity {own} "
+        f"(float32: {other})"
+    )
+
+
+def perplexities(model: float, other: float) -> tuple[str, str]:
+    """Two perplexities with as many digits, up to seven, as it takes to tell them apart."""
+    digits = next((each for each in range(4, 8) if f"{model:#.{each}g}" != f"{other:#.{each}g}"), 7)
+    return f"{model:#.{digits}g}", f"{other:#.{digits}g}"
+
+
+def _without_empty_columns(table: Table) -> Table:
+    """The table without columns in which no row has a value."""
+    kept = [
+        number
+        for number in range(len(table.columns))
+        if number == 0 or any(row.cells[number] != _NOTHING for row in table.rows)
+    ]
+    rows = tuple(replace(row, cells=tuple(row.cells[number] for number in kept)) for row in table.rows)
+    return replace(table, columns=tuple(table.columns[number] for number in kept), rows=rows)
 
 
 def _plans(report: ModelReport) -> Table | None:
@@ -135,8 +182,7 @@ def _quality(report: ModelReport) -> Table | None:
                 f"{found.mean_kl:#.4g}",
                 f"{found.p99_kl:#.4g}",
                 f"{found.top1_agreement:.2%}",
-                f"{found.perplexity:#.5g}",
-                f"{found.float_perplexity:#.5g}",
+                *perplexities(found.perplexity, found.float_perplexity),
                 str(found.tokens),
             )
         )
@@ -206,7 +252,7 @@ def _linears(linears: Sequence[LinearFigures]) -> Table:
 
     def cells(linear: LinearFigures) -> tuple[str, ...]:
         weight_format = linear.weight_format
-        method = "-" if weight_format.method is None else weight_format.method.value
+        method = _NOTHING if weight_format.method is None else weight_format.method.value
         shape = (str(linear.rows), str(linear.columns), megabytes(linear.bytes_read), f"{linear.bits_per_weight:.2f}")
         found = (_number(linear.milliseconds, ".3f"),) * timed + (_number(linear.kl_alone, "#.3g"),) * measured
         return (linear.name, str(weight_format), method, *shape, *found)
@@ -255,4 +301,4 @@ def _tone(good: bool) -> str:
 
 
 def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
+    return _NOTHING if value is None else format(value, spec)

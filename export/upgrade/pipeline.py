@@ -86,7 +86,7 @@ def upgrade_model(request: ExportRequest, progress: Progress = silent) -> Export
             ) from error
         sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
     seconds = time.perf_counter() - started
-    return ExportResult(destination, sizes, upgrade.bits_per_weight, seconds, parity, tuple(upgrade.notes))
+    return ExportResult(destination, sizes, upgrade.bits_per_weight, seconds, parity, notes=tuple(upgrade.notes))
 
 
 @dataclass(frozen=True)

@@ -192,11 +192,21 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     assert main(["export", str(source), str(out), "--weights", "int4", "--block", "64", "--head", "int8"]) == 0
     shown = capsys.readouterr().out
     assert "bits per weight" in shown
-    assert "mean KL" in shown
+    (quality,) = [line for line in shown.splitlines() if "KL" in line]
+    assert quality.startswith("quality on a sample text of 64 tokens: mean KL ")
+    assert "perplexity" in quality
+    recorded = json.loads((out / "edge.json").read_text(encoding="utf-8"))
+    assert f"mean KL {recorded['quality']['mean_kl']:#.3g}," in quality
+    assert recorded["parity"].keys() == {"max_abs_diff", "mean_kl", "top1_agreement"}
     assert main(["inspect", str(out), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["weights"] == {"int8/64": 2, "int4/64": 8}
     assert facts["made_by"].startswith("edge-run export")
+    assert facts["quality_measured_on"] == "a short sample text"
+    assert main(["inspect", str(out)]) == 0
+    assert capsys.readouterr().out.count("mean KL") == 1
+    assert main(["export", str(source), str(tmp_path / "exact"), "--weights", "fp32"]) == 0
+    assert "KL" not in capsys.readouterr().out, "nothing was quantized"
     assert main([str(out), "-p", "the", "-n", "3"]) == 0
 
 

@@ -36,8 +36,13 @@ def test_plans_are_sorted_by_size_without_intermediate_ones() -> None:
 
 
 def test_each_figure_has_a_line() -> None:
-    lines = shown(whole_report(2))
-    assert "mean KL: 0.0812 (50% less than uniform plans of its size)" in lines
+    lines = shown(whole_report(2), width=150)
+    assert (
+        "quality on 2048 held-out tokens of text sampled from the model itself: mean KL 0.0812, "
+        "top-1 agreement 91.2%, perplexity 9.130 (float32: 8.765)"
+    ) in lines
+    assert "KL is 50% less than uniform plans of its size" in lines
+    assert sum("mean KL" in line or "perplexity" in line for line in lines) == 1, "one line of quality"
     assert "speed-up with the draft: 1.69x (2.34 tokens per pass)" in lines
     assert "tokens per second: 113.6 (plain decoding; 116.3 predicted)" in lines
     assert lines[-1] == "2 linears have a low-rank correction of rank 16."
@@ -48,5 +53,5 @@ def test_an_export_without_measurements_shows_layers_and_size() -> None:
     (chosen,) = [dataclasses.replace(plan, kl=None) for plan in report.plans if plan.kind is PlanKind.CHOSEN]
     lines = shown(ModelReport("m", "c", report.linears, [chosen], 1, {}))
     assert lines[0].startswith("weights by layer")
-    assert lines[-1] == "bits per weight: 3.50 (216.1 MB per token)"
+    assert lines[-1] == "weights read per token: 216.1 MB (3.50 bits per weight, as the kernels keep them)"
     assert not any("KL" in line for line in lines)

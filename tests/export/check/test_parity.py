@@ -20,6 +20,7 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph import decoder as graph_module
 from edgerun.export.graph.initializers import Initializers
+from edgerun.models.manifest import GraphLayout
 from support.tiny_models import write_bundle, write_checkpoint
 
 
@@ -127,12 +128,26 @@ def test_correct_graphs_are_far_below_the_tolerance(tmp_path) -> None:
 
 def test_fewer_bits_give_a_higher_kl(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    kls = [
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format))).parity.mean_kl
+    exact, int8, int4 = (
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format)))
         for weight_format in (FP32, INT8, INT4)
-    ]
-    assert kls[0] < 1e-9
-    assert kls[0] < kls[1] < kls[2]
+    )
+    assert exact.parity.mean_kl < 1e-9
+    assert exact.parity.mean_kl < int8.parity.mean_kl < int4.parity.mean_kl
+    assert exact.quality is None, "nothing was quantized"
+    assert int8.quality is not None
+    assert int4.quality is not None
+    assert 0 < int8.quality.mean_kl < int4.quality.mean_kl
+    assert int8.quality.float_perplexity == int4.quality.float_perplexity
+    assert int8.quality.perplexity == pytest.approx(int8.quality.float_perplexity, rel=0.05)
+
+
+def test_quality_is_measured_on_as_much_of_the_sample_text_as_the_context_holds(tmp_path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint")
+    recipe = ExportRecipe(INT8, context=16, layout=GraphLayout.GENAI)
+    quality = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe)).quality
+    assert quality is not None
+    assert quality.tokens == 16
 
 
 @pytest.mark.parametrize("weight_format", [INT8, WeightFormat(2, 64)], ids=str)

@@ -33,6 +33,7 @@ from edgerun.export.report import (
 from edgerun.export.report.axes import axis_for
 from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.export.report.figures import log_line
+from edgerun.export.report.tables import perplexities, tables_of
 from edgerun.models.bundle import holds_only_bundle_files
 from edgerun.models.manifest import Method, WeightFormat
 from support.export_reports import plan, whole_report
@@ -294,3 +295,23 @@ def test_plans_are_compared_at_the_chosen_ones_bytes(tmp_path: Path) -> None:
     assert max(reported) == 1.0
     least = PlanComparison(config, divergence).baselines(formats, uniform[0].bytes_read)
     assert [each.kind for each in least] == [PlanKind.UNIFORM] * 3
+
+
+def test_columns_without_figures_are_left_out() -> None:
+    report = whole_report(2)
+    assert report.speed is not None
+    unpredicted = dataclasses.replace(report, speed=dataclasses.replace(report.speed, predicted={}))
+    speed = {table.title: table for table in tables_of(report)}["Speed on this machine"]
+    assert "predicted, ms" in speed.columns
+    for table in tables_of(unpredicted):
+        for number in range(1, len(table.columns)):
+            assert {row.cells[number] for row in table.rows} != {"-"}, (table.title, table.columns[number])
+    speed = {table.title: table for table in tables_of(unpredicted)}["Speed on this machine"]
+    assert speed.columns == ("tokens in a pass", "measured, ms", "passes per second")
+    assert {len(row.cells) for row in speed.rows} == {3}
+
+
+def test_perplexities_get_the_digits_that_tell_them_apart() -> None:
+    assert perplexities(9.13, 8.7654) == ("9.130", "8.765")
+    assert perplexities(158.4312, 158.4498) == ("158.43", "158.45")
+    assert perplexities(7.654321, 7.654321) == ("7.654321", "7.654321")
