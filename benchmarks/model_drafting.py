@@ -28,7 +28,7 @@ from edgerun.edge.bench.recordings import read_recording
 from edgerun.edge.bench.runner import BenchSettings, DecodingMode, TurnRange, measure_modes
 from edgerun.edge.bench.table import show
 from edgerun.models.find import bundled_folder
-from edgerun.runtime.measure.machine import load_average
+from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.choice import Speculation
 from shell_requests import shell_requests
 
@@ -68,7 +68,7 @@ def main() -> None:
     with edgerun.load(model, draft=folder / "draft") as engine:
         modes = [DecodingMode(str(each), each) for each in map(Speculation.parse, options.spec or ["auto"])]
         plan = BenchSettings(_MAX_TOKENS, TurnRange.parse("all"), replay=True)
-        busy = load_average()
+        meter = LoadMeter()
         conversations = read_recording(recording)
         found = measure_modes(engine, conversations, modes, plan)
         conditions = BenchConditions(
@@ -84,7 +84,7 @@ def main() -> None:
             temperature=0.0,
             conversations=len(conversations),
         )
-        result = BenchResult.of(found, conditions, engine, busy)
+        result = BenchResult.of(found, conditions, engine, meter)
     show(console, result)
     print(json.dumps({"benchmark": "model_drafting", **result.to_json()}))
 

@@ -33,7 +33,7 @@ from edgerun.edge.bench.ratios import ModeResult
 from edgerun.edge.bench.recordings import read_recording
 from edgerun.edge.bench.runner import BenchSettings, DecodingMode, TurnRange, measure_modes
 from edgerun.edge.bench.table import ratio_text, show
-from edgerun.runtime.measure.machine import load_average
+from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
 
@@ -70,7 +70,7 @@ def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespac
         modes.append(DecodingMode(_WRONG, Speculation.AUTO, oracle_mode=OracleMode.WRONG))
     modes.append(DecodingMode(_ORACLE, Speculation.AUTO, oracle_mode=OracleMode.RIGHT))
     plan = BenchSettings(options.max_tokens, TurnRange.parse(recording.turns), replay=True)
-    busy = load_average()
+    meter = LoadMeter(options.threads or 0)
     with console.status(recording.name) as status:
         found = measure_modes(
             engine,
@@ -92,7 +92,7 @@ def run(engine: edgerun.Engine, recording: Recording, options: argparse.Namespac
         temperature=0.0,
         conversations=len(conversations),
     )
-    return BenchResult.of(found, conditions, engine, busy)
+    return BenchResult.of(found, conditions, engine, meter)
 
 
 def summary(results: dict[tuple[str, str], BenchResult]) -> Table:

@@ -10,9 +10,11 @@ from typing import Any, Final
 from ...errors import InputError
 from ...runtime.engine import Engine
 from ...runtime.measure.machine import describe_machine
+from ...runtime.measure.system_load import LoadMeter
 from ...runtime.result import Stats
 from ...runtime.speculation.choice import SOURCE_NAMES
 from ...runtime.speculation.tree import Source
+from .headline import MachineLoad, headline, reason_without_ratio, spread_of_plain
 from .ratios import PLAIN, ModeResult, RoundTimes, compare_modes
 from .runner import Measurements
 
@@ -25,8 +27,6 @@ SPEED_NOTE: Final = (
     "run; brackets are 95 % confidence intervals over conversations, given where every category has at least three."
 )
 _LEARNING: Final = SOURCE_NAMES[Source.RECYCLED]
-_BUSY: Final = 0.7
-"""Load of the machine above which the result says that it was busy."""
 _COST_WIDTH: Final = 16
 """Widest pass whose cost is reported, in tokens."""
 
@@ -71,13 +71,12 @@ class BenchResult:
     """Number of tokens in the cache during those passes."""
     shortened: int = 0
     """Number of prompts that were shortened to fit the context."""
-    load: float | None = None
-    """Mean number of programs that wanted a core in the minute before."""
+    load: MachineLoad = field(default_factory=MachineLoad)
     machine: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, measured: Measurements, conditions: BenchConditions, engine: Engine, load: float | None) -> BenchResult:
-        """Compare the modes, and take the pass cost from the engine; `load` is that of the machine before.
+    def of(cls, measured: Measurements, conditions: BenchConditions, engine: Engine, meter: LoadMeter) -> BenchResult:
+        """Compare the modes, and take the pass cost from the engine; `meter` ran during the measurement.
 
         Raises:
             InputError: no answer is long enough to have a rate.
@@ -94,7 +93,7 @@ class BenchResult:
             pass_cost_ms=[1e3 * float(seconds) for seconds in cost],
             pass_cost_context=context,
             shortened=measured.shortened,
-            load=load,
+            load=MachineLoad(meter.others(), meter.is_busy, spread_of_plain(comparable)),
             machine=describe_machine(),
         )
 
@@ -102,6 +101,11 @@ class BenchResult:
     def stats(self) -> dict[str, Stats]:
         """Statistics of plain decoding and of every mode, by name."""
         return {PLAIN: self.plain, **{mode.name: mode.stats for mode in self.modes}}
+
+    @property
+    def headlines(self) -> list[str]:
+        """A sentence for every mode: its ratio, or why there is none."""
+        return [headline(mode, self.load) for mode in self.modes]
 
     @property
     def notes(self) -> list[str]:
@@ -119,8 +123,8 @@ class BenchResult:
             )
         if self.shortened:
             notes.append(f"{self.shortened} prompts were shortened to fit the context.")
-        if self.load is not None and self.load > _BUSY:
-            notes.append(f"The machine was busy before the measurement (load {self.load:.1f}): ratios may be off.")
+        if self.load.busy:
+            notes.append("Other programs used the processor during the measurement: all numbers may be off.")
         return notes
 
     def to_json(self) -> dict[str, Any]:
@@ -141,7 +145,9 @@ class BenchResult:
             "temperature": conditions.temperature,
             "conversations": conditions.conversations,
             "machine": dict(self.machine),
-            "load_before": self.load,
+            "processors_used_by_others": None if self.load.others is None else round(self.load.others, 2),
+            "busy": self.load.busy,
+            "headlines": {mode.name: self._headline_json(mode) for mode in self.modes},
             "shortened_prompts": self.shortened,
             "plain": {
                 "tokens_per_second": float(f"{self.plain.decode_tokens_per_second:.5g}"),
@@ -152,4 +158,14 @@ class BenchResult:
                 "context": self.pass_cost_context,
                 "ms": [float(f"{ms:.4g}") for ms in self.pass_cost_ms],
             },
+        }
+
+    def _headline_json(self, mode: ModeResult) -> dict[str, Any]:
+        """The ratio of a mode with its interval, or the reason why there is none, as plain values."""
+        reason = reason_without_ratio(mode, self.load)
+        described = mode.to_json()
+        return {
+            "ratio": described["geometric_mean"] if reason is None else None,
+            "interval": described["interval"] if reason is None else None,
+            "reason": reason,
         }

@@ -22,7 +22,7 @@ Float64 = npt.NDArray[np.float64]
 PLAIN: Final = "plain"
 """Name of the mode without speculation."""
 _RESAMPLES: Final = 2000
-_MIN_CONVERSATIONS: Final = 3
+MIN_CONVERSATIONS: Final = 3
 """Fewest conversations of a category for which an interval is given."""
 _PERCENTILES: Final = (2.5, 97.5)
 
@@ -206,7 +206,7 @@ def _bootstrap(turns: Sequence[MeasuredTurn], mode: str, random: np.random.Gener
 
 
 def _estimate(value: float, sampled: Float64, groups: Iterable[Sequence[MeasuredTurn]]) -> Estimate:
-    if any(len({turn.conversation for turn in group}) < _MIN_CONVERSATIONS for group in groups):
+    if any(len({turn.conversation for turn in group}) < MIN_CONVERSATIONS for group in groups):
         return Estimate(value, None)
     low, high = (float(edge) for edge in np.percentile(sampled, _PERCENTILES))
     return Estimate(value, (low, high))

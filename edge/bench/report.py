@@ -9,6 +9,7 @@ from jinja2 import Environment, StrictUndefined
 
 from ...models.atomic import write_atomically
 from .bench_result import BenchResult
+from .headline import reason_without_ratio
 from .plots import DARK, LIGHT, css_variable, png, svg_plots
 from .ratios import RoundTimes
 from .table import acceptance_text, interval_text
@@ -40,6 +41,7 @@ def page(result: BenchResult) -> str:
         dark={css_variable(name): colour for name, colour in DARK.items()},
         facts=_facts(result),
         notes=result.notes,
+        reasons={mode.name: reason_without_ratio(mode, result.load) for mode in result.modes},
         acceptance_text=acceptance_text,
         interval_text=interval_text,
     )

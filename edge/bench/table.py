@@ -16,11 +16,13 @@ _MAX_DEPTH: Final = 8
 
 
 def show(console: Console, result: BenchResult) -> None:
-    """Print the tables and notes of a measurement."""
+    """Print the headlines, tables and notes of a measurement."""
     conditions = result.conditions
     draft = f" with draft model {conditions.draft_shown}" if conditions.draft else ""
     heading = Text(conditions.model, "bold").append(f"{draft} on {conditions.device}: {conditions.source}", "not bold")
     console.print(heading)
+    for line in result.headlines:
+        console.print(Text(f"  {line}.", "bold"), soft_wrap=True)
     for mode in result.modes:
         console.print(_categories(mode))
     if len(result.modes) > 1:

@@ -107,7 +107,8 @@ def bench(
 ) -> None:
     """Compare the speed of speculative and plain decoding, prompt by prompt in one run.
 
-    Prints tables by category and by drafter, then one JSON line. Speeds are decoding rates after the first token.
+    Prints the ratio of the speeds with its interval, or why the measurement gives none, then tables by category and by
+    drafter; with --json, one JSON object. Speeds are decoding rates after the first token.
 
     Example: edge-run bench my-model --prompts spec_bench.jsonl --limit 5 --report bench.html
     """
@@ -133,24 +134,25 @@ def bench(
         turns=turns,
     )
     result = _measure(options)
-    if not as_json:
+    if as_json:
+        write_json(result.to_json())
+    else:
         show(SafeConsole(), result)
-    write_json(result.to_json())
     if write_report is not None:
         write_report(result)
 
 
 def _measure(options: BenchOptions) -> BenchResult:
-    from ...runtime.measure.machine import load_average
+    from ...runtime.measure.system_load import LoadMeter
     from ..bench.bench_result import BenchConditions, BenchResult
     from ..bench.runner import DecodingMode, measure_modes
 
-    load = load_average()
     settings = options.settings
     modes = [DecodingMode(str(speculation), speculation) for speculation in options.speculations]
     conversations, source = _conversations(options)
     with options.model.open() as engine:
         pair = find_draft(engine.bundle, options.model.draft)
+        meter = LoadMeter(options.model.threads or 0)
         with ProgressDisplay() as progress:
             measured = measure_modes(engine, conversations, modes, settings, progress)
         conditions = BenchConditions(
@@ -167,7 +169,7 @@ def _measure(options: BenchOptions) -> BenchResult:
             conversations=len(conversations),
             draft_head=None if pair is None or pair.target_ids is None else pair.target_ids.size,
         )
-        return BenchResult.of(measured, conditions, engine, load)
+        return BenchResult.of(measured, conditions, engine, meter)
 
 
 def _conversations(options: BenchOptions) -> tuple[Sequence[Conversation], str]:

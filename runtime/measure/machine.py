@@ -21,14 +21,6 @@ def describe_machine() -> dict[str, str]:
     }
 
 
-def load_average() -> float | None:
-    """Return the mean number of running processes in the last minute; None where the system does not report it."""
-    try:
-        return os.getloadavg()[0]
-    except (AttributeError, OSError):
-        return None
-
-
 def _processor_name() -> str:
     """Return the processor's model name, or its architecture where the system does not report the name."""
     information = Path("/proc/cpuinfo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
+from edgerun.edge.bench.headline import MachineLoad, spread_of_plain
 from edgerun.edge.bench.ratios import (
     PLAIN,
     Estimate,
@@ -60,6 +62,12 @@ def result(turns: list[MeasuredTurn], *, replay: bool = False, **more: object) -
     conditions = BenchConditions(name, None, "CPU", None, 256, "prompts.jsonl", replay, 64, "all", 0.0, len(turns))
     plain = Stats.total(each.stats[PLAIN] for each in turns)
     return BenchResult(conditions, compare_modes(turns), plain, [8.0, 8.2, 9.9, 11.0], 100, **more)  # type: ignore[arg-type]
+
+
+def shown(found: BenchResult) -> str:
+    console = Console(record=True, width=120, file=io.StringIO())
+    show(console, found)
+    return console.export_text()
 
 
 def test_a_category_is_the_ratio_of_its_sums_and_the_mean_is_geometric() -> None:
@@ -150,21 +158,74 @@ def test_json_has_results_and_conditions() -> None:
 
 
 def test_the_terminal_shows_whether_texts_differ_or_are_recorded() -> None:
-    def shown(found: BenchResult) -> str:
-        console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
-        with console.file:
-            show(console, found)
-        return console.export_text()
-
     turns = [turn("a", 0, 1.0, 0.5), turn("a", 1, 1.0, 0.5, differing=frozenset({"auto"}))]
     text = shown(result(turns))
     assert "auto: 1 of 2 texts equal those of plain decoding." in text
     assert "Replay" not in text
-    assert "busy" not in text
-    text = shown(result(turns, replay=True, load=3.5))
+    assert "Other programs" not in text
+    text = shown(result(turns, replay=True, load=MachineLoad(1.6, busy=True)))
     assert "Replay: the tokens are those of a recording. Every pass over the weights was run at its full cost" in text
     assert "of 2 texts" not in text
-    assert "busy" in text
+    assert "Other programs used the processor" in text
+
+
+ENOUGH = [turn("a", number, 10.0, 5.0 + 0.1 * number, tokens=50) for number in range(6)]
+
+
+def without_drafts(one: MeasuredTurn) -> MeasuredTurn:
+    return dataclasses.replace(one, stats={PLAIN: one.stats[PLAIN], "auto": answer(50, 8.0)})
+
+
+@pytest.mark.parametrize(
+    ("turns", "load", "reason"),
+    [
+        ([without_drafts(one) for one in ENOUGH], MachineLoad(), "no draft token was verified"),
+        (
+            [turn("a", number, 1.0, 0.5) for number in range(6)],
+            MachineLoad(),
+            "the answers had only 60 tokens after their first",
+        ),
+        ([*ENOUGH, turn("b", 7, 1.0, 0.5)], MachineLoad(), "a category has fewer than 3 conversations"),
+        (ENOUGH, MachineLoad(1.62, busy=True), "meanwhile (they used 1.6 processors on average). Close them"),
+        (ENOUGH, MachineLoad(plain_spread=2.5), "the faster ones ran at 2.5 times the speed of the slower ones"),
+    ],
+    ids=["drafted", "tokens", "conversations", "busy", "spread"],
+)
+def test_there_is_no_ratio_at_the_top_without_enough_data_or_on_a_busy_machine(
+    turns: list[MeasuredTurn], load: MachineLoad, reason: str
+) -> None:
+    found = result(turns, load=load)
+    (line,) = found.headlines
+    assert line.startswith("auto: no ratio, because ")
+    assert reason in line
+    described = found.to_json()["headlines"]["auto"]
+    assert (described["ratio"], described["interval"]) == (None, None)
+    assert reason in described["reason"]
+    assert "geometric mean" in shown(found), "the table stays"
+    assert " times as fast" not in shown(found)
+
+
+def test_with_enough_data_the_ratio_is_at_the_top_with_its_interval() -> None:
+    found = result(ENOUGH, load=MachineLoad(0.1))
+    (mode,) = found.modes
+    assert mode.mean.interval is not None
+    low, high = mode.mean.interval
+    (line,) = found.headlines
+    assert line.startswith(
+        f"auto: {mode.mean.value:.2f} times as fast as plain decoding (95 % interval {low:.2f} to {high:.2f}), "
+    )
+    assert line in shown(found).splitlines()[1]
+    described = found.to_json()["headlines"]["auto"]
+    assert described["ratio"] == pytest.approx(mode.mean.value, rel=1e-4)
+    assert described["reason"] is None
+
+
+def test_the_spread_of_plain_decoding_is_that_of_its_quartiles() -> None:
+    assert spread_of_plain(ENOUGH) == 1
+    assert spread_of_plain(ENOUGH[:5]) == 1
+    slow = [turn("a", number, 40.0, 5.0, tokens=50) for number in range(6)]
+    assert spread_of_plain([*ENOUGH, *slow]) == pytest.approx(4.0)
+    assert spread_of_plain([*ENOUGH, *[turn("a", 9, 0.1, 0.1, tokens=4)] * 20]) == 1, "short answers tell nothing"
 
 
 def test_a_note_says_that_modes_learned_from_each_other() -> None:

@@ -30,13 +30,20 @@ ORACLE = DecodingMode("oracle", Speculation.AUTO, oracle_mode=OracleMode.RIGHT)
 REPEATING = "the other day the other day the other day "
 
 
-def bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
-    """Run it; returns the JSON line and all that came before."""
+def bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run it; returns what it prints."""
     assert main(["bench", *map(str, arguments)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    tables, _, last = out.rstrip("\n").rpartition("\n")
-    return json.loads(last), tables
+    return out
+
+
+def bench_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    """Run it with --json; returns the object, which must be all that it prints."""
+    out = bench(capsys, *arguments, "--json")
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out)
+    return found
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -66,7 +73,7 @@ def test_prompts_are_measured_and_texts_compared(
 ) -> None:
     rows = [{"category": name, "turns": ["the", "again"]} for name in ("a", "b", "b")]
     options = (tiny_bundle, "--prompts", prompts(tmp_path, *rows), "-n", 24, "--limit", 1, "--spec", "auto")
-    found, tables = bench(capsys, *options, "--spec", "suffix")
+    found = bench_json(capsys, *options, "--spec", "suffix")
     assert list(found["modes"]) == ["auto", "suffix"]
     assert list(found["modes"]["auto"]["categories"]) == ["a", "b"]
     assert found["conversations"] == 2
@@ -74,20 +81,33 @@ def test_prompts_are_measured_and_texts_compared(
         assert mode["differing"] == 0
         assert mode["accepted"] <= mode["drafted"]
         assert mode["drafted"] == sum(count["drafted"] for count in mode["by_source"].values())
-    assert "geometric mean" in tables
-    assert "texts equal those of plain decoding" in tables
-    assert main(["bench", *map(str, options), "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    assert json.loads(out)["benchmark"] == "speculation"
+    assert found["benchmark"] == "speculation"
+    shown = bench(capsys, *options)
+    assert "geometric mean" in shown
+    assert "texts equal those of plain decoding" in shown
+    assert "{" not in shown, "JSON only with --json"
+
+
+def test_too_few_tokens_give_no_ratio_but_the_reason(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (tiny_bundle, "--prompts", prompts(tmp_path, *[{"category": "a", "turns": ["the"]}] * 3), "-n", 4)
+    mode = bench_json(capsys, *options, "--spec", "suffix")["headlines"]["suffix"]
+    assert (mode["ratio"], mode["interval"]) == (None, None)
+    assert mode["reason"].startswith(("no draft token was verified", "the answers had only"))
+    first, second = bench(capsys, *options, "--spec", "suffix").splitlines()[:2]
+    assert first.startswith(tiny_bundle.name)
+    assert second.startswith("  suffix: no ratio, because ")
+    assert " times as fast" not in second
 
 
 def test_a_replay_is_labelled_and_measures_the_recorded_tokens(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recording(tmp_path, REPEATING, REPEATING)  # 28 tokens each
-    found, tables = bench(capsys, tiny_bundle, "--replay", path, "--turns", "2", "-n", 40)
-    assert "Replay: the tokens are those of a recording" in tables
+    options = (tiny_bundle, "--replay", path, "--turns", "2", "-n", 40)
+    assert "Replay: the tokens are those of a recording" in bench(capsys, *options)
+    found = bench_json(capsys, *options)
     assert found["replay"] is True
     assert list(found["modes"]["auto"]["by_turn"]) == ["2"]
     assert found["modes"]["auto"]["categories"]["repeating"]["tokens"] == 27
