@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 from rich.table import Table
 
+from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
 from ...runtime.engine import Engine
 from ...runtime.measure.exactness import ComparisonCounts, Counterexample, ExactnessReport
@@ -49,10 +50,12 @@ def verify(
     Compares the logits of passes over several tokens with those of passes over one token, and speculative texts, with
     drafts of every kind, with texts of plain decoding. Texts may differ only from a near tie on: a position whose two
     best logits are closer than the passes differ. With --exact they may not differ at all. The report is stored for
-    --exact, and edge-run inspect shows it. The exit code is 1 if a text differs anywhere else.
+    --exact, and edge-run inspect shows it. The exit code is 1 if a text differs anywhere else. Of weights that are
+    packed for this machine in the cache, all bytes are compared with their checksums.
 
     Example: edge-run verify my-model --prompts spec_bench.jsonl --limit 10
     """
+    from ...runtime.graph.prepacked import verify_prepacked
     from ...runtime.measure.comparison import Comparison
     from ..bench.prompt_sets import bundled_prompts, limit_per_category, read_prompts
     from ..bench.runner import BenchSettings, PromptEncoder
@@ -60,6 +63,9 @@ def verify(
     read = bundled_prompts(for_shell=model is None) if prompts is None else read_prompts(prompts)
     conversations = limit_per_category(read, limit)
     with ModelOptions(model, device, threads, context, tokenizer, draft).open() as engine:
+        pair = find_draft(engine.bundle, draft)
+        bundles = [engine.bundle, *([] if pair is None or pair.layer_skip else [pair.draft])]
+        packed = sum(map(verify_prepacked, bundles)) > 0
         encoder = PromptEncoder(engine, BenchSettings(max_tokens))
         prompt_ids = [encoder.encode((), each.exchanges[0]).prompt for each in conversations]
         with ProgressDisplay() as progress:
@@ -71,12 +77,13 @@ def verify(
             facts = {
                 "model": str(engine.bundle.folder),
                 "device": str(engine.device),
+                "packed_weights": "intact" if packed else None,
                 "summary": exactness_summary(report),
                 **report.to_json(),
             }
             write_json(facts)
         else:
-            _show(engine, report, [each.exchanges[0].prompt for each in conversations])
+            _show(engine, report, packed, [each.exchanges[0].prompt for each in conversations])
     return 0 if report.passed else 1
 
 
@@ -97,13 +104,15 @@ def exactness_summary(report: ExactnessReport) -> str:
     return f"{ties} ({tied} of {texts} texts differ{', each at a tie' if tied else ''})"
 
 
-def _show(engine: Engine, report: ExactnessReport, prompts: Sequence[str]) -> None:
+def _show(engine: Engine, report: ExactnessReport, packed: bool, prompts: Sequence[str]) -> None:
     noise = report.noise
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     widths = ", ".join(f"{width}: {value:.2g}" for width, value in noise.chains.items())
     leak = "do not affect each other" if not noise.leak else f"change logits of other branches by {noise.leak:.2g}"
+    if packed:
+        table.add_row("packed weights", "all bytes in the cache are as they were written")
     table.add_row("wider passes", f"logits differ by at most {widths} (tokens of a pass: difference)")
     table.add_row("token trees", f"logits differ by at most {noise.trees:.2g}")
     table.add_row("perturbed cache", f"logits differ by at most {noise.perturbed:.2g} when its last bits change")

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 from functools import cache
-from pathlib import Path
 
+from .chip import build_platform, chip_features, chip_name
 from .cores import Core, physical_cores
 from .cpu_limits import allowed_cpus, cpu_quota
 
 
 @cache
 def processor() -> str:
-    """Architecture and instruction sets, which decide what kernels run and how weights are packed for them."""
-    return f"{platform.system()}\0{platform.machine()}\0{platform.processor()}\0{_cpuinfo_line('flags', 'Features')}"
+    """Build, chip and instruction sets, which decide what kernels run and how weights are packed for them."""
+    return "\0".join((build_platform(), chip_name(), chip_features()))
 
 
 @cache
 def machine() -> str:
-    """What decides how fast kernels run: `processor`, the processor's model name and the number of cores."""
-    return f"{processor()}\0{_cpuinfo_line('model name')}\0{os.cpu_count()}"
+    """What decides how fast kernels run: `processor` and the number of cores."""
+    return f"{processor()}\0{os.cpu_count()}"
 
 
 def usable_cores() -> int:
@@ -58,12 +57,3 @@ def threads_for(cores: tuple[Core, ...], allowed: frozenset[int] | None, quota: 
     usable = [core for core in cores if allowed is None or core.cpus & allowed]
     count = sum(core.fast for core in usable) or len(usable)
     return count if quota is None or count == 0 else max(min(count, math.floor(quota)), 1)
-
-
-def _cpuinfo_line(*prefixes: str) -> str:
-    """The first line of /proc/cpuinfo that starts with one of the prefixes; empty if there is none."""
-    file = Path("/proc/cpuinfo")
-    if not file.is_file():
-        return ""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line for line in lines if line.startswith(prefixes)), "")

@@ -15,6 +15,8 @@ from ..devices.processor import default_threads
 
 RUNTIME_VERSION: Final[str] = ort.__version__
 """Version of ONNX Runtime."""
+RUNTIME_BUILD: Final = f"{ort.__version__} {ort.get_build_info()}"
+"""Version of ONNX Runtime and how it was built; packages of one version may differ."""
 SILENT: Final = 4
 """Log severity at which ONNX Runtime prints nothing: every failure is raised as an exception anyway."""
 VERBOSE: Final = 1

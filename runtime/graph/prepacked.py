@@ -2,31 +2,31 @@
 
 ONNX Runtime repacks quantized weights into private memory whenever it loads a model. A copy of the model saved with
 packed weights is memory-mapped instead: it loads faster, and its pages are in the page cache, which all processes that
-run the model share. The packing depends on the processor and on ONNX Runtime's version, so both are part of the cache
-key, as is the model's fingerprint. Everything in this cache can be made again, so any failure falls back to the
-original model.
+run the model share. The packing depends on the chip, its instruction sets and the builds of Python and ONNX Runtime, so
+all of them are part of the cache key, as is the model's fingerprint (docs/decisions/0037-prepacked-key.md). Everything
+in this cache can be made again, so any failure falls back to the original model.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from ...errors import BundleError
-from ...models.atomic import folder_written_atomically, write_atomically
-from ...models.bundle import GRAPH_NAME, Bundle, digest_file, verify_file
+from ...models.atomic import discard_folder, folder_written_atomically, write_atomically
+from ...models.bundle import GRAPH_NAME, Bundle
 from ...models.cache import cache_folder
-from ...models.manifest import FileDigest
 from ...models.onnx_file.splice import with_tensors_of
 from ..devices.processor import processor
-from .ort import ORT_ERRORS, RUNTIME_VERSION, error_reason, load_session, session_options
+from .ort import ORT_ERRORS, RUNTIME_BUILD, error_reason, load_session, session_options
+from .packed_files import check_sample, check_whole, read_record, write_record
 
-_FORMAT: Final = 1
-_DIGESTS_NAME: Final = "digests.json"
+_FORMAT: Final = 2
+_RECORD_NAME: Final = "digests.json"
 _MIN_WEIGHT_BYTES: Final = 64 << 20
 """Smaller models load fast enough without."""
 _SIZE_RATIO: Final = 2.5
@@ -60,17 +60,41 @@ def prepacked_graph(bundle: Bundle) -> Path:
     """The graph to load for a checked bundle: its prepacked copy, written now if necessary, or the original."""
     if not should_prepack(bundle):
         return bundle.graph
-    key = f"{_FORMAT}\0{bundle.fingerprint}\0{RUNTIME_VERSION}\0{processor()}"
-    folder = cache_folder() / "prepacked" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    folder = _folder_of(bundle)
     try:
         if not folder.is_dir():
             _write(folder, bundle)
-        _verify(folder)
+        for name, expected in read_record(folder / _RECORD_NAME).items():
+            check_sample(folder / name, expected)
         os.utime(folder)
-    except (OSError, BundleError, ValueError, KeyError, TypeError):
-        shutil.rmtree(folder, ignore_errors=True)
+    except (OSError, BundleError):
+        discard_folder(folder)
         return bundle.graph
     return folder / GRAPH_NAME
+
+
+def verify_prepacked(bundle: Bundle) -> bool:
+    """Compare all bytes of a bundle's prepacked copy with what was written; a damaged copy is not used again.
+
+    Returns:
+        Whether there is a copy.
+
+    Raises:
+        BundleError: the copy is damaged.
+    """
+    folder = _folder_of(bundle)
+    if not should_prepack(bundle) or not folder.is_dir():
+        return False
+    try:
+        for name, expected in read_record(folder / _RECORD_NAME).items():
+            check_whole(folder / name, expected)
+    except (OSError, BundleError):
+        # Windows keeps files that this process maps, but without a record the next one removes them.
+        with suppress(OSError):
+            (folder / _RECORD_NAME).unlink()
+        discard_folder(folder)
+        raise
+    return True
 
 
 def should_prepack(bundle: Bundle) -> bool:
@@ -100,30 +124,30 @@ def prepacked_draft_graph(draft: Path, target: Path) -> Path:
     return copy
 
 
+def _folder_of(bundle: Bundle) -> Path:
+    key = f"{_FORMAT}\0{bundle.fingerprint}\0{RUNTIME_BUILD}\0{processor()}"
+    return cache_folder() / "prepacked" / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
 def _write(folder: Path, bundle: Bundle) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     needed = int(bundle.weight_bytes * _SIZE_RATIO)
+    _make_room(folder.parent, needed)
     if shutil.disk_usage(folder.parent).free < 2 * needed:
         raise OSError("too little free space on the disk")
-    _make_room(folder.parent, needed)
     with folder_written_atomically(folder, lambda _: True) as staging:
         write_prepacked(bundle.graph, staging / GRAPH_NAME)
-        digests = {path.name: vars(digest_file(path)) for path in sorted(staging.iterdir())}
-        (staging / _DIGESTS_NAME).write_text(json.dumps(digests), encoding="utf-8")
-
-
-def _verify(folder: Path) -> None:
-    for name, digest in json.loads((folder / _DIGESTS_NAME).read_text(encoding="utf-8")).items():
-        verify_file(folder / name, FileDigest(**digest))
+        write_record(staging, staging / _RECORD_NAME)
 
 
 def _make_room(folder: Path, needed: int) -> None:
-    """Remove the least recently used prepacked models until `needed` bytes fit."""
-    entries = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda entry: entry.stat().st_mtime)
-    sizes = {entry: sum(file.stat().st_size for file in entry.iterdir()) for entry in entries}
+    """Remove copies without a record, and then the least recently used ones until `needed` bytes fit."""
+    entries = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    kept = [entry for entry in entries if (entry / _RECORD_NAME).is_file() or not discard_folder(entry)]
+    sizes = {entry: sum(file.stat().st_size for file in entry.iterdir()) for entry in kept}
     total = sum(sizes.values())
-    for entry in entries:
+    for entry in sorted(kept, key=lambda entry: entry.stat().st_mtime):
         if total + needed <= _MAX_CACHE_BYTES:
             return
-        shutil.rmtree(entry, ignore_errors=True)
-        total -= sizes[entry]
+        if discard_folder(entry):
+            total -= sizes[entry]

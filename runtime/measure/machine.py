@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
+import sys
 
 from ...version import __version__
+from ..devices.chip import chip_name, running_architecture
 from ..graph.ort import RUNTIME_VERSION
 
 
 def describe_machine() -> dict[str, str]:
     """Return names and versions that speed depends on."""
     return {
-        "processor": _processor_name(),
+        "processor": chip_name() or running_architecture(),
         "logical cores": str(os.cpu_count() or "unknown"),
-        "system": platform.platform(terse=True),
+        "system": _system(),
         "onnxruntime": RUNTIME_VERSION,
         "edge-run": __version__,
     }
 
 
-def _processor_name() -> str:
-    """Return the processor's model name, or its architecture where the system does not report the name."""
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def _system() -> str:
+    """Return name and version of the operating system."""
+    if sys.platform == "win32":
+        # The platform module asks a service of Windows that may hang.
+        version = sys.getwindowsversion()
+        return f"Windows-{version.major}.{version.minor}.{version.build}"
+    return platform.platform(terse=True)

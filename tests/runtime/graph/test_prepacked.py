@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import edgerun
+from edgerun.edge.cli.main import main
 from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph import prepacked
-from edgerun.runtime.graph.prepacked import prepacked_graph, write_prepacked
+from edgerun.runtime.graph import packed_files, prepacked
+from edgerun.runtime.graph.prepacked import prepacked_graph, verify_prepacked, write_prepacked
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from support.tiny_models import write_bundle
 
@@ -60,7 +61,7 @@ def test_prepacked_once_per_model_runtime_version_and_processor(
     assert graph_to_load(bundle) == first
     assert len(written) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(prepacked, "RUNTIME_VERSION", "another version")
+        patch.setattr(prepacked, "RUNTIME_BUILD", "another build")
         assert graph_to_load(bundle) != first
     monkeypatch.setattr(prepacked, "processor", lambda: "another machine")
     assert graph_to_load(bundle) != first
@@ -103,7 +104,7 @@ def test_least_recently_used_copies_are_removed_first(
     bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load_with(version: str) -> Path:
-        monkeypatch.setattr(prepacked, "RUNTIME_VERSION", version)
+        monkeypatch.setattr(prepacked, "RUNTIME_BUILD", version)
         return graph_to_load(bundle)
 
     size = sum(file.stat().st_size for file in load_with("1").parent.iterdir())
@@ -118,6 +119,34 @@ def test_least_recently_used_copies_are_removed_first(
     assert not unused.exists()
     assert used.exists()
     assert latest.exists()
+
+
+def test_copies_without_a_record_are_removed(bundle: Path, cache: Path) -> None:
+    for name in ("killed", "other"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "model.onnx.data").write_bytes(b"weights")
+    (cache / "other" / "digests.json").write_text("{}")
+    copy = graph_to_load(bundle).parent
+    assert sorted(cache.iterdir()) == sorted([copy, cache / "other"])
+
+
+def test_verify_compares_all_bytes_of_the_copy(
+    bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(packed_files, "_WHOLE_BELOW", 0)
+    monkeypatch.setattr(packed_files, "_PAGES", 1)
+    weights = graph_to_load(bundle).with_name("model.onnx.data")
+    assert verify_prepacked(open_bundle(bundle))
+    data = bytearray(weights.read_bytes())
+    data[5000] ^= 1
+    weights.write_bytes(data)
+    assert graph_to_load(bundle) == weights.with_name("model.onnx")
+    assert main(["verify", str(bundle)]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"{weights} is damaged: its checksum is not the one recorded; run the command again: the model is packed anew\n"
+    )
+    assert list(cache.iterdir()) == []
+    assert not verify_prepacked(open_bundle(bundle))
 
 
 def test_nothing_is_written_for_small_or_foreign_models_or_without_cache(
