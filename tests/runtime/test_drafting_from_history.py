@@ -60,6 +60,16 @@ def astream(engine: Engine) -> Reply:
     return asyncio.run(read())
 
 
+def wait_for_index(engine: Engine) -> None:
+    """Wait until everything that was answered is indexed."""
+    store = engine.model.drafters._store
+    assert store is not None
+    limit = time.monotonic() + 30
+    while store.unindexed_tokens():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("answer", [generate, stream, session, agenerate, astream])
 def test_what_was_answered_is_drafted_from_in_this_process_and_the_next(
     bundle: Path, answer: Callable[[Engine], Reply]
@@ -69,15 +79,26 @@ def test_what_was_answered_is_drafted_from_in_this_process_and_the_next(
     with edgerun.load(bundle, device="cpu", threads=1, history=True) as engine:
         first = answer(engine)
         assert "history" not in first.stats.by_source
-        limit = time.monotonic() + 30
-        while (again := answer(engine)).stats.accepted == 0:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        wait_for_index(engine)
+        again = answer(engine)
         assert again.stats.by_source["history"].accepted > 0
     with edgerun.load(bundle, device="cpu", threads=1, history=True) as engine:
         later = answer(engine)
         assert later.stats.by_source["history"].accepted > 0
     assert first.text == again.text == later.text == plain
+
+
+def test_engines_over_one_history_draft_from_each_other(bundle: Path) -> None:
+    with (
+        edgerun.load(bundle, device="cpu", threads=1, history=True) as one,
+        edgerun.load(bundle, device="cpu", threads=1, history=True) as other,
+    ):
+        first = generate(one)
+        other.generate("the", OPTIONS)
+        wait_for_index(other)
+        again = generate(other)
+    assert again.stats.by_source["history"].accepted > 0
+    assert again.text == first.text
 
 
 def test_the_command_line_drafts_from_what_it_answered_before(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
