@@ -2,35 +2,30 @@
 
 The dialect is that of `transformers`: trimmed blocks, loop controls, a `tojson` filter that keeps non-ASCII text, the
 functions `raise_exception` and `strftime_now`, and a second template for tools where a model has one. Templates are
-untrusted: they run in Jinja's immutable sandbox, which gives no access to Python internals. The size of their output,
-their ranges and their products is bounded; their running time is not.
+untrusted: they run in Jinja's immutable sandbox, which gives no access to Python internals, and within a budget of time
+and memory (`template_budget`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from io import StringIO
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from jinja2 import Template, nodes
 from jinja2 import TemplateError as JinjaError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...errors import TemplateError
 from ...models.bundle import Bundle
+from .template_budget import MAX_CHARACTERS, Budget, BudgetContext, BudgetError
+from .template_sandbox import template_environment
 from .tokenizer import TextTokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 """One message: `{"role": "user", "content": "..."}`, and whatever else the template reads."""
 
-_MAX_CHARACTERS: Final = 8_000_000
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MAX_REASON: Final = 300
 _HINT: Final = "repair the model's chat template, or use --raw"
 
 
@@ -51,8 +46,8 @@ class ChatTemplate:
             TemplateError: a template is not valid Jinja.
         """
         self._variables = dict(special_tokens or {})
-        self._template = _compiled(source)
-        self._with_tools = self._template if with_tools is None else _compiled(with_tools)
+        self._template = _CompiledTemplate(source)
+        self._with_tools = self._template if with_tools is None else _CompiledTemplate(with_tools)
 
     def render(
         self,
@@ -83,27 +78,48 @@ class ChatTemplate:
             "documents": None if documents is None else list(documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        pieces: list[str] = []
-        size = 0
+        template = self._template if tools is None else self._with_tools
         try:
-            for piece in (self._template if tools is None else self._with_tools).generate(context):
-                pieces.append(piece)
-                size += len(piece)
-                if size > _MAX_CHARACTERS:
-                    raise TemplateError(f"the chat template writes over {_MAX_CHARACTERS} characters", _HINT)
-        except JinjaError as error:
-            raise TemplateError(f"the chat template failed: {error}", _HINT) from error
-        except (
-            TypeError,
-            ValueError,
-            LookupError,
-            ArithmeticError,
-            AttributeError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}", _HINT) from error
-        return "".join(pieces)
+            return template.render(context)
+        except Exception as error:
+            raise TemplateError(f"the chat template failed: {_reason(error)}", _HINT) from error
+
+
+class _CompiledTemplate:
+    """One template, compiled."""
+
+    def __init__(self, source: str) -> None:
+        """Compile a template.
+
+        Raises:
+            TemplateError: it is not valid Jinja, or uses what is not allowed.
+        """
+        environment = template_environment()
+        try:
+            tree, self._work, self._memory = environment.parse_within_limits(source)
+            self._template = environment.from_string(tree)
+        except Exception as error:
+            raise TemplateError(f"the chat template is not valid: {_reason(error)}", _HINT) from error
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Render within a budget; may raise anything."""
+        context = self._template.new_context(dict(variables))
+        assert isinstance(context, BudgetContext)  # noqa: S101  the environment makes no others
+        context.budget = Budget(variables.values())
+        context.step_cost, context.step_memory = self._work, self._memory
+        context.budget.spend(self._work, self._memory)
+        written = StringIO()
+        for piece in self._template.root_render_func(context):
+            if written.tell() + len(piece) > MAX_CHARACTERS:
+                raise BudgetError(f"it writes over {MAX_CHARACTERS} characters")
+            written.write(piece)
+        return written.getvalue()
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    text = " ".join(str(error)[: 4 * _MAX_REASON].split())[:_MAX_REASON]
+    return text if isinstance(error, JinjaError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def load_template(bundle: Bundle, tokenizer: TextTokenizer) -> ChatTemplate | None:
@@ -136,63 +152,3 @@ def _named_sources(value: Any) -> dict[str, str]:
     if not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise TemplateError("chat_template in tokenizer_config.json is not text", _HINT)
     return named
-
-
-def _compiled(source: str) -> Template:
-    try:
-        return _environment().from_string(source)
-    except (JinjaError, RecursionError, SyntaxError, MemoryError) as error:
-        raise TemplateError(f"the chat template is not valid: {error}", _HINT) from error
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it only renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012  Jinja reads a plain class attribute
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox with bounded products and powers, which could fill the memory."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute `left * right` or `left ** right` if both operands are small."""
-        numbers = [value for value in (left, right) if isinstance(value, (int, float))]
-        sizes = [len(value) for value in (left, right) if hasattr(value, "__len__")]
-        bound = _MAX_CHARACTERS if operator == "*" else 1000
-        if any(abs(value) > bound for value in numbers) or (sizes and sizes[0] * int(numbers[0]) > bound):
-            raise JinjaError(f"the operands of {operator} are too large")
-        return super().call_binop(context, operator, left, right)
-
-
-@lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Replaces Jinja's own filter, which escapes HTML; takes the options that templates give."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise JinjaError(message)
-
-
-def _strftime_now(date_format: str) -> str:
-    return datetime.now().strftime(date_format)  # without a time zone: `%z` has to stay empty

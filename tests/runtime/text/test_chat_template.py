@@ -12,6 +12,7 @@ from edgerun import TemplateError
 from edgerun.models.bundle import Bundle
 from edgerun.runtime.text.chat_template import ChatTemplate, load_template
 from edgerun.runtime.text.tokenizer import TextTokenizer
+from support.nightly import some_nightly
 from support.shared_data import data_path
 
 CONVERSATION = [
@@ -31,6 +32,90 @@ FAMILIES = [
     "mistralai-Mistral-Nemo-Instruct-2407",
 ]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def grown(start: str, step: str, times: int = 60) -> str:
+    """A template that replaces `x` again and again by what `step` makes of it, and prints it."""
+    grow = f"{{% for i in range({times}) %}}{{% set ns.x = {step.replace('x', 'ns.x')} %}}{{% endfor %}}"
+    return f"{{% set ns = namespace(x={start}) %}}{grow}{{{{ ns.x }}}}"
+
+
+LONG = "('ab' * 1000000)"
+ENDLESS = "range(99999)"
+BOMBS = [
+    # Doubling.
+    grown("'ab'", "x + x"),
+    grown("'ab'", "x ~ x"),
+    grown("'ab'", "[x, x] | join"),
+    grown("'ab'", "x.join([x, x, x])"),
+    grown("'ab'", "x.replace('a', x)"),
+    grown("'ab'", "x.replace('', x)"),
+    grown("'ab'", "x | replace('b', x)"),
+    grown("'ab'", "'%s%s' % (x, x)"),
+    grown("'ab'", "'%s%s' | format(x, x)"),
+    grown("'ab'", "'%(a)s%(a)s' % {'a': x}"),
+    grown("'ab'", "'{0}{0}'.format(x)"),
+    grown("['a']", "x + x"),
+    grown("['a']", "x * 9"),
+    grown("['a']", "[x, x] | sum(start=[])"),
+    grown("2", "x * x"),
+    grown("2", "x ** 2"),
+    "{% macro f(a, n) %}{{ f(a ~ a, n - 1) if n else a }}{% endmacro %}{{ f('ab', 40) }}",
+    "{% for i in [[1]] recursive %}{{ loop([i]) }}{% endfor %}",
+    # Small structures that are large when they are printed, compared or written as JSON.
+    grown("'ab'", "[x, x]"),
+    grown("'ab'", "(x, x)"),
+    grown("'ab'", "{'a': x, 'b': x}"),
+    grown("'ab'", "dict(a=x, b=x)"),
+    grown("'ab'", "[x, x] | list"),
+    grown("'ab'", "[x, x] | map('list') | list"),
+    grown("'ab'", "namespace(a=[x, x])") + "{{ [ns.x, ns.x] | tojson }}",
+    grown("'ab'", "[x]", 3000),
+    # One step that is large.
+    *("{{ 'a' | center(3000000000) }}", "{{ 'a'.center(3000000000) }}", "{{ 'a'.ljust(3000000000) }}"),
+    *("{{ '7'.zfill(3000000000) }}", "{{ 'a\tb'.expandtabs(3000000000) }}", "{{ 'a' | indent(3000000000, true) }}"),
+    *("{{ '%3000000000d' | format(1) }}", "{{ '%3000000000d' % 1 }}", "{{ '%*d' % (3000000000, 1) }}"),
+    *("{{ '%.3000000000f' % 1 }}", "{{ '{:3000000000}'.format(1) }}", "{{ '{:>{}}'.format(1, 3000000000) }}"),
+    *("{{ [1] | tojson(indent=3000000000) }}", "{{ [1] | batch(3000000000, 'x') }}", "{{ [1] | slice(3000000000) }}"),
+    *(
+        "{{ 1 | round(3000000000) }}",
+        "{{ 5 | round(-3000000000) }}",
+        "{{ range(3000000000) }}",
+        "{{ lipsum(n=99999) }}",
+    ),
+    *("{{ 'a b' | wordwrap(1, wrapstring='x' * 8000000) }}", "{{ [1] | join(3000000000 * 'a') }}"),
+    "{{ messages | tojson(separators=('a' * 8000000, 'b')) }}",
+    # What ended in other errors.
+    *("{{ cycler() }}", "{{ cycler().next() }}", "{{ joiner() }}", "{{ 1e999 }}", "{{ -1e999 }}"),
+    *("{{ 1e308 * 10 | int }}", "{{ (1e308 * 10) | int }}", "{{ " + "9" * 5000 + " }}", "{{ (-8) ** 0.5 }}"),
+    *("{{ {[1]: 2} }}", "{{ {(1, (2, 3)): 2} }}", "{{ messages | map('#steps', 1, 1) | list }}"),
+    *("{{ ('f' * 5000) | int(base=16) }}", "{{ strftime_now('%3000000000Y') }}"),
+    *(
+        "{{ raise_exception('a\nb' * 1000000) }}",
+        "{{ '\ud800'.encode('utf-8') }}",
+        "{% autoescape true %}{% endautoescape %}",
+    ),
+    *("{% block a %}{{ self.a() }}{% endblock %}", "{% extends 'x' %}", "{{ dict.fromkeys(range(9)) }}"),
+    # Compilation.
+    *("{{ 'a' * 10 ** 9 }}", "{{ " + "[" * 150 + "]" * 150 + " }}", "x" * 300_000, "{{ a.b }}" * 5_500),
+    *("{{ " + "a + " * 11_000 + "a }}", "{% if a %}" * 500 + "{% endif %}" * 500, "{{ " + "-" * 5000 + "1 }}"),
+]
+"""Templates that would take gigabytes, hours, or end in an error of Python."""
+ENDLESS_TEMPLATES = [
+    f"{{% for a in {ENDLESS} %}}{{% for b in {ENDLESS} %}}{{% endfor %}}{{% endfor %}}",
+    f"{{% for a in {ENDLESS} %}}{{% for b in {ENDLESS} if false %}}{{% endfor %}}{{% endfor %}}",
+    f"{{% for a in {ENDLESS} %}}{{% for b in {ENDLESS} %}}{{% if loop.length %}}{{% break %}}"
+    "{% endif %}{% endfor %}{% endfor %}",
+    f"{{% set x = {LONG} %}}{{% for a in {ENDLESS} %}}{{% if 'c' in x %}}{{% endif %}}{{% endfor %}}",
+    f"{{% set x = {LONG} %}}{{% for a in {ENDLESS} %}}{{% if x == x ~ '' %}}{{% endif %}}{{% endfor %}}",
+    f"{{% set x = {LONG} %}}{{{{ x.rfind('b' ~ x[:1000000]) }}}}",
+    f"{{% set x = {LONG} %}}{{{{ x.strip('cd' * 1000000 ~ 'ab') }}}}",
+    f"{{% set x = {LONG} %}}{{{{ x | list | length }}}}{{{{ x | list | length }}}}{{{{ x.split('a') | length }}}}",
+    "{% for a in range(99999) %}{{ messages | tojson | length }}" + "{% set b = a %}" * 2000 + "{% endfor %}",
+    f"{{{{ {ENDLESS} | map('string') | map('list') | sort | sum(start=[]) | unique | list }}}}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+]
+"""Templates that take a second or more until their budget is spent."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,6 +227,7 @@ def test_a_template_can_refuse_messages() -> None:
         "{% import 'os' as os %}",
         "{{ 1 / 0 }}",
         "{{ undefined.attribute }}",
+        *BOMBS,
     ],
 )
 def test_malicious_and_broken_templates_raise_a_one_line_error(attack: str) -> None:
@@ -151,7 +237,13 @@ def test_malicious_and_broken_templates_raise_a_one_line_error(attack: str) -> N
     assert "use --raw" in str(caught.value)
 
 
-@pytest.mark.parametrize("probe", ["{{ strftime_now.__globals__ }}", "{{ '%s' | format(lipsum.__globals__) }}"])
+@pytest.mark.parametrize("source", some_nightly(ENDLESS_TEMPLATES, every=len(ENDLESS_TEMPLATES)))
+def test_endless_templates_raise_a_one_line_error(source: str) -> None:
+    with pytest.raises(TemplateError, match="failed: it (computes for too long|takes too much memory)"):
+        ChatTemplate(source).render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("probe", ["{{ strftime_now.__globals__ }}", "{{ '%s' | format(range.__globals__) }}"])
 def test_templates_cannot_reach_python_internals(probe: str) -> None:
     assert ChatTemplate(probe).render([]) == ""
 
@@ -162,3 +254,36 @@ def test_templates_cannot_reach_python_internals(probe: str) -> None:
 def test_invalid_jinja_is_refused_when_compiled(source: str) -> None:
     with pytest.raises(TemplateError, match="the chat template is not valid"):
         ChatTemplate(source)
+
+
+def test_what_is_not_allowed_is_named() -> None:
+    for source, name in (
+        ("{{ 'a' | wordwrap(3) }}", "the filter 'wordwrap' is not allowed"),
+        ("{{ 'a' is escaped }}", "the test 'escaped' is not allowed"),
+        ("{{ 'a'.zfill(3) }}", "the method str.zfill is not allowed"),
+        ("{% block a %}{% endblock %}", "block is not allowed"),
+        ("{{ cycler('a') }}", "'cycler' is undefined"),
+    ):
+        with pytest.raises(TemplateError, match=name):
+            ChatTemplate(source).render([])
+
+
+def test_the_budget_grows_with_the_messages() -> None:
+    """A long conversation has room for what a template does with each of its messages."""
+    source = (
+        "{% set ns = namespace(text='', list=[]) %}{% for m in messages %}{% set ns.text = ns.text ~ m.content %}"
+        "{% set ns.list = ns.list + [m] %}{% if m in messages and m == ns.list[-1] %}{{ m.content | trim }}{% endif %}"
+        "{% endfor %}{{ ns.text | length }} {{ ns.list | length }} {{ messages | tojson | length > 5 }}"
+    )
+    messages = [{"role": "user", "content": f"{number} " + "word " * 200} for number in range(200)]
+    text = ChatTemplate(source).render(messages)
+    written = sum(len(message["content"]) for message in messages)
+    assert text.endswith(f"{written} 200 True")
+
+
+def test_a_document_of_millions_of_characters_renders() -> None:
+    content = "é word " * 500_000
+    template = ChatTemplate("{{ messages[0].content | trim | replace('x', '') }}{{ tools | tojson | length }}")
+    text = template.render([{"role": "user", "content": content}], tools=[{"a": 1}])
+    assert len(text) == len(content) - 1 + 2
+    assert text.endswith("é word10")
