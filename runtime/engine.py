@@ -25,6 +25,7 @@ from .devices.processor import usable_cores
 from .devices.providers import choose_device
 from .graph.session import SessionConfig
 from .loaded_model import LoadedModel
+from .measure.thread_choice import chosen_threads
 from .options import GenerateOptions, Persistence
 from .request_queue import AnswerStream, AsyncAnswerStream
 from .result import Reply
@@ -56,8 +57,8 @@ def load(
         model: an .onnx file, a model folder, or `org/name[:variant][@revision]` on the Hugging Face Hub; None for the
             model that comes with edge-run.
         device: `auto`, `cpu`, `gpu`, `npu` or the name of an execution provider.
-        threads: number of compute threads, at most one per processor that this program may use; None for one per
-            physical core.
+        threads: number of compute threads, at most one per processor that this program may use; None for the number
+            that `edge-run tune` found to be fastest, else one per performance core.
         context: largest number of tokens of a conversation; None for what the model allows.
         cache: whether to keep on disk what is measured and prepared for this machine: packed weights, the cost of a
             pass, n-gram tables, candidates of the recycling drafter.
@@ -82,6 +83,8 @@ def load(
     chosen = choose_device(device)
     tokenizer_path = None if tokenizer is None else Path(tokenizer).expanduser()
     bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer_path)
+    if not threads and cache:
+        threads = chosen_threads(bundle, SessionConfig(chosen))
     pair = find_draft(bundle, draft)
     if prefix_cache is None:
         prefix_cache = int(_PREFIX_SHARE * psutil.virtual_memory().available)

@@ -7,9 +7,11 @@ from typing import Any, Final
 
 from ..errors import BundleError, EdgeError, InputError, TemplateError
 from ..models.bundle import TARGET_IDS_NAME, Bundle
+from ..models.device_kind import DeviceKind
 from ..models.pairing import DraftPair
 from ..models.progress import Progress, silent
 from .decode import check_prompt_fits
+from .devices.processor import default_threads
 from .generation import CachedSequence, generate
 from .graph.bound_session import BoundSession
 from .graph.graph_io import GraphIO
@@ -65,7 +67,7 @@ class LoadedModel:
         """Largest number of tokens of prompt and answer together."""
         self.device: Final = config.device
         self.threads: Final = config.threads
-        """Number of compute threads; 0 for one per physical core."""
+        """Number of compute threads; 0 for `default_threads`."""
         _require_whole_head(bundle, graph.graph_io)
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
@@ -77,6 +79,11 @@ class LoadedModel:
         self._bound: BoundSession | None = None
         """Runs the passes of answers outside conversations."""
         trim_heap()
+
+    @property
+    def compute_threads(self) -> int | None:
+        """Number of threads that compute; None on other devices than the CPU."""
+        return (self.threads or default_threads()) if self.device.kind is DeviceKind.CPU else None
 
     def close(self) -> None:
         """End the answer being generated and free the memory; calling it again does nothing."""

@@ -55,6 +55,6 @@ def _facts(result: BenchResult) -> dict[str, Any]:
         "temperature": "0 (greedy)" if conditions.temperature == 0 else conditions.temperature,
         "context": conditions.context,
         "device": conditions.device,
-        "threads": conditions.threads or "one per physical core",
+        "threads": conditions.threads or "-",
         **result.machine,
     }

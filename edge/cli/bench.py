@@ -152,14 +152,14 @@ def _measure(options: BenchOptions) -> BenchResult:
     conversations, source = _conversations(options)
     with options.model.open() as engine:
         pair = find_draft(engine.bundle, options.model.draft)
-        meter = LoadMeter(options.model.threads or 0)
+        meter = LoadMeter(engine.model.threads)
         with ProgressDisplay() as progress:
             measured = measure_modes(engine, conversations, modes, settings, progress)
         conditions = BenchConditions(
             model=engine.bundle.folder.name,
             draft=None if pair is None else pair.name,
             device=str(engine.device),
-            threads=engine.model.threads or None,
+            threads=engine.model.compute_threads,
             context=engine.context,
             source=source,
             replay=settings.replay,

@@ -103,7 +103,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "made_by": manifest.command or manifest.producer,
         }
     facts["draft"] = _draft(engine.bundle)
-    key = model_key(engine.bundle, SessionConfig(engine.device))
+    key = model_key(engine.bundle, SessionConfig(engine.device, engine.model.threads))
     cost = PASS_COSTS.load(key)
     facts["pass_costs"] = None if cost is None else describe_cost(cost)
     facts["pass_costs_doubt"] = None if cost is None or cost.doubt is None else cost.doubt.value

@@ -219,7 +219,7 @@ def _answer(options: RunOptions) -> int:
         if options.generate.explain:
             show_rounds(reply.stats.rounds, engine.graph_io)
         if options.stats:
-            write_error(stats_line(reply.stats, load_s))
+            write_error(stats_line(reply.stats, load_s, engine.model.compute_threads))
     return _INTERRUPTED if interrupted() and reply.finish_reason is FinishReason.CANCELLED else 0
 
 

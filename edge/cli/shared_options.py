@@ -33,7 +33,12 @@ Device = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Number of compute threads.", show_default="one per physical core"),
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Number of compute threads.",
+        show_default="what edge-run tune found, else one per performance core",
+    ),
 ]
 Context = Annotated[
     int | None,

@@ -9,12 +9,18 @@ from typing import Annotated, Any, Final
 import typer
 from rich.table import Table
 
+from ...models.bundle import open_bundle
+from ...models.device_kind import DeviceKind
+from ...models.find import find_model
 from ...models.progress import ProgressDisplay
 from ...models.text_files import read_text
+from ...runtime.devices.processor import default_threads
+from ...runtime.devices.providers import choose_device
 from ...runtime.engine import Engine
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
+from ...runtime.measure.thread_choice import ThreadChoice, choose_threads
 from ...runtime.speculation.drafters.ngram_table import write_bundle_table
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, Doubt, PassCost
 from ..terminal.output import SafeConsole, write_json, write_warning
@@ -55,19 +61,22 @@ def tune(
     were measured while other programs used the processor are marked as doubtful; close those programs and measure
     again. This takes about two seconds for each context length, and longer for large models or on a busy machine.
 
+    Without --threads it first finds the number of threads that is fastest, and every command uses that from then on.
+
     --text counts the n-grams of text files into a table that drafts where the conversation does not repeat itself. The
     new table replaces the old one and serves all models with the same tokenizer.
 
     Example: edge-run tune my-model --context 8192 --text notes.md
     """
     texts = [read_text(path, "give a file with text") for path in text or ()]
+    choice = _choose_threads(model, device, tokenizer) if threads is None else None
     with ModelOptions(model, device, threads, context, tokenizer).open() as engine:
         contexts = _contexts(engine, limited=context is None)
         with ProgressDisplay() as progress:
             cost = measure_pass_cost(
                 engine.model.new_sequence().bound,
                 contexts=contexts,
-                threads=threads or 0,
+                threads=engine.model.threads,
                 progress=lambda fraction: progress("timing passes", fraction),
             )
         file = PASS_COSTS.save(model_key(engine.bundle, SessionConfig(engine.device, engine.model.threads)), cost)
@@ -76,6 +85,7 @@ def tune(
         facts = {
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
+            "threads": _threads_facts(engine.model.threads, choice),
             "file": None if file is None else str(file),
             "doubt": None if cost.doubt is None else cost.doubt.value,
             "contexts": describe_cost(cost),
@@ -85,6 +95,8 @@ def tune(
         write_json(facts)
         return
     console = SafeConsole()
+    if choice is not None and choice.seconds:
+        console.print(_threads_text(choice), soft_wrap=True)
     console.print(_table(cost))
     if cost.doubt is not None:
         console.print(doubt_text(cost.doubt.value), soft_wrap=True)
@@ -92,6 +104,33 @@ def tune(
         console.print(f"n-gram table: {prior_bytes / 2**20:.1f} MiB")
     if file is None:
         write_warning("the cache folder cannot be written, so the result is not stored")
+
+
+def _choose_threads(model: str | None, device: str, tokenizer: Path | None) -> ThreadChoice | None:
+    """Measure which number of threads is fastest; None on other devices than the CPU."""
+    chosen = choose_device(device)
+    if chosen.kind is not DeviceKind.CPU:
+        return None
+    bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer)
+    with ProgressDisplay() as progress:
+        return choose_threads(bundle, SessionConfig(chosen), progress)
+
+
+def _threads_facts(threads: int, choice: ThreadChoice | None) -> dict[str, Any]:
+    """The number of threads that were used, and what others take, as plain values."""
+    seconds = {} if choice is None else choice.seconds
+    return {
+        "used": threads or default_threads(),
+        "milliseconds": {str(count): round(value * 1e3, 4) for count, value in sorted(seconds.items())},
+    }
+
+
+def _threads_text(choice: ThreadChoice) -> str:
+    """Which number of threads is used from now on, in a sentence or two."""
+    times = ", ".join(f"{count}: {value * 1e3:.3g} ms" for count, value in sorted(choice.seconds.items()))
+    if choice.busy:
+        return f"threads: {times}; not stored, because other programs used the processor"
+    return f"threads: {times}; {choice.threads} from now on, unless --threads says otherwise"
 
 
 def describe_cost(cost: PassCost) -> list[dict[str, Any]]:

@@ -124,8 +124,14 @@ def _escaped(encoded: str) -> str:
     return "".join(char if char == replaced else f"\\u{ord(char):04x}" for char, replaced in pairs)
 
 
-def stats_line(stats: Stats, load_s: float | None = None) -> str:
-    """The statistics of an answer on one line, for `--stats` and `/stats`."""
+def stats_line(stats: Stats, load_s: float | None = None, threads: int | None = None) -> str:
+    """The statistics of an answer on one line, for `--stats` and `/stats`.
+
+    Args:
+        stats: the statistics.
+        load_s: seconds that loading the model took; None to leave it out.
+        threads: number of threads that computed; None to leave it out.
+    """
     parts = [
         f"prompt {stats.prompt_tokens} tokens" + (f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""),
         f"first token after {_ms(stats.first_token_s)}{_before_first_token(stats)}",
@@ -136,6 +142,8 @@ def stats_line(stats: Stats, load_s: float | None = None) -> str:
     if stats.drafted:
         sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
         parts.append(f"draft tokens accepted: {sources}")
+    if threads is not None:
+        parts.append(f"{threads} thread{'s' if threads > 1 else ''}")
     if load_s is not None:
         parts.append(f"loaded in {_ms(load_s)}")
     return ", ".join(parts)

@@ -167,7 +167,7 @@ class ModelSession:
     """A model held in memory, with any inputs and outputs and its weights in a folder."""
 
     def __init__(self, model: ModelProto, folder: Path, threads: int = 0) -> None:
-        """Load the model; `threads` is the number of intra-op threads, 0 for one per physical core.
+        """Load the model; `threads` is the number of intra-op threads, 0 for `default_threads`.
 
         Raises:
             ExportError: ONNX Runtime cannot load it.

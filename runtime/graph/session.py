@@ -29,7 +29,7 @@ _SHARED_SCALE_OPERATORS: Final = ("DynamicQuantizeLinear", "DynamicQuantizeMatMu
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """How to run a graph: on which device, with how many threads (0: one per physical core)."""
+    """How to run a graph: on which device, with how many threads (0: `default_threads`)."""
 
     device: Device
     threads: int = 0

@@ -61,7 +61,7 @@ class BundleTimer:
     """Times passes of bundles with ONNX Runtime on this machine's CPU.
 
     Args:
-        threads: number of threads; 0 for one per physical core.
+        threads: number of threads; 0 for `default_threads`.
     """
 
     def __init__(self, threads: int = 0) -> None:

@@ -14,7 +14,7 @@ from ...models.bundle import Bundle
 from ...models.cache import cache_folder
 from ...models.json_file import parse_json_object
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
-from ..devices.processor import machine
+from ..devices.processor import default_threads, machine
 from ..graph.ort import RUNTIME_VERSION
 from ..graph.session import SessionConfig
 
@@ -45,9 +45,11 @@ class MeasurementKey:
 
 def model_key(bundle: Bundle, config: SessionConfig) -> MeasurementKey:
     """Return the key of a model on a device, with its threads, the version of ONNX Runtime and this machine."""
+    # The default depends on how much of the machine this process may use.
+    threads = config.threads or f"{default_threads()} by default"
     return MeasurementKey(
-        (_model_id(bundle), config.device.provider, config.threads, RUNTIME_VERSION, machine()),
-        {"model": bundle.folder.name, "device": str(config.device), "threads": config.threads},
+        (_model_id(bundle), config.device.provider, threads, RUNTIME_VERSION, machine()),
+        {"model": bundle.folder.name, "device": str(config.device), "threads": config.threads or default_threads()},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -42,6 +43,7 @@ def test_one_answer_is_streamed_to_stdout(tiny_bundle: Path, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert out == expected if expected.endswith("\n") else expected + "\n"
     assert "12 tokens at" in err
+    assert re.search(r", \d+ threads?, loaded in ", err)
     assert main(["run", str(tiny_bundle / "model.onnx"), "--prompt", "the other", "--max-tokens", "12"]) == 0
     assert capsys.readouterr().out == out
 
@@ -180,10 +182,14 @@ def test_inspect_describes_a_model(tiny_bundle: Path, capsys: pytest.CaptureFixt
 
 def test_devices_lists_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices", "--json"]) == 0
-    devices = json.loads(capsys.readouterr().out)["devices"]
+    described = json.loads(capsys.readouterr().out)
+    assert 1 <= described["threads"]["default"] <= described["threads"]["processors"]
+    devices = described["devices"]
     assert any(device["kind"] == "cpu" and device["default"] for device in devices)
     assert main(["devices"]) == 0
-    assert "cpu" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "cpu" in shown
+    assert f"threads on the CPU: {described['threads']['default']} by default, at most" in shown
 
 
 def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

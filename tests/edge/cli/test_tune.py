@@ -9,10 +9,15 @@ import pytest
 
 from edgerun.edge.cli.main import main
 from edgerun.edge.cli.tune import describe_cost
-from edgerun.runtime.measure import pass_timing
+from edgerun.runtime.measure import pass_timing, thread_choice
 from edgerun.runtime.measure.pass_timing import WIDTHS
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.pass_cost import PassCost
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_choice, "_MAX_ROUNDS", 2)
 
 
 @pytest.fixture
@@ -31,7 +36,7 @@ def test_json_is_one_object_and_inspect_shows_the_costs(
     assert out.count("\n") == 1
     assert err == ""
     facts = json.loads(out)
-    assert list(facts) == ["model", "device", "file", "doubt", "contexts", "ngram_bytes"]
+    assert list(facts) == ["model", "device", "threads", "file", "doubt", "contexts", "ngram_bytes"]
     assert (facts["model"], facts["device"]) == (str(tiny_bundle), "CPU")
     assert [Path(facts["file"])] == list(cache.iterdir())
     (entry,) = facts["contexts"]
@@ -48,6 +53,7 @@ def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: pyt
     assert main(["tune", str(tiny_bundle), "--threads", "1", "--context", "64"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
+    assert "threads:" not in out, "--threads says how many"
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["tokens", "context", "up", "to", "512"]
     assert [line[0] for line in lines[1 : len(WIDTHS) + 1]] == [str(width) for width in WIDTHS]
@@ -74,14 +80,22 @@ def test_costs_of_a_busy_machine_are_shown_as_doubtful(
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: busy))
     # What is implausible on a machine that is in fact busy would be doubtful, too.
     monkeypatch.setattr(pass_timing, "is_plausible", lambda _: True)
+    for name in ("default_threads", "usable_physical_cores", "usable_cores"):
+        monkeypatch.setattr(thread_choice, name, lambda: 2)
     shown = "doubtful: other programs used the processor while these costs were measured."
     assert main(["tune", str(tiny_bundle)]) == 0
     out, err = capsys.readouterr()
     assert (shown in out, err) == (busy, "")
+    first = out.splitlines()[0]
+    assert first.startswith("threads: 1: ")
+    assert ("not stored, because other programs used the processor" if busy else " from now on, unless") in first
     assert main(["inspect", str(tiny_bundle)]) == 0
     assert ("doubtful: other programs used the" in capsys.readouterr().out) is busy
     assert main(["tune", str(tiny_bundle), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["doubt"] == ("busy" if busy else None)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["doubt"] == ("busy" if busy else None)
+    assert set(facts["threads"]["milliseconds"]) == {"1", "2"}
+    assert facts["threads"]["used"] in (1, 2)
     assert main(["inspect", str(tiny_bundle), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pass_costs_doubt"] == ("busy" if busy else None)
 
@@ -104,7 +118,7 @@ def test_an_unwritable_cache_folder_gives_a_warning(
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
     assert main(["tune", str(tiny_bundle)]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("tokens")
+    assert "\ntokens" in f"\n{out}"
     assert err == "edge-run: warning: the cache folder cannot be written, so the result is not stored\n"
 
 
