@@ -3,8 +3,11 @@
     HF_HOME/assets/edge-run/models/org--name/
         refs/main             the commit that a branch or tag referred to at the last request
         partial/              files that are incomplete, or not yet in their folder
-        <commit>/files.json   every file of the repository at that commit
+        <commit>/files.json   every file of the repository at that commit; 12 digits of the commit
         <commit>/<graph>/     a model folder: one graph, its weights, tokenizer and configuration, and hub.json
+
+Long names are shortened (`short_name`), because a path on Windows has at most 259 characters. A repository's folder
+with a shortened name holds the id in a file. What older versions stored under whole names is used as it is.
 
 A model folder holds plain files. In the hub library's cache a model is a folder of links to blobs, which may be links
 to a store of all models. ONNX Runtime 1.24.1 refuses weights behind such links, later releases accept them only if
@@ -15,6 +18,7 @@ programs.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -29,6 +33,7 @@ from urllib.parse import quote
 from ...errors import BundleError, HubError
 from ..atomic import folder_written_atomically, write_atomically
 from ..bundle import mark_verified, verify_file
+from ..file_system import move, remove
 from ..json_file import is_whole, read_json_object
 from ..lock import locked
 from ..manifest import FileDigest
@@ -43,6 +48,15 @@ CHECKPOINT: Final = "."
 """The `source` of a whole checkpoint, in place of a file."""
 _FORMAT: Final = 1
 _LOCK_NAME: Final = "lock"
+_ID_NAME: Final = "id"
+"""File with the id of the repository, where the folder's name is a shortened one."""
+_REPO_CHARS: Final = 56
+_COMMIT_CHARS: Final = 12
+_MODEL_CHARS: Final = 32
+_REF_CHARS: Final = 40
+_PARTIAL_CHARS: Final = 64
+_HASH_CHARS: Final = 12
+_SHORTENED: Final = "~"
 _MAX_DOWNLOAD_S: Final = 24 * 3600.0
 _REMOVAL_WAIT_S: Final = 1.0
 
@@ -162,13 +176,14 @@ class Store:
 
     def __init__(self, repo: str) -> None:
         self.repo: Final = repo
-        self.folder: Final = models_root() / repo.replace("/", "--")
+        self.folder: Final = _kept(models_root(), repo.replace("/", "--"), _REPO_CHARS)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the repository against other processes that download or remove it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / _LOCK_NAME, _MAX_DOWNLOAD_S):
+            self._record_id()
             yield
 
     def commit_of(self, revision: str | None) -> str | None:
@@ -183,7 +198,7 @@ class Store:
 
     def listing(self, commit: str) -> Listing | None:
         """Return the stored list of the repository's files at a commit; None if there is none."""
-        path = self.folder / commit / _LISTING_NAME
+        path = self._commit_folder(commit) / _LISTING_NAME
         if not path.is_file():
             return None
         try:
@@ -200,17 +215,20 @@ class Store:
             for file in listing.files.values()
         }
         data = {"format": _FORMAT, "id": self.repo, "decoders": dict(listing.decoders), "files": files}
-        write_atomically(self.folder / listing.commit / _LISTING_NAME, json.dumps(data, indent=1).encode())
+        self._record_id()
+        write_atomically(self._commit_folder(listing.commit) / _LISTING_NAME, json.dumps(data, indent=1).encode())
         if revision != listing.commit:
             write_atomically(self._ref(revision), listing.commit.encode())
 
     def partial(self, file: RepoFile) -> Path:
         """Return the path of a partial file: named by its digest, so that a download for another commit resumes it."""
-        return self.folder / "partial" / (file.sha256 or file.git_oid or quote(file.path, safe=""))
+        name = file.sha256 or file.git_oid or short_name(quote(file.path, safe=""), _PARTIAL_CHARS)
+        return self.folder / "partial" / name
 
     def downloaded(self, commit: str, source: str) -> DownloadedModel | None:
         """Return the model folder for a `source` of the repository at a commit, if it exists."""
-        return read_downloaded(self._model_folder(commit, source))
+        found = read_downloaded(self._model_folder(commit, source))
+        return found if found is not None and (found.commit, found.source) == (commit, source) else None
 
     def assemble(
         self, commit: str, source: str, variant: str, files: Mapping[str, tuple[Path, FileDigest]]
@@ -238,11 +256,11 @@ class Store:
             for name, (path, _) in files.items():
                 (staging / name).parent.mkdir(parents=True, exist_ok=True)
                 # A draft inside its target's folder has the same tokenizer, which is downloaded once.
-                place = shutil.copyfile if paths.count(path) > 1 else os.replace
+                place = shutil.copyfile if paths.count(path) > 1 else move
                 place(path, staging / name)
             (staging / RECORD_NAME).write_text(json.dumps(record, indent=1), encoding="utf-8")
         for name, (path, digest) in files.items():
-            path.unlink(missing_ok=True)
+            remove(path)
             mark_verified(folder / name, digest)
         return DownloadedModel(folder, self.repo, commit, variant, source, digests)
 
@@ -270,12 +288,12 @@ class Store:
                 return 0
             with locked(self.folder / _LOCK_NAME, _REMOVAL_WAIT_S):
                 for path in [entry for entry in self.folder.iterdir() if models is None and entry.name != _LOCK_NAME]:
-                    _remove(path)
+                    remove(path)
                 for model in models or ():
                     if self.folder.resolve() in model.folder.resolve().parents:
-                        _remove(model.folder)
+                        remove(model.folder)
             if models is None:
-                _remove(self.folder)
+                remove(self.folder)
         except TimeoutError as error:
             raise HubError(f"{self.repo} is being downloaded by another process", "wait until it is done") from error
         except OSError as error:
@@ -288,17 +306,56 @@ class Store:
         return sum(path.lstat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
     def _ref(self, revision: str | None) -> Path:
-        return self.folder / "refs" / quote(revision or MAIN, safe="")
+        return _kept(self.folder / "refs", quote(revision or MAIN, safe=""), _REF_CHARS)
+
+    def _commit_folder(self, commit: str) -> Path:
+        whole = self.folder / commit
+        return whole if whole.is_dir() else self.folder / commit[:_COMMIT_CHARS]
 
     def _model_folder(self, commit: str, source: str) -> Path:
         name = "checkpoint" if source == CHECKPOINT else str(PurePosixPath(source).with_suffix("")).replace("/", "--")
-        return self.folder / commit / name
+        return _kept(self._commit_folder(commit), name, _MODEL_CHARS)
+
+    def _record_id(self) -> None:
+        """Write the repository's id where the folder's name does not tell it."""
+        record = self.folder / _ID_NAME
+        if _SHORTENED in self.folder.name and not record.is_file():
+            write_atomically(record, self.repo.encode())
 
 
 def stores() -> list[Store]:
     """List the repositories that have files on this machine."""
-    folders = models_root().glob("*--*")
-    return [Store(folder.name.replace("--", "/", 1)) for folder in sorted(folders) if folder.is_dir()]
+    root = models_root()
+    folders = sorted(folder for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
+    return [Store(repo) for folder in folders if (repo := _repo_of(folder)) is not None]
+
+
+def short_name(name: str, max_chars: int) -> str:
+    """Shorten a name that is too long: its beginning, `~`, which no id contains, and 12 digits of its SHA-256."""
+    if len(name) <= max_chars:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_CHARS]
+    return f"{name[: max_chars - _HASH_CHARS - 1]}{_SHORTENED}{digest}"
+
+
+def _kept(folder: Path, name: str, max_chars: int) -> Path:
+    """Path of a shortened name in a folder; of the whole name if an older version stored something under it."""
+    whole = folder / name
+    try:
+        return whole if whole.exists() else folder / short_name(name, max_chars)
+    except OSError:  # longer than the system allows
+        return folder / short_name(name, max_chars)
+
+
+def _repo_of(folder: Path) -> str | None:
+    """Id of the repository whose files a folder holds; None for another folder."""
+    if _SHORTENED not in folder.name:
+        return folder.name.replace("--", "/", 1) if "--" in folder.name else None
+    try:
+        repo = read_regular(folder / _ID_NAME, MAX_JSON_BYTES).decode("ascii")
+    except (OSError, ValueError):
+        return None
+    return repo if short_name(repo.replace("/", "--"), _REPO_CHARS) == folder.name else None
 
 
 def listing_of(repo: str, commit: str, files: Iterable[RepoFile]) -> Listing:
@@ -334,13 +391,6 @@ def read_downloaded(folder: Path) -> DownloadedModel | None:
     ):
         return None
     return DownloadedModel(folder, repo, commit, variant, source, files)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def format_bytes(count: int) -> str:
