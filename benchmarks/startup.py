@@ -16,7 +16,7 @@ import time
 
 import edgerun
 
-_IMPORT = "import time; t = time.perf_counter(); import edgerun; print(time.perf_counter() - t)"
+_IMPORT = "import time; t = time.perf_counter(); import edgerun; edgerun.load; print(time.perf_counter() - t)"
 _ANSWER = [sys.executable, "-c", "import sys; from edgerun.edge.cli.main import main; sys.exit(main())"]
 _REQUEST = ["-p", "find files larger than 100 MB"]
 

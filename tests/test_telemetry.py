@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from support.forbidden_network import KILLED, network_can_be_forbidden, without_network
+from support.processes import EDGE_RUN
 
-COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli.main import main; sys.exit(main())"]
 # Without speculation, nothing is measured before the answer.
 REQUEST = ["-p", "find files larger than 100 MB", "-n", "4", "--spec", "off"]
 STAY = (
@@ -66,7 +66,7 @@ def written_elsewhere(home: Path) -> list[Path]:
 
 
 def test_an_answer_writes_nothing_outside_the_cache_and_opens_no_socket(tmp_path: Path) -> None:
-    result = run([*COMMAND, *REQUEST], tmp_path)
+    result = run([*EDGE_RUN, *REQUEST], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("find")
     assert written_elsewhere(tmp_path) == []

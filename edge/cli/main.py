@@ -1,135 +1,29 @@
-"""The `edge-run` command: subcommands, errors and exit codes."""
+"""The entry point of `edge-run`: says how Ctrl-C is handled before anything else is imported."""
 
 from __future__ import annotations
 
-import io
-import os
 import sys
-import traceback
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Annotated, Final
 
-import typer
-from typer.exceptions import Abort, TyperException
+from .ctrl_c import end_on_ctrl_c
 
-from ...errors import EdgeError
-from ...runtime.text.panic_messages import panic_messages_hidden
-from ...version import __version__
-from ..terminal.output import showing_warnings, write_error, write_line
-from .bench import bench
-from .devices import devices
-from .export import export
-from .inspect import inspect
-from .models import models
-from .pull import pull
-from .run import run
-from .tune import tune
-from .verify import verify
-
-_DEFAULT_COMMAND: Final = "run"
-_GLOBAL_OPTIONS: Final = ("-h", "--help", "--version")
-_HELP: Final = """
-Run language models on this machine: private, fast, no server.
-
-edge-run [MODEL] chats; with -p TEXT it answers once. MODEL is an .onnx file, a model folder, or org/name on the Hugging
-Face Hub. Without MODEL, the bundled model translates English requests into shell commands.
-
-Examples:
-
-\b
-edge-run -p "find files larger than 100 MB"
-edge-run my-model
-edge-run onnx-community/Qwen2.5-0.5B-Instruct
-edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4
-
-All options of chats and answers: edge-run run --help
-"""
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        write_line(f"edge-run {__version__}")
-        raise typer.Exit
-
-
-app = typer.Typer(
-    name="edge-run",
-    help=_HELP,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-for _name, _command, _summary in (
-    ("run", run, "Chat with a model, or answer one prompt (the default)."),
-    ("export", export, "Export a model to a folder that edge-run runs."),
-    ("inspect", inspect, "Show what a model is made of."),
-    ("devices", devices, "List the devices of this machine."),
-    ("bench", bench, "Compare the speed of speculative and plain decoding."),
-    ("tune", tune, "Measure what passes over several tokens cost."),
-    ("verify", verify, "Check that speculation does not change the text."),
-    ("pull", pull, "Download a model from the Hugging Face Hub."),
-    ("models", models, "List the models on this machine, or remove one."),
-):
-    app.command(name=_name, short_help=_summary)(_command)
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
-    pass
+# Ctrl-C before `end_on_ctrl_c` has run prints a traceback, so this module imports nothing else at its top.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: the words after `edge-run`; those of this process by default.
+        arguments: the words after `edge-run`. By default those of this process, which then is edge-run's own: Ctrl-C
+            ends it.
 
     Returns:
         The exit code: 0 for success, 1 for a failure, 2 for bad usage or bad input, 130 for an interrupt.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if sys.stdout is None:
-        return _fail("standard output is closed; give it a file or a terminal", 1)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Models write any character, so the default encoding of a pipe does not do.
-        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    command = typer.main.get_command(app)
-    names = {info.name for info in app.registered_commands}
-    if not given or (given[0] not in names and given[0] not in _GLOBAL_OPTIONS):
-        given.insert(0, _DEFAULT_COMMAND)
-    try:
-        with showing_warnings(), panic_messages_hidden():
-            result = command(given, prog_name="edge-run", standalone_mode=False)
-    except EdgeError as error:
-        if "--debug" in given:
-            write_error(traceback.format_exc().rstrip())
-        return _fail(str(error), error.exit_code)
-    except TyperException as error:
-        help_command = "edge-run --help" if given[0] in _GLOBAL_OPTIONS else f"edge-run {given[0]} --help"
-        return _fail(f"{error.format_message().rstrip('.')}; see {help_command}", 2)
-    except (KeyboardInterrupt, Abort):
-        return 130
-    except OSError as error:
-        if "--debug" in given:
-            write_error(traceback.format_exc().rstrip())
-        _discard_output()
-        where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}; check the path and the disk", 1)
-    return result if isinstance(result, int) else 0
+    if arguments is None:
+        end_on_ctrl_c()
+    from .app import run_command
 
-
-def _discard_output() -> None:
-    """Send buffered output to nowhere: writing it again at exit would fail again, with a traceback."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fail(message: str, code: int) -> int:
-    """Print the message as one line on standard error."""
-    write_error(f"edge-run: error: {' '.join(message.split())}")
-    return code
+    return run_command(list(sys.argv[1:] if arguments is None else arguments))

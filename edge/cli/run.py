@@ -23,6 +23,7 @@ from ..terminal.chat import TerminalChat
 from ..terminal.explain import show_rounds
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import reply_json, stats_line, write_error, write_json, write_out
+from .ctrl_c import INTERRUPTED
 from .shared_options import (
     AsJson,
     Cache,
@@ -38,7 +39,6 @@ from .shared_options import (
     Tokenizer,
 )
 
-_INTERRUPTED: Final = 130
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
 
@@ -214,13 +214,13 @@ def _answer(options: RunOptions) -> int:
         reply = Reply.of(pieces)
         if options.as_json:
             write_json(reply_json(reply, engine, options.generate.speculation, load_s))
-        elif not reply.text.endswith("\n"):
+        elif not reply.text.endswith("\n") and (reply.text or not interrupted()):
             write_out("\n")
         if options.generate.explain:
             show_rounds(reply.stats.rounds, engine.graph_io)
         if options.stats:
             write_error(stats_line(reply.stats, load_s, engine.model.compute_threads))
-    return _INTERRUPTED if interrupted() and reply.finish_reason is FinishReason.CANCELLED else 0
+    return INTERRUPTED if interrupted() and reply.finish_reason is FinishReason.CANCELLED else 0
 
 
 def _check_chat(*, raw: bool, as_json: bool) -> None:

@@ -18,18 +18,19 @@ from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Stats
 from .explain import show_rounds
-from .interrupt import cancelling_on_interrupt
+from .interrupt import cancelling_on_interrupt, raising_on_interrupt
 from .output import SafeConsole, stats_line, write_out
 
 _PROMPT: Final = "> "
 _CONTINUATION: Final = "\\"
-_HELP: Final = """\
+_END_OF_INPUT: Final = "Ctrl-Z then Enter" if sys.platform == "win32" else "Ctrl-D"
+_HELP: Final = f"""\
 /help          show this list
 /reset         start a new conversation
 /system TEXT   start a new conversation with this system message; without TEXT, show the current one
 /stats         show statistics of the last answer
 /save PATH     save the conversation for you alone; continue it later with --resume PATH
-/quit          leave; so does Ctrl-D
+/quit          leave; so does {_END_OF_INPUT}
 Ctrl-C stops an answer. A line that ends in \\ continues on the next line."""
 
 
@@ -69,18 +70,23 @@ class TerminalChat:
         self._console.print(banner)
         if self._session.messages:
             self._note(f"{len(self._session.messages)} messages in the conversation")
+        with raising_on_interrupt():
+            self._answer_lines()
+        return 0
+
+    def _answer_lines(self) -> None:
         while True:
             try:
                 line = self._read()
             except EOFError:
                 self._console.print()
-                return 0
+                return
             except KeyboardInterrupt:
                 self._console.print()
-                self._note("to leave: /quit or Ctrl-D")
+                self._note(f"to leave: /quit or {_END_OF_INPUT}")
                 continue
             if line.split(" ")[0] in ("/quit", "/exit"):
-                return 0
+                return
             if line:
                 try:
                     self._handle(line)
@@ -178,8 +184,10 @@ class TerminalChat:
 
 
 def _enable_line_editing() -> None:
-    """Enable arrow keys and line history in `input` where the platform has them; nothing is written to disk."""
+    """Enable arrow keys and line history in `input` where Python has them; nothing is written to disk."""
     if sys.platform != "win32":
-        import readline  # noqa: PLC0415  not on Windows
-
+        try:
+            import readline  # noqa: PLC0415
+        except ImportError:  # not in every build of Python
+            return
         readline.set_history_length(1000)

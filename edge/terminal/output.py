@@ -12,15 +12,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
 
 from ...models.safe_text import for_terminal, on_one_line
-from ...runtime.engine import Engine
-from ...runtime.result import Reply, Stats
-from ...runtime.speculation.choice import Speculation
+
+if TYPE_CHECKING:  # `--version`, `--help` and errors in options need no runtime
+    from ...runtime.engine import Engine
+    from ...runtime.result import Reply, Stats
+    from ...runtime.speculation.choice import Speculation
 
 _SHORTEST_SHOWN_S: Final = 0.0005
 """Shorter parts of the time to the first token would be shown as 0 ms."""

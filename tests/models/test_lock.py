@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgerun.models.lock import locked
+from support.processes import started
 
 HOLD = """
 import sys, time
@@ -60,14 +61,11 @@ def test_a_waiting_process_gets_the_lock_when_it_is_released(tmp_path: Path) -> 
 
 def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as process:
+    with started([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        try:
-            assert process.stdout.readline().strip() == b"held"
-            with pytest.raises(TimeoutError), locked(path, 0.05):
-                pass
-        finally:
-            process.kill()
+        assert process.stdout.readline().strip() == b"held"
+        with pytest.raises(TimeoutError), locked(path, 0.05):
+            pass
     with locked(path, 5.0):
         pass
 

@@ -17,9 +17,8 @@ import pytest
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.edge.terminal.output import for_terminal
+from support.processes import EDGE_RUN, started
 from support.tiny_models import write_endless_bundle
-
-COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli.main import main; sys.exit(main())"]
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -242,16 +241,16 @@ def test_export_does_not_replace_a_folder_that_is_not_a_bundle(
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_ctrl_c_keeps_the_partial_text_and_exits_130(tmp_path: Path) -> None:
     bundle = write_endless_bundle(tmp_path)
-    process = subprocess.Popen(
-        [*COMMAND, str(bundle), "-p", "the", "-t", "1"],
+    with started(
+        [*EDGE_RUN, str(bundle), "-p", "the", "-t", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=60)
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == b""
     assert first
@@ -266,7 +265,7 @@ def test_ctrl_c_keeps_the_partial_text_and_exits_130(tmp_path: Path) -> None:
 def test_a_broken_standard_output_ends_the_program(
     tiny_bundle: Path, redirection: str, code: int, message: bytes
 ) -> None:
-    command = f"{shlex.join([*COMMAND, str(tiny_bundle), '-p', 'the', '-n', '150'])} {redirection}"
+    command = f"{shlex.join([*EDGE_RUN, str(tiny_bundle), '-p', 'the', '-n', '150'])} {redirection}"
     result = subprocess.run(
         ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,
@@ -283,7 +282,7 @@ def test_a_broken_standard_output_ends_the_program(
 @pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
 def test_any_character_can_be_written_whatever_the_locale(tiny_bundle: Path) -> None:
     result = subprocess.run(
-        [*COMMAND, str(tiny_bundle), "-p", "é", "-n", "60", "-t", "1", "--seed", "1", "--raw"],
+        [*EDGE_RUN, str(tiny_bundle), "-p", "é", "-n", "60", "-t", "1", "--seed", "1", "--raw"],
         capture_output=True,
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from edgerun.edge.cli.main import main
 from support.hub_fixture import own_hub
 from support.hub_server import HubServer, files_of, sha256
 from support.layouts import LAYOUTS, write_layout
+from support.processes import EDGE_RUN, started
 
 ROOT = Path(edgerun.__file__).parent
-IN_ANOTHER_PROCESS = "import sys; from edgerun.edge.cli.main import main; sys.exit(main())"
 
 
 @pytest.fixture
@@ -216,15 +217,16 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
     assert f"Example: edge-run {command} " in " ".join(out.split())
 
 
-def start(arguments: list[str], tmp_path: Path) -> subprocess.Popen[bytes]:
+@contextmanager
+def start(arguments: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start `edge-run` in another process, with the package and the hub of this one."""
     here = tmp_path / "package"
     if not here.exists():
         here.mkdir()
         (here / "edgerun").symlink_to(ROOT)
     environment = {**os.environ, "PYTHONPATH": str(here), "PYTHONWARNINGS": "error"}
-    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with started([*EDGE_RUN, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        yield process
 
 
 def test_a_killed_download_is_resumed(hub: HubServer, tiny_bundle: Path, tmp_path: Path) -> None:

@@ -7,29 +7,28 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
+from support.processes import EDGE_RUN, ignoring_ctrl_c, started
 from support.tiny_models import write_endless_bundle
 
 pty = pytest.importorskip("pty", reason="POSIX terminals")
 
-COMMAND = [sys.executable, "-c", "import sys; from edgerun.edge.cli.main import main; sys.exit(main())"]
 PROMPT = "> "
 
 
 class Terminal:
     """A chat process and its output."""
 
-    def __init__(self, *arguments: str) -> None:
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True
-        )
-        os.close(slave)
+    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
+        self.process = process
+        self._master = master
         self._unread = ""
 
     def until(self, wanted: str, seconds: float = 60) -> str:
@@ -63,13 +62,40 @@ class Terminal:
 
     def end(self) -> int:
         """Wait for the program; returns its exit code."""
-        code = self.process.wait(timeout=60)
-        os.close(self._master)
-        return code
+        return self.process.wait(timeout=60)
 
 
-def test_a_conversation_with_every_command(tiny_bundle: Path, tmp_path: Path) -> None:
-    chat = Terminal(str(tiny_bundle), "-n", "8")
+OpenTerminal: TypeAlias = Callable[..., Terminal]
+
+
+@contextmanager
+def terminal(command: Sequence[str]) -> Iterator[Terminal]:
+    """A terminal in which `command` runs."""
+    master, slave = pty.openpty()
+    try:
+        with started(
+            command, stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True
+        ) as process:
+            os.close(slave)
+            yield Terminal(process, master)
+    finally:
+        os.close(master)
+
+
+@pytest.fixture
+def open_chat() -> Iterator[OpenTerminal]:
+    """Opens a chat with the given arguments; every process has ended after the test."""
+    with ExitStack() as opened:
+
+        def open_(*arguments: str, ignoring: bool = False) -> Terminal:
+            command = [*EDGE_RUN, *arguments]
+            return opened.enter_context(terminal(ignoring_ctrl_c(command) if ignoring else command))
+
+        yield open_
+
+
+def test_a_conversation_with_every_command(open_chat: OpenTerminal, tiny_bundle: Path, tmp_path: Path) -> None:
+    chat = open_chat(str(tiny_bundle), "-n", "8")
     assert "/help for help" in chat.until("\n" + PROMPT)
     assert "/save PATH" in chat.say("/help")
     assert "no answer yet" in chat.say("/stats")
@@ -93,18 +119,20 @@ def test_a_conversation_with_every_command(tiny_bundle: Path, tmp_path: Path) ->
     chat.type("/quit\n")
     assert chat.end() == 0
 
-    resumed = Terminal(str(tiny_bundle), "-n", "8", "--resume", str(tmp_path / "chat.kv"))
+    resumed = open_chat(str(tiny_bundle), "-n", "8", "--resume", str(tmp_path / "chat.kv"))
     assert "2 messages in the conversation" in resumed.until("\n" + PROMPT)
     resumed.type("\x04")
     assert resumed.end() == 0
 
 
-def test_a_saved_conversation_is_private_and_replaces_only_what_it_may(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_saved_conversation_is_private_and_replaces_only_what_it_may(
+    open_chat: OpenTerminal, tiny_bundle: Path, tmp_path: Path
+) -> None:
     path, folder = tmp_path / "my chat.kv", tmp_path / "folder"
     path.write_text("mine", encoding="utf-8")
     path.chmod(0o644)
     folder.mkdir()
-    chat = Terminal(str(tiny_bundle), "-n", "2")
+    chat = open_chat(str(tiny_bundle), "-n", "2")
     chat.until("\n" + PROMPT)
     chat.say("the other")
     for answer in ("n", "", "\x04"):
@@ -129,8 +157,8 @@ def test_a_saved_conversation_is_private_and_replaces_only_what_it_may(tiny_bund
     assert chat.end() == 0
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
-    chat = Terminal(str(write_endless_bundle(tmp_path)), "-t", "1", "--seed", "1")
+def test_ctrl_c_stops_the_answer_and_not_the_program(open_chat: OpenTerminal, tmp_path: Path) -> None:
+    chat = open_chat(str(write_endless_bundle(tmp_path)), "-t", "1", "--seed", "1")
     chat.until("\n" + PROMPT)
     for _ in range(2):
         chat.type("the\n")
@@ -148,8 +176,23 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     assert chat.end() == 0
 
 
-def test_a_line_that_ends_in_a_backslash_continues(tiny_bundle: Path) -> None:
-    chat = Terminal(str(tiny_bundle), "-n", "4")
+def test_where_ctrl_c_is_ignored_a_chat_ignores_it(open_chat: OpenTerminal, tmp_path: Path) -> None:
+    bundle = str(write_endless_bundle(tmp_path))
+    chat = open_chat(bundle, "-t", "1", "--seed", "1", "-n", "100", ignoring=True)
+    chat.until("\n" + PROMPT)
+    chat.type("the\n")
+    chat.until("the\n")
+    assert chat.until_something()
+    chat.process.send_signal(signal.SIGINT)
+    assert "stopped" not in chat.until("\n" + PROMPT)
+    chat.process.send_signal(signal.SIGINT)
+    assert "100 tokens at" in chat.say("/stats")
+    chat.type("/quit\n")
+    assert chat.end() == 0
+
+
+def test_a_line_that_ends_in_a_backslash_continues(open_chat: OpenTerminal, tiny_bundle: Path) -> None:
+    chat = open_chat(str(tiny_bundle), "-n", "4")
     chat.until("\n" + PROMPT)
     chat.type("the\\\n")
     chat.until("  ")
@@ -160,7 +203,9 @@ def test_a_line_that_ends_in_a_backslash_continues(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [["--raw"], ["--json"]])
-def test_options_that_need_a_prompt_are_refused_in_a_chat(tiny_bundle: Path, options: list[str]) -> None:
-    chat = Terminal(str(tiny_bundle), *options)
+def test_options_that_need_a_prompt_are_refused_in_a_chat(
+    open_chat: OpenTerminal, tiny_bundle: Path, options: list[str]
+) -> None:
+    chat = open_chat(str(tiny_bundle), *options)
     assert f"edge-run: error: {options[0]} needs a prompt; give -p TEXT" in chat.until("standard input")
     assert chat.end() == 2

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +24,7 @@ from edgerun.runtime.speculation.drafters.history import HistoryDrafter
 from edgerun.runtime.speculation.drafters.history_index import NEIGHBOURS, REACH, Covered, HistoryIndex, encode
 from edgerun.runtime.speculation.drafters.history_store import HistoryStore
 from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
+from support.processes import started
 
 MIN_BYTES = 64 << 10
 VOCABULARY = 4
@@ -58,9 +60,9 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def appending(folder: Path, process: int, count: int) -> subprocess.Popen[bytes]:
+def appending(folder: Path, process: int, count: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
     command = [sys.executable, "-c", APPEND, str(folder), str(process), str(count)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE)
+    return started(command, stdout=subprocess.PIPE)
 
 
 def check_whole(sequences: list[list[int]]) -> None:

@@ -1,0 +1,129 @@
+"""The `edge-run` command: subcommands, errors and exit codes."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import Annotated, Final
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+from ...errors import EdgeError
+from ...runtime.text.panic_messages import panic_messages_hidden
+from ...version import __version__
+from ..terminal.output import showing_warnings, write_error, write_line
+from .ctrl_c import INTERRUPTED, CommandInterrupts
+
+_COMMANDS: Final = {
+    "run": "Chat with a model, or answer one prompt (the default).",
+    "export": "Export a model to a folder that edge-run runs.",
+    "inspect": "Show what a model is made of.",
+    "devices": "List the devices of this machine.",
+    "bench": "Compare the speed of speculative and plain decoding.",
+    "tune": "Measure what passes over several tokens cost.",
+    "verify": "Check that speculation does not change the text.",
+    "pull": "Download a model from the Hugging Face Hub.",
+    "models": "List the models on this machine, or remove one.",
+}
+"""What each command does; the module and the function are named like the command."""
+_DEFAULT_COMMAND: Final = "run"
+_GLOBAL_OPTIONS: Final = ("-h", "--help", "--version")
+_HELP: Final = """
+Run language models on this machine: private, fast, no server.
+
+edge-run [MODEL] chats; with -p TEXT it answers once. MODEL is an .onnx file, a model folder, or org/name on the Hugging
+Face Hub. Without MODEL, the bundled model translates English requests into shell commands.
+
+Examples:
+
+\b
+edge-run -p "find files larger than 100 MB"
+edge-run my-model
+edge-run onnx-community/Qwen2.5-0.5B-Instruct
+edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4
+
+All options of chats and answers: edge-run run --help
+"""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        write_line(f"edge-run {__version__}")
+        raise typer.Exit
+
+
+def run_command(given: list[str]) -> int:
+    """Run the command line `edge-run GIVEN...`; returns the exit code."""
+    if sys.stdout is None:
+        return _fail("standard output is closed; give it a file or a terminal", 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Models write any character, so the default encoding of a pipe does not do.
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    if not given or (given[0] not in _COMMANDS and given[0] not in _GLOBAL_OPTIONS):
+        given = [_DEFAULT_COMMAND, *given]
+    command_line = _command_line(given[0])
+    try:
+        with CommandInterrupts(), showing_warnings(), panic_messages_hidden():
+            result = command_line(given, prog_name="edge-run", standalone_mode=False)
+    except EdgeError as error:
+        if "--debug" in given:
+            write_error(traceback.format_exc().rstrip())
+        return _fail(str(error), error.exit_code)
+    except TyperException as error:
+        help_command = "edge-run --help" if given[0] in _GLOBAL_OPTIONS else f"edge-run {given[0]} --help"
+        return _fail(f"{error.format_message().rstrip('.')}; see {help_command}", 2)
+    except (KeyboardInterrupt, Abort):
+        return INTERRUPTED
+    except OSError as error:
+        if "--debug" in given:
+            write_error(traceback.format_exc().rstrip())
+        _discard_output()
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}; check the path and the disk", 1)
+    return result if isinstance(result, int) else 0
+
+
+def _command_line(chosen: str) -> Callable[..., object]:
+    """All commands, of which only `chosen` is imported: the others are there to be listed."""
+    app = typer.Typer(
+        name="edge-run",
+        help=_HELP,
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
+    app.callback()(_global_options)
+    for name, summary in _COMMANDS.items():
+        command = getattr(import_module(f".{name}", __package__), name) if name == chosen else _not_chosen
+        app.command(name=name, short_help=summary)(command)
+    return typer.main.get_command(app)
+
+
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def _not_chosen() -> None:
+    pass
+
+
+def _discard_output() -> None:
+    """Send buffered output to nowhere: writing it again at exit would fail again, with a traceback."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, code: int) -> int:
+    """Print the message as one line on standard error."""
+    write_error(f"edge-run: error: {' '.join(message.split())}")
+    return code

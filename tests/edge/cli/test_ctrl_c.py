@@ -1,0 +1,142 @@
+"""Ctrl-C ends the command quietly at any moment, and not at all where it is ignored."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("onnx", reason="needs the export extra")
+
+from support.nightly import some_nightly
+from support.processes import EDGE_RUN, ignoring_ctrl_c, started
+from support.tiny_models import write_endless_bundle
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+
+AT_EVENT = """
+import signal, sys
+from edgerun.edge.cli.main import main
+
+event, wanted, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+del sys.argv[1:4]
+seen = 0
+
+def watch(name, arguments):
+    global seen
+    if event in (name, "any") and (not wanted or str(arguments[0]).endswith(wanted)):
+        seen += 1
+        if seen == number:
+            signal.raise_signal(signal.SIGINT)
+
+sys.addaudithook(watch)
+code = main()
+if number == 0:
+    print(seen)
+sys.exit(code)
+"""
+"""Runs the command, and presses Ctrl-C at an audit event: its kind, the end of its first argument, and its number."""
+READY = """
+import os, sys
+from edgerun.edge.cli.main import main
+os.write(int(sys.argv.pop(1)), b"r")
+sys.exit(main())
+"""
+"""Runs the command, and writes to a pipe right before."""
+REQUEST = ["-p", "find files larger than 100 MB", "-n", "8"]
+BEFORE_AN_ANSWER = [
+    ("open", "model.onnx"),
+    ("import", "numpy"),
+    ("import", "typer"),
+    ("import", "onnxruntime.capi.onnxruntime_pybind11_state"),
+    ("open", "tokenizer.json"),
+]
+DURING_AN_EXPORT = [("open", "tokenizer.json"), ("import", "edgerun.export.pipeline"), ("open", "config.json")]
+STEPS = 80
+"""Moments of one run at which Ctrl-C is pressed nightly."""
+DELAYS_S = [0.002, 0.4, *(0.05 * step for step in range(1, 25) if step != 8)]
+
+
+def run_interrupted(event: str, wanted: str, number: int, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-c", AT_EVENT, event, wanted, str(number), *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("moment", some_nightly(BEFORE_AN_ANSWER, 3))
+def test_ctrl_c_before_the_answer_prints_nothing_and_exits_130(moment: tuple[str, str]) -> None:
+    result = run_interrupted(*moment, 1, *REQUEST)
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("moment", some_nightly(DURING_AN_EXPORT, 3))
+def test_ctrl_c_during_an_export_leaves_nothing(tiny_bundle: Path, tmp_path: Path, moment: tuple[str, str]) -> None:
+    result = run_interrupted(*moment, 1, "export", str(tiny_bundle.parent / "checkpoint"), str(tmp_path / "out"))
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
+    assert list(tmp_path.iterdir()) == []
+
+
+def check_ended_quietly(code: int, out: bytes, err: bytes) -> None:
+    """An answer that has begun, or is complete, may be printed; nothing else."""
+    assert err == b""
+    assert code == 130 or (code == 0 and out.startswith(b"find"))
+    assert not out or out.startswith(b"find"[: len(out.rstrip())])
+
+
+@pytest.mark.nightly
+def test_ctrl_c_at_any_step_ends_quietly() -> None:
+    counted = run_interrupted("any", "", 0, *REQUEST)  # never
+    assert (counted.returncode, counted.stderr) == (0, b"")
+    steps = int(counted.stdout.split()[-1])
+    assert steps > STEPS
+    for number in range(1, steps, steps // STEPS):
+        result = run_interrupted("any", "", number, *REQUEST)
+        check_ended_quietly(result.returncode, result.stdout, result.stderr)
+
+
+@pytest.mark.parametrize("delay", some_nightly(DELAYS_S, len(DELAYS_S)))
+def test_ctrl_c_after_any_time_ends_quietly(delay: float) -> None:
+    reading, writing = os.pipe()
+    with started(
+        [sys.executable, "-c", READY, str(writing), *REQUEST],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[writing],
+    ) as process:
+        os.close(writing)
+        os.read(reading, 1)
+        os.close(reading)
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    check_ended_quietly(process.returncode, out, err)
+
+
+def test_where_ctrl_c_is_ignored_an_answer_is_completed(tmp_path: Path) -> None:
+    command = ignoring_ctrl_c([*EDGE_RUN, str(write_endless_bundle(tmp_path)), "-p", "the", "-n", "100"])
+    with started(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert first
+    assert (process.returncode, err) == (0, b"")
+
+
+def test_little_is_imported_before_ctrl_c_is_handled() -> None:
+    program = "import sys; before = set(sys.modules); import edgerun.edge.cli.main; print(*set(sys.modules) - before)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ours = {"", "telemetry", "version", "edge", "edge.cli", "edge.cli.main", "edge.cli.ctrl_c"}
+    found = set(result.stdout.split()) - {f"edgerun.{name}".rstrip(".") for name in ours}
+    assert found <= sys.stdlib_module_names | {"collections.abc"}
+    assert not found & {"typing", "contextlib", "threading"}
