@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Final, TypeVar
 
@@ -21,7 +21,7 @@ MIN_CONTEXT: Final = 2
 """Smallest context a model can have: one position of a prompt and one of its answer."""
 
 
-class GraphLayout(str, Enum):
+class GraphLayout(StrEnum):
     """Convention that the inputs and outputs of an exported graph follow."""
 
     EDGE = "edge"
@@ -49,7 +49,7 @@ class Architecture:
     """Whether the LM head shares the weights of the embedding."""
 
 
-class Method(str, Enum):
+class Method(StrEnum):
     """Method by which the codes and scales of quantized weights are chosen."""
 
     RTN = "rtn"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -124,7 +125,6 @@ def test_the_decode_loop_knows_no_text() -> None:
 
 
 def test_every_package_is_in_the_wheel() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML by itself")
     packages = {
         ".".join(("edgerun", *init.relative_to(ROOT).parent.parts))
         for init in [ROOT / "__init__.py", *(p for room in ROOMS for p in (ROOT / room).rglob("__init__.py"))]

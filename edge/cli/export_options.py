@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +26,7 @@ _UNRECORDED: Final = ("offline", "debug", "work")
 """Options that do not change what is written, so the manifest leaves them out."""
 
 
-class WeightChoice(str, Enum):
+class WeightChoice(StrEnum):
     """Values of `--weights`, `--head` and `--draft-weights`."""
 
     FP32 = "fp32"
@@ -49,7 +49,7 @@ class WeightChoice(str, Enum):
         return WeightFormat(bits, block, zero_points=zero_points, powers_of_two=powers_of_two)
 
 
-class MethodChoice(str, Enum):
+class MethodChoice(StrEnum):
     """Values of `--method`."""
 
     RTN = "rtn"
@@ -71,7 +71,7 @@ class MethodChoice(str, Enum):
         return self.value.startswith("awq")
 
 
-class LayersChoice(str, Enum):
+class LayersChoice(StrEnum):
     """Values of `--draft-layers`."""
 
     AUTO = "auto"
@@ -110,8 +110,6 @@ class CommandLine:
 
 
 def _spelled(value: object) -> str:
-    if isinstance(value, Enum):
-        return str(value.value)
     return value.name if isinstance(value, Path) else str(value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from ...errors import InputError
@@ -13,7 +13,7 @@ from ..checkpoint.config import DecoderConfig
 from .plan_costs import weight_count
 
 
-class Measure(str, Enum):
+class Measure(StrEnum):
     """What a budget limits; each value is the suffix that users write."""
 
     BITS = "bpw"

@@ -9,7 +9,7 @@ without one the default method of the bits is used.
 
 from __future__ import annotations
 
-import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +23,6 @@ from ...models.text_files import decode_text
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import fused_linears
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed, planned_linears, with_embedding
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _FORMATS: Final = {
     str(each): each

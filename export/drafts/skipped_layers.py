@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -33,7 +33,7 @@ _PLAIN_JOIN: Final = ".residual"
 """Suffix of the name of an `Add` that does so without a norm."""
 
 
-class SubLayerKind(str, Enum):
+class SubLayerKind(StrEnum):
     """Kind of a sub-layer."""
 
     ATTENTION = "attention"
