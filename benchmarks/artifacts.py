@@ -42,7 +42,7 @@ def genai_model(work: Path, shape: Shape, block: int, python: str) -> Path:
         command = [python, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
         command += ["-i", str(checkpoint(work, shape)), "-o", str(folder), "--extra_options", f"block_size={block}"]
         offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, env=offline, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=offline, capture_output=True, encoding="utf-8", check=False)
         if done.returncode:
             raise RuntimeError(f"the GenAI model builder failed:\n{done.stderr[-2000:]}")
 
@@ -56,7 +56,7 @@ def optimum_model(work: Path, shape: Shape, python: str) -> Path:
         command = [python, "-m", "optimum.exporters.onnx", "--task", "text-generation-with-past", "--no-post-process"]
         command += ["--model", str(checkpoint(work, shape)), str(folder)]
         offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, env=offline, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=offline, capture_output=True, encoding="utf-8", check=False)
         if done.returncode:
             raise RuntimeError(f"Optimum's exporter failed:\n{done.stderr[-2000:]}")
 

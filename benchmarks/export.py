@@ -50,7 +50,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory(dir=options.work) as folder:
                 out = Path(folder) / "bundle"
                 command = [sys.executable, "-c", _EXPORT, str(source), str(out), "--weights", *arguments]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
                 taken, peak = map(float, done.stderr.splitlines()[-1].split())
                 seconds.append(taken)
                 peaks.append(peak)

@@ -111,7 +111,7 @@ class TimerWithPlans(BundleTimer):
 
 def config_of(shape: str, folder: Path) -> DecoderConfig:
     """The configuration of a shape."""
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape].config("bfloat16")))
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape].config("bfloat16")), encoding="utf-8")
     return read_config(folder)
 
 

@@ -13,9 +13,11 @@ def cache_folder() -> Path:
     if override:
         return Path(override)
     if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA")
-        return Path(base) / "edge-run" / "cache" if base else Path.home() / "AppData" / "Local" / "edge-run" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "edge-run"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "edge-run"
+        local = os.environ.get("LOCALAPPDATA")
+        folder = (Path(local) if local else Path.home() / "AppData" / "Local") / "edge-run" / "cache"
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library" / "Caches" / "edge-run"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(base) if base else Path.home() / ".cache") / "edge-run"
+    return folder

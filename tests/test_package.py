@@ -14,7 +14,9 @@ LIGHT = {"edgerun", "edgerun.telemetry", "edgerun.version"}
 
 def output_of(program: str) -> list[str]:
     """The words that `program` prints in a process of its own."""
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=True
+    ).stdout.split()
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -54,7 +54,7 @@ def run(command: list[str], home: Path, **variables: str) -> subprocess.Complete
         cwd=home,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
         check=False,
     )

@@ -41,7 +41,7 @@ COMMANDS = ("run", "export", "bench", "verify", "tune", "inspect", "devices", "p
 
 def tracked() -> list[Path]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout.split("\n")
     kept = [name for name in names if name.endswith(SUFFIXES) and not name.startswith(EXCEPT)]
     return [ROOT / name for name in kept if (ROOT / name).is_file()]
 

@@ -53,7 +53,7 @@ class Optimizers:
     ) -> None:
         named = dict(model.named_parameters())
         matrices = [p for name, p in named.items() if p.dim() == 2 and "embed" not in name]
-        vectors = [p for name, p in named.items() if p.dim() != 2]
+        vectors = [p for p in named.values() if p.dim() != 2]
         embedding = [p for name, p in named.items() if "embed" in name]
         adam_groups = [
             {"params": embedding, "lr": other_rate, "weight_decay": 0.0},

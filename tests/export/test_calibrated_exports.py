@@ -43,7 +43,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     use_machine(monkeypatch, BytesMachine())
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 1200)))
+    Path("text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 1200)), encoding="utf-8")
     return tmp_path / "cache"
 
 
@@ -109,7 +109,7 @@ def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(
     assert len(set(plan.values())) > 1
     assert done.report is not None
     assert done.report.budget == "5bpw"
-    data = json.loads((tmp_path / "bundle" / "report.json").read_text())
+    data = json.loads((tmp_path / "bundle" / "report.json").read_text(encoding="utf-8"))
     assert data["bits_per_weight"] <= 5
     assert (tmp_path / "bundle" / "report.html").is_file()
     assert list((own_cache / "exports").iterdir()) == []
@@ -156,7 +156,7 @@ def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: 
     assert not plain.notes
     assert all(linear.milliseconds is not None for linear in corrected.linears)
     assert answer(tmp_path / "bundle")
-    assert "+rank" in (tmp_path / "bundle" / "plan.toml").read_text()
+    assert "+rank" in (tmp_path / "bundle" / "plan.toml").read_text(encoding="utf-8")
 
     again = MixedPrecisionRequest(plan=tmp_path / "bundle" / "plan.toml")
     export(narrow, tmp_path / "again", ExportRecipe(calibration=TEXT, mixed_precision=again))
@@ -192,7 +192,7 @@ def test_a_time_budget_holds_on_a_machine_that_became_slower(
     export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")))
     spent = milliseconds(weights_of(tmp_path / "bundle"))
     assert 0.9 * budget < spent <= budget + 0.01
-    report = json.loads((tmp_path / "bundle" / "report.json").read_text())
+    report = json.loads((tmp_path / "bundle" / "report.json").read_text(encoding="utf-8"))
     assert report["speed"]["predicted"]["1"] == pytest.approx(spent, rel=1e-4)
 
     machine.slow = 20
@@ -214,9 +214,9 @@ def test_an_interrupted_search_is_resumed(checkpoint: Path, tmp_path: Path, own_
         export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", recipe), interrupt)
     assert not (tmp_path / "bundle").exists()
     (left,) = (own_cache / "exports").iterdir()
-    sensitivities = json.loads((left / "sensitivities.json").read_text())
+    sensitivities = json.loads((left / "sensitivities.json").read_text(encoding="utf-8"))
     changed = {key: value + 1 for key, value in sensitivities.items()}
-    (left / "sensitivities.json").write_text(json.dumps(changed))
+    (left / "sensitivities.json").write_text(json.dumps(changed), encoding="utf-8")
 
     stages: list[str] = []
     done = export_checkpoint(
@@ -262,8 +262,8 @@ def test_a_draft_does_not_change_the_text(
     ids=["bytes", "time", "little text", "no text", "unknown linear"],
 )
 def test_impossible_requests_are_refused(checkpoint: Path, tmp_path: Path, recipe: ExportRecipe, message: str) -> None:
-    Path("few.txt").write_text("the sea and the sand\n" * 5)
-    Path("strange.toml").write_text('[linears]\n"layers.9.qkv" = "int4/64"\n')
+    Path("few.txt").write_text("the sea and the sand\n" * 5, encoding="utf-8")
+    Path("strange.toml").write_text('[linears]\n"layers.9.qkv" = "int4/64"\n', encoding="utf-8")
     with pytest.raises(EdgeError, match=message):
         export(checkpoint, tmp_path / "bundle", recipe)
     assert not (tmp_path / "bundle").exists()

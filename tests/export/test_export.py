@@ -35,6 +35,7 @@ from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph.weight_file import WeightFile
 from edgerun.export.recipe import with_methods
 from edgerun.models.bundle import digest_file, open_bundle
+from support.links import needs_links
 from support.nightly import some_nightly
 from support.shared_data import data_path
 from support.tiny_models import (
@@ -322,6 +323,7 @@ def test_a_bundle_with_added_files_is_not_replaced(tmp_path, capsys, foreign: st
     assert sorted(path.name for path in out.iterdir()) == sorted(["edge.json", foreign.rstrip("/")])
 
 
+@needs_links
 @pytest.mark.parametrize("where", ["checkpoint", "checkpoint/out", ".", "link", "checkpoint/../checkpoint/"])
 def test_a_destination_that_overlaps_the_source_is_refused(tmp_path, capsys, where: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
@@ -334,6 +336,7 @@ def test_a_destination_that_overlaps_the_source_is_refused(tmp_path, capsys, whe
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "link"]
 
 
+@needs_links
 def test_a_link_to_a_bundle_is_kept_and_its_target_replaced(tmp_path) -> None:
     bundle = write_bundle(tmp_path, weights=FP32)
     (tmp_path / "link").symlink_to(bundle)
@@ -378,7 +381,7 @@ def test_a_refused_write_leaves_no_files(tmp_path, limit: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path), str(limit)],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=True,
     )

@@ -38,7 +38,7 @@ def optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir(parents=True)
     for folder in (package, *package.parents[:2]):
         (folder / "__init__.py").touch()
-    (package / "__main__.py").write_text(FAKE_OPTIMUM)
+    (package / "__main__.py").write_text(FAKE_OPTIMUM, encoding="utf-8")
     for name in [name for name in sys.modules if name.split(".")[0] == "optimum"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
@@ -129,7 +129,7 @@ def test_other_families_decode_like_transformers(model_type: str, tmp_path: Path
     tiny_tokenizer(300).save(str(source / "tokenizer.json"))
     write_json(source / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     bundle = export_model(ExportRequest(source, tmp_path / "out", ExportRecipe(FP32))).bundle
-    assert json.loads((bundle / "edge.json").read_text())["architecture"]["family"] == model_type
+    assert json.loads((bundle / "edge.json").read_text(encoding="utf-8"))["architecture"]["family"] == model_type
     with torch.no_grad():
         expected = model.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=100, attention_mask=torch.ones(1, len(PROMPT))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgerun.models.atomic import folder_written_atomically, write_atomically
+from support.links import needs_links
 
 
 def always(_folder: Path) -> bool:
@@ -25,16 +26,16 @@ def entries(folder: Path) -> list[str]:
 
 def test_a_new_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     with folder_written_atomically(tmp_path / "a" / "out", never) as staging:
-        (staging / "x").write_text("1")
+        (staging / "x").write_text("1", encoding="utf-8")
         assert not (tmp_path / "a" / "out").exists()
     assert entries(tmp_path) == ["a", "a/out", "a/out/x"]
 
 
 def test_an_existing_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("0")
+    (tmp_path / "out" / "old").write_text("0", encoding="utf-8")
     with folder_written_atomically(tmp_path / "out", always) as staging:
-        (staging / "new").write_text("1")
+        (staging / "new").write_text("1", encoding="utf-8")
         assert (tmp_path / "out" / "old").exists()
     assert entries(tmp_path) == ["out", "out/new"]
 
@@ -66,19 +67,19 @@ def test_a_private_file_is_its_owners_alone_also_while_it_is_written(
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_an_error_leaves_the_old_folder_and_no_staging_folder(tmp_path: Path, error: BaseException) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("0")
+    (tmp_path / "out" / "old").write_text("0", encoding="utf-8")
     with pytest.raises(type(error)), folder_written_atomically(tmp_path / "out", always) as staging:  # noqa: PT012
-        (staging / "half").write_text("1")
+        (staging / "half").write_text("1", encoding="utf-8")
         raise error
     assert entries(tmp_path) == ["out", "out/old"]
 
 
 def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis").write_text("0")
+    (tmp_path / "out" / "thesis").write_text("0", encoding="utf-8")
     with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "out", never):
         pass
-    (tmp_path / "file").write_text("0")
+    (tmp_path / "file").write_text("0", encoding="utf-8")
     with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "file", always):
         pass
     assert entries(tmp_path) == ["file", "out", "out/thesis"]
@@ -87,19 +88,20 @@ def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path) -> None:
 def test_files_created_during_the_block_are_kept(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "out", never) as staging:  # noqa: PT012
-        (staging / "x").write_text("1")
-        (tmp_path / "out" / "thesis").write_text("0")
+        (staging / "x").write_text("1", encoding="utf-8")
+        (tmp_path / "out" / "thesis").write_text("0", encoding="utf-8")
     assert entries(tmp_path) == ["out", "out/thesis"]
 
 
+@needs_links
 @pytest.mark.parametrize("there", [True, False], ids=["a folder", "nowhere"])
 def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
     if there:
         (tmp_path / "target").mkdir()
-        (tmp_path / "target" / "old").write_text("0")
+        (tmp_path / "target" / "old").write_text("0", encoding="utf-8")
     (tmp_path / "link").symlink_to("target")
     with folder_written_atomically(tmp_path / "link", always) as staging:
-        (staging / "new").write_text("1")
+        (staging / "new").write_text("1", encoding="utf-8")
     assert (tmp_path / "link").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
     assert [path.name for path in (tmp_path / "target").iterdir()] == ["new"]
@@ -107,7 +109,7 @@ def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
 
 def test_the_old_folder_is_restored_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("0")
+    (tmp_path / "out" / "old").write_text("0", encoding="utf-8")
     replace = os.replace
 
     def failing(source: Path, target: Path) -> None:
@@ -118,7 +120,7 @@ def test_the_old_folder_is_restored_when_the_swap_fails(tmp_path: Path, monkeypa
     monkeypatch.setattr("edgerun.models.atomic.exchange", lambda first, second: False)
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(PermissionError), folder_written_atomically(tmp_path / "out", always) as staging:
-        (staging / "x").write_text("1")
+        (staging / "x").write_text("1", encoding="utf-8")
     assert entries(tmp_path) == ["out", "out/old"]
 
 

@@ -41,7 +41,11 @@ def no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts(folder: Path) -> dict[str, str]:
-    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def whole(text: str) -> dict[str, str]:
@@ -81,8 +85,8 @@ def test_leftovers_of_other_folders_are_removed_and_those_of_living_processes_ar
         folder_written_atomically(tmp_path / "first", bool) as first,
         folder_written_atomically(tmp_path / "second", bool) as second,
     ):
-        (first / "file").write_text("1")
-        (second / "file").write_text("2")
+        (first / "file").write_text("1", encoding="utf-8")
+        (second / "file").write_text("2", encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".keep.old",
         ".notes.new",
@@ -93,11 +97,11 @@ def test_leftovers_of_other_folders_are_removed_and_those_of_living_processes_ar
 
 
 def test_a_file_is_whole_after_a_kill_at_any_step(server: KillingServer, tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("old")
+    (tmp_path / "out").write_text("old", encoding="utf-8")
     for step in count(1):
         if server.steps("write_file", tmp_path, "new", kill_at=step) is not None:
             break
-        assert (tmp_path / "out").read_text() in ("old", "new")
+        assert (tmp_path / "out").read_text(encoding="utf-8") in ("old", "new")
     assert step > 3
     write_file(tmp_path, "newer")
     assert texts(tmp_path) == {"out": "newer"}

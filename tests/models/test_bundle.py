@@ -144,7 +144,7 @@ def test_invalid_manifests_are_errors_of_one_line(tmp_path: Path, text: str | by
 
 def test_a_manifest_must_have_the_graphs_digest(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"graph")
-    (tmp_path / "edge.json").write_text(changed(put("files", {})))
+    (tmp_path / "edge.json").write_text(changed(put("files", {})), encoding="utf-8")
     with pytest.raises(BundleError, match=r"edge\.json lacks files\.model\.onnx; export the model again"):
         open_bundle(tmp_path)
 
@@ -191,14 +191,14 @@ def test_names_are_paths_or_the_bundled_model(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_file_that_is_not_a_graph_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "notes.txt").write_text("", encoding="utf-8")
     with pytest.raises(BundleError, match=r"notes\.txt is not an \.onnx file"):
         open_bundle(tmp_path / "notes.txt")
 
 
 def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.onnx").write_bytes(b"graph")
-    (tmp_path / "edge.json").write_text("{}")
+    (tmp_path / "edge.json").write_text("{}", encoding="utf-8")
 
     def refuse(path: Path, max_bytes: int) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
@@ -210,18 +210,18 @@ def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_folder_with_other_files_is_not_only_a_bundle(tmp_path: Path) -> None:
     for name in ("edge.json", "model.onnx", "model.onnx.data", "tokenizer.json", "chat_template.jinja"):
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text("", encoding="utf-8")
         assert holds_only_bundle_files(tmp_path)
-    (tmp_path / "thesis.txt").write_text("")
+    (tmp_path / "thesis.txt").write_text("", encoding="utf-8")
     assert not holds_only_bundle_files(tmp_path)
     (tmp_path / "thesis.txt").unlink()
     draft = tmp_path / "draft"
     draft.mkdir()
     assert not holds_only_bundle_files(tmp_path)
     for name in ("edge.json", "d2t.npy"):
-        (draft / name).write_text("")
+        (draft / name).write_text("", encoding="utf-8")
     assert holds_only_bundle_files(tmp_path)
-    (draft / "thesis.txt").write_text("")
+    (draft / "thesis.txt").write_text("", encoding="utf-8")
     assert not holds_only_bundle_files(tmp_path)
     (draft / "thesis.txt").unlink()
     (tmp_path / "drafts").mkdir()

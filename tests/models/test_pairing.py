@@ -203,7 +203,7 @@ def test_the_manifest_names_the_draft(tiny_bundle: Path, tmp_path: Path) -> None
     assert find_draft(open_bundle(target)) is None
     name_draft(target, draft)
     bundle = open_bundle(target)
-    assert json.loads((target / "edge.json").read_text())["draft"] == {"path": "../small/draft"}
+    assert json.loads((target / "edge.json").read_text(encoding="utf-8"))["draft"] == {"path": "../small/draft"}
     for asked in ("auto", draft, str(draft / "model.onnx")):
         found = find_draft(bundle, asked)
         assert found is not None
@@ -219,7 +219,10 @@ def test_the_manifest_names_the_draft(tiny_bundle: Path, tmp_path: Path) -> None
 def test_the_manifest_names_the_map_of_a_draft(tiny_bundle: Path, tmp_path: Path) -> None:
     target, draft = copied(tiny_bundle, tmp_path / "target"), with_map(tiny_bundle, tmp_path / "draft", np.arange(9))
     name_draft(target, draft)
-    assert json.loads((target / "edge.json").read_text())["draft"] == {"path": "../draft", "d2t": "d2t.npy"}
+    assert json.loads((target / "edge.json").read_text(encoding="utf-8"))["draft"] == {
+        "path": "../draft",
+        "d2t": "d2t.npy",
+    }
     (draft / "d2t.npy").unlink()
     for asked in ("auto", draft):
         with pytest.raises(BundleError) as caught:
@@ -230,9 +233,9 @@ def test_the_manifest_names_the_map_of_a_draft(tiny_bundle: Path, tmp_path: Path
 def test_a_map_of_offsets_is_read(tiny_bundle: Path, tmp_path: Path) -> None:
     target, draft = copied(tiny_bundle, tmp_path / "target"), copied(tiny_bundle, tmp_path / "draft")
     np.save(draft / "eagle.npy", np.array([5, 5, 7]))
-    manifest = json.loads((target / "edge.json").read_text())
+    manifest = json.loads((target / "edge.json").read_text(encoding="utf-8"))
     manifest["draft"] = {"path": "../draft", "d2t": "eagle.npy", "d2t_offsets": True}
-    (target / "edge.json").write_text(json.dumps(manifest))
+    (target / "edge.json").write_text(json.dumps(manifest), encoding="utf-8")
     for asked in ("auto", draft):
         found = find_draft(open_bundle(target), asked)
         assert found is not None

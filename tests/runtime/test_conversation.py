@@ -108,7 +108,7 @@ def test_other_files_are_refused_as_saved_conversations(engine: Engine, tmp_path
     path = tmp_path / "chat.kv"
     with pytest.raises(InputError, match=r"chat\.kv cannot be read: No such file"):
         engine.session(resume=path)
-    path.write_text("hello")
+    path.write_text("hello", encoding="utf-8")
     with pytest.raises(InputError, match="is not a saved conversation"):
         engine.session(resume=path)
     chat = engine.session()

@@ -38,7 +38,7 @@ def run(bound: BoundSession, prompt: list[int], params: SamplingParams, limits: 
 def naive(bundle: Path, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
     """The same decoding with the float64 reference, recomputed from the beginning for every token."""
     source = bundle.parent / "checkpoint"
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     weights = Checkpoint(source)
     tokens = list(prompt)
     for _ in range(count):

@@ -121,7 +121,7 @@ def test_defaults_come_from_generation_config(tiny_bundle: Path, tmp_path: Path)
         "repetition_penalty": 1.2,
         "eos_token_id": [0, 7],
     }
-    (folder / "generation_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
     with edgerun.load(folder) as engine:
         params = GenerateOptions().sampling(engine.model.defaults)
         assert (params.temperature, params.top_k, params.top_p, params.repeat_penalty) == (0.7, 5, 0.9, 1.2)

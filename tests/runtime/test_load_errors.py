@@ -48,7 +48,7 @@ def test_errors_name_a_damaged_file_beside_the_graph(
     tiny_bundle: Path, tmp_path: Path, name: str, content: str, message: str
 ) -> None:
     folder = copy_of(tiny_bundle, tmp_path / "m")
-    (folder / name).write_text(content)
+    (folder / name).write_text(content, encoding="utf-8")
     with pytest.raises((BundleError, TemplateError)) as caught:
         edgerun.load(folder)
     assert message in str(caught.value)
@@ -94,7 +94,7 @@ def test_errors_name_missing_files(tiny_bundle: Path, tmp_path: Path) -> None:
         edgerun.load(tmp_path)
     with pytest.raises(BundleError, match="it looks like a checkpoint: run edge-run export"):
         edgerun.load(tiny_bundle.parent / "checkpoint")
-    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
     with pytest.raises(BundleError, match="is not an .onnx file"):
         edgerun.load(tmp_path / "notes.txt")
     folder = copy_of(tiny_bundle, tmp_path / "m")
@@ -107,9 +107,9 @@ def test_errors_name_missing_files(tiny_bundle: Path, tmp_path: Path) -> None:
 
 def test_a_model_without_a_chat_template_only_continues_plain_text(tiny_bundle: Path, tmp_path: Path) -> None:
     folder = copy_of(tiny_bundle, tmp_path / "m")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     del config["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     with edgerun.load(folder) as engine:
         assert engine.generate("a", raw=True, max_tokens=2).text
         with pytest.raises(TemplateError, match=r"has no chat template; continue plain text: --raw -p TEXT"):
@@ -151,15 +151,15 @@ def test_a_large_file_is_hashed_again_when_it_changes(tmp_path: Path) -> None:
 def test_a_manifest_of_a_later_format_asks_for_an_upgrade(tiny_bundle: Path, tmp_path: Path) -> None:
     folder = tmp_path / "m"
     shutil.copytree(tiny_bundle, folder)
-    manifest = json.loads((folder / "edge.json").read_text())
-    (folder / "edge.json").write_text(json.dumps(manifest | {"format": 99}))
+    manifest = json.loads((folder / "edge.json").read_text(encoding="utf-8"))
+    (folder / "edge.json").write_text(json.dumps(manifest | {"format": 99}), encoding="utf-8")
     with pytest.raises(BundleError, match="has format 99, contract 1; .*upgrade edge-run"):
         edgerun.load(folder)
-    (folder / "edge.json").write_text(json.dumps({"format": 1, "contract": 1}))
+    (folder / "edge.json").write_text(json.dumps({"format": 1, "contract": 1}), encoding="utf-8")
     with pytest.raises(BundleError, match=r"edge\.json cannot be read"):
         edgerun.load(folder)
     manifest["files"]["../../etc/passwd"] = {"bytes": 1, "sha256": "0"}
-    (folder / "edge.json").write_text(json.dumps(manifest))
+    (folder / "edge.json").write_text(json.dumps(manifest), encoding="utf-8")
     with pytest.raises(BundleError, match="which lies outside the bundle"):
         edgerun.load(folder)
 

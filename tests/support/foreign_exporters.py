@@ -86,7 +86,7 @@ def run_in(exporter: Exporter, *arguments: str) -> str:
     interpreter = exporter.interpreter
     if interpreter is None:
         pytest.skip(f"needs {exporter.value}: name an interpreter that has it in EDGERUN_{exporter.name}_PYTHON")
-    result = subprocess.run([interpreter, *arguments], capture_output=True, text=True, timeout=600, check=False)
+    result = subprocess.run([interpreter, *arguments], capture_output=True, encoding="utf-8", timeout=600, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 

@@ -50,7 +50,7 @@ def test_plain_text_is_split_into_paragraphs_or_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
     assert [each.exchanges[0].prompt for each in read_prompts(path)] == ["one", "two"]
-    path.write_text("one\nstill one\n\n\ntwo\n")
+    path.write_text("one\nstill one\n\n\ntwo\n", encoding="utf-8")
     assert [each.exchanges[0].prompt for each in read_prompts(path)] == ["one\nstill one", "two"]
 
 
@@ -113,7 +113,7 @@ def test_a_json_recording_has_an_answer_to_every_prompt(tmp_path: Path) -> None:
 )
 def test_a_bad_recording_raises_a_one_line_error(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "recording"
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")
     with pytest.raises(InputError) as caught:
         read_recording(path)
     assert message in str(caught.value)
@@ -175,7 +175,7 @@ Cut off before its end
 
 def test_an_aider_history_is_split_by_speaker(tmp_path: Path) -> None:
     path = tmp_path / ".aider.chat.history.md"
-    path.write_text(AIDER)
+    path.write_text(AIDER, encoding="utf-8")
     first, second = read_recording(path)
     assert first.category == second.category == "code editing"
     edited, repaired = first.exchanges

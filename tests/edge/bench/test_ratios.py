@@ -259,7 +259,7 @@ class Elements(HTMLParser):
 def test_the_report_is_one_self_contained_page(tmp_path: Path) -> None:
     report = pytest.importorskip("edgerun.edge.bench.report", reason="needs matplotlib")
     path = tmp_path / "report.html"
-    path.write_text("an older one")
+    path.write_text("an older one", encoding="utf-8")
     report.write_report(path, result([turn("a & b", 0, 1.0, 0.5), turn("c", 1, 1.0, 2.0)], replay=True))
     assert list(tmp_path.iterdir()) == [path]
     text = path.read_text(encoding="utf-8")

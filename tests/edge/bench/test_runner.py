@@ -57,14 +57,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def prompts(folder: Path, *rows: dict[str, Any]) -> Path:
     path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def recording(folder: Path, *answers: str) -> Path:
     path = folder / "recording.jsonl"
     turns = [{"prompt": "say it", "response": answer} for answer in answers]
-    path.write_text(json.dumps({"category": "repeating", "turns": turns}) + "\n")
+    path.write_text(json.dumps({"category": "repeating", "turns": turns}) + "\n", encoding="utf-8")
     return path
 
 

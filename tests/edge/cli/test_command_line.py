@@ -144,7 +144,7 @@ def test_bad_models_are_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureF
         fails(capsys, tmp_path / "no", "-p", "a")
         == f"{tmp_path / 'no'} does not exist; give an .onnx file or a model folder"
     )
-    (tmp_path / "text.onnx").write_text("this is\nnot a model")
+    (tmp_path / "text.onnx").write_text("this is\nnot a model", encoding="utf-8")
     assert f"{tmp_path / 'text.onnx'} is not an ONNX model" in fails(
         capsys, tmp_path / "text.onnx", "-p", "a", "--context", "64"
     )
@@ -233,9 +233,9 @@ def test_bad_export_options_are_a_one_line_error(
 def test_export_does_not_replace_a_folder_that_is_not_a_bundle(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
+    (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
     fails(capsys, "export", tiny_bundle.parent / "checkpoint", tmp_path)
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    assert (tmp_path / "thesis.txt").read_text(encoding="utf-8") == "years of work"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")

@@ -135,7 +135,7 @@ def test_where_ctrl_c_is_ignored_an_answer_is_completed(tmp_path: Path) -> None:
 
 def test_little_is_imported_before_ctrl_c_is_handled() -> None:
     program = "import sys; before = set(sys.modules); import edgerun.edge.cli.main; print(*set(sys.modules) - before)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=True)
     ours = {"", "telemetry", "version", "edge", "edge.cli", "edge.cli.main", "edge.cli.ctrl_c"}
     found = set(result.stdout.split()) - {f"edgerun.{name}".rstrip(".") for name in ours}
     assert found <= sys.stdlib_module_names | {"collections.abc"}

@@ -72,8 +72,8 @@ def test_block_applies_to_the_draft_of_mixed_weights(
     draft = write_checkpoint(tmp_path / "draft", seed=1, num_hidden_layers=1)
     plan, text = tmp_path / "plan.toml", tmp_path / "text.txt"
     linears = (f'"{linear.name}" = "int8/32"\n' for linear in planned_linears(read_config(checkpoint)))
-    plan.write_text("[linears]\n" + "".join(linears))
-    text.write_text(" ".join(np.random.default_rng(0).choice(["the", "sea", "and", "sand"], 1200)))
+    plan.write_text("[linears]\n" + "".join(linears), encoding="utf-8")
+    text.write_text(" ".join(np.random.default_rng(0).choice(["the", "sea", "and", "sand"], 1200)), encoding="utf-8")
     observed = ["--plan", str(plan), "--calibration", str(text), "--calibration-tokens", "1100"]
     small = ["--draft", str(draft), "--draft-weights", "int8", "--block", "64"]
     assert main(["export", str(checkpoint), str(tmp_path / "bundle"), *observed, *small]) == 0, capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_a_calibrated_export_has_a_report(
     assert mapped_work == []
     assert [path.suffix for path in (tmp_path / "cache" / "exports").iterdir()] == [".lock"]
     shown = capsys.readouterr().out
-    report, manifest = (json.loads((out / name).read_text()) for name in ("report.json", "edge.json"))
+    report, manifest = (json.loads((out / name).read_text(encoding="utf-8")) for name in ("report.json", "edge.json"))
     assert report["shipped"] | {"tokens": 0} == pytest.approx(manifest["quality"] | {"tokens": 0}, rel=1e-5)
     assert report["calibration"] == manifest["calibration"]
     assert report["calibration"]["awq"] is True
@@ -69,7 +69,7 @@ def test_a_calibrated_export_has_a_report(
     assert sorted(map(int, report["speed"]["measured"])) == [1, 2, 4, 8]
     assert report["seconds"] > 0
     assert {"processor", "onnxruntime"} <= report["machine"].keys()
-    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    assert (out / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert shown.count("mean KL") == 1
     assert (
         f"held-out tokens of text sampled from the model itself: mean KL {report['shipped']['mean_kl']:#.3g}," in shown
@@ -83,11 +83,11 @@ def test_report_option_and_replacing_a_bundle_with_a_report(
 ) -> None:
     out = tmp_path / "out"
     exported(checkpoint, out, "--weights", "int8", "--report", "--method", "rtn")
-    report = json.loads((out / "report.json").read_text())
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["shipped"]["mean_kl"] < 0.1
     assert report["bits_per_weight"] == pytest.approx(10.0)
     exported(checkpoint, out, "--weights", "int4", "--report")
-    assert json.loads((out / "report.json").read_text())["bits_per_weight"] == pytest.approx(6.0)
+    assert json.loads((out / "report.json").read_text(encoding="utf-8"))["bits_per_weight"] == pytest.approx(6.0)
     assert main(["export", str(checkpoint), str(out), "--weights", "int4"]) == 0
     assert not (out / "report.json").exists()
     assert main([str(out), "-p", "the", "-n", "3"]) == 0

@@ -204,7 +204,7 @@ def test_export_downloads_its_checkpoint_from_the_hub(
     assert "org/ckpt holds no .onnx file; export its checkpoint: edge-run export org/ckpt OUT" in err
     code, _, err = run(["export", "org/ckpt", str(tmp_path / "out"), "--weights", "fp32"], capsys)
     assert (code, err) == (0, "")
-    made_by = json.loads((tmp_path / "out" / "edge.json").read_text())["command"]
+    made_by = json.loads((tmp_path / "out" / "edge.json").read_text(encoding="utf-8"))["command"]
     assert made_by == "edge-run export org/ckpt out --weights fp32"
     answer_options = ["-p", "ab", "-n", "12", "--spec", "off"]
     assert run([str(tmp_path / "out"), *answer_options], capsys) == run([str(tiny_bundle), *answer_options], capsys)

@@ -140,5 +140,5 @@ def test_a_piped_prompt_without_end_is_refused(
             buffer[:] = b"y" * len(buffer)
             return len(buffer)
 
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(Endless()), encoding="utf-8"))
     assert "standard input has more than 16777216 bytes" in error_of(capsys, tiny_bundle)

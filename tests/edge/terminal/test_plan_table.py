@@ -77,7 +77,7 @@ def test_inspect_prints_the_plan_and_the_calibration(
         calibration=Calibration("written by the model", 900, 100, awq=True),
         quality={"mean_kl": 0.125},
     )
-    (folder / "edge.json").write_text(planned.to_json())
+    (folder / "edge.json").write_text(planned.to_json(), encoding="utf-8")
     assert main(["inspect", str(folder), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["quantization_plan"]["layers.1.down"] == {

@@ -85,7 +85,7 @@ def test_times_are_cached_by_shape_and_conditions(cache: Path, tmp_path: Path) -
     load_or_measure(config, FORMATS, timer=machine)
     assert machine.timed_bundles == [6, 6, 6]
     for file in (cache / "linear-times").iterdir():
-        file.write_text("{}")
+        file.write_text("{}", encoding="utf-8")
     assert load_or_measure(config, FORMATS, timer=machine) == first
     assert machine.timed_bundles[3:] == [6]
 

@@ -60,7 +60,7 @@ def scaled_model(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_float_model_is_unchanged(tmp_path, family: str) -> None:
     source, config, model, statistics = scaled_model(tmp_path, family, **FAMILIES[family])
-    settings = json.loads((source.folder / "config.json").read_text())
+    settings = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
     expected = reference_logits(source, settings, TOKENS, 256)
     np.testing.assert_allclose(reference_logits(model, settings, TOKENS, 256), expected, rtol=1e-4, atol=1e-4)
     # All kinds of linears that can be scaled are.

@@ -30,7 +30,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def interrupted_run(source: Path, settings: str, kept: Path | None = None) -> Path:
     run = work_folder(source, settings, kept)
     folder = run.__enter__()
-    (folder / "result").write_text("out")
+    (folder / "result").write_text("out", encoding="utf-8")
     interrupt = KeyboardInterrupt()
     assert not run.__exit__(KeyboardInterrupt, interrupt, None)
     return folder
@@ -40,7 +40,7 @@ def test_an_interrupted_run_is_resumed(source: Path) -> None:
     left = interrupted_run(source, "4 bits")
     with work_folder(source, "4 bits") as folder:
         assert folder == left
-        assert (folder / "result").read_text() == "out"
+        assert (folder / "result").read_text(encoding="utf-8") == "out"
     assert not left.exists()
 
 

@@ -98,7 +98,7 @@ def test_inputs_and_outputs_of_the_graph(tmp_path: Path, settings: dict[str, int
     assert shapes[:2] == [["batch_size", "sequence_length", 300], ["batch_size", 2, "total_sequence_length", size]]
     used = {name for node in graph.node for name in node.input}
     assert {value.name for value in [*graph.input, *graph.initializer]} <= used
-    inputs = json.loads((bundle / "genai_config.json").read_text())["model"]["decoder"]["inputs"]
+    inputs = json.loads((bundle / "genai_config.json").read_text(encoding="utf-8"))["model"]["decoder"]["inputs"]
     assert set(inputs) == {"input_ids", "attention_mask", *positions, "past_key_names", "past_value_names"}
     with edgerun.load(bundle, cache=False) as llm:
         assert llm.graph_io.supports_verification
@@ -111,7 +111,7 @@ def test_genai_config(tmp_path: Path) -> None:
     write_json(source / "generation_config.json", settings)
     recipe = ExportRecipe(INT4, context=200, layout=GraphLayout.GENAI)
     report = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
-    config = json.loads((report.bundle / "genai_config.json").read_text())
+    config = json.loads((report.bundle / "genai_config.json").read_text(encoding="utf-8"))
     model, search = config["model"], config["search"]
     # 0 is the end token of the tokenizer.
     assert [model[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [3, [2, 1, 0], 0]
@@ -140,7 +140,7 @@ def test_unknown_special_tokens_are_omitted(tmp_path: Path) -> None:
     bundle = export_checkpoint(
         ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4, layout=GraphLayout.GENAI))
     ).bundle
-    model = json.loads((bundle / "genai_config.json").read_text())["model"]
+    model = json.loads((bundle / "genai_config.json").read_text(encoding="utf-8"))["model"]
     assert not [name for name in model if name.endswith("_token_id")]
 
 

@@ -87,7 +87,7 @@ def test_llama_variants_export_like_the_checkpoint(tmp_path, overrides) -> None:
 @pytest.mark.parametrize("kind", EXACT)
 def test_codes_are_taken_over_exactly(tmp_path, kind: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=False)
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     weight_format = EXACT[kind]
     with open_gguf(write_gguf(tmp_path / "model.gguf", source, kind)) as model:
         for name in ("model.embed_tokens", "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.k_proj"):
@@ -111,7 +111,7 @@ def test_codes_are_taken_over_exactly(tmp_path, kind: str) -> None:
 def test_every_tensor_type_exports_its_decoded_weights(tmp_path, kind: str) -> None:
     """Float32 exports equal those of a checkpoint with the decoded weights; the nearest format stays close to them."""
     source = write_checkpoint(tmp_path / "checkpoint", **WHOLE_BLOCKS)
-    config, number = json.loads((source / "config.json").read_text()), GGMLQuantizationType[kind]
+    config, number = json.loads((source / "config.json").read_text(encoding="utf-8")), GGMLQuantizationType[kind]
     tensors = {name: Checkpoint(source).read(name) for name in Checkpoint(source)._tensors}
     matrices = [name for name, value in tensors.items() if value.ndim == 2]
     raw = {}
@@ -291,8 +291,8 @@ def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, numbers) -> Non
     divisors = llama3_divisors(500000.0, 64, scaling)
     file = write_gguf(tmp_path / "model.gguf", source, tensors={"rope_freqs.weight": divisors})
     with open_gguf(file) as model:
-        found = json.loads((model.folder / "config.json").read_text())["rope_scaling"]
-        rotation = json.loads((model.folder / "config.json").read_text())["rope_scaling"]
+        found = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))["rope_scaling"]
+        rotation = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))["rope_scaling"]
         read = Llama3(*(rotation[name] for name in NUMBERS)).rotation(500000.0, 64, 256)
     expected = Llama3(*(scaling[name] for name in NUMBERS)).rotation(500000.0, 64, 256)
     if numbers["original_max_position_embeddings"] == 8192:
@@ -327,15 +327,15 @@ def test_unsupported_rope_scalings_are_refused(tmp_path, divisors, also, message
 def test_settings_equal_those_of_the_checkpoint(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", rms_norm_eps=1e-5)
     with open_gguf(write_gguf(tmp_path / "model.gguf", source, "Q8_0")) as model:
-        settings = json.loads((model.folder / "config.json").read_text())
-        generation = json.loads((model.folder / "generation_config.json").read_text())
-        tokenizer = json.loads((model.folder / "tokenizer_config.json").read_text())
-        template = (model.folder / "chat_template.jinja").read_text()
-    expected = json.loads((source / "config.json").read_text())
+        settings = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
+        generation = json.loads((model.folder / "generation_config.json").read_text(encoding="utf-8"))
+        tokenizer = json.loads((model.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        template = (model.folder / "chat_template.jinja").read_text(encoding="utf-8")
+    expected = json.loads((source / "config.json").read_text(encoding="utf-8"))
     shared = {name for name, value in expected.items() if value is not None}
     assert {name: settings[name] for name in shared} == {name: expected[name] for name in shared}
     assert generation == {"eos_token_id": 0, "pad_token_id": 0}
-    original = json.loads((source / "tokenizer_config.json").read_text())
+    original = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert template == original["chat_template"]
     assert {name: tokenizer[name] for name in ("eos_token", "pad_token", "unk_token")} == {
         name: original[name] for name in ("eos_token", "pad_token", "unk_token")

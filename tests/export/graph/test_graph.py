@@ -249,5 +249,5 @@ def run_logs(bundles: Sequence[Path]) -> list[str]:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", program, *map(str, bundles)]
-    log = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stderr
+    log = subprocess.run(command, capture_output=True, encoding="utf-8", check=True, env=environment).stderr
     return log.split(END_OF_LOG)[:-1]

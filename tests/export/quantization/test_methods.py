@@ -148,7 +148,7 @@ def test_the_manifest_names_the_method_of_each_linear(tmp_path) -> None:
 
     def methods(recipe: ExportRecipe) -> set[str | None]:
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
-        written = json.loads((tmp_path / "bundle" / "edge.json").read_text())["weights"]
+        written = json.loads((tmp_path / "bundle" / "edge.json").read_text(encoding="utf-8"))["weights"]
         manifest = open_bundle(tmp_path / "bundle").manifest
         assert manifest is not None
         for linear, weight_format in manifest.weights.items():
@@ -172,7 +172,7 @@ def test_a_method_for_fp32_weights_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_refused(tmp_path, method: Method, bad: float) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     tensors = {name: value.copy() for name, value in tiny_weights(config, 0).items()}
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = bad
     write_weights(source, tensors)

@@ -155,7 +155,7 @@ def test_parity_check_detects_a_wrong_zero_point(tmp_path, monkeypatch) -> None:
 def test_the_manifest_stores_zero_points_and_powers_of_two(tmp_path) -> None:
     weight_format = WeightFormat(4, 64, zero_points=True, powers_of_two=True)
     bundle = write_bundle(tmp_path, weights=ExportRecipe(weight_format, head=FP32))
-    written = json.loads((bundle / "edge.json").read_text())["weights"]
+    written = json.loads((bundle / "edge.json").read_text(encoding="utf-8"))["weights"]
     assert written["layers.0.o"] == {
         "bits": 4,
         "block": 64,

@@ -137,10 +137,10 @@ def test_markup_in_names_is_escaped() -> None:
 
 
 def test_files_are_part_of_a_bundle(tmp_path: Path) -> None:
-    (tmp_path / "edge.json").write_text("{}")
+    (tmp_path / "edge.json").write_text("{}", encoding="utf-8")
     write_report(tmp_path, whole_report(2))
     assert holds_only_bundle_files(tmp_path)
-    data = json.loads((tmp_path / "report.json").read_text())
+    data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert data == as_values(whole_report(2))
     assert data["kl_against_uniform"] == pytest.approx(0.5, rel=1e-3)
     assert data["kl_against_rule"] == pytest.approx(2 / 3, rel=1e-3)

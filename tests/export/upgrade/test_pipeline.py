@@ -259,7 +259,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated weights": (truncate_weights, "is damaged: 1000 bytes, "),
     "old opset": (use_old_opset, "the model has opset 11, older than 13; export it again with a later opset"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "there is no tokenizer.json beside"),
-    "invalid config": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "invalid config": (
+        lambda folder: (folder / "config.json").write_text("{", encoding="utf-8"),
+        "config.json is not valid JSON",
+    ),
     "no graph": (lambda folder: (folder / "model.onnx").unlink(), "m holds no .onnx file"),
 }
 

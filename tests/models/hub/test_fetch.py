@@ -32,6 +32,7 @@ from edgerun.models.hub.local_store import Store, is_safe_path, models_root, sto
 from edgerun.models.hub.model_id import HubId, parse_hub_id
 from support.hub_fixture import own_hub
 from support.hub_server import HubServer, files_of, sha256
+from support.links import needs_links
 
 TEXTS = {"config.json": b"{}", "tokenizer.json": b'{"version": "1.0"}', "README.md": b"# a model"}
 
@@ -165,7 +166,7 @@ def test_separate_decoders_are_downloaded_together(hub: HubServer) -> None:
 
 
 def test_an_edge_run_bundle_is_downloaded_with_its_draft(hub: HubServer, tiny_bundle: Path) -> None:
-    manifest = json.loads((tiny_bundle / "edge.json").read_text())
+    manifest = json.loads((tiny_bundle / "edge.json").read_text(encoding="utf-8"))
     with_draft = {**manifest, "draft": {"path": "draft"}}
     files = files_of(tiny_bundle) | files_of(tiny_bundle, "draft/") | {"edge.json": json.dumps(with_draft).encode()}
     hub.repo("org/ours", {**files, "notes.txt": b"-"})
@@ -179,7 +180,7 @@ def test_an_edge_run_bundle_is_downloaded_with_its_draft(hub: HubServer, tiny_bu
 
 
 def test_a_layer_skip_draft_is_downloaded_with_its_target(hub: HubServer, tiny_bundle: Path) -> None:
-    manifest = json.loads((tiny_bundle / "edge.json").read_text())
+    manifest = json.loads((tiny_bundle / "edge.json").read_text(encoding="utf-8"))
     draft = (tiny_bundle / "model.onnx").read_bytes()
     digest = {"bytes": len(draft), "sha256": hashlib.sha256(draft).hexdigest()}
     named = {"draft": {"path": ".", "graph": "draft.onnx"}, "files": {**manifest["files"], "draft.onnx": digest}}
@@ -336,7 +337,7 @@ def test_a_damaged_record_is_written_again(hub: HubServer, text: str) -> None:
     hub.repo("org/js", TRANSFORMERS_JS)
     found = fetch_model(HubId("org/js"))
     for name in (found.folder / "hub.json", found.folder.parent / "files.json"):
-        name.write_text(text)
+        name.write_text(text, encoding="utf-8")
     assert fetch_model(HubId("org/js")) == found
 
 
@@ -509,7 +510,7 @@ def test_a_download_that_does_not_fit_the_disk_is_refused(hub: HubServer, monkey
 
 def test_an_unwritable_hf_home_is_an_error(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repo("org/js", TRANSFORMERS_JS)
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     with pytest.raises(HubError, match="cannot be written: .*; check the disk, or set HF_HOME to another folder"):
         find_model("org/js")
@@ -539,11 +540,12 @@ def test_a_model_that_is_being_downloaded_is_not_removed(hub: HubServer) -> None
     assert found.folder.is_dir()
 
 
+@needs_links
 def test_removing_leaves_other_files_alone(hub: HubServer, tmp_path: Path) -> None:
     hub.repo("org/js", TRANSFORMERS_JS)
     outside = tmp_path / "outside"
     outside.mkdir()
-    (outside / "keep").write_text("x")
+    (outside / "keep").write_text("x", encoding="utf-8")
     store = Store("org/js")
     one, two = fetch_model(HubId("org/js", "q4")), fetch_model(HubId("org/js", "fp32"))
     os.symlink(outside, store.folder / "link")

@@ -157,5 +157,5 @@ with edgerun.load(sys.argv[1], cache=False):
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="CPU affinity")
 def test_no_thread_computes_where_the_process_may_not_run(tiny_bundle: Path) -> None:
     command = [sys.executable, "-c", AFFINITIES, str(tiny_bundle)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
     assert done.stdout.strip() == f"{{{min(os.sched_getaffinity(0))}}}"

@@ -58,6 +58,6 @@ def test_a_damaged_record_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "file").write_bytes(b"1")
     write_record(tmp_path, tmp_path / "record")
     assert read_record(tmp_path / "record") == {"file": PackedFile.of(tmp_path / "file")}
-    (tmp_path / "record").write_text(text)
+    (tmp_path / "record").write_text(text, encoding="utf-8")
     with pytest.raises(BundleError):
         read_record(tmp_path / "record")

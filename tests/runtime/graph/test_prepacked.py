@@ -125,7 +125,7 @@ def test_copies_without_a_record_are_removed(bundle: Path, cache: Path) -> None:
     for name in ("killed", "other"):
         (cache / name).mkdir(parents=True)
         (cache / name / "model.onnx.data").write_bytes(b"weights")
-    (cache / "other" / "digests.json").write_text("{}")
+    (cache / "other" / "digests.json").write_text("{}", encoding="utf-8")
     copy = graph_to_load(bundle).parent
     assert sorted(cache.iterdir()) == sorted([copy, cache / "other"])
 

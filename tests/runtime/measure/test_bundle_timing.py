@@ -140,6 +140,6 @@ def test_the_profile_gives_a_time_for_every_linear_of_every_pass(tmp_path: Path)
 
 def test_a_damaged_profile_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    file.write_text("[{")
+    file.write_text("[{", encoding="utf-8")
     with pytest.raises(ValueError, match=r".+"):
         read_profile(file)

@@ -236,9 +236,9 @@ def test_reports_are_stored_for_this_model_device_and_machine(tiny_bundle: Path,
 def test_a_damaged_report_is_not_loaded(tiny_bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     bundle = open_bundle(tiny_bundle)
     file = EXACTNESS_REPORTS.save(model_key(bundle, CONFIG), FULL)
-    data = json.loads(file.read_text())
+    data = json.loads(file.read_text(encoding="utf-8"))
     change(data)
-    file.write_text(json.dumps(data))
+    file.write_text(json.dumps(data), encoding="utf-8")
     assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) is None
     file.write_bytes(b"\xff\x00")
     assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) is None

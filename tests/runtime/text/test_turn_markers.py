@@ -14,7 +14,7 @@ from support.tiny_models import write_checkpoint
 
 
 def change(path: Path, **settings: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **settings}), encoding="utf-8")
 
 
 def test_markers_are_read_from_all_files_that_name_them(tmp_path: Path) -> None:

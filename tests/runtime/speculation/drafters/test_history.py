@@ -165,7 +165,7 @@ def test_operations_without_the_lock_are_skipped(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     warnings: list[str] = []
     store = HistoryStore(tmp_path / "file" / "model", MIN_BYTES, warnings.append)
     assert not store.append([1, 2])

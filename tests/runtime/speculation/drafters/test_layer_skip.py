@@ -260,9 +260,9 @@ def test_a_missing_or_foreign_graph_is_a_one_line_error(bundle: Path, tmp_path: 
     assert "draft.onnx is missing" in refusal(copied)
     other = write_bundle(tmp_path / "other", num_hidden_layers=3, num_key_value_heads=1)
     shutil.copy(other / "model.onnx", copied / "draft.onnx")
-    manifest = json.loads((copied / "edge.json").read_text())
+    manifest = json.loads((copied / "edge.json").read_text(encoding="utf-8"))
     del manifest["files"]["draft.onnx"]
-    (copied / "edge.json").write_text(json.dumps(manifest))
+    (copied / "edge.json").write_text(json.dumps(manifest), encoding="utf-8")
     assert refusal(copied) == (
         f"{copied / 'draft.onnx'} does not run on the cache of {copied / 'model.onnx'}; "
         "restore it or export the draft again"

@@ -146,7 +146,7 @@ def test_missing_files_folders_and_other_files_are_refused(tmp_path: Path) -> No
     np.save(tmp_path / "array.npy", np.arange(4))
     np.savez(tmp_path / "arrays.npz", seen=np.arange(4))
     (tmp_path / "empty").touch()
-    (tmp_path / "text").write_text("not a table")
+    (tmp_path / "text").write_text("not a table", encoding="utf-8")
     for name in ("missing", ".", "array.npy", "arrays.npz", "empty", "text"):
         assert not drafter.load(tmp_path / name), name
     assert everything(drafter) == [[]] * 40
