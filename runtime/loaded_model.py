@@ -188,7 +188,8 @@ class LoadedModel:
             if self._bound is None:
                 self._bound = self.new_sequence().bound
             sequence = CachedSequence(self._bound, progress=self._progress, prefixes=self.prefixes)
-            self.continue_prefix(sequence, request.prompt_ids)
+            # What another request has computed may differ in the last bits, so exact answers start afresh.
+            self.continue_prefix(sequence, () if request.exact else request.prompt_ids)
         return generate(sequence, request, self.tokenizer, self.drafters, cancelled)
 
     def _new_arena(self) -> KVArena:

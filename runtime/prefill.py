@@ -65,6 +65,7 @@ def prefill(
         chunk = token_ids[arena.length : arena.length + (width or bound.prefill_width(PREFILL_TOKENS))]
         logits = bound.forward(chunk, logits_for=(len(chunk) - 1,))[0]
         arena.commit(len(chunk))
+        arena.last_prefill = (arena.length - len(chunk), arena.length)
         passes += 1
     if passes:
         progress(READING_PROMPT, 1.0)

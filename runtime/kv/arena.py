@@ -63,6 +63,7 @@ class KVArena(ABC):
         length: number of committed slots.
         plain_length: number of leading slots that equal those of plain decoding bit for bit: all before the first slot
             that a pass over draft tokens wrote.
+        last_prefill: first slot that the last prefill pass of the prompt wrote, and the slot after its last one.
     """
 
     def __init__(self, tensor_types: Sequence[CacheTensorType], limit: int) -> None:
@@ -75,6 +76,7 @@ class KVArena(ABC):
             self.groups.setdefault(tensor_type, []).append(index)
         self.length = 0
         self.plain_length = 0
+        self.last_prefill = (0, 0)
 
     @property
     @abstractmethod

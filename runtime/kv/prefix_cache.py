@@ -20,6 +20,8 @@ from .arena import KVArena
 
 TokenIds: TypeAlias = npt.NDArray[np.int64]
 
+MIN_SHARED: Final = 16
+"""Number of shared tokens below which a sequence starts afresh: computing so few takes one pass in any case."""
 _KEPT_BRANCH: Final = 32
 """Number of slots above which a kept sequence is worth a copy of the slots that a new sequence shares with it: copying
 a thousand slots takes less time than computing ten."""
@@ -79,12 +81,15 @@ class PrefixCache:
 
         A kept sequence that the new one continues, or leaves only near its end, is taken over as it is. From others,
         and from those that a conversation owns, the shared slots are copied, if the budget allows both.
+
+        Where `token_ids` is a prompt that was answered before, the slots of its last prefill pass are left out. That
+        pass runs again as it ran then, so that the same logits come out, to the last bit, and the same answer.
         """
         wanted = np.asarray(token_ids, np.int64)
         shared, source = 0, None
         for kept in self._kept:
             # Of equal prefixes the most recently used is taken.
-            if (length := _common_prefix(kept.token_ids, wanted)) >= max(shared, 1):
+            if (length := _common_prefix(kept.token_ids, wanted)) >= max(shared, MIN_SHARED):
                 shared, source = length, kept
         owned_shared, owner = 0, None
         with self._open_lock:
@@ -93,10 +98,13 @@ class PrefixCache:
             cached = np.asarray(sequence.token_ids[: sequence.arena.length], np.int64)
             if (length := _common_prefix(cached, wanted)) > owned_shared:
                 owned_shared, owner = length, sequence.arena
-        if owner is not None and owned_shared > shared:
+        if owner is not None and owned_shared > shared and owned_shared >= MIN_SHARED:
             return self._copy(owner, owned_shared)
         if source is None:
             return self._new_arena()
+        start, end = source.arena.last_prefill
+        if shared == end == wanted.size:
+            shared = start
         if source.arena.length - shared > _KEPT_BRANCH and self._has_room_beside(source):
             return self._copy(source.arena, shared)
         self._kept.remove(source)

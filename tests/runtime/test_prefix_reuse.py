@@ -100,14 +100,24 @@ def test_a_conversation_starts_from_what_another_has_computed(tiny_bundle: Path)
         assert first.send("to", max_tokens=6).stats.reused_tokens > 30
 
 
-def test_exact_answers_are_those_of_plain_decoding_also_from_reused_slots(tiny_bundle: Path) -> None:
+def test_the_same_prompt_is_answered_from_the_same_logits(tiny_bundle_of: Callable[[str, str], Path]) -> None:
+    """With activations of 8 bits, a prompt that is read in other passes would give another text now and then."""
+    rng = random.Random(0)
+    with edgerun.load(tiny_bundle_of("llama", "int8"), threads=1, cache=False) as engine:
+        for _ in range(40):
+            prompt = [rng.randrange(5, engine.graph_io.vocab_size) for _ in range(rng.choice((20, 140)))]
+            first, again = answer(engine, prompt, None, 40), answer(engine, prompt, None, 40)
+            assert again.text == first.text
+            assert again.stats.reused_tokens == (128 if len(prompt) == 140 else 0)
+
+
+def test_exact_answers_depend_on_nothing_that_was_asked_before(tiny_bundle: Path) -> None:
     with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
         engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
         plain = engine.generate("the other", max_tokens=30, speculation=Speculation.OFF).text
-        engine.generate("the other", max_tokens=30)
         reply = engine.generate("the other", max_tokens=30, exact=True)
         assert reply.text == plain
-        assert reply.stats.reused_tokens > 0
+        assert reply.stats.reused_tokens == 0
 
 
 def test_a_negative_budget_is_refused(tiny_bundle: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_waiting_answer_continues_from_the_cache_of_the_one_that_it_waited_for
     first = engine.model.new_sequence()
     list(engine.model.answer(first, ids, options))
     continuation = first.token_ids[:-2]
-    expected = "".join(chunk.text for chunk in engine.model.answer(None, continuation, options))
+    expected = "".join(chunk.text for chunk in engine.model.answer(engine.model.new_sequence(), continuation, options))
     running = engine.model.answer(None, ids, options)
     next(running)
     waiting = engine.model.answer(None, continuation, options)

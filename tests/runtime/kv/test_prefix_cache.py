@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.kv.arena import CacheTensorType, InPlaceArena, KVArena
 from edgerun.runtime.kv.growing import GrowingArena
-from edgerun.runtime.kv.prefix_cache import PrefixCache
+from edgerun.runtime.kv.prefix_cache import MIN_SHARED, PrefixCache
 
 TENSOR_TYPES = (CacheTensorType(np.dtype(np.float32), (1, 1, 0, 2), 2),) * 2
 LIMIT = 512
@@ -98,24 +98,31 @@ def test_a_conversation_keeps_its_own_slots() -> None:
 def test_a_kept_beginning_of_another_sequence_takes_no_memory() -> None:
     cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
     arena = InPlaceArena(TENSOR_TYPES, LIMIT)
-    run(arena, [1, 2, 3])
-    cache.keep(arena, [1, 2, 3])
+    run(arena, list(range(30)))
+    cache.keep(arena, list(range(30)))
     longer = InPlaceArena(TENSOR_TYPES, LIMIT)
-    run(longer, [1, 2, 3, 4])
-    cache.keep(longer, [1, 2, 3, 4])
+    run(longer, list(range(40)))
+    cache.keep(longer, list(range(40)))
     again = InPlaceArena(TENSOR_TYPES, LIMIT)
-    run(again, [1, 2])
-    cache.keep(again, [1, 2])
+    run(again, list(range(20)))
+    cache.keep(again, list(range(20)))
     assert len(cache) == 1
-    assert cache.take([1, 2, 3, 4, 5]) is longer
+    assert cache.take(list(range(50))) is longer
+
+
+def test_a_few_shared_tokens_are_not_worth_it() -> None:
+    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
+    kept(cache, list(range(50)))
+    assert cache.take([*range(MIN_SHARED - 1), 99]).length == 0
+    assert cache.take([*range(MIN_SHARED), 99]).length == MIN_SHARED
 
 
 def test_the_least_recently_used_sequence_is_dropped_first() -> None:
     cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 2 * FIRST)
-    kept(cache, [1] * 9, [2] * 9)
-    kept(cache, [1] * 10, [3] * 9)
+    kept(cache, [1] * 20, [2] * 20)
+    kept(cache, [1] * 30, [3] * 20)
     assert cache.nbytes == 2 * FIRST
-    assert [cache.take([first] * 11).length for first in (2, 1, 3)] == [0, 10, 9]
+    assert [cache.take([first] * 40).length for first in (2, 1, 3)] == [0, 30, 20]
 
 
 @pytest.mark.parametrize("kind", [InPlaceArena, GrowingArena])

@@ -114,11 +114,10 @@ def test_draft_tokens_can_be_sampled_from_it(engine: Engine, draft_sampling: Dra
 
 def assert_slots_are_the_targets(engine: Engine) -> None:
     """The cache slots of the last answer are those of the target alone."""
-    text = engine.model._sequence
-    assert text is not None
-    arena = text.bound.arena
+    kept = engine.model.prefixes._kept[-1]
+    arena = kept.arena
     alone = engine.model.new_sequence().bound
-    alone.forward(text.token_ids[: arena.length])
+    alone.forward(kept.token_ids)
     alone.arena.commit(arena.length)
     for found, expected in zip(arena.snapshot(), alone.arena.snapshot(), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-4)
@@ -135,9 +134,7 @@ def test_a_long_answer_grows_the_cache_under_the_draft(engine: Engine) -> None:
     prompt = "in the other thing " * 20
     plain = engine.generate(prompt, max_tokens=100, speculation=Speculation.OFF)
     assert engine.generate(prompt, max_tokens=100, speculation=MODEL).text == plain.text
-    text = engine.model._sequence
-    assert text is not None
-    assert text.bound.arena.capacity > 256
+    assert engine.model.prefixes._kept[-1].arena.capacity > 256
     assert_slots_are_the_targets(engine)
 
 
