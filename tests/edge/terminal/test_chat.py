@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -189,6 +190,15 @@ def test_where_ctrl_c_is_ignored_a_chat_ignores_it(open_chat: OpenTerminal, tmp_
     assert "100 tokens at" in chat.say("/stats")
     chat.type("/quit\n")
     assert chat.end() == 0
+
+
+def test_a_chat_starts_where_python_has_no_readline(tiny_bundle: Path) -> None:
+    program = "import sys; sys.modules['readline'] = None; from edgerun.edge.cli.main import main; sys.exit(main())"
+    with terminal([sys.executable, "-c", program, str(tiny_bundle), "-n", "4"]) as chat:
+        chat.until("\n" + PROMPT)
+        assert chat.say("the other")
+        chat.type("/quit\n")
+        assert chat.end() == 0
 
 
 def test_a_line_that_ends_in_a_backslash_continues(open_chat: OpenTerminal, tiny_bundle: Path) -> None:
