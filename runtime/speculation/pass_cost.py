@@ -38,8 +38,13 @@ _MAX_WEIGHT: Final = 20
 """Number of passes that a running estimate averages over at most."""
 _INHERITED_WEIGHT: Final = 4
 """Number of passes that an estimate interpolated from its neighbours counts for."""
+_QUARTER: Final = _WINDOW // 4
+"""Place of the lower quartile of the passes, which is taken while costs are doubtful: on a busy machine half of the
+passes may be disturbed, and a disturbance makes a pass slower, never faster."""
 _FIRST_PASSES: Final = 7
-"""Number of passes whose median replaces a doubtful estimate; later ones are averaged with it."""
+"""Number of passes whose lower quartile replaces a doubtful estimate; later ones are averaged with it."""
+_FEWEST_PASSES: Final = 3
+"""Number of passes from which it does: of one or two, each may be a disturbed one."""
 _POSITION_COST: Final = 0.3
 """Cost of each further position of a pass, in passes of width 1, where a doubtful cost says something implausible."""
 _DISAGREEMENT: Final = math.log(1.5)
@@ -81,8 +86,9 @@ class _Knot:
         before, residual = self.log, log - self.log
         if self.first is not None:
             self.first.append(log)
-            self.log, self.passes = _median(self.first), len(self.first)
-            if self.passes == _FIRST_PASSES:
+            if len(self.first) >= _FEWEST_PASSES:
+                self.log, self.passes = sorted(self.first)[(len(self.first) - 1) // 4], len(self.first)
+            if len(self.first) == _FIRST_PASSES:
                 self.first = None
             return self.log - before
         self.strays = _count_strays(self.strays, residual)
@@ -234,11 +240,12 @@ class PassCost:
             self._learn_level(index, bucket, seen.residual - self._speed)
             return
         self._recent.append(seen)
-        middle = sorted(entry.residual for entry in self._recent)[_MIDDLE]
-        if abs(middle - self._speed) > TOLERANCE:
-            self._change_speed(middle)
-        self._speed_strays = _count_strays(self._speed_strays, middle)
-        self._learn_shape(self._recent[_MIDDLE], middle)
+        place = _MIDDLE if self._doubt is None else _QUARTER
+        speed = sorted(entry.residual for entry in self._recent)[place]
+        if abs(speed - self._speed) > TOLERANCE:
+            self._change_speed(speed)
+        self._speed_strays = _count_strays(self._speed_strays, speed)
+        self._learn_shape(self._recent[_MIDDLE], speed)
 
     def _change_speed(self, speed: float) -> None:
         factor = math.exp(speed - self._speed)
@@ -248,6 +255,9 @@ class PassCost:
     def _learn_shape(self, seen: _Pass, speed: float) -> None:
         """Attribute to a pass's width what the speed of the passes around it does not explain."""
         if not seen.bucket.knots:  # a placeholder from before the first passes
+            return
+        if seen.knot.first is not None and all(entry.knot is seen.knot for entry in self._recent if entry.bucket.knots):
+            # Passes of one width alone tell the speed. Their noise must not move this width against the others.
             return
         seen.bucket.moved += abs(seen.knot.learn(seen.log - speed))
         if seen.bucket.moved > _SHAPE_TOLERANCE:
@@ -363,8 +373,7 @@ def _frozen(curve: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _median(values: list[float]) -> float:
-    """The median, of an even number of values the lower one: disturbed passes take longer."""
-    return sorted(values)[(len(values) - 1) // 2]
+    return sorted(values)[len(values) // 2]
 
 
 def _interpolated(knots: Mapping[int, _Knot], width: Any) -> Any:

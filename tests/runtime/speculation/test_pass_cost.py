@@ -179,15 +179,24 @@ def run(cost: PassCost, widths: list[int], times: dict[int, float], disturbed: f
         cost.observe(width, 0, times[width] * (10.0 if random.random() < disturbed else 1.0))
 
 
-@pytest.mark.parametrize("disturbed", [0.0, 0.15])
+@pytest.mark.parametrize("disturbed", [0.0, 0.15, 0.4])
 def test_doubtful_costs_are_right_after_few_passes(disturbed: float) -> None:
     cost = PassCost({0: BUSY_TIMES}, Doubt.BUSY)
     run(cost, [1, 1, 2, 1, 4] * 12, TIMES, disturbed)
     for width in (1, 2, 4):
-        assert cost.seconds(width, 0) == pytest.approx(TIMES[width], rel=0.1)
+        assert cost.seconds(width, 0) == pytest.approx(TIMES[width], rel=0.15)
     believed = PassCost({0: BUSY_TIMES})
     run(believed, [1, 1, 2, 1, 4] * 12, TIMES, disturbed)
     assert believed.seconds(2, 0) > 3 * TIMES[2], "costs that nothing is known against change slowly"
+
+
+def test_passes_of_one_width_do_not_move_it_against_the_others() -> None:
+    cost = PassCost({0: TIMES}, Doubt.BUSY)
+    random = np.random.default_rng(3)
+    for number in range(120):
+        slow = 9.0 if number < 10 or random.random() < 0.3 else 1.0
+        cost.observe(1, 0, TIMES[1] * slow)
+    np.testing.assert_allclose(ratios(cost), ratios(PassCost({0: TIMES})), rtol=1e-6)
 
 
 def test_doubtful_costs_do_not_keep_passes_from_being_run() -> None:
@@ -229,7 +238,7 @@ def test_passes_contradict_a_cost_that_was_measured_wrongly() -> None:
     cost.distrust()
     assert (cost.doubt, cost.is_contradicted) == (Doubt.OUTDATED, False)
     run(cost, [1, 1, 2] * 10, TIMES)
-    assert cost.seconds(2, 0) == pytest.approx(TIMES[2], rel=0.05)
+    assert cost.seconds(2, 0) == pytest.approx(TIMES[2], rel=0.1)
     assert PassCost.from_json(cost.to_json()).doubt is Doubt.OUTDATED
 
 
