@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.atomic import write_atomically
+from ...models.file_system import remove
 from ...models.progress import Progress
 from ..bundle_content import SourceModel
 from ..checkpoint.config import DecoderConfig
@@ -84,12 +85,12 @@ def collect_statistics(
         _collect_layer(runner, index, hidden, batches, folder, second_moments)
         states = np.concatenate([each.reshape(-1, config.hidden_size) for each in hidden])
         _save(folder / _states_file(index + 1), states)
-        (folder / _states_file(index)).unlink(missing_ok=True)
+        remove(folder / _states_file(index))
     head = _Sums(head_layout(config), second_moments)
     for batch, states in zip(batches, hidden, strict=True):
         head.add(runner.head_inputs(states[batch.filled]))
     head.save(folder)
-    (folder / _states_file(config.layers)).unlink(missing_ok=True)
+    remove(folder / _states_file(config.layers))
     progress(STAGE, 1.0)
     return StatisticsStore(folder, config)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...errors import EdgeError, HubError, InputError
 from ...version import __version__
 from ..bundle import digest_file
+from ..file_system import remove
 from ..manifest import FileDigest
 from .local_store import Listing, RepoFile, listing_of
 from .model_id import HubId
@@ -138,7 +139,7 @@ def check_download(listing: Listing, file: RepoFile, path: Path) -> FileDigest:
     digest = digest_file(path)
     if digest.bytes == file.bytes and _matches_digest(path, digest, file):
         return digest
-    path.unlink()
+    remove(path)
     raise HubError(
         f"{file.path} of {listing.repo} is damaged after the download: its checksum differs",
         "run the command again; if that does not help, a proxy or network device changes files",

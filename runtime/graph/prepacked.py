@@ -83,7 +83,7 @@ def verify_prepacked(bundle: Bundle) -> bool:
         BundleError: the copy is damaged.
     """
     folder = _folder_of(bundle)
-    if not should_prepack(bundle) or not folder.is_dir():
+    if not should_prepack(bundle) or not (folder / _RECORD_NAME).is_file():
         return False
     try:
         for name, expected in read_record(folder / _RECORD_NAME).items():

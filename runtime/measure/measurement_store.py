@@ -12,6 +12,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from ...models.atomic import write_atomically
 from ...models.bundle import Bundle
 from ...models.cache import cache_folder
+from ...models.file_system import remove
 from ...models.json_file import parse_json_object
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from ..devices.processor import default_threads, machine
@@ -85,7 +86,7 @@ class MeasurementStore(Generic[MeasurementT]):
         try:
             write_atomically(file, json.dumps({**key.description, **measurement.to_json()}, indent=1).encode())
             for old in sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MAX_FILES]:
-                old.unlink(missing_ok=True)
+                remove(old)
         except OSError:
             return None
         return file

@@ -31,6 +31,13 @@ def test_a_new_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["a", "a/out", "a/out/x"]
 
 
+def test_a_written_folder_has_the_permissions_of_any_other(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    with folder_written_atomically(tmp_path / "out", never):
+        pass
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_an_existing_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("0", encoding="utf-8")
