@@ -10,7 +10,7 @@ from ..errors import BundleError
 from .atomic import restore_folder
 from .device_kind import DeviceKind
 from .graph_files import find_graph
-from .hub.local_store import Store
+from .hub.local_store import Store, read_downloaded
 from .hub.model_id import looks_like_hub_id, parse_hub_id
 
 BUNDLED_MODEL: Final = "shell-helper"
@@ -58,6 +58,12 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
     if not folder.is_dir():
         raise BundleError("this installation has no bundled model", "name one: edge-run MODEL")
     return folder
+
+
+def model_name(folder: Path) -> str:
+    """Return the name of a model folder for people: its id on the hub, or else the folder's own name."""
+    downloaded = read_downloaded(folder)
+    return folder.resolve().name if downloaded is None else downloaded.id
 
 
 def _variant_of_folder(name: str | os.PathLike[str]) -> tuple[Path, str] | None:

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from ..errors import ContextError, InputError
 from ..models.array_file import read_arrays
 from ..models.atomic import write_atomically
+from ..models.bundle import Bundle
+from ..models.find import model_name
 from ..models.json_file import is_whole
 from .argument_types import checked_arguments
 from .decode import check_prompt_fits
@@ -126,6 +128,7 @@ class Session:
             about = {
                 "format": _FORMAT,
                 "model": self._model.bundle.fingerprint,
+                "name": model_name(self._model.bundle.folder),
                 "messages": self.messages,
                 "plain": arena.plain_length,
             }
@@ -145,8 +148,7 @@ class Session:
             InputError: the file is missing, damaged, or of another model.
         """
         saved = _Saved.read(path, _largest_file(model))
-        if saved.format != _FORMAT or saved.model != model.bundle.fingerprint:
-            raise InputError(f"{path} belongs to another model or another version of edge-run", _HINT)
+        saved.require_model(path, model.bundle)
         tokens, messages = saved.tokens, saved.messages
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < model.graph_io.vocab_size:
             raise InputError(f"{path} is damaged: it holds tokens that the model does not have", _HINT)
@@ -190,6 +192,8 @@ class _Saved:
     format: int
     model: str
     """Fingerprint of the model."""
+    name: str
+    """Name of the model for people; empty in files of earlier versions."""
     messages: list[Message]
     tokens: npt.NDArray[np.int64]
     cache: tuple[npt.NDArray[Any], ...]
@@ -210,7 +214,15 @@ class _Saved:
             tokens = stored["tokens"]
             cache = tuple(stored[name] for name in sorted(stored) if name.startswith("rows."))
             messages = _checked_messages(about["messages"])
-            saved = cls(about["format"], about["model"], messages, tokens, cache, about.get("plain", 0))
+            saved = cls(
+                about["format"],
+                about["model"],
+                str(about.get("name", "")),
+                messages,
+                tokens,
+                cache,
+                about.get("plain", 0),
+            )
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror or error}", _HINT) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -223,6 +235,25 @@ class _Saved:
         ):
             raise InputError(f"{path} is damaged", _HINT)
         return saved
+
+    def require_model(self, path: Path, bundle: Bundle) -> None:
+        """Check that this conversation was saved with a model.
+
+        Raises:
+            InputError: it was saved with another one, or by another version of edge-run.
+        """
+        if self.format != _FORMAT:
+            raise InputError(f"{path} was saved by another version of edge-run", "start a new conversation")
+        if self.model == bundle.fingerprint:
+            return
+        current = model_name(bundle.folder)
+        if not self.name:
+            raise InputError(f"{path} was saved with another model than {current}", "load the one it was saved with")
+        if self.name == current:
+            raise InputError(
+                f"{path} was saved with other files of {current}, which has changed since", "start a new conversation"
+            )
+        raise InputError(f"{path} was saved with the model {self.name:.100}, not {current}", f"load {self.name:.100}")
 
 
 def _largest_file(model: LoadedModel) -> int:

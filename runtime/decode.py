@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from ..errors import ContextError, InputError
 from ..models.progress import Progress, silent
@@ -21,7 +21,7 @@ from .speculation.speculator import Round, RoundTiming, Speculator
 from .speculation.verification import TokenSampler
 
 
-class FinishReason(Enum):
+class FinishReason(StrEnum):
     """Why an answer ended."""
 
     STOP = "stop"

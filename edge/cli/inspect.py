@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from rich.table import Table
 
-from ...models.bundle import Bundle
+from ...models.bundle import Bundle, open_bundle
+from ...models.find import find_model
 from ...models.hub.local_store import format_bytes
 from ...models.manifest import Manifest, WeightFormat
 from ...models.pairing import find_draft
-from ...runtime.engine import Engine
+from ...runtime.devices.providers import choose_device
 from ...runtime.graph.graph_io import CacheMode, GraphIO
+from ...runtime.graph.open_graph import open_graph
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.exactness import EXACTNESS_REPORTS
 from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS
+from ...runtime.measure.thread_choice import chosen_threads
+from ...runtime.text.chat_template import load_template
+from ...runtime.text.tokenizer import TextTokenizer
 from ..terminal.output import SafeConsole, figures_text, write_json
 from ..terminal.plan_table import plan_table
-from .shared_options import AsJson, Debug, ModelArgument, ModelOptions, Tokenizer
+from .shared_options import AsJson, Debug, ModelArgument, Tokenizer
 from .tune import context_label, describe_cost, doubt_text
 from .verify import exactness_summary
 
@@ -39,8 +45,8 @@ def inspect(
 
     Example: edge-run inspect my-model
     """
-    with ModelOptions(model, tokenizer=tokenizer).open() as engine:
-        facts = describe(engine)
+    opened = OpenedModel.of(model, tokenizer)
+    facts = describe(opened)
     if as_json:
         write_json(facts)
         return
@@ -53,15 +59,54 @@ def inspect(
             table.add_row(name.replace("_", " "), _FORMATTERS.get(name, _formatted)(value) or "-")
     console = SafeConsole()
     console.print(table)
-    manifest = engine.bundle.manifest
+    manifest = opened.bundle.manifest
     if manifest is not None and (plan := plan_table(manifest.weights)).row_count:
         console.print(plan)
 
 
-def describe(engine: Engine) -> dict[str, Any]:
-    """A loaded model as plain values."""
-    graph_io, manifest = engine.graph_io, engine.bundle.manifest
-    facts: dict[str, Any] = {"model": str(engine.bundle.folder), "graph": engine.bundle.graph.name}
+@dataclass(frozen=True)
+class OpenedModel:
+    """What there is to say about a model; it need not be able to answer."""
+
+    bundle: Bundle
+    config: SessionConfig
+    graph_io: GraphIO
+    context: int | None
+    """Largest number of tokens of a conversation; None where no file says so."""
+    tokenizer: TextTokenizer | None
+    """None without a tokenizer.json."""
+    has_template: bool
+
+    @classmethod
+    def of(cls, model: str | None, tokenizer: Path | None) -> OpenedModel:
+        """Open a model's graph and, where it has one, its tokenizer.
+
+        Raises:
+            EdgeError: the model cannot be found or loaded, or its tokenizer is damaged.
+        """
+        device = choose_device("auto")
+        path = None if tokenizer is None else tokenizer.expanduser()
+        bundle = open_bundle(find_model(model, device.kind), kind=device.kind, tokenizer=path)
+        config = SessionConfig(device, chosen_threads(bundle, SessionConfig(device)))
+        graph_io = open_graph(bundle, config, cache=True).graph_io
+        text = None
+        if bundle.file("tokenizer.json") is not None:
+            text = TextTokenizer(bundle, graph_io.vocab_size)
+        return cls(
+            bundle=bundle,
+            config=config,
+            graph_io=graph_io,
+            context=min((each for each in (bundle.context, graph_io.capacity) if each is not None), default=None),
+            tokenizer=text,
+            has_template=text is not None and load_template(bundle, text) is not None,
+        )
+
+
+def describe(opened: OpenedModel) -> dict[str, Any]:
+    """A model as plain values."""
+    graph_io, bundle, tokenizer = opened.graph_io, opened.bundle, opened.tokenizer
+    manifest = bundle.manifest
+    facts: dict[str, Any] = {"model": str(bundle.folder), "graph": bundle.graph.name}
     if manifest is not None:
         architecture = manifest.architecture
         facts |= {
@@ -75,11 +120,12 @@ def describe(engine: Engine) -> dict[str, Any]:
         "layers": graph_io.layers,
         "cache": _cache(graph_io),
         "vocabulary": graph_io.vocab_size,
-        "context": engine.context,
+        "context": opened.context,
         "cache_bytes_per_token": graph_io.cache_bytes_per_token,
         "token_trees": graph_io.supports_trees,
-        "chat_template": engine.template is not None,
-        "end_tokens": sorted(engine.tokenizer.eos),
+        "tokenizer": tokenizer is not None,
+        "chat_template": opened.has_template,
+        "end_tokens": [] if tokenizer is None else sorted(tokenizer.eos),
     }
     if manifest is not None:
         facts |= {
@@ -102,8 +148,8 @@ def describe(engine: Engine) -> dict[str, Any]:
             "files": {name: digest.bytes for name, digest in manifest.files.items()},
             "made_by": manifest.command or manifest.producer,
         }
-    facts["draft"] = _draft(engine.bundle)
-    key = model_key(engine.bundle, SessionConfig(engine.device, engine.model.threads))
+    facts["draft"] = _draft(bundle)
+    key = model_key(bundle, opened.config)
     cost = PASS_COSTS.load(key)
     facts["pass_costs"] = None if cost is None else describe_cost(cost)
     facts["pass_costs_doubt"] = None if cost is None or cost.doubt is None else cost.doubt.value

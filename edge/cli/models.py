@@ -30,6 +30,10 @@ def models(
     Example: edge-run models --remove onnx-community/Qwen2.5-0.5B-Instruct:q4
     """
     if remove is not None:
+        if remove == BUNDLED_MODEL:
+            raise InputError(
+                f"{remove} comes with edge-run and cannot be removed", "name a model that edge-run pull downloaded"
+            )
         _remove(parse_hub_id(remove), as_json=as_json)
         return
     facts = describe()

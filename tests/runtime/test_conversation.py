@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -117,10 +118,38 @@ def test_other_files_are_refused_as_saved_conversations(engine: Engine, tmp_path
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(InputError, match="is not a saved conversation"):
         engine.session(resume=path)
-    with edgerun.load(write_bundle(tmp_path / "other", seed=1)) as other:
+    with edgerun.load(write_bundle(tmp_path / "other", seed=1).rename(tmp_path / "other-model")) as other:
         chat.save(path)
-        with pytest.raises(InputError, match="belongs to another model or another version"):
+        with pytest.raises(InputError) as raised:
             other.session(resume=path)
+    name = engine.bundle.folder.name
+    assert str(raised.value) == f"{path} was saved with the model {name}, not other-model; load {name}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 1}, "chat.kv was saved by another version of edge-run; start a new conversation"),
+        (
+            {"model": "0", "name": ""},
+            "chat.kv was saved with another model than bundle; load the one it was saved with",
+        ),
+        ({"model": "0"}, "chat.kv was saved with other files of bundle, which has changed since; start a new"),
+        ({"model": "0", "name": ["x"]}, "chat.kv was saved with the model ['x'], not bundle; load ['x']"),
+    ],
+)
+def test_what_a_saved_conversation_needs_is_said(
+    engine: Engine, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "chat.kv"
+    engine.session().save(path)
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    about = {**json.loads(arrays["about"].tobytes()), **changes}
+    with path.open("wb") as file:
+        np.savez(file, **{**arrays, "about": np.frombuffer(json.dumps(about).encode(), np.uint8)})
+    with pytest.raises(InputError, match=re.escape(message)):
+        engine.session(resume=path)
 
 
 def test_a_closed_session_refuses_messages(engine: Engine) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,6 +178,28 @@ def test_inspect_describes_a_model(tiny_bundle: Path, capsys: pytest.CaptureFixt
     assert main(["inspect", str(tiny_bundle)]) == 0
     assert "bits per weight" in capsys.readouterr().out
     assert "does not exist" in fails(capsys, "inspect", "nothing")
+
+
+def test_inspect_shows_all_but_the_tokens_of_a_graph_without_a_tokenizer(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("model.onnx", "model.onnx.data"):
+        shutil.copy(tiny_bundle / name, tmp_path / name)
+    assert main(["inspect", str(tmp_path / "model.onnx"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["layers"], facts["vocabulary"], facts["token_trees"]) == (2, 300, True)
+    assert (facts["tokenizer"], facts["chat_template"], facts["end_tokens"]) == (False, False, [])
+    assert facts["context"] is None
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "tokenizer" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path), "--tokenizer", str(tiny_bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokenizer"] is True
+
+
+def test_the_bundled_model_cannot_be_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys, "models", "--remove", "shell-helper") == (
+        "shell-helper comes with edge-run and cannot be removed; name a model that edge-run pull downloaded"
+    )
 
 
 def test_devices_lists_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
