@@ -144,7 +144,10 @@ class Engine:
             prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=True)
         else:
             messages = [{"role": "system", "content": chosen.system}] if chosen.system is not None else []
-            prompt_ids = self.model.encode_chat([*messages, {"role": "user", "content": prompt}])
+            prompt_ids = self.model.encode_chat(
+                [*messages, {"role": "user", "content": prompt}],
+                special_tokens_in_messages=chosen.special_tokens_in_messages,
+            )
         return self.model.answer(None, prompt_ids, chosen)
 
     async def agenerate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
@@ -173,17 +176,20 @@ class Engine:
         return Session(self.model, system=system)
 
     @checked_arguments
-    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, special_tokens_in_messages: bool = False, **variables: Any
+    ) -> list[int]:
         """Token ids of a conversation in the chat template, up to the beginning of the assistant's answer.
 
         Args:
             messages: roles and contents, in order.
+            special_tokens_in_messages: as in `GenerateOptions`.
             variables: what the template takes besides, such as `tools` and `documents`.
 
         Raises:
             TemplateError: the model has no chat template, or it failed.
         """
-        return self.model.encode_chat(messages, **variables)
+        return self.model.encode_chat(messages, special_tokens_in_messages=special_tokens_in_messages, **variables)
 
     def cancel(self) -> None:
         """End the answer being generated, if there is one, after its current pass; callable from any thread."""

@@ -26,7 +26,7 @@ from .result import Chunk
 from .speculation.draft_loading import share_cores
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
-from .text.chat_template import ChatTemplate, Message, load_template
+from .text.chat_template import ChatTemplate, Message, encode_chat, load_template
 from .text.tokenizer import TextTokenizer
 
 
@@ -103,14 +103,29 @@ class LoadedModel:
             raise TemplateError(f"{self.bundle.folder} has no chat template", hint)
         return self.template
 
-    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, special_tokens_in_messages: bool = False, **variables: Any
+    ) -> list[int]:
         """Token ids of a conversation in the chat template, up to the beginning of the assistant's answer.
 
+        Args:
+            messages: roles and contents, in order.
+            special_tokens_in_messages: whether the text of a special token becomes that token also where it comes from
+                a message, a tool or a document, and not only where the template writes it.
+            variables: what the template takes besides, such as `tools` and `documents`.
+
         Raises:
+            InputError: the messages are nested too deep.
             TemplateError: the model has no chat template, or it failed.
         """
-        text = self.require_template().render(messages, **variables)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        template = self.require_template()
+        return encode_chat(
+            template,
+            self.tokenizer,
+            messages,
+            special_tokens_in_messages=special_tokens_in_messages,
+            **variables,
+        )
 
     def new_sequence(self) -> CachedSequence:
         """Make an empty sequence with a KV cache of its own.

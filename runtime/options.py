@@ -41,6 +41,9 @@ class GenerateOptions:
     """Continue the prompt as it is, without the chat template."""
     system: str | None = None
     """System message."""
+    special_tokens_in_messages: bool = False
+    """Whether the text of a special token in a message becomes that token. By default it stays text: only the chat
+    template writes control tokens."""
     speculation: Speculation = Speculation.AUTO
     """Which drafters to use. The text does not depend on it."""
     exact: bool = False

@@ -64,6 +64,13 @@ def run(
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     raw: Raw = False,
+    special_tokens_in_messages: Annotated[
+        bool,
+        typer.Option(
+            "--special-tokens-in-messages",
+            help="Turn the text of special tokens in messages, such as <|end|>, into these tokens.",
+        ),
+    ] = False,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -164,6 +171,7 @@ def run(
         repeat_penalty=repeat_penalty,
         seed=seed,
         raw=raw,
+        special_tokens_in_messages=special_tokens_in_messages,
         speculation=Speculation.parse(spec),
         exact=exact,
         draft_sampling=draft_sampling,

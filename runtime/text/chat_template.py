@@ -46,6 +46,8 @@ class ChatTemplate:
             TemplateError: a template is not valid Jinja.
         """
         self._variables = dict(special_tokens or {})
+        self.written: Final = "".join((source, with_tools or "", *self._variables.values()))
+        """Everything that the template may write by itself."""
         self._template = _CompiledTemplate(source)
         self._with_tools = self._template if with_tools is None else _CompiledTemplate(with_tools)
 
@@ -56,6 +58,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        mark: str = "",
         **variables: Any,
     ) -> str:
         """Render the prompt of a conversation.
@@ -65,6 +68,7 @@ class ChatTemplate:
             tools: functions the model may call, as JSON schemas: `{"type": "function", "function": {"name": ...}}`.
             documents: documents to answer from, usually each with a `title` and a `text`.
             add_generation_prompt: whether to end with the header of the assistant's answer.
+            mark: a character to keep as it is wherever text is escaped; empty for none.
             variables: whatever else the template reads, such as `enable_thinking` or `date_string`.
 
         Raises:
@@ -80,7 +84,7 @@ class ChatTemplate:
         }
         template = self._template if tools is None else self._with_tools
         try:
-            return template.render(context)
+            return template.render(context, mark)
         except Exception as error:
             raise TemplateError(f"the chat template failed: {_reason(error)}", _HINT) from error
 
@@ -101,11 +105,12 @@ class _CompiledTemplate:
         except Exception as error:
             raise TemplateError(f"the chat template is not valid: {_reason(error)}", _HINT) from error
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: Mapping[str, Any], mark: str) -> str:
         """Render within a budget; may raise anything."""
         context = self._template.new_context(dict(variables))
         assert isinstance(context, BudgetContext)  # noqa: S101  the environment makes no others
         context.budget = Budget(variables.values())
+        context.mark = mark
         context.step_cost, context.step_memory = self._work, self._memory
         context.budget.spend(self._work, self._memory)
         written = StringIO()
@@ -120,6 +125,32 @@ def _reason(error: Exception) -> str:
     """What went wrong, in one line."""
     text = " ".join(str(error)[: 4 * _MAX_REASON].split())[:_MAX_REASON]
     return text if isinstance(error, JinjaError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def encode_chat(
+    template: ChatTemplate,
+    tokenizer: TextTokenizer,
+    messages: Sequence[Message],
+    *,
+    special_tokens_in_messages: bool = False,
+    **variables: Any,
+) -> list[int]:
+    """Token ids of a conversation in a chat template.
+
+    Only the template writes special tokens: their texts in messages, tools and documents are plain text, unless
+    `special_tokens_in_messages` says otherwise.
+
+    Raises:
+        InputError: the messages are nested too deep.
+        TemplateError: the template failed.
+    """
+    own = {name: value for name, value in variables.items() if name in _SPECIAL_TOKENS}
+    inputs = {"messages": messages, **{name: value for name, value in variables.items() if name not in own}}
+    written = "".join((template.written, *map(str, own.values())))
+    marked = None if special_tokens_in_messages else tokenizer.mark(inputs, written)
+    if marked is None:
+        return tokenizer.encode(template.render(messages, **variables), add_special_tokens=False)
+    return tokenizer.encode_marked(template.render(**marked.values, **own, mark=marked.mark), marked.mark)
 
 
 def load_template(bundle: Bundle, tokenizer: TextTokenizer) -> ChatTemplate | None:

@@ -184,6 +184,8 @@ class BudgetContext(Context):
     """The variables of a rendering, and its budget."""
 
     budget: Budget
+    mark: str
+    """A character to keep as it is wherever text is escaped; empty for none."""
     step_cost: int
     """Work of running every node of the template once."""
     step_memory: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -213,6 +214,9 @@ def _tojson(
         budget.reserve(longest)
     budget.spend(1000 + 20 * weight + longest)
     written = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if ensure_ascii and context.mark:
+        # Of an even number of backslashes before it, none belongs to the escape of the mark.
+        written = re.sub(rf"(?<!\\)((?:\\\\)*)\\u{ord(context.mark):04x}", rf"\1{context.mark}", written)
     return budget.text(written)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
 from ...models.json_file import is_whole, shown
 from ...models.variants import GENAI_CONFIG
+from .message_marks import MarkedInputs, MessageMarks
+from .plain_encoding import PlainEncoding
 from .tokenizer_library import failures_as, is_failure, read_tokenizer, reason
 
 _PROBE: Final = "The 2 a-b.\n"
@@ -49,6 +51,9 @@ class TextTokenizer:
         self._check_ids([*beyond, *added])
         self.config: Final = bundle.json_file("tokenizer_config.json")
         self.special_ids: Final = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._marks: Final = MessageMarks(token.content for token in added.values() if token.special)
+        self._plain: PlainEncoding | None = None
+        """Encodes texts with special tokens in messages; made for the first of them."""
         self.eos: Final = self._find_eos(bundle, vocab_size)
         self.decode(self.encode(_PROBE, add_special_tokens=True))
 
@@ -66,6 +71,41 @@ class TextTokenizer:
                 raise InputError("the text is not valid Unicode", "remove the lone surrogate characters") from error
         self._check_ids(ids)
         return ids
+
+    def mark(self, inputs: Mapping[str, Any], written: str) -> MarkedInputs | None:
+        """Mark what looks like a special token in the inputs of a chat template; see `MessageMarks.mark`."""
+        return self._marks.mark(inputs, written)
+
+    def encode_marked(self, marked: str, mark: str) -> list[int]:
+        """Token ids of a text in which special tokens with a mark in them are plain text.
+
+        Where no special token has a mark in it, the ids are those of `encode` for the text without marks.
+
+        Raises:
+            BundleError: the tokenizer fails, or gives token ids that the model does not have.
+            InputError: the text contains lone surrogates, which are not valid Unicode.
+        """
+        text = marked.replace(mark, "")
+        ids = self.encode(text, add_special_tokens=False)
+        own = self._marks.own_tokens(marked, mark)
+        if own == self._marks.own_tokens(text) and self._count_special(ids) <= len(own):
+            return ids
+        with failures_as(self._failure):
+            plain = self._plain
+            if plain is None or plain.occurs_in(text):
+                plain = self._plain = PlainEncoding(self._tokenizer, text)
+            written = self._marks.replace_own(marked, mark, plain.stand_ins.__getitem__)
+            ids = plain.encode(written.replace(mark, ""))
+            if self._count_special(ids) > len(own):
+                # The model itself has a special token among its words: let no word go past a mark.
+                ids = plain.encode(written.replace(mark, plain.border))
+        self._check_ids(ids)
+        return ids
+
+    def _count_special(self, ids: Sequence[int]) -> int:
+        """Number of special tokens, without the one for unknown text, which any text may have."""
+        unknown = self._tokenizer.token_to_id(self.token_text("unk_token") or "<unk>")
+        return sum(token in self.special_ids and token != unknown for token in ids)
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD.

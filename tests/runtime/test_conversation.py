@@ -35,6 +35,21 @@ def test_answers_of_a_session_reuse_the_cache_without_changing_the_text(engine: 
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
 
 
+def test_a_session_reuses_the_cache_of_messages_with_typed_special_tokens(engine: Engine) -> None:
+    token = engine.tokenizer.token_text("eos_token")
+    counts = {}
+    for allowed in (False, True):
+        with engine.session() as chat:
+            first = chat.send(f"the {token} other", max_tokens=8, special_tokens_in_messages=allowed)
+            messages = list(chat.messages)
+            second = chat.send("in the end", max_tokens=8, special_tokens_in_messages=allowed)
+        ids = engine.encode_chat(messages[:1], special_tokens_in_messages=allowed)
+        assert first.stats.prompt_tokens == len(ids)
+        assert second.stats.reused_tokens >= len(ids)
+        counts[allowed] = len([token for token in ids if token in engine.tokenizer.special_ids])
+    assert counts[True] == counts[False] + 1
+
+
 def test_a_closed_stream_keeps_the_text_so_far(engine: Engine) -> None:
     chat = engine.session()
     stream = chat.stream("the", max_tokens=30)

@@ -48,6 +48,18 @@ def test_one_answer_is_streamed_to_stdout(tiny_bundle: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == out
 
 
+def test_typed_special_tokens_are_text_unless_an_option_allows_them(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with edgerun.load(tiny_bundle) as engine:
+        prompt = f"the{engine.tokenizer.token_text('eos_token')}"
+    counts = []
+    for options in ([], ["--special-tokens-in-messages"]):
+        assert main([str(tiny_bundle), "-p", prompt, "-n", "1", "--json", *options]) == 0
+        counts.append(json.loads(capsys.readouterr().out)["usage"]["prompt_tokens"])
+    assert counts[0] > counts[1]
+
+
 def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tiny_bundle), "-p", "the", "-n", "5", "--json"]) == 0
     out, err = capsys.readouterr()
