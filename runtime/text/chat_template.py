@@ -18,7 +18,7 @@ from jinja2 import TemplateError as JinjaError
 from ...errors import TemplateError
 from ...models.bundle import Bundle
 from .template_budget import MAX_CHARACTERS, Budget, BudgetContext, BudgetError
-from .template_sandbox import template_environment
+from .template_sandbox import NotAllowedError, template_environment
 from .tokenizer import TextTokenizer
 
 Message: TypeAlias = Mapping[str, Any]
@@ -96,17 +96,22 @@ class _CompiledTemplate:
         """Compile a template.
 
         Raises:
-            TemplateError: it is not valid Jinja, or uses what is not allowed.
+            TemplateError: it is not valid Jinja.
         """
         environment = template_environment()
+        self._refusal: NotAllowedError | None = None
         try:
             tree, self._work, self._memory = environment.parse_within_limits(source)
             self._template = environment.from_string(tree)
+        except NotAllowedError as error:
+            self._refusal = error  # the model still continues plain text
         except Exception as error:
             raise TemplateError(f"the chat template is not valid: {_reason(error)}", _HINT) from error
 
     def render(self, variables: Mapping[str, Any], mark: str) -> str:
         """Render within a budget; may raise anything."""
+        if self._refusal is not None:
+            raise self._refusal
         context = self._template.new_context(dict(variables))
         assert isinstance(context, BudgetContext)  # noqa: S101  the environment makes no others
         context.budget = Budget(variables.values())

@@ -67,6 +67,10 @@ _UNCHANGED: Final = (
 """Nodes that make no value of more than a few bytes, or whose value is counted by what they call."""
 
 
+class NotAllowedError(TemplateSyntaxError):
+    """A template is valid, but uses something that chat templates do not have here."""
+
+
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox with the filters, tests and functions of chat templates, all within the budget."""
 
@@ -93,7 +97,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             The tree, and the work and the memory of running every node of it once.
 
         Raises:
-            jinja2.TemplateError: the template is not valid, too long, or uses what is not allowed.
+            NotAllowedError: the template uses what is not allowed.
+            jinja2.TemplateError: the template is not valid, or too long.
         """
         if len(source) > _MAX_SOURCE:
             raise TemplateSyntaxError(f"it has {len(source)} characters; at most {_MAX_SOURCE} are allowed", 1)
@@ -209,7 +214,7 @@ class _Rewriting(NodeTransformer):
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         if not isinstance(node, _UNCHANGED):
-            raise TemplateSyntaxError(f"{type(node).__name__.lower()} is not allowed in a chat template", node.lineno)
+            raise NotAllowedError(f"{type(node).__name__.lower()} is not allowed in a chat template", node.lineno)
         return super().generic_visit(node, *args, **kwargs)
 
     def _children(self, node: nodes.Node) -> None:
@@ -244,13 +249,13 @@ class _Rewriting(NodeTransformer):
 
     def _filter(self, node: nodes.Filter) -> nodes.Node:
         if node.name not in FILTERS:
-            raise TemplateSyntaxError(f"the filter {node.name!r} is not allowed in a chat template", node.lineno)
+            raise NotAllowedError(f"the filter {node.name!r} is not allowed in a chat template", node.lineno)
         self._children(node)
         return node
 
     def _test(self, node: nodes.Test) -> nodes.Node:
         if node.name not in TESTS:
-            raise TemplateSyntaxError(f"the test {node.name!r} is not allowed in a chat template", node.lineno)
+            raise NotAllowedError(f"the test {node.name!r} is not allowed in a chat template", node.lineno)
         self._children(node)
         return node
 

@@ -105,6 +105,15 @@ def test_errors_name_missing_files(tiny_bundle: Path, tmp_path: Path) -> None:
         edgerun.load(folder)
 
 
+def test_a_model_with_a_refused_chat_template_continues_plain_text(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = copy_of(tiny_bundle, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content | wordwrap(1) }}", encoding="utf-8")
+    with edgerun.load(folder) as engine:
+        assert engine.generate("a", raw=True, max_tokens=2).text
+        with pytest.raises(TemplateError, match="the filter 'wordwrap' is not allowed in a chat template"):
+            engine.generate("a")
+
+
 def test_a_model_without_a_chat_template_only_continues_plain_text(tiny_bundle: Path, tmp_path: Path) -> None:
     folder = copy_of(tiny_bundle, tmp_path / "m")
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
