@@ -1,7 +1,8 @@
 """The folder that keeps intermediate results of an interrupted export.
 
-Those in the cache lie in `exports/KEY`, where the key is made of model and settings, with `exports/KEY.lock` beside.
-A folder there without a record of what it was made from is what is left of one that was in use when it was removed.
+Those in the cache lie in `exports/KEY`, where the key is made of model and settings. `locks/KEY` locks them: a folder
+with an open file cannot be removed on Windows. A folder without a record of what it was made from is what is left of
+one that was in use when it was removed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_old(folder.parent)
-        with _locked(folder.with_suffix(".lock"), folder):
+        with _locked(_lock_of(folder), folder):
             folder = _usable(folder)
             _claim(folder, made_from)
             yield folder
@@ -66,6 +67,13 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
         raise DestinationError(
             f"{folder} cannot be written: {error.strerror or error}", "free space there, or choose another with --work"
         ) from error
+
+
+def _lock_of(folder: Path) -> Path:
+    """The lock file of a folder in the cache; one with a number in its name has that of the folder without."""
+    lock = folder.parent.parent / "locks" / folder.name.partition("-")[0]
+    lock.parent.mkdir(exist_ok=True)
+    return lock
 
 
 @contextmanager
@@ -91,7 +99,7 @@ def _remove_old(exports: Path) -> None:
     for folder in [each for each in exports.iterdir() if each.is_dir() and not each.name.startswith(".")]:
         with suppress(OSError):  # in use, or removed meanwhile
             if time.time() - folder.stat().st_mtime > _KEPT_S:
-                with locked(exports / f"{folder.name.partition('-')[0]}.lock", 0.0):
+                with locked(_lock_of(folder), 0.0):
                     discard_folder(folder)
 
 
