@@ -26,6 +26,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Files in use cannot be removed or replaced then, as on Windows.
 pytest_plugins = ["support.windows_files"] if os.environ.get("EDGERUN_WINDOWS_FILES") else []
 
+# Only the tests' own processes warn of default encodings: programs that tests start would warn of other packages'.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("PYTHONWARNDEFAULTENCODING", None)
+
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"
 

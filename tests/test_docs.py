@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,25 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (command,) = [line for line in readme.splitlines() if line.endswith(".venv/bin/pytest")]
     assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_every_command_of_the_readme_has_a_spelling_for_powershell() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    commands = [line for line in lines if line.startswith("python3 -m venv")]
+    assert len(commands) == 2
+    for command in commands:
+        assert (
+            command.replace("python3", "python").replace(" &&", ";").replace(".venv/bin/", ".venv\\Scripts\\") in lines
+        )
+
+
+def test_the_oldest_python_is_the_same_everywhere() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    oldest = settings["project"]["requires-python"].removeprefix(">=")
+    listed = [name.rpartition(" ")[2] for name in settings["project"]["classifiers"] if "Python :: 3." in name]
+    assert listed[0] == settings["tool"]["mypy"]["python_version"] == oldest
+    assert settings["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+    assert f"With Python {oldest} or later" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -124,8 +124,10 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
         )
     progress(0.9)
     if quantized:
-        session = ContractSession(folder, config, len(tokens))
-        logits, expanded = session.forward_counting_expansions(tokens, np.arange(len(tokens)))
+        # No name keeps the session, which maps files: Windows could not remove the folder of an export that fails here.
+        logits, expanded = ContractSession(folder, config, len(tokens)).forward_counting_expansions(
+            tokens, np.arange(len(tokens))
+        )
         _require_fast_kernels(expanded, content)
     shipped = logits.astype(np.float64)
     correlation = float(np.corrcoef(shipped.ravel(), expected.ravel())[0, 1])

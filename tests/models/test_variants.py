@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -166,5 +168,10 @@ def test_a_variant_of_a_local_folder_is_named_after_a_colon(tmp_path: Path) -> N
     assert find_model(f"{tmp_path}/model:int4") == tmp_path / "model" / "int4" / "model.onnx"
     with pytest.raises(BundleError, match=r"has no variant q8; name one of fp32, int4$"):
         find_model(f"{tmp_path}/model:q8")
+
+
+@pytest.mark.skipif(sys.platform == "win32" or "EDGERUN_WINDOWS_FILES" in os.environ, reason="names with colons")
+def test_a_folder_with_a_colon_in_its_name_precedes_a_variant(tmp_path: Path) -> None:
+    (tmp_path / "model" / "int4").mkdir(parents=True)
     (tmp_path / "model:int4").mkdir()
     assert find_model(f"{tmp_path}/model:int4") == tmp_path / "model:int4"
