@@ -22,6 +22,18 @@ def bundled_folder() -> Path:
     return Path(__file__).parent / "bundled" / BUNDLED_MODEL
 
 
+def path_of_user(name: str | os.PathLike[str], hint: str) -> Path:
+    """Return the path that a user names, which may begin with a home folder.
+
+    Raises:
+        BundleError: there is no such user.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise BundleError(f"{name} does not exist: {error}", hint) from error
+
+
 def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKind.CPU) -> Path:
     """Return the path of a model: the one named, or the bundled one for None.
 
@@ -40,10 +52,7 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
     if name is not None:
         if not os.fspath(name):
             raise BundleError("the model's name is empty", _HINT)
-        try:
-            path = Path(name).expanduser()
-        except RuntimeError as error:
-            raise BundleError(f"{name} does not exist: {error}", _HINT) from error
+        path = path_of_user(name, _HINT)
         restore_folder(path)
         if (variant := _variant_of_folder(name)) is not None:
             return find_graph(*variant, kind)[0]

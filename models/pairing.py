@@ -71,13 +71,17 @@ def find_draft(target: Bundle, draft: str | os.PathLike[str] | None = "auto") ->
     if draft is None or draft == "none":
         return None
     named = target.manifest.draft if target.manifest is not None else None
-    beside = (target.folder / named.path).resolve() if named is not None else None
+    beside = Path(os.path.realpath(target.folder / named.path)) if named is not None else None
     if draft == "auto" and named is not None and named.graph:
         return _layer_skip_draft(target, named)
     if draft == "auto":
         return pair(target, open_bundle(beside), named) if beside is not None and beside.is_dir() else None
     found = open_bundle(find_model(draft))
-    return pair(target, found, named if found.folder.resolve() == beside and found.folder != target.folder else None)
+    return pair(
+        target,
+        found,
+        named if Path(os.path.realpath(found.folder)) == beside and found.folder != target.folder else None,
+    )
 
 
 def _layer_skip_draft(target: Bundle, named: DraftPairing) -> DraftPair:

@@ -16,7 +16,7 @@ import psutil
 
 from ..errors import InputError
 from ..models.bundle import open_bundle
-from ..models.find import find_model
+from ..models.find import find_model, path_of_user
 from ..models.pairing import find_draft
 from ..models.progress import Progress, silent
 from .argument_types import checked_arguments
@@ -81,7 +81,9 @@ def load(
     if prefix_cache is not None and prefix_cache < 0:
         raise InputError(f"prefix_cache is {prefix_cache}", "it must be a number of bytes, 0 or more")
     chosen = choose_device(device)
-    tokenizer_path = None if tokenizer is None else Path(tokenizer).expanduser()
+    tokenizer_path = (
+        None if tokenizer is None else path_of_user(tokenizer, "give a tokenizer.json, or a folder with one")
+    )
     bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer_path)
     if not threads and cache:
         threads = chosen_threads(bundle, SessionConfig(chosen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class CommandLine:
 
         Paths are shortened to their last name, so that no private path is published.
         """
-        words = ["edge-run", "export", model, self._context.params["destination"].resolve().name]
+        words = ["edge-run", "export", model, _real_name(self._context.params["destination"])]
         for parameter in self._context.command.params:
             if parameter.name is None or not parameter.opts[0].startswith("--") or parameter.name in _UNRECORDED:
                 continue
@@ -107,6 +108,11 @@ class CommandLine:
                 words.append(parameter.opts[0])
                 words += [] if value is True else [_spelled(value)]
         return shlex.join(words)
+
+
+def _real_name(path: Path) -> str:
+    """The last name of a path, also of `.`; other than `Path.resolve`, no error for links that lead to each other."""
+    return os.path.basename(os.path.realpath(path))
 
 
 def _spelled(value: object) -> str:
@@ -157,7 +163,7 @@ class ExportOptions:
         from ...export import ExportRecipe, ExportRequest, find_source, may_be_quantized
 
         given = self.source.as_posix()
-        name = given if is_on_hub(given) else self.source.resolve().name
+        name = given if is_on_hub(given) else _real_name(self.source)
         source = find_source(_on_disk(self.source))
         self._check_mixed(command_line)
         weights = self.weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -142,3 +143,21 @@ def test_a_piped_prompt_without_end_is_refused(
 
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(Endless()), encoding="utf-8"))
     assert "standard input has more than 16777216 bytes" in error_of(capsys, tiny_bundle)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
+@pytest.mark.parametrize("name", ["model.gguf", "model.onnx", "model"])
+def test_links_that_lead_to_each_other_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / name).symlink_to(name)
+    assert "does not exist" in error_of(capsys, "export", tmp_path / name, tmp_path / "out")
+    assert "does not exist" in error_of(capsys, tmp_path / name, "-p", "a")
+
+
+@pytest.mark.parametrize("option", ["--tokenizer", "--draft"])
+def test_the_home_of_an_unknown_user_is_refused(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    err = error_of(capsys, tiny_bundle, "-p", "a", option, "~nobody-has-this-name/x")
+    assert "~nobody-has-this-name/x does not exist" in err

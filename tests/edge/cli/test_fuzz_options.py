@@ -1,0 +1,108 @@
+"""Random options of every command: exit code 0, 1 or 2, one line of error, and bounded time and memory."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from edgerun.edge.cli.main import app
+from support.command_worker import CommandWorker, needs_limits
+
+PARTS = 4
+CASES = 125
+VALUES = (
+    *("0", "1", "-1", "2", "7", "1024", "3000000000", str(1 << 63), str(10**40), "1" * 5000, "0x10", "1e3", "٣"),
+    *("0.5", "nan", "inf", "-inf", "1e400", "1e-400", "", " ", "x", "auto", "none", "off", "all", "cpu", "gpu", "npu"),
+    *(
+        "suffix",
+        "suffix,model",
+        "suffix,,",
+        "model",
+        "chain",
+        "tree",
+        "int4",
+        "fp32",
+        "mixed",
+        "3.5bpw",
+        "self",
+        "\x1b[31m",
+    ),
+    *(
+        "é",
+        "\ud800",
+        "a" * 5000,
+        "{",
+        "org/name",
+        "org/name:q4@main",
+        "../..",
+        "/",
+        "/dev/zero",
+        "/dev/null",
+        "~nobody/x",
+    ),
+    *("FOLDER", "MODEL", "FILE", "MISSING", "PIPE", "-", "--", "-p", "1-2", "2-", "9-1", "--help"),
+)
+ALWAYS: dict[str, list[str]] = {
+    "bench": ["-n", "2", "--limit", "1", "--turns", "1"],
+    "verify": ["-n", "2", "--limit", "1"],
+    "tune": ["--context", "64"],
+    "run": ["-n", "2"],
+    "export": ["--calibration-tokens", "64", "--time-limit", "0"],
+}
+"""Options that come last, so that a combination that is right does not take long."""
+
+GOOD: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("max_tokens", "context", "threads", "top_k", "seed", "limit", "calibration_tokens"), ("2", "64")),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repeat_penalty", "time_limit", "bandwidth"), ("0.5", "0.9")),
+    **dict.fromkeys(("weights", "head", "draft_weights"), ("int8", "int4", "fp32", "int2")),
+    **dict.fromkeys(("prompts", "replay", "text", "calibration", "plan", "resume"), ("FILE",)),
+    **dict.fromkeys(("draft", "tokenizer", "work"), ("MODEL", "FOLDER")),
+    "spec": ("off", "suffix", "model", "history", "auto"),
+    "prompt": ("list files", "a"),
+    "method": ("rtn", "hqq"),
+    "draft_sampling": ("chain", "tree"),
+}
+"""Values that an option takes, by its name, so that some combinations get far."""
+
+
+@needs_limits
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_options(tiny_bundle: Path, tmp_path: Path, part: int) -> None:
+    command: Any = typer.main.get_command(app)
+    file = tmp_path / "file.txt"
+    file.write_text("some text\n\nmore text\n", encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe")
+    places = {"FOLDER": tmp_path, "MODEL": tiny_bundle, "FILE": file, "PIPE": tmp_path / "pipe"}
+    faults = []
+    with CommandWorker(tmp_path) as worker:
+        for seed in range(part * CASES, (part + 1) * CASES):
+            choice = random.Random(seed)
+            name = choice.choice(sorted(command.commands))
+            words = [name] if name != "run" or choice.random() < 0.5 else []
+            words += _words(choice, command.commands[name])
+            words += ALWAYS.get(name, []) if choice.random() < 0.97 or name in ("bench", "verify", "tune") else []
+            given = [str(places.get(word, word)) for word in words]
+            outcome = worker.run(given, choice.choice((b"", b"list files\r\n", b"\xff\xfe", b"\0")))
+            if outcome.fault:
+                faults.append(f"seed {seed}: {outcome}")
+    assert not faults, f"{len(faults)} of {CASES}\n\n" + "\n\n".join(faults)
+
+
+def _words(choice: random.Random, command: Any) -> list[str]:
+    """Arguments and options of a command, most of them its own."""
+    options = [each for each in command.params if each.param_type_name == "option" and each.name != "debug"]
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    words = [choice.choice((*VALUES, "MODEL", "MODEL", "MODEL")) for _ in arguments if choice.random() < 0.8]
+    for option in choice.sample(options, min(len(options), choice.choice((0, 1, 1, 2, 3, 5)))):
+        words.append(choice.choice(option.opts))
+        if not option.is_flag or choice.random() < 0.05:
+            words.append(choice.choice((*VALUES, *GOOD.get(option.name, ()) * 15)))
+    if choice.random() < 0.05:
+        words.insert(choice.randrange(len(words) + 1), choice.choice(VALUES))
+    return words
