@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from edgerun.edge.cli.main import app
+from edgerun.edge.cli.app import app
 from support.command_worker import CommandWorker, needs_limits
 
 PARTS = 4
