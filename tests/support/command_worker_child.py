@@ -21,7 +21,7 @@ def run(arguments: list[str], files: list[str]) -> int:
         opened = os.open(file, flags, 0o600)
         os.dup2(opened, descriptor)
         os.close(opened)
-    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
     try:
         return main(arguments)
     except BaseException:  # noqa: BLE001  the parent decides what it means
