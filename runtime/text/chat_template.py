@@ -46,7 +46,7 @@ class ChatTemplate:
             TemplateError: a template is not valid Jinja.
         """
         self._variables = dict(special_tokens or {})
-        self.written: Final = "".join((source, with_tools or "", *self._variables.values()))
+        self.written: Final = "".join((source, with_tools or "", *map(str, self._variables.values())))
         """Everything that the template may write by itself."""
         self._template = _CompiledTemplate(source)
         self._with_tools = self._template if with_tools is None else _CompiledTemplate(with_tools)
