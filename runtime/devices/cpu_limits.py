@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import sys
 from pathlib import Path
+
+import psutil
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -50,22 +50,11 @@ def _quota(group: Path) -> float | None:
     return processors if processors > 0 else None
 
 
-if sys.platform == "win32":
-
-    def allowed_cpus() -> frozenset[int] | None:
-        """Numbers of the logical processors that this process may run on; None for all."""
-        kernel = ctypes.WinDLL("kernel32")
-        kernel.GetCurrentProcess.restype = ctypes.c_void_p
-        kernel.GetProcessAffinityMask.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        process, system = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        found = kernel.GetProcessAffinityMask(kernel.GetCurrentProcess(), ctypes.byref(process), ctypes.byref(system))
-        # Where all are allowed, or the process runs in several groups of 64 processors, the mask says nothing.
-        if not found or process.value in (0, system.value):
-            return None
-        return frozenset(bit for bit in range(64) if process.value >> bit & 1)
-
-else:
-
-    def allowed_cpus() -> frozenset[int] | None:
-        """Numbers of the logical processors that this process may run on; None for all."""
-        return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+def allowed_cpus() -> frozenset[int] | None:
+    """Numbers of the logical processors that this process may run on; None where the system does not tell (macOS)."""
+    if sys.platform == "darwin":
+        return None
+    try:
+        return frozenset(psutil.Process().cpu_affinity()) or None
+    except (OSError, psutil.Error):
+        return None

@@ -6,13 +6,11 @@ Linux it agrees within a few hundredths with the time that the kernel says the t
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
+
+import psutil
 
 from ..devices.cpu_limits import allowed_cpus
 from ..devices.processor import default_threads, usable_physical_cores
@@ -23,6 +21,9 @@ _FREE_SHARE: Final = 0.1
 """The same as a share of the measurement's threads, whichever is more."""
 _TICK_ERROR_S: Final = 0.02
 """Error of the times of one processor: most systems count them in ticks of 10 to 16 ms."""
+
+_NOT_BUSY: Final = frozenset({"idle", "iowait", "guest", "guest_nice", "interrupt", "dpc"})
+"""Times that are idle, or part of another one (on Windows interrupts and deferred calls are part of the system's)."""
 
 
 class ProcessorTimes(NamedTuple):
@@ -83,56 +84,24 @@ def read_times() -> ProcessorTimes | None:
     return None if busy is None else ProcessorTimes(time.perf_counter(), busy, time.process_time())
 
 
-def linux_busy_ticks(stat: str, cpus: frozenset[int] | None) -> int:
-    """Sum the busy ticks of some processors, None for all, in the text of `/proc/stat`.
+def busy_seconds(processors: Sequence[Mapping[str, float]], allowed: frozenset[int] | None) -> float:
+    """Sum the busy times of some processors, None for all.
 
-    Time that a hypervisor gave to other guests (steal) counts as busy.
+    Args:
+        processors: the times of each, by what it did, as `psutil.cpu_times` names it. Time that a hypervisor gave to
+            other guests (`steal`) counts as busy; that of own guests is part of the user time.
+        allowed: numbers of the processors that count.
     """
-    ticks = 0
-    for line in stat.splitlines():
-        name, *fields = line.split()
-        number = name.removeprefix("cpu")
-        if name.startswith("cpu") and number.isdecimal() and (cpus is None or int(number) in cpus):
-            user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields[:8])
-            ticks += user + nice + system + irq + softirq + steal
-    return ticks
+    return sum(
+        seconds
+        for number, times in enumerate(processors)
+        for name, seconds in times.items()
+        if name not in _NOT_BUSY and (allowed is None or number in allowed)
+    )
 
 
-if sys.platform == "win32":
-
-    def _busy_seconds() -> float | None:
-        idle, kernel, user = ctypes.c_uint64(0), ctypes.c_uint64(0), ctypes.c_uint64(0)
-        read = ctypes.WinDLL("kernel32").GetSystemTimes
-        if not read(ctypes.byref(idle), ctypes.byref(kernel), ctypes.byref(user)):
-            return None
-        return (kernel.value + user.value - idle.value) * 1e-7  # kernel time contains the idle time
-
-elif sys.platform == "darwin":
-
-    def _busy_seconds() -> float | None:
-        try:
-            system = ctypes.CDLL(None)
-            host = _host(system)
-            ticks, count = (ctypes.c_uint32 * 4)(), ctypes.c_uint32(4)
-            failed = system.host_statistics(ctypes.c_uint32(host), 3, ticks, ctypes.byref(count))
-        except (OSError, AttributeError):
-            return None
-        user, kernel, _idle, nice = ticks
-        return None if failed else (user + kernel + nice) / os.sysconf("SC_CLK_TCK")
-
-    def _host(system: ctypes.CDLL) -> int:
-        """The port of this host. Every call of mach_host_self takes a reference, so it is made once."""
-        if not _HOST:
-            _HOST.append(int(system.mach_host_self()))
-        return _HOST[0]
-
-    _HOST: Final[list[int]] = []
-
-else:
-
-    def _busy_seconds() -> float | None:
-        try:
-            stat = Path("/proc/stat").read_text(encoding="ascii", errors="replace")
-            return linux_busy_ticks(stat, allowed_cpus()) / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError):
-            return None
+def _busy_seconds() -> float | None:
+    try:
+        return busy_seconds([times._asdict() for times in psutil.cpu_times(percpu=True)], allowed_cpus())
+    except (OSError, RuntimeError):  # a sandbox without these times
+        return None

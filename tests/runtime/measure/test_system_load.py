@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from edgerun.runtime.measure import system_load
-from edgerun.runtime.measure.system_load import LoadMeter, ProcessorTimes, linux_busy_ticks, read_times
+from edgerun.runtime.measure.system_load import LoadMeter, ProcessorTimes, busy_seconds, read_times
 
-STAT = """cpu  96254 74459 24505 84097 1131 0 539 4544 0 0
-cpu0 48209 34160 10862 46518 480 0 32 2348 0 0
-cpu1 48044 40299 13643 37578 651 7 506 2195 12 3
-cpu12 5 0 0 90 0 0 0 0 0 0
-intr 1 2 3
-ctxt 37
-"""
-"""The times of a shared virtual machine: user, nice, system, idle, iowait, irq, softirq, steal, guests."""
+LINUX = (
+    {"user": 482.09, "nice": 341.6, "system": 108.62, "idle": 465.18, "iowait": 4.8, "irq": 0.0, "softirq": 0.32}
+    | {"steal": 23.48, "guest": 100.0, "guest_nice": 50.0},
+    {"user": 480.44, "nice": 402.99, "system": 136.43, "idle": 375.78, "iowait": 6.51, "irq": 0.07, "softirq": 5.06}
+    | {"steal": 21.95, "guest": 0.12, "guest_nice": 0.03},
+)
+"""The times of a shared virtual machine with two processors."""
+WINDOWS = ({"user": 10.0, "system": 5.0, "idle": 85.0, "interrupt": 1.0, "dpc": 0.5},)
 
 
 def replay(*times: tuple[float, float, float]) -> Callable[[], ProcessorTimes]:
@@ -30,11 +30,13 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system_load, "usable_physical_cores", lambda: 4)
 
 
-def test_busy_ticks_of_the_processors_that_may_be_used() -> None:
-    first = 48209 + 34160 + 10862 + 32 + 2348
-    assert linux_busy_ticks(STAT, frozenset({0})) == first
-    assert linux_busy_ticks(STAT, frozenset({0, 12})) == first + 5
-    assert linux_busy_ticks(STAT, None) == first + 48044 + 40299 + 13643 + 7 + 506 + 2195 + 5
+def test_busy_times_of_the_processors_that_may_be_used() -> None:
+    first = 482.09 + 341.6 + 108.62 + 0.32 + 23.48
+    second = 480.44 + 402.99 + 136.43 + 0.07 + 5.06 + 21.95
+    assert busy_seconds(LINUX, frozenset({0})) == pytest.approx(first)
+    assert busy_seconds(LINUX, frozenset({1, 12})) == pytest.approx(second)
+    assert busy_seconds(LINUX, None) == pytest.approx(first + second)
+    assert busy_seconds(WINDOWS, None) == pytest.approx(15.0)
 
 
 @pytest.mark.parametrize(
