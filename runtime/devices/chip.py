@@ -49,28 +49,34 @@ def platform_of(built_for: str, architecture: str) -> str:
 def running_architecture() -> str:
     """The architecture that this process runs as, such as x86_64 or arm64."""
     if sys.platform == "win32":
-        return os.environ.get("PROCESSOR_ARCHITECTURE", "") or sysconfig.get_platform().rpartition("-")[2]
-    return os.uname().machine
+        architecture = os.environ.get("PROCESSOR_ARCHITECTURE", "") or sysconfig.get_platform().rpartition("-")[2]
+    else:
+        architecture = os.uname().machine
+    return architecture
 
 
 @cache
 def chip_name() -> str:
     """The chip's name as the system gives it; empty where it gives none."""
     if sys.platform == "win32":
-        return windows_name(_windows_registry(), os.environ)
-    if sys.platform == "darwin":
-        return _sysctl(_APPLE_NAME).rstrip(b"\0").decode(errors="replace")
-    return linux_name(_cpu_info())
+        name = windows_name(_windows_registry(), os.environ)
+    elif sys.platform == "darwin":
+        name = _sysctl(_APPLE_NAME).rstrip(b"\0").decode(errors="replace")
+    else:
+        name = linux_name(_cpu_info())
+    return name
 
 
 @cache
 def chip_features() -> str:
     """The chip's instruction sets, as far as the system tells them."""
     if sys.platform == "win32":
-        return windows_features(ctypes.WinDLL("kernel32").IsProcessorFeaturePresent)
-    if sys.platform == "darwin":
-        return " ".join(name for name in _APPLE_FEATURES if any(_sysctl(name)))
-    return linux_features(_cpu_info())
+        features = windows_features(ctypes.WinDLL("kernel32").IsProcessorFeaturePresent)
+    elif sys.platform == "darwin":
+        features = " ".join(name for name in _APPLE_FEATURES if any(_sysctl(name)))
+    else:
+        features = linux_features(_cpu_info())
+    return features
 
 
 def linux_name(cpu_info: str) -> str:

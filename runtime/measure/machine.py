@@ -27,5 +27,7 @@ def _system() -> str:
     if sys.platform == "win32":
         # The platform module asks a service of Windows that may hang.
         version = sys.getwindowsversion()
-        return f"Windows-{version.major}.{version.minor}.{version.build}"
-    return platform.platform(terse=True)
+        system = f"Windows-{version.major}.{version.minor}.{version.build}"
+    else:
+        system = platform.platform(terse=True)
+    return system

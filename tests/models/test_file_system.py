@@ -45,10 +45,10 @@ def refusals(monkeypatch: pytest.MonkeyPatch, count: int, error: OSError) -> Non
 
 
 def test_a_file_in_use_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> None:
-    (tmp_path / "one").write_text("1")
+    (tmp_path / "one").write_text("1", encoding="utf-8")
     refusals(monkeypatch, 3, InUse(13, "in use"))
     move(tmp_path / "one", tmp_path / "two")
-    assert (tmp_path / "two").read_text() == "1"
+    assert (tmp_path / "two").read_text(encoding="utf-8") == "1"
     refusals(monkeypatch, 2, InUse(13, "in use"))
     remove(tmp_path / "two")
     assert list(tmp_path.iterdir()) == []
@@ -56,7 +56,7 @@ def test_a_file_in_use_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_it_gives_up_within_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> None:
-    (tmp_path / "one").write_text("1")
+    (tmp_path / "one").write_text("1", encoding="utf-8")
     refusals(monkeypatch, 100, InUse(13, "in use"))
     with pytest.raises(PermissionError) as raised:
         move(tmp_path / "one", tmp_path / "two")
@@ -65,7 +65,7 @@ def test_it_gives_up_within_two_seconds(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_other_errors_are_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> None:
-    (tmp_path / "one").write_text("1")
+    (tmp_path / "one").write_text("1", encoding="utf-8")
     refusals(monkeypatch, 1, PermissionError(13, "Permission denied"))
     with pytest.raises(PermissionError) as raised:
         remove(tmp_path / "one")
