@@ -39,6 +39,8 @@ UNUSUAL: Final[Sequence[Any]] = (
 )
 """Values of other types and sizes than settings have."""
 
+_MAX_BYTES: Final = 1 << 26
+
 
 class Damage:
     """Damages files of a folder.
@@ -55,8 +57,9 @@ class Damage:
         """What was done."""
 
     def file(self, *suffixes: str) -> Path:
-        """A random regular file of the folder, with one of these suffixes if there are any."""
-        files = [path for path in sorted(self.folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+        """A random regular file of the folder, with one of these suffixes if there are any; none made huge before."""
+        found = (path for path in sorted(self.folder.rglob("*")) if path.is_file() and not path.is_symlink())
+        files = [path for path in found if path.stat().st_size <= _MAX_BYTES]
         chosen = [path for path in files if not suffixes or path.suffix in suffixes]
         return self.random.choice(chosen or files)
 
