@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -52,9 +53,8 @@ def _quota(group: Path) -> float | None:
 
 def allowed_cpus() -> frozenset[int] | None:
     """Numbers of the logical processors that this process may run on; None where the system does not tell (macOS)."""
-    if sys.platform == "darwin":
-        return None
-    try:
-        return frozenset(psutil.Process().cpu_affinity()) or None
-    except (OSError, psutil.Error):
-        return None
+    allowed: frozenset[int] | None = None
+    if sys.platform != "darwin":
+        with suppress(OSError, psutil.Error):
+            allowed = frozenset(psutil.Process().cpu_affinity()) or None
+    return allowed
