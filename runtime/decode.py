@@ -110,7 +110,7 @@ def decode(
     eos, cancelled = limits.eos, limits.cancelled
     # The last token has to run again even if its slot is cached, or there would be no logits to choose from.
     arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
-    sampler.observe(prompt_ids)
+    sampler.observe_prompt(prompt_ids)
     passes, target_s = 0, 0.0
     report: Round | None = None
     try:

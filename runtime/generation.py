@@ -14,7 +14,7 @@ from .kv.prefix_cache import PrefixCache
 from .measure.exactness import SAMPLE_TEXT
 from .options import GenerationRequest
 from .result import Chunk, StatsRecorder
-from .sampling import Sampler
+from .sampling.sampler import Sampler
 from .speculation.near_ties import NearTies
 from .speculation.pool import DrafterPool
 from .speculation.replay import ReplaySampler

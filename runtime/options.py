@@ -12,7 +12,7 @@ from ..errors import BundleError, InputError
 from ..models.bundle import Bundle
 from ..models.variants import GENAI_CONFIG
 from .argument_types import check_fields
-from .sampling import SamplingParams
+from .sampling.sampler import SamplingParams
 from .speculation.choice import Speculation
 from .speculation.replay import Recording
 from .speculation.sampled_speculator import DraftSampling

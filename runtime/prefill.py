@@ -9,7 +9,7 @@ import numpy as np
 
 from ..models.progress import Progress, silent
 from .graph.bound_session import BoundSession
-from .sampling import Logits
+from .sampling.sampler import Logits
 
 PREFILL_TOKENS: Final = 128
 """Prompt tokens per pass: wide enough for efficient matrix products (256 gains under 2 %), small enough to bound the

@@ -25,7 +25,7 @@ ONLY_IN = {
     "torch": (),
     "transformers": (),
 }
-TOKENS_ONLY = ("runtime/decode.py", "runtime/sampling.py", "runtime/kv/", "runtime/graph/", "runtime/speculation/")
+TOKENS_ONLY = ("runtime/decode.py", "runtime/sampling/", "runtime/kv/", "runtime/graph/", "runtime/speculation/")
 MOST_TOP_MODULES = {"runtime": 12, "export": 8}
 SAME_JOB = {
     "main": "the entry point of a room",

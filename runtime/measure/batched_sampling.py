@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..engine import Engine
 from ..graph.bound_session import BoundSession, Floats
 from ..prefill import prefill
-from ..sampling import Sampler, SamplingParams
+from ..sampling.sampler import Sampler, SamplingParams
 
 _MAX_BATCH: Final = 8
 """Most texts of a pass; beyond it a further text costs as much again."""

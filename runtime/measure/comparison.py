@@ -25,7 +25,7 @@ from ..engine import Engine
 from ..options import GenerationRequest
 from ..prefill import prefill
 from ..result import DraftCounts
-from ..sampling import Logits, Sampler, SamplingParams, uniform_at
+from ..sampling.sampler import Logits, Sampler, SamplingParams, uniform_at
 from ..speculation.drafters.interface import CostlyDrafter, Drafter
 from ..speculation.drafters.oracle import OracleDrafter, TreeDrafter
 from ..speculation.near_ties import NearTies
@@ -281,6 +281,9 @@ class _ForcedSampler:
         del position
         self.logits = logits.copy()
         return next(self._tokens, 0)
+
+    def observe_prompt(self, tokens: Sequence[int], /) -> None:
+        """Ignore the tokens; the choices do not depend on them."""
 
     def observe(self, tokens: Sequence[int], /) -> None:
         """Ignore the tokens; the choices do not depend on them."""

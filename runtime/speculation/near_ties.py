@@ -14,7 +14,7 @@ from typing import Final
 
 from ..graph.bound_session import BoundSession
 from ..prefill import Cancelled, prefill
-from ..sampling import Logits, Sampler
+from ..sampling.sampler import Logits, Sampler
 from .tree import Tree
 from .verification import VerifyResult, walk_tree
 

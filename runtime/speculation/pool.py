@@ -27,7 +27,7 @@ from ..measure.measuring_time import MeasuringTime
 from ..measure.pass_timing import MEASURING_SPEED, PASS_COSTS, load_or_measure_pass_cost, measure_pass_cost
 from ..measure.system_load import LoadMeter
 from ..options import GenerationRequest, Persistence
-from ..sampling import SamplingParams
+from ..sampling.sampler import SamplingParams
 from .choice import SOURCE_NAMES, Speculation
 from .draft_loading import load_draft, load_layer_skip_draft
 from .drafters.draft_model import DraftModel

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..sampling import Logits
+from ..sampling.sampler import Logits
 from .verification import TokenSampler
 
 
@@ -66,6 +66,10 @@ class ReplaySampler:
             last = self._start + len(self._answer) - 1
             raise IndexError(f"position {position} is outside the recorded answer ({self._start} to {last})")
         return self._answer[index]
+
+    def observe_prompt(self, tokens: Sequence[int]) -> None:
+        """Add tokens of the prompt to the other sampler's sequence."""
+        self._sampler.observe_prompt(tokens)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Add tokens to the other sampler's sequence."""

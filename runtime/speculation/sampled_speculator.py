@@ -11,7 +11,7 @@ from collections.abc import Container
 from enum import Enum
 from typing import Final
 
-from ..sampling import Logits, Sampler, SamplingParams
+from ..sampling.sampler import Logits, Sampler, SamplingParams
 from .drafters.draft_model import DraftModel
 from .drafters.sampled import AcceptanceEstimate, SampledDrafter
 from .growth import TokenPrices

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..distribution import Distribution
-from ..sampling import Logits, Purpose, Sampler, uniform_at, uniforms_at
+from ..sampling.distribution import Distribution
+from ..sampling.sampler import Logits, Purpose, Sampler, uniform_at, uniforms_at
 from .tree import Tree
 from .verification import VerifyResult, walk_tree
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..sampling import Logits
+from ..sampling.sampler import Logits
 from .backoff import DraftingBalance
 from .draft_value import DraftModelValue
 from .drafters.interface import CostlyDrafter, Drafter

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..sampling import Logits
+from ..sampling.sampler import Logits
 from .tree import Tree
 
 
@@ -21,8 +21,11 @@ class TokenSampler(Protocol):
     def choose(self, logits: Logits, position: int, /) -> int:
         """Choose the token at `position`, its index in the sequence, from float32 logits `[V]`."""
 
+    def observe_prompt(self, tokens: Sequence[int], /) -> None:
+        """Add tokens of the prompt to the sequence; the repetition penalty depends on them."""
+
     def observe(self, tokens: Sequence[int], /) -> None:
-        """Add tokens to the sequence; repetition penalties depend on them."""
+        """Add tokens of the answer to the sequence; penalties depend on them."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ same, after waits that double, because texts change.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...distribution import Distribution
-from ...sampling import Sampler, SamplingParams
+from ...sampling.distribution import Distribution
+from ...sampling.sampler import Sampler, SamplingParams
 from ..backoff import Backoff
 from ..growth import TokenPrices
 from ..sampled_verification import SampledDraft, sample_children
@@ -77,8 +78,9 @@ class SampledDrafter:
     def __init__(self, model: DraftModel, params: SamplingParams, estimate: AcceptanceEstimate | None = None) -> None:
         self.model: Final = model
         self.estimate: Final = AcceptanceEstimate() if estimate is None else estimate
-        self._params = params
-        self._sampler = Sampler(params, model.head)
+        biases = [(place, bias) for token, bias in params.logit_bias for place in self._head_places((token,)).tolist()]
+        self._params = replace(params, logit_bias=tuple(biases))
+        self._sampler = Sampler(self._params, model.head)
         self._length = 0
         self._backoff = Backoff(_FIRST_WAIT, _MAX_WAIT)
         self._backoff.start()
@@ -87,7 +89,7 @@ class SampledDrafter:
         """Replace the sequence."""
         self.model.reset(token_ids)
         self._sampler = Sampler(self._params, self.model.head)
-        self._sampler.observe(self._head_places(token_ids))
+        self._sampler.observe_prompt(self._head_places(token_ids))
         self._length = len(token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession as RuntimeGraph
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from support.adversarial_drafters import eager

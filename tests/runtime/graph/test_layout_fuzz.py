@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import edgerun
 from edgerun import EdgeError
 from edgerun.runtime.decode import DecodeLimits, decode
-from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from support.adversarial_drafters import eager

@@ -20,7 +20,7 @@ from edgerun.runtime.graph.graph_io import CacheMode, LogitsMode
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.result import Reply
-from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.model import ModelDrafter

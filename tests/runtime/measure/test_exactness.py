@@ -30,7 +30,7 @@ from edgerun.runtime.measure.exactness import (
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.width_noise import WIDTHS, WidthNoise, measure_width_noise
 from edgerun.runtime.result import DraftCounts
-from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
 TEXTS = [np.random.default_rng(seed).integers(5, 300, 60).tolist() for seed in range(3)]

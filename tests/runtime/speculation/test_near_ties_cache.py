@@ -14,7 +14,7 @@ from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.distribution import Distribution
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.sampling import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
+from edgerun.runtime.sampling.distribution import Distribution
+from edgerun.runtime.sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 from edgerun.runtime.speculation.sampled_verification import (
     SampledDraft,
     acceptance_probability,
@@ -161,6 +161,9 @@ def test_sample_then_match_gives_the_targets_distribution() -> None:
             class Scripted:
                 def choose(self, logits: Logits, position: int, script: Text = script) -> int:
                     return script[position]
+
+                def observe_prompt(self, tokens: Sequence[int]) -> None:
+                    pass
 
                 def observe(self, tokens: Sequence[int]) -> None:
                     pass

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.backoff import DraftingBalance
 from edgerun.runtime.speculation.drafters.interface import Candidate
 from edgerun.runtime.speculation.drafters.oracle import OracleDrafter

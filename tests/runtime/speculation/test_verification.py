@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.sampling import Logits, Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Logits, Sampler, SamplingParams
 from edgerun.runtime.speculation.replay import ReplaySampler
 from edgerun.runtime.speculation.tree import Source, Tree
 from edgerun.runtime.speculation.verification import TokenSampler, VerifyResult, verify_tree
@@ -147,6 +147,9 @@ def test_only_logits_on_the_accepted_path_are_read() -> None:
         def choose(self, logits: Logits, position: int) -> int:
             self.seen.append((float(logits[0]), position))
             return int(logits.argmax())
+
+        def observe_prompt(self, tokens: Sequence[int]) -> None:
+            pass
 
         def observe(self, tokens: Sequence[int]) -> None:
             pass

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.distribution import Distribution
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.sampling import Sampler, SamplingParams
+from edgerun.runtime.sampling.distribution import Distribution
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.sampled import AcceptanceEstimate, SampledDrafter
 from edgerun.runtime.speculation.growth import TokenPrices

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.distribution import Distribution
+from edgerun.runtime.sampling.distribution import Distribution
 
 V = 12
 

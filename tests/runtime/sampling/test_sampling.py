@@ -10,17 +10,23 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edgerun import EdgeError, InputError
-from edgerun.runtime.sampling import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
+from edgerun.runtime.sampling.sampler import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 
 
 def naive_distribution(
-    logits: npt.NDArray[np.float32], params: SamplingParams, seen: set[int]
+    logits: npt.NDArray[np.float32], params: SamplingParams, prompt: list[int], answer: list[int]
 ) -> npt.NDArray[np.float64]:
-    """The textbook pipeline, written the slow way: penalty, temperature, top-k, top-p, min-p, renormalised."""
+    """The textbook pipeline, written the slow way: penalties, biases, temperature, top-k, top-p, min-p."""
     scores = logits.astype(np.float64)
-    for token in seen:
+    for token in {*prompt, *answer}:
         p = params.repeat_penalty
         scores[token] = np.float32(logits[token] / p) if logits[token] > 0 else np.float32(logits[token] * p)
+    for token in answer:
+        scores[token] -= params.frequency_penalty
+    for token in set(answer):
+        scores[token] -= params.presence_penalty
+    for token, bias in params.logit_bias:
+        scores[token] += bias
     scores = scores / params.temperature
     if 0 < params.top_k < scores.size:
         scores[scores < np.sort(scores)[-params.top_k]] = -np.inf
@@ -56,21 +62,36 @@ LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.integers(-40, 40).ma
     top_p=st.sampled_from([0.1, 0.337, 0.5, 0.913, 1.0]),
     min_p=st.sampled_from([0.0, 0.0123, 0.177]),
     penalty=st.sampled_from([1.0, 2.0, 0.5]),
+    presence=st.sampled_from([0.0, 0.5, -2.0]),
+    frequency=st.sampled_from([0.0, 0.25, -1.5]),
     data=st.data(),
 )
 @settings(max_examples=300)
-def test_probabilities_equal_the_textbook_pipeline(logits, temperature, top_k, top_p, min_p, penalty, data) -> None:
-    params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
-    seen = set(data.draw(st.lists(st.integers(0, logits.size - 1), max_size=5)))
+def test_probabilities_equal_the_textbook_pipeline(
+    logits, temperature, top_k, top_p, min_p, penalty, presence, frequency, data
+) -> None:
+    tokens = st.integers(0, logits.size - 1)
+    bias = data.draw(st.lists(st.tuples(tokens, st.sampled_from([-100.0, -0.25, 3.0])), max_size=3))
+    params = SamplingParams(
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repeat_penalty=penalty,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=tuple(bias),
+    )
+    prompt, answer = data.draw(st.lists(tokens, max_size=5)), data.draw(st.lists(tokens, max_size=5))
     sampler = Sampler(params, logits.size)
-    sampler.observe(sorted(seen))
+    sampler.observe_prompt(prompt)
+    sampler.observe(answer)
     before = logits.copy()
     ids, probabilities = sampler.probabilities(logits)
     dense = np.zeros(logits.size)
     dense[ids] = probabilities
-    np.testing.assert_allclose(
-        dense, naive_distribution(logits, params, seen if penalty != 1 else set()), rtol=1e-6, atol=1e-12
-    )
+    expected = naive_distribution(logits, params, prompt, answer)
+    np.testing.assert_allclose(dense, expected, rtol=1e-6, atol=1e-12)
     assert (np.diff(ids) > 0).all()
     np.testing.assert_array_equal(logits, before)
 
@@ -140,6 +161,27 @@ def test_rollback_forgets_the_observed_tokens() -> None:
     assert sampler.choose(logits, 0) == 1
 
 
+@given(data=st.data())
+def test_rollback_restores_the_counts_of_the_answer(data) -> None:
+    tokens = st.lists(st.integers(0, 5), max_size=8)
+    params = SamplingParams(temperature=1.0, repeat_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    logits = np.arange(6, dtype=np.float32)
+    sampler = Sampler(params, 6)
+    sampler.observe_prompt(data.draw(tokens))
+    sampler.observe(data.draw(tokens))
+    before = sampler.distribution(logits)
+    with sampler.rollback():
+        sampler.observe(data.draw(tokens))
+        with sampler.rollback():
+            sampler.observe(data.draw(tokens))
+    np.testing.assert_array_equal(sampler.distribution(logits).probs, before.probs)
+
+
+def test_a_bias_for_a_token_that_the_model_lacks_is_refused() -> None:
+    with pytest.raises(InputError, match="logit_bias has token 6; token ids of this model are 0 to 5"):
+        Sampler(SamplingParams(logit_bias=((6, 1.0),)), 6)
+
+
 def test_a_distribution_stays_valid_after_the_next_call() -> None:
     sampler = Sampler(SamplingParams(temperature=0.8, top_k=3), 5)
     logits = np.array([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], np.float32)
@@ -195,6 +237,9 @@ def test_a_choice_allocates_no_array_of_vocabulary_size() -> None:
         ({"top_p": 1.5}, "top-p is 1.5; it must be above 0 and at most 1"),
         ({"min_p": 1.0}, "min-p is 1.0; it must be at least 0 and below 1"),
         ({"repeat_penalty": 0.0}, "repeat-penalty is 0.0; it must be between 0.01 and 100"),
+        ({"presence_penalty": 2.5}, "presence-penalty is 2.5; it must be between -2 and 2"),
+        ({"frequency_penalty": float("nan")}, "frequency-penalty is nan; it must be between -2 and 2"),
+        ({"logit_bias": ((1, 101.0),)}, "a logit bias is 101.0; it must be between -100 and 100"),
         ({"seed": -1}, "seed is -1; it must be at least 0 and below 2 to the 64th"),
     ],
 )

@@ -8,8 +8,7 @@ once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, TypeAlias
@@ -17,8 +16,9 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import EdgeError, InputError
+from ...errors import EdgeError, InputError
 from .distribution import Distribution
+from .logit_adjustments import LogitAdjustments, LogitParams
 
 _GROUP: Final = 64
 _USUAL_NUCLEUS: Final = 1024
@@ -28,21 +28,21 @@ Logits: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(LogitParams):
     """How the next token is chosen; the default is greedy.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off. `repeat_penalty` divides the
-    positive and multiplies the negative logits of every token already in the context (Keskar et al. 2019, CTRL).
+    Penalties and biases come first, see `LogitParams`. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0
+    switch those filters off.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repeat_penalty: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks = (
             (
                 "temperature",
@@ -53,7 +53,6 @@ class SamplingParams:
             ("top-k", self.top_k, self.top_k >= 0, "0 (off) or more"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min-p", self.min_p, 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repeat-penalty", self.repeat_penalty, 0.01 <= self.repeat_penalty <= 100, "between 0.01 and 100"),
             ("seed", self.seed, 0 <= self.seed < 1 << 64, "at least 0 and below 2 to the 64th"),
         )
         for name, value, good, expected in checks:
@@ -103,7 +102,7 @@ def _require_finite(largest: float) -> None:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence; records the tokens of the context for the repetition penalty.
+    """Chooses the tokens of one sequence; records its tokens for penalties.
 
     Args:
         params: how tokens are chosen.
@@ -113,33 +112,24 @@ class Sampler:
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
         self.params = params
         self._ids = np.arange(vocab_size) if not params.greedy else np.empty(0, np.intp)
-        self._scores = np.empty(vocab_size, np.float32)
         self._weights = np.empty(vocab_size if not params.greedy else 0, np.float64)
         self._cumulative = np.empty(vocab_size if not params.greedy else 0, np.float64)
         self._mask = np.empty(vocab_size, np.bool_)
-        self._seen = np.zeros(vocab_size, np.bool_)
-        self._seen_ids = np.empty(vocab_size, np.intp)
-        self._seen_count = 0
+        self._adjustments = LogitAdjustments(params, vocab_size) if params.adjusts else None
+
+    def observe_prompt(self, tokens: npt.ArrayLike) -> None:
+        """Add tokens of the prompt to the sequence."""
+        if self._adjustments is not None:
+            self._adjustments.observe_prompt(tokens)
 
     def observe(self, tokens: npt.ArrayLike) -> None:
-        """Add tokens to the context, for the repetition penalty."""
-        if self.params.repeat_penalty == 1:
-            return
-        for token in np.asarray(tokens, np.intp).ravel():
-            if not self._seen[token]:
-                self._seen[token] = True
-                self._seen_ids[self._seen_count] = token
-                self._seen_count += 1
+        """Add tokens of the answer to the sequence."""
+        if self._adjustments is not None:
+            self._adjustments.observe(tokens)
 
-    @contextmanager
-    def rollback(self) -> Iterator[None]:
-        """Forget the tokens observed within the `with` block when it ends."""
-        count = self._seen_count
-        try:
-            yield
-        finally:
-            self._seen[self._seen_ids[count : self._seen_count]] = False
-            self._seen_count = count
+    def rollback(self) -> AbstractContextManager[None]:
+        """A context that forgets the tokens observed within it when it ends."""
+        return nullcontext() if self._adjustments is None else self._adjustments.rollback()
 
     def choose(self, logits: Logits, position: int) -> int:
         """Choose a token; of equal logits, greedy decoding takes the lowest id.
@@ -152,7 +142,7 @@ class Sampler:
             EdgeError: some logits are NaN, or the largest is infinite.
         """
         if self.params.greedy:
-            scores = logits if self.params.repeat_penalty == 1 else self._penalized(logits)
+            scores = self._adjusted(logits)
             token = int(scores.argmax())  # that of the first NaN, if there is one
             _require_finite(scores.item(token))
             return token
@@ -163,8 +153,8 @@ class Sampler:
         return int(ids[min(int(np.searchsorted(cumulative, drawn, side="right")), ids.size - 1)])
 
     def top_two_margin(self, logits: Logits) -> float:
-        """Difference of the two largest of `logits` `[V]`, after the repetition penalty."""
-        scores = logits if self.params.repeat_penalty == 1 else self._penalized(logits)
+        """Difference of the two largest of `logits` `[V]`, after penalties and biases."""
+        scores = self._adjusted(logits)
         groups = scores.size // _GROUP
         if groups > 2:
             # Both are in the two groups with the highest maxima, or in the values behind the last whole group.
@@ -190,7 +180,7 @@ class Sampler:
             EdgeError: some logits are NaN, or the largest is infinite.
         """
         params = self.params
-        scores = self._penalized(logits)
+        scores = self._adjusted(logits)
         largest = scores.max()
         _require_finite(float(largest))
         ids = self._ids
@@ -216,15 +206,9 @@ class Sampler:
         ids, probabilities = self.probabilities(logits)
         return Distribution(ids.copy(), probabilities.copy())
 
-    def _penalized(self, logits: Logits) -> Logits:
-        scores = self._scores
-        np.copyto(scores, logits)
-        penalty = self.params.repeat_penalty
-        if penalty != 1 and self._seen_count:
-            ids = self._seen_ids[: self._seen_count]
-            seen = scores[ids]
-            scores[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
-        return scores
+    def _adjusted(self, logits: Logits) -> Logits:
+        """The logits after penalties and biases, valid until the next call."""
+        return logits if self._adjustments is None else self._adjustments.apply(logits)
 
     def _nucleus(
         self, ids: npt.NDArray[np.intp], weights: npt.NDArray[np.float64], top_p: float

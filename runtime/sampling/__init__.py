@@ -1,0 +1,1 @@
+"""Choosing tokens: penalties and biases, filters, random numbers by position."""
