@@ -114,6 +114,11 @@ def _as_type(value: Any, kind: Any) -> Any:
             if not any(_fits(each, option) for option in _options(element)):
                 raise TypeError
         return value
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        key, element = get_args(kind) or (Any, Any)
+        return {_as_type(each, key): _as_type(item, element) for each, item in value.items()}
     if _is_callback(origin):
         if not callable(value):
             raise TypeError
@@ -154,7 +159,10 @@ def _described(kind: Any) -> str:
         (element,) = get_args(kind) or (Any,)
         return f"a list, each item {' or '.join(map(_described, _named(element)))}"
     if origin is Mapping:
-        return "a mapping"
+        key, element = get_args(kind) or (Any, Any)
+        return "a mapping" + (
+            f", each key {_described(key)}, each value {_described(element)}" if element is not Any else ""
+        )
     if origin is os.PathLike:
         return "a path"
     if _is_callback(origin):

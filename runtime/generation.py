@@ -96,7 +96,7 @@ def generate(
     speculator, near_ties = _speculation(request, sampler, sequence, tokenizer, drafters, cancelled)
     recorder.record_setup(measuring_s=drafters.measuring.seconds - measured_before)
     token_sampler: TokenSampler = sampler
-    eos = tokenizer.eos
+    eos = frozenset[int]() if request.ignore_eos else tokenizer.eos
     if request.recording is not None:
         token_sampler = ReplaySampler(request.recording.answer, len(prompt_ids), sampler)
         eos = frozenset()  # a recording may hold any token, and ends where it ends

@@ -35,6 +35,14 @@ class GenerateOptions:
     top_p: float | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
+    presence_penalty: float = 0.0
+    """What is subtracted from the logits of all tokens that the answer has already."""
+    frequency_penalty: float = 0.0
+    """What is subtracted from the logit of a token for every time that the answer has it already."""
+    logit_bias: Mapping[int, float] | None = None
+    """What is added to the logits of some token ids."""
+    ignore_eos: bool = False
+    """Whether the answer goes on after end-of-sequence tokens, up to `max_tokens` or the end of the context."""
     seed: int | None = None
     """The same seed gives the same text; None takes a random one."""
     raw: bool = False
@@ -95,6 +103,9 @@ class GenerateOptions:
         return SamplingParams(
             temperature=temperature,
             repeat_penalty=defaults.repeat_penalty if self.repeat_penalty is None else self.repeat_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple((self.logit_bias or {}).items()),
             seed=secrets.randbits(32) if self.seed is None else self.seed,
             **{name: value for name, value in filters.items() if value is not None},
         )
@@ -107,6 +118,7 @@ class GenerateOptions:
             prompt_ids=prompt_ids,
             sampling=self.sampling(defaults),
             max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
             stop_sequences=self.stops,
             speculation=self.speculation,
             draft_sampling=self.draft_sampling,
@@ -124,6 +136,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     """Largest number of tokens to generate; None for the rest of the context."""
+    ignore_eos: bool = False
     stop_sequences: tuple[str, ...] = ()
     speculation: Speculation = Speculation.AUTO
     draft_sampling: DraftSampling = DraftSampling.OFF

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InputError
+from ...errors import InputError
 
 _MAX_PENALTY = 2.0
 _MAX_BIAS = 100.0

@@ -42,6 +42,14 @@ WRONG_OPTIONS = [
     ({"max_tokens": "5"}, "max_tokens is '5'; it must be a whole number"),
     ({"stop": 5}, "stop is 5; it must be text or a list, each item text"),
     ({"stop": ["a", None]}, "stop is ['a', None]; it must be text or a list, each item text"),
+    (
+        {"logit_bias": [(1, 2)]},
+        "logit_bias is [(1, 2)]; it must be a mapping, each key a whole number, each value a number",
+    ),
+    (
+        {"logit_bias": {"1": 2}},
+        "logit_bias is {'1': 2}; it must be a mapping, each key a whole number, each value a number",
+    ),
     ({"stop": b"a"}, "stop is b'a'; it must be text or a list, each item text"),
     ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
     ({"temperature": float("nan")}, "temperature is nan; it must be 0"),

@@ -17,6 +17,7 @@ from edgerun import (
     FinishReason,
     GenerateOptions,
     InputError,
+    Speculation,
 )
 
 
@@ -109,6 +110,27 @@ def test_a_filter_switches_sampling_on(engine: Engine) -> None:
     assert GenerateOptions().sampling(engine.model.defaults).greedy
     params = GenerateOptions(top_p=0.5).sampling(engine.model.defaults)
     assert (params.temperature, params.top_p) == (1.0, 0.5)
+
+
+def test_penalties_and_biases_change_what_is_chosen_with_and_without_drafting(engine: Engine) -> None:
+    plain = engine.generate("the", max_tokens=20).text
+    options = GenerateOptions(max_tokens=20, presence_penalty=2.0, frequency_penalty=2.0)
+    varied = engine.generate("the", options, speculation=Speculation.OFF).text
+    assert varied != plain
+    assert len(set(varied)) > len(set(plain))
+    assert engine.generate("the", options).text == varied
+    (wanted,) = engine.tokenizer.encode("e", add_special_tokens=False)
+    assert engine.generate("the", max_tokens=5, logit_bias={wanted: 100.0}).text == "eeeee"
+    with pytest.raises(InputError, match="logit_bias has token 300; token ids of this model are 0 to 299"):
+        engine.generate("the", logit_bias={300: 1.0})
+
+
+def test_an_answer_may_go_on_after_the_end_of_the_text(engine: Engine) -> None:
+    (end,) = engine.tokenizer.eos
+    options = GenerateOptions(max_tokens=9, logit_bias={end: 100.0})
+    assert engine.generate("the", options).finish_reason is FinishReason.STOP
+    reply = engine.generate("the", options, ignore_eos=True)
+    assert (reply.finish_reason, reply.stats.completion_tokens, reply.text) == (FinishReason.LENGTH, 9, "")
 
 
 def test_defaults_come_from_generation_config(tiny_bundle: Path, tmp_path: Path) -> None:
