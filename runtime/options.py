@@ -193,7 +193,11 @@ class ModelDefaults:
                 repeat_penalty=_number(config, "repetition_penalty", 1.0),
             )
             SamplingParams(
-                defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p, defaults.repeat_penalty
+                defaults.temperature,
+                defaults.top_k,
+                defaults.top_p,
+                defaults.min_p,
+                repeat_penalty=defaults.repeat_penalty,
             )
         except InputError as error:
             raise BundleError(f"{bundle.folder / name}: {error.what}", error.hint) from error
