@@ -11,7 +11,7 @@ import pytest
 from support.processes import started
 
 TESTS = Path(__file__).resolve().parent
-STARTING = {"support/processes.py", "support/killed_process.py"}
+STARTING = {"support/processes.py", "support/killed_process.py", "support/command_worker.py"}
 """Files that start processes by themselves, and kill them at the end of the same block."""
 
 

@@ -302,7 +302,7 @@ def test_a_conversation_of_another_layout_is_rejected(folder_of, tmp_path: Path)
         chat.save(tmp_path / "chat.kv")
     with (
         engine_of(folder_of("stacked"), LAYOUTS["stacked"]) as engine,
-        pytest.raises(InputError, match="belongs to another model or another version of edge-run"),
+        pytest.raises(InputError, match="was saved with the model"),
     ):
         engine.session(resume=tmp_path / "chat.kv")
 
