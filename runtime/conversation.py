@@ -87,7 +87,7 @@ class Session:
     ) -> Generator[Chunk, None, None]:
         resets = self._resets
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt_ids = self._model.encode_chat(messages, special_tokens_in_messages=options.special_tokens_in_messages)
+        prompt_ids = self._model.encode_request(messages, options)
         try:
             check_prompt_fits(prompt_ids, self._model.context)
         except ContextError as error:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import psutil
 
@@ -30,8 +30,12 @@ from .options import GenerateOptions, Persistence
 from .request_queue import AnswerStream, AsyncAnswerStream
 from .result import Reply
 from .text.chat_template import Message
+from .text.messages import template_messages
 
 _log: Final = logging.getLogger(__name__)
+Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
+"""What a user says, or the messages of a conversation."""
+
 _PREFIX_SHARE: Final = 0.25
 """Share of the free memory that the KV caches of earlier answers may take."""
 
@@ -67,6 +71,8 @@ def load(
         learned: whether to keep in the cache what drafters learn from answers; switch it off for repeatable
             measurements.
         tokenizer: a tokenizer.json, or a folder with one, for a model that has none beside it.
+        prefix_cache: maximum bytes of memory for the KV caches of earlier answers, from which prompts with the same
+            beginning continue; None for a quarter of the memory that is free now, 0 for none.
         progress: called as `progress(stage, fraction)` while an answer waits for a long prompt to be read, or for the
             measurements that the first answer of a new model needs; in the thread that generates.
 
@@ -124,39 +130,36 @@ class Engine:
         self.template: Final = model.template
         """The chat template, or None."""
 
-    def generate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
+    def generate(self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Any) -> Reply:
         """Answer `prompt` and return the whole answer.
 
         Options can be given as a `GenerateOptions`, by name, or both.
 
+        Args:
+            prompt: what a user says, or a conversation in the form of OpenAI's chat API: a list of messages with a role
+                (system, developer, user, assistant or tool) and a content. What conversations have in common with
+                earlier ones is not computed again.
+            options: options of the answer.
+            changes: options by name.
+
         Raises:
             ContextError: the prompt does not fit the context.
-            InputError: an option is out of range or unknown.
+            InputError: an option is out of range or unknown, or a message has another form.
             TemplateError: the model has no chat template (use `raw=True`) or a broken one.
         """
         return Reply.of(self.stream(prompt, options, **changes))
 
     @checked_arguments
-    def stream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> AnswerStream:
-        """Answer `prompt` piece by piece; errors as for `generate`, raised before the first piece."""
+    def stream(self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Any) -> AnswerStream:
+        """Answer `prompt` piece by piece; arguments and errors as for `generate`, raised before the first piece."""
         chosen = (options or GenerateOptions()).changed(changes)
-        if chosen.raw:
-            if chosen.system is not None:
-                raise InputError("a raw prompt has no system message", "write it into the prompt, or leave raw out")
-            prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=True)
-        else:
-            messages = [{"role": "system", "content": chosen.system}] if chosen.system is not None else []
-            prompt_ids = self.model.encode_chat(
-                [*messages, {"role": "user", "content": prompt}],
-                special_tokens_in_messages=chosen.special_tokens_in_messages,
-            )
-        return self.model.answer(None, prompt_ids, chosen)
+        return self.model.answer(None, self._prompt_ids(prompt, chosen), chosen)
 
-    async def agenerate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
+    async def agenerate(self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Any) -> Reply:
         """`generate` for asyncio: decodes in a worker thread."""
         return Reply.of([chunk async for chunk in self.astream(prompt, options, **changes)])
 
-    def astream(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> AsyncAnswerStream:
+    def astream(self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Any) -> AsyncAnswerStream:
         """`stream` for asyncio: decodes in a worker thread; cancelling the task cancels the answer.
 
         A stream that is left early is closed with `await stream.aclose()`, or by dropping it.
@@ -192,6 +195,21 @@ class Engine:
             TemplateError: the model has no chat template, or it failed.
         """
         return self.model.encode_chat(messages, special_tokens_in_messages=special_tokens_in_messages, **variables)
+
+    def _prompt_ids(self, prompt: Prompt, options: GenerateOptions) -> list[int]:
+        """Token ids of a prompt or a conversation; errors as for `generate`."""
+        if options.raw:
+            if not isinstance(prompt, str):
+                raise InputError("raw continues a text, but the prompt is messages", "leave raw out, or give a text")
+            if options.system is not None:
+                raise InputError("a raw prompt has no system message", "write it into the prompt, or leave raw out")
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        if isinstance(prompt, str):
+            messages = [{"role": "system", "content": options.system}] if options.system is not None else []
+            return self.model.encode_request([*messages, {"role": "user", "content": prompt}], options)
+        if options.system is not None:
+            raise InputError("system is given beside messages", "make it the first message, of the role system")
+        return self.model.encode_request(template_messages(prompt), options)
 
     def cancel(self) -> None:
         """End the answer being generated, if there is one, after its current pass; callable from any thread."""

@@ -127,6 +127,15 @@ class LoadedModel:
             **variables,
         )
 
+    def encode_request(self, messages: Sequence[Message], options: GenerateOptions) -> list[int]:
+        """Token ids of a conversation with the tools and variables of an answer's options; errors as above."""
+        return self.encode_chat(
+            messages,
+            special_tokens_in_messages=options.special_tokens_in_messages,
+            tools=list(options.tools) or None,
+            **(options.template_variables or {}),
+        )
+
     def new_sequence(self) -> CachedSequence:
         """Make an empty sequence with a KV cache of its own.
 

@@ -19,6 +19,7 @@ from .speculation.sampled_speculator import DraftSampling
 
 _Number = TypeVar("_Number", int, float)
 _LARGEST = 1e30
+_OWN_VARIABLES = ("messages", "tools", "mark", "special_tokens_in_messages")
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
@@ -52,6 +53,10 @@ class GenerateOptions:
     special_tokens_in_messages: bool = False
     """Whether the text of a special token in a message becomes that token. By default it stays text: only the chat
     template writes control tokens."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the model may call, for the chat template: `{"type": "function", "function": {"name": ...}}`."""
+    template_variables: Mapping[str, Any] | None = None
+    """What the chat template reads besides, such as `enable_thinking` or `documents`."""
     speculation: Speculation = Speculation.AUTO
     """Which drafters to use. The text does not depend on it."""
     exact: bool = False
@@ -67,6 +72,8 @@ class GenerateOptions:
         check_fields(self)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
+        if taken := [name for name in self.template_variables or {} if name in _OWN_VARIABLES]:
+            raise InputError(f"template_variables has {taken[0]!r}", "give that with the prompt or as an option")
         if not all(self.stops):
             raise InputError(f"stop is {self.stop!r}", "it must be a non-empty string, or several")
 

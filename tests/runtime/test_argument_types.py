@@ -71,8 +71,8 @@ def test_options_refuse_wrong_types(engine: Engine, options: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda engine: engine.generate(None), "prompt is None; it must be text"),
-        (lambda engine: engine.stream(b"the"), "prompt is b'the'; it must be text"),
+        (lambda engine: engine.generate(None), "prompt is None; it must be text or a list, each item a mapping"),
+        (lambda engine: engine.stream(b"the"), "prompt is b'the'; it must be text or a list, each item a mapping"),
         (lambda engine: engine.generate("the", {"seed": 1}), "options is {'seed': 1}; it must be a GenerateOptions"),
         (lambda engine: engine.session(system=1), "system is 1; it must be text"),
         (lambda engine: engine.session(resume=1), "resume is 1; it must be text or a path"),

@@ -1,0 +1,92 @@
+"""Conversations in the form of OpenAI's chat API: checked, with text parts joined, as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ...errors import InputError
+from ...models.json_file import shown
+from .chat_template import Message
+
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_PART_SEPARATOR: Final = "\n"
+"""Between the text parts of a message: servers of other runtimes join them by line ends, too."""
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Check messages and return them as chat templates read them.
+
+    Text parts are joined to one text, arguments of tool calls, which the API has as JSON text, become objects, and
+    fields without a value are left out.
+
+    Args:
+        messages: objects with a `role` (system, developer, user, assistant or tool) and a `content`, which is text, a
+            list of parts `{"type": "text", "text": ...}`, or None where an assistant only calls tools.
+
+    Raises:
+        InputError: there are no messages, or one of them has another form; the error says which and where.
+    """
+    if not messages:
+        raise InputError("there are no messages", "give at least one, such as {'role': 'user', 'content': 'hello'}")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InputError(f"{where} is {shown(message)}", "it must be an object with a role and a content")
+    fields = {name: value for name, value in message.items() if value is not None}
+    if unknown := [name for name in fields if name not in _FIELDS]:
+        raise InputError(f"{where} has the field {shown(unknown[0])}", f"fields are: {', '.join(_FIELDS)}")
+    role = fields.get("role")
+    if role not in _ROLES:
+        raise InputError(f"{where}: role is {shown(role)}", f"it must be one of {', '.join(_ROLES)}")
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if not isinstance(fields.get(name, ""), str):
+            raise InputError(f"{where}: {name} is {shown(fields[name])}", "it must be text")
+    if "tool_calls" in fields:
+        if role != "assistant":
+            raise InputError(f"{where} is of the role {role} and has tool_calls", "only an assistant calls tools")
+        fields["tool_calls"] = _tool_calls(fields["tool_calls"], f"{where}.tool_calls")
+    elif "content" not in fields:
+        raise InputError(f"{where} has no content", "give text, or a list of text parts")
+    fields["content"] = _text(fields.get("content", ""), f"{where}.content")
+    return fields
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
+        raise InputError(f"{where} is {shown(content)}", "it must be text, or a list of text parts")
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f"a part of the type {shown(kind)}" if isinstance(kind, str) else shown(part)
+            raise InputError(f"{where}[{index}] is {what}", 'models here read text: {"type": "text", "text": ...}')
+        texts.append(part["text"])
+    return _PART_SEPARATOR.join(texts)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)) or not calls:
+        raise InputError(f"{where} is {shown(calls)}", "it must be a list of calls")
+    return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InputError(f"{where} is {shown(call)}", 'it must have a function: {"name": ..., "arguments": ...}')
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise InputError(f"{where}: arguments are not JSON: {error}", "give a JSON object") from error
+    if not isinstance(arguments, Mapping):
+        raise InputError(f"{where}: arguments are {shown(arguments)}", "give a JSON object")
+    return {**call, "type": "function", "function": {**function, "arguments": dict(arguments)}}
