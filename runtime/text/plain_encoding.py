@@ -61,6 +61,6 @@ class PlainEncoding:
             normalized=token.normalized and not token.special,
         )
         self._plain.add_tokens([same])
-        added = self._plain.token_to_id(content)
+        added: int | None = self._plain.token_to_id(content)
         assert added is not None  # noqa: S101  it has just been added
         return added
