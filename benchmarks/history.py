@@ -33,7 +33,7 @@ from checkpoints import SHAPES
 from edgerun.edge.bench.prompt_sets import Exchange, limit_per_category
 from edgerun.edge.bench.ratios import PLAIN, MeasuredTurn, compare_modes
 from edgerun.edge.bench.recordings import read_recording
-from edgerun.runtime.measure.machine import load_average
+from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.result import Reply, Stats
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.history import HistoryDrafter
@@ -152,8 +152,9 @@ def main() -> None:
             asked = requests(without, options)
             right = first_candidates(asked, without.graph_io.vocab_size)
             engines = {PLAIN: without, _WITHOUT: without, _WITH: kept}
-            busy = load_average()
+            meter = LoadMeter(options.threads or 0)
             turns = measure(engines, asked, options.pause, progress)
+            others = round(meter.others() or 0.0, 2)
     compared = [replace(turn, stats={PLAIN: turn.stats[_WITHOUT], _WITH: turn.stats[_WITH]}) for turn in turns]
 
     table = Table(title="share of the tokens that are a drafter's first candidate", title_justify="left")
@@ -163,7 +164,9 @@ def main() -> None:
         table.add_row(part, *(f"{share:.3f}" for share in shares.values()))
     console.print(table)
 
-    table = Table(title=f"{shape.name}, {len(asked)} conversations, load {busy}", title_justify="left")
+    table = Table(
+        title=f"{shape.name}, {len(asked)} conversations, {others} processors used by others", title_justify="left"
+    )
     for name in ("", "mode", "compared with"):
         table.add_column(name)
     for name in ("decoding\nspeed", "95 % interval", "tokens\nper pass", "drafted", "accepted", "of the history"):
@@ -186,7 +189,11 @@ def main() -> None:
                     "" if history is None else f"{history.accepted} of {history.drafted}",
                 )
     console.print(table)
-    print(json.dumps({"benchmark": "history", "load": busy, "first_candidates": right, "results": results}))
+    print(
+        json.dumps(
+            {"benchmark": "history", "processors_used_by_others": others, "first_candidates": right, "results": results}
+        )
+    )
 
 
 if __name__ == "__main__":
