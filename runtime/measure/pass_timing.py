@@ -23,7 +23,7 @@ import numpy as np
 from ...models.bundle import Bundle
 from ..graph.bound_session import BoundSession
 from ..graph.session import SessionConfig
-from ..speculation.pass_cost import Doubt, PassCost, is_plausible
+from ..speculation.pass_cost import POSITION_COST, Doubt, PassCost, is_plausible
 from .measurement_store import MeasurementStore, model_key
 from .measuring_time import MeasuringTime
 from .system_load import LoadMeter
@@ -42,8 +42,6 @@ TYPICAL_CONTEXT: Final = 256
 
 _FEWER_WIDTHS: Final = ((1, 2, 3, 4, 6, 8, 16), (1, 2, 4, 8))
 """Widths for slow models, whose passes of all widths would not fit the time budget."""
-_POSITION_COST: Final = 0.3
-"""Upper estimate of what a further position costs, in passes of width 1; it only decides how many widths to measure."""
 _MIN_TURNS: Final = 2
 _MAX_TURNS: Final = 60
 """Enough for models whose passes take less than a millisecond, where one interruption costs ten of them."""
@@ -289,4 +287,4 @@ def _take_turns(
 
 def _expected_turn_seconds(widths: Sequence[int], single: float) -> float:
     """Estimate the seconds that one pass of every width takes, from those of a pass of width 1."""
-    return single * sum(1 + _POSITION_COST * (width - 1) for width in widths)
+    return single * sum(1 + POSITION_COST * (width - 1) for width in widths)

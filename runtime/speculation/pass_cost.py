@@ -45,8 +45,8 @@ _FIRST_PASSES: Final = 7
 """Number of passes whose lower quartile replaces a doubtful estimate; later ones are averaged with it."""
 _FEWEST_PASSES: Final = 3
 """Number of passes from which it does: of one or two, each may be a disturbed one."""
-_POSITION_COST: Final = 0.3
-"""Cost of each further position of a pass, in passes of width 1, where a doubtful cost says something implausible."""
+POSITION_COST: Final = 0.3
+"""Upper estimate of what each further position of a pass costs, in passes of width 1, where nothing better is known."""
 _DISAGREEMENT: Final = math.log(1.5)
 """Difference, in log seconds, from which passes contradict what was measured, if many in a row do."""
 _STRAY_PASSES: Final = 12
@@ -346,7 +346,7 @@ def _plausible(times: Mapping[int, float]) -> dict[int, float]:
         least = found[width] = min(least, times[width])
     single = found[1]
     return {
-        width: seconds if seconds <= 2 * width * single else single * (1 + _POSITION_COST * (width - 1))
+        width: seconds if seconds <= 2 * width * single else single * (1 + POSITION_COST * (width - 1))
         for width, seconds in found.items()
     }
 
