@@ -1,24 +1,39 @@
-"""Reading NumPy arrays from untrusted .npy files and .npz archives."""
+"""Reading NumPy arrays from .npy files and .npz archives, which may be untrusted.
+
+NumPy's own reader parses a header with `ast.literal_eval`. In Python 3.11 two threads cannot do that at the same time:
+if one waits for the interpreter lock in the middle, as it does when garbage is collected there, the other changes the
+counter that both share, and "SystemError: AST constructor recursion depth mismatch" ends the first. An export reads
+arrays on two threads, and a program that embeds the runtime may parse Python meanwhile, so headers are parsed here.
+"""
 
 from __future__ import annotations
 
 import errno
 import math
+import re
 import zipfile
 import zlib
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from .regular_file import UnsuitableFileError, open_regular
 
-_VERSIONS: Final = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_LENGTH_BYTES: Final = {(1, 0): 2, (2, 0): 4}
+"""Size of the field with the header's length, by version of the format."""
+_MAX_HEADER_BYTES: Final = 10_000
+_ENTRY: Final = r"'(descr|fortran_order|shape)'\s*:\s*('[<>|=]?[a-zA-Z]\d{0,9}'|True|False|\([\d,\s]{0,999}\))"
+_ENTRIES: Final = re.compile(_ENTRY)
+_HEADER: Final = re.compile(rf"\s*{{\s*{_ENTRY}\s*,\s*{_ENTRY}\s*,\s*{_ENTRY}\s*,?\s*}}\s*")
+"""A Python dictionary of three values: the type, whether columns are contiguous, and the shape."""
+_SHAPE: Final = re.compile(r"\(\s*(?:\d{1,18}\s*,\s*)*(?:\d{1,18}\s*)?\)")
 
 
-def read_array(path: Path, max_bytes: int) -> npt.NDArray[Any]:
-    """Read an .npy file of at most `max_bytes` bytes.
+def read_array(path: Path, max_bytes: int | None = None) -> npt.NDArray[Any]:
+    """Read an .npy file of at most `max_bytes` bytes, or of any size.
 
     Raises:
         OSError: the file cannot be read, is not a regular file or is larger.
@@ -50,26 +65,53 @@ def read_arrays(path: Path, max_bytes: int) -> dict[str, npt.NDArray[Any]]:
                     )
                 for member in members:
                     with archive.open(member) as stream:
-                        arrays[member.filename.removesuffix(".npy")] = _read(stream, member.file_size)
+                        arrays[member.filename.removesuffix(".npy")] = _read(
+                            cast("BufferedIOBase", stream), member.file_size
+                        )
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
             raise ValueError(f"it is not an archive of arrays: {error}") from error
     return arrays
 
 
-def _read(file: BinaryIO | Any, size: int) -> npt.NDArray[Any]:
+def map_array(path: Path) -> npt.NDArray[Any]:
+    """Map an .npy file into memory, read-only: what is not used is not read.
+
+    Raises:
+        OSError: the file cannot be read or is not a regular file.
+        ValueError: it is not an .npy file of numbers.
+    """
+    with open_regular(path) as file:
+        shape, fortran_order, dtype = _read_header(file, path.stat().st_size)
+        if not math.prod(shape):  # nothing can be mapped
+            return np.empty(shape, dtype)
+        return np.memmap(file, dtype, "r", file.tell(), shape, "F" if fortran_order else "C")
+
+
+def _read(file: BufferedIOBase, size: int) -> npt.NDArray[Any]:
     """Read an array from a stream of `size` bytes, whose header may claim more."""
-    try:
-        version = np.lib.format.read_magic(file)
-        if version not in _VERSIONS:
-            raise ValueError(f"it has the unknown version {version}")
-        shape, fortran_order, dtype = _VERSIONS[version](file)
-    except (EOFError, TypeError, KeyError, SyntaxError, UnicodeDecodeError, RecursionError, MemoryError) as error:
-        raise ValueError("it is not an array of numbers") from error
-    count = math.prod(shape)
-    if dtype.hasobject or not all(length >= 0 for length in shape) or count * dtype.itemsize > size:
-        raise ValueError("it is not an array of numbers")
-    data = file.read(count * dtype.itemsize)
-    if len(data) != count * dtype.itemsize:
+    shape, fortran_order, dtype = _read_header(file, size)
+    array = np.empty(math.prod(shape), dtype)
+    if array.nbytes and file.readinto(array.view(np.uint8).data) != array.nbytes:
         raise ValueError("it ends too early")
-    array = np.frombuffer(data, dtype) if count else np.empty(0, dtype)
     return array.reshape(shape[::-1]).T if fortran_order else array.reshape(shape)
+
+
+def _read_header(file: BufferedIOBase, size: int) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """The shape of an array in a stream of `size` bytes, whether its columns are contiguous, and its type."""
+    length_bytes = _LENGTH_BYTES.get(np.lib.format.read_magic(file))
+    if length_bytes is None:
+        raise ValueError("it has an unknown version")
+    length = int.from_bytes(file.read(length_bytes), "little")
+    header = file.read(min(length, _MAX_HEADER_BYTES)).decode("latin-1")
+    entries = dict(_ENTRIES.findall(header)) if _HEADER.fullmatch(header) else {}
+    descr, order, shape_text = (entries.get(name, "") for name in ("descr", "fortran_order", "shape"))
+    if descr[:1] != "'" or order not in ("True", "False") or not _SHAPE.fullmatch(shape_text):
+        raise ValueError("it is not an array of numbers")
+    shape = tuple(map(int, re.findall(r"\d+", shape_text)))
+    try:
+        dtype = np.dtype(descr[1:-1])
+    except TypeError as error:
+        raise ValueError("it is not an array of numbers") from error
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize > size:
+        raise ValueError("it is not an array of numbers")
+    return shape, order == "True", dtype

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 MAX_JSON_BYTES: Final = 32 << 20
 """Largest file of settings, a hundred times what such files have; parsing takes about thirty times as much memory."""
@@ -31,7 +32,7 @@ class UnsuitableFileError(OSError):
     """A path is not a regular file, or the file is larger than any file of its kind."""
 
 
-def open_regular(path: Path, max_bytes: int | None = None) -> BinaryIO:
+def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file for reading, without waiting for anything else of that name.
 
     Args:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from threadpoolctl import ThreadpoolController
 
+from ...models.array_file import map_array
 from ...models.atomic import folder_written_atomically
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
@@ -80,13 +81,11 @@ class QuantizedLinearStore:
         self.make(linear, weight_format)
         folder = self._folder_of(linear, weight_format)
         if weight_format.rank:
-            mapped = (
-                np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in LowRankFactors._fields
-            )
+            mapped = (map_array(folder / f"{name}.npy") for name in LowRankFactors._fields)
             return self.quantized(linear, replace(weight_format, rank=0))._replace(factors=LowRankFactors(*mapped))
         return QuantizedRows(
-            np.load(folder / "packed.npy", mmap_mode="r", allow_pickle=False),
-            np.load(folder / "scales.npy", mmap_mode="r", allow_pickle=False),
+            map_array(folder / "packed.npy"),
+            map_array(folder / "scales.npy"),
             _mapped(folder / "offsets.npy"),
             _mapped(folder / "zero_points.npy"),
         )
@@ -171,4 +170,4 @@ class StoredSource(ModelSourceWrapper):
 
 
 def _mapped(file: Path) -> npt.NDArray[Any] | None:
-    return np.load(file, mmap_mode="r", allow_pickle=False) if file.is_file() else None
+    return map_array(file) if file.is_file() else None

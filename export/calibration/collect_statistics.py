@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ...models.array_file import map_array, read_array
 from ...models.atomic import write_atomically
 from ...models.file_system import remove
 from ...models.progress import Progress
@@ -48,10 +49,10 @@ class StatisticsStore:
         """
         if linear == "embedding":
             return self.of(_HEAD) if self._tied else None
-        averages = np.load(self._folder / f"{linear}.npy", allow_pickle=False)
-        tokens = int(np.load(self._folder / f"{linear}.tokens.npy", allow_pickle=False))
+        averages = read_array(self._folder / f"{linear}.npy")
+        tokens = int(read_array(self._folder / f"{linear}.tokens.npy"))
         moments = self._folder / f"{linear}.moments.npy"
-        second = np.load(moments, mmap_mode="r", allow_pickle=False) if moments.is_file() else None
+        second = map_array(moments) if moments.is_file() else None
         return InputStatistics(averages[0], averages[1], second, tokens)
 
 
@@ -152,7 +153,7 @@ def _resumed(runner: LayerRunner, folder: Path, batches: list[Batch]) -> tuple[i
     """The layer to begin with, and the hidden states before it, batch by batch."""
     for index in range(runner.config.layers, 0, -1):
         if (folder / _states_file(index)).is_file():
-            saved = np.load(folder / _states_file(index), allow_pickle=False)
+            saved = read_array(folder / _states_file(index))
             counts = [batch.tokens.size for batch in batches]
             parts = np.split(saved, np.cumsum(counts)[:-1])
             return index, [part.reshape(*batch.tokens.shape, -1) for part, batch in zip(parts, batches, strict=True)]

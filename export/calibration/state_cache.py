@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ...models.array_file import read_array
 from ..checkpoint.source import Float32Array
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -66,7 +67,7 @@ class PinnedArrays:
     def get(self, name: str) -> Float32Array:
         """The array with that name."""
         array = self._arrays[name]
-        return np.load(self._path(name), allow_pickle=False) if array is None else array
+        return read_array(self._path(name)) if array is None else array
 
     def put(self, name: str, array: Float32Array) -> None:
         """Keep an array.
