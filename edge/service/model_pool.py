@@ -1,0 +1,378 @@
+"""Models in memory: loaded on demand, unloaded when unused or when memory is needed.
+
+A model is loaded in a thread of its own, so that whoever waits for it can be cancelled, and by one such thread however
+many requests ask for it. What nobody waits for any more is not loaded to its end, or is unloaded right after.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, TypeAlias
+
+from ...models.device_kind import DeviceKind
+from ...models.hub.local_store import format_bytes
+from ...models.progress import Progress, silent
+from ...runtime.engine import Engine
+from .cancellation import Cancellation, CancelledError
+from .offered_models import ModelEntry, OfferedModels
+from .request_error import ErrorCode, RequestError
+
+OpenModel: TypeAlias = Callable[[str, Progress], Engine]
+"""Loads the model at a path; the engine reports what its answers wait for to the given `Progress`."""
+
+_LOADING: Final = "loading the model"
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """A model that is in memory, or is being loaded."""
+
+    id: str
+    loaded: bool
+    """False while it is being loaded."""
+    users: int
+    """Number of requests and sessions that use it or wait for it."""
+    bytes: int
+    """Bytes of its graph and weights on disk, which are about those in memory."""
+    cached_bytes: int
+    """Bytes of the KV caches of earlier answers."""
+    load_s: float
+    """Seconds that loading took, a download included; 0 while it lasts."""
+    last_used: float
+    """Time at which it was last in use, in seconds since 1970."""
+
+
+class ModelPool:
+    """Loads models when they are first used, and unloads those that are not in use.
+
+    Args:
+        models: paths and hub ids of the models that are offered; empty for the bundled model and those on disk.
+        open_model: loads a model.
+        idle_s: seconds after which a model that is not in use is unloaded; None for never.
+        max_bytes: maximum size of all models in memory by their files; models that are not in use are unloaded for
+            others, the least recently used first. None for no limit.
+        kind: kind of device that the models run on.
+
+    Raises:
+        BundleError: a path does not exist, or holds no model.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str],
+        open_model: OpenModel,
+        *,
+        idle_s: float | None = None,
+        max_bytes: int | None = None,
+        kind: DeviceKind = DeviceKind.CPU,
+    ) -> None:
+        self.max_bytes: Final = max_bytes
+        self._offered: Final = OfferedModels(models, kind)
+        self._open_model: Final = open_model
+        self._idle_s: Final = idle_s
+        self._changed: Final = threading.Condition()
+        """Guards all that follows, and is notified of every change."""
+        self._models: Final[dict[str, _PooledModel]] = {}
+        self._uses = 0
+        self._threads: Final[set[threading.Thread]] = set()
+        self._timer: threading.Thread | None = None
+        self._closed = False
+
+    def names(self) -> tuple[ModelEntry, ...]:
+        """The models that are offered, the one that answers requests without a name first."""
+        return self._offered.entries()
+
+    def find(self, name: str | None) -> ModelEntry:
+        """Return the model that a request names; the first one for None.
+
+        Raises:
+            RequestError: there is no such model, or several have the name.
+        """
+        return self._offered.find(name)
+
+    @contextmanager
+    def use(
+        self,
+        name: str | None,
+        progress: Progress = silent,
+        *,
+        cancellation: Cancellation | None = None,
+        kept: bool = False,
+    ) -> Iterator[Engine]:
+        """Load a model if necessary, and keep it in memory for the length of the `with` block.
+
+        Args:
+            name: what the request names; None for the first model.
+            progress: receives the progress of loading, and of what answers wait for that this thread reads.
+            cancellation: ends the waiting.
+            kept: whether the use has no end of its own, like an open session. A model that has no room beside such
+                ones is refused instead of waiting for them.
+
+        Raises:
+            RequestError: there is no such model, it does not fit the memory budget, or the pool is closed.
+            CancelledError: the request was cancelled while it waited.
+            EdgeError: the model cannot be loaded.
+        """
+        entry = self.find(name)
+        token = cancellation or Cancellation()
+        reader = threading.get_ident()
+        with token.calling(self._notify), self._changed:
+            model = self._models.setdefault(entry.id, _PooledModel(entry))
+            model.waiting += 1
+            model.listeners[reader] = progress
+            try:
+                engine = self._loaded(model, token)
+            except BaseException:
+                model.listeners.pop(reader, None)
+                raise
+            else:
+                model.users += 1
+                model.kept += kept
+            finally:
+                model.waiting -= 1
+                self._touch(model)
+        try:
+            yield engine
+        finally:
+            with self._changed:
+                model.listeners.pop(reader, None)
+                model.users -= 1
+                model.kept -= kept
+                self._touch(model)
+
+    def load(
+        self, name: str | None, progress: Progress = silent, *, cancellation: Cancellation | None = None
+    ) -> ModelStatus:
+        """Load a model, and return its status; arguments and errors as for `use`."""
+        entry = self.find(name)
+        with self.use(entry.id, progress, cancellation=cancellation), self._changed:
+            return self._models[entry.id].status()
+
+    def unload(self, name: str | None) -> bool:
+        """Unload a model; returns whether it was in memory.
+
+        Raises:
+            RequestError: there is no such model, or it is in use.
+        """
+        entry = self.find(name)
+        with self._changed:
+            model = self._models.get(entry.id)
+            if model is None or model.engine is None:
+                return False
+            if not model.idle:
+                users = model.users + model.waiting
+                by = "a request or session" if users == 1 else f"{users} requests or sessions"
+                what = f"{entry.id} is in use by {by}"
+                raise RequestError(what, "cancel or close them first", code=ErrorCode.BUSY, param="model")
+            self._unload(model)
+        return True
+
+    def status(self) -> tuple[ModelStatus, ...]:
+        """The models that are in memory or being loaded, the least recently used first."""
+        with self._changed:
+            models = sorted(self._models.values(), key=lambda model: model.used_at)
+            return tuple(model.status() for model in models if model.engine is not None or model.attempt is not None)
+
+    def close(self) -> None:
+        """End all answers and unload all models; calling it again does nothing. Waits for a load in progress."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            engines = [model.engine for model in self._models.values() if model.engine is not None]
+            threads = list(self._threads)
+        for engine in engines:
+            engine.close()
+        for thread in threads:
+            thread.join()
+        with self._changed:
+            for model in self._models.values():
+                model.engine, model.bytes = None, 0
+
+    def __enter__(self) -> ModelPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _loaded(self, model: _PooledModel, token: Cancellation) -> Engine:
+        """Wait for the engine of a model, which a thread loads if none does; the lock is held."""
+        attempt: _Attempt | None = None
+        while True:
+            token.check()
+            self._check_open()
+            if model.engine is not None:
+                return model.engine
+            if attempt is not None and attempt.error is not None and not isinstance(attempt.error, CancelledError):
+                raise attempt.error
+            if model.attempt is None:
+                model.attempt = _Attempt()
+                self._start(self._load, model, model.attempt)
+            attempt = model.attempt
+            self._changed.wait()
+
+    def _load(self, model: _PooledModel, attempt: _Attempt) -> None:
+        """Load a model, in a thread of its own."""
+        started = time.monotonic()
+        engine: Engine | None = None
+
+        def progress(stage: str, fraction: float) -> None:
+            with self._changed:
+                if model.attempt is attempt:
+                    self._check_wanted(model)
+                    listeners = list(model.listeners.values())
+                else:  # an answer waits, in the thread that reads it
+                    listeners = [model.listeners.get(threading.get_ident(), silent)]
+            for listener in listeners:
+                listener(stage, fraction)
+
+        try:
+            progress(_LOADING, 0.0)
+            path = self._offered.resolve(model.entry)
+            self._make_room(model, self._offered.file_bytes(path))
+            engine = self._open_model(str(path), progress)
+            progress(_LOADING, 1.0)
+        except Exception as error:  # noqa: BLE001  those who wait for the model raise it
+            attempt.error = error
+        with self._changed:
+            if engine is not None and (self._closed or not model.waiting):
+                attempt.error = CancelledError("nobody waits for the model any more")
+            if attempt.error is None:
+                model.engine, model.load_s = engine, time.monotonic() - started
+                if self._idle_s is not None and self._timer is None:
+                    self._timer = self._start(self._unload_unused)
+            else:
+                if engine is not None:
+                    engine.close()
+                model.bytes = 0
+            model.attempt = None
+            self._threads.discard(threading.current_thread())
+            self._changed.notify_all()
+
+    def _make_room(self, model: _PooledModel, needed: int) -> None:
+        """Wait until a model fits the budget, and unload those that are not in use for it.
+
+        Raises:
+            RequestError: it does not fit, or not beside models of which no end of their use is in sight.
+            CancelledError: nobody waits for the model any more.
+        """
+        with self._changed:
+            while True:
+                self._check_wanted(model)
+                others = [other for other in self._models.values() if other is not model]
+                if self._fits(needed, others):
+                    model.bytes = needed
+                    return
+                if not self._fits(needed, []):
+                    raise self._no_room(model, needed, [], ErrorCode.MODEL)
+                if not self._fits(needed, kept := [other for other in others if other.kept]):
+                    raise self._no_room(model, needed, kept, ErrorCode.BUSY)
+                if self._fits(needed, [other for other in others if not other.idle]):
+                    self._unload(min((other for other in others if other.idle), key=lambda other: other.used_at))
+                else:
+                    self._changed.wait()
+
+    def _fits(self, needed: int, others: Sequence[_PooledModel]) -> bool:
+        return self.max_bytes is None or needed + sum(other.bytes for other in others) <= self.max_bytes
+
+    def _no_room(self, model: _PooledModel, needed: int, kept: Sequence[_PooledModel], code: ErrorCode) -> RequestError:
+        what = f"{model.entry.id} takes {format_bytes(needed)} of memory, and models may take {_shown(self.max_bytes)}"
+        if not kept:
+            return RequestError(what, "choose a smaller model, or raise the limit", code=code, param="model")
+        held = ", ".join(f"{other.entry.id} ({format_bytes(other.bytes)})" for other in kept)
+        return RequestError(f"{what}, of which open sessions hold {held}", "close sessions", code=code, param="model")
+
+    def _check_wanted(self, model: _PooledModel) -> None:
+        """Raise if nobody waits for a model that is being loaded, so that loading ends; the lock is held."""
+        if self._closed or not model.waiting:
+            raise CancelledError("nobody waits for the model any more")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the models are unloaded, because the program is ending", code=ErrorCode.BUSY)
+
+    def _unload(self, model: _PooledModel) -> None:
+        """Unload a model that is not in use; the lock is held."""
+        if model.engine is not None:
+            model.engine.close()
+        model.engine, model.bytes = None, 0
+        self._changed.notify_all()
+
+    def _unload_unused(self) -> None:
+        """Unload models that were not in use for `idle_s`, in a thread of its own."""
+        idle_s = self._idle_s or 0.0
+        with self._changed:
+            while not self._closed:
+                now = time.monotonic()
+                for model in [each for each in self._models.values() if each.idle and each.idle_since + idle_s <= now]:
+                    self._unload(model)
+                ends = [each.idle_since + idle_s for each in self._models.values() if each.idle]
+                self._changed.wait(min(ends) - now if ends else None)
+
+    def _touch(self, model: _PooledModel) -> None:
+        """Note that the use of a model begins or ends now; the lock is held."""
+        self._uses += 1
+        model.used_at, model.last_used, model.idle_since = self._uses, time.time(), time.monotonic()
+        self._changed.notify_all()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
+        thread = threading.Thread(target=work, args=arguments, name="edge-run models", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return thread
+
+
+@dataclass
+class _Attempt:
+    """One attempt to load a model."""
+
+    error: Exception | None = None
+
+
+@dataclass
+class _PooledModel:
+    """A model with what the pool knows of it; the pool's lock guards it."""
+
+    entry: ModelEntry
+    engine: Engine | None = None
+    attempt: _Attempt | None = None
+    """The attempt to load it that is in progress."""
+    waiting: int = 0
+    """Number of threads that wait for it to be loaded."""
+    users: int = 0
+    """Number of uses, those that are kept included."""
+    kept: int = 0
+    """Number of uses without an end of their own."""
+    bytes: int = 0
+    """Its share of the budget."""
+    load_s: float = 0.0
+    used_at: int = 0
+    """Number of the last use, counted over all models."""
+    last_used: float = 0.0
+    idle_since: float = 0.0
+    listeners: dict[int, Progress] = field(default_factory=dict)
+    """Receivers of progress by the thread that waits for the model or uses it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is in memory and may be unloaded."""
+        return self.engine is not None and not self.users and not self.waiting
+
+    def status(self) -> ModelStatus:
+        cached = 0 if self.engine is None else self.engine.model.prefixes.nbytes
+        loaded, users = self.engine is not None, self.users + self.waiting
+        return ModelStatus(self.entry.id, loaded, users, self.bytes, cached, self.load_s, self.last_used)
+
+
+def _shown(size: int | None) -> str:
+    return "any amount" if size is None else format_bytes(size)

@@ -1,0 +1,169 @@
+"""Which models a service offers, and the ids that clients name them by."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ...models.device_kind import DeviceKind
+from ...models.find import BUNDLED_MODEL, bundled_folder, find_model, is_on_hub
+from ...models.graph_files import find_graph
+from ...models.hub.local_store import DownloadedModel, Store, read_downloaded, stores
+from ...models.hub.model_id import parse_hub_id
+from ...models.onnx_file.external_data import external_files
+from .request_error import ErrorCode, RequestError
+
+_MAX_NAMED: Final = 8
+"""Number of models that an error message names."""
+_GRAPH_STEM: Final = "model"
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model that is offered."""
+
+    id: str
+    """What a client writes in `model`."""
+    source: str
+    """What `edgerun.load` opens: a path, or an id on the Hugging Face Hub."""
+    aliases: tuple[str, ...] = ()
+    """Further names, which count as far as only one model has them."""
+    created: int = 0
+    """Time at which its files were written, in seconds since 1970; 0 where that is unknown."""
+    owner: str = "edge-run"
+    """The organization on the hub; for other models `edge-run`."""
+
+
+class OfferedModels:
+    """The models that a service offers: those given, or the bundled model and those downloaded from the hub.
+
+    A model's id is its name on the hub (`org/name`, `org/name:variant`), or the name of its folder; where several
+    models would have one id, the path as it was given. Without given models the list follows what is on disk.
+
+    Args:
+        given: paths and hub ids; empty for what is on this machine.
+        kind: kind of device that the models will run on.
+
+    Raises:
+        BundleError: a path does not exist, or holds no model.
+    """
+
+    def __init__(self, given: Sequence[str], kind: DeviceKind = DeviceKind.CPU) -> None:
+        self._kind: Final = kind
+        self._given: Final = _given_entries(list(dict.fromkeys(given)), kind) if given else None
+
+    def entries(self) -> tuple[ModelEntry, ...]:
+        """The models, the one that answers requests without a name first."""
+        return _local_entries() if self._given is None else self._given
+
+    def find(self, name: str | None) -> ModelEntry:
+        """Return the model of a name; the first one for None.
+
+        Raises:
+            RequestError: there is no such model, or several have the name.
+        """
+        entries = self.entries()
+        if name is None:
+            if not entries:
+                hint = "download one: edge-run pull onnx-community/Qwen2.5-0.5B-Instruct"
+                raise _not_found("there is no model on this machine", hint)
+            return entries[0]
+        found = [entry for entry in entries if entry.id == name] or [
+            entry for entry in entries if name in (entry.source, *entry.aliases)
+        ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise _not_found(f"{name!r} names {len(found)} models", f"write one of: {_listed(found)}")
+        raise _not_found(f"there is no model {name!r:.200}", f"models are: {_listed(entries)}")
+
+    def resolve(self, entry: ModelEntry) -> Path:
+        """Return the path of a model's files, downloaded if necessary, and checked if they come from the hub.
+
+        Raises:
+            EdgeError: the model cannot be downloaded, or is damaged.
+        """
+        path = find_model(entry.source, self._kind)
+        if (downloaded := read_downloaded(path)) is not None:
+            downloaded.verify()
+        return path
+
+    def file_bytes(self, path: Path) -> int:
+        """Bytes of the graphs and weights of a model at a path, which is about what loading it takes.
+
+        Raises:
+            BundleError: the path holds no model.
+        """
+        graph, first, _ = find_graph(path, None, self._kind)
+        files = [file for each in (graph, first) if each is not None for file in _graph_files(each)]
+        return sum(file.stat().st_size for file in dict.fromkeys(files) if file.is_file())
+
+
+def _not_found(what: str, hint: str) -> RequestError:
+    return RequestError(what, hint, code=ErrorCode.MODEL_NOT_FOUND, param="model")
+
+
+def _graph_files(graph: Path) -> list[Path]:
+    return [graph, *(graph.parent / name for name in external_files(graph))]
+
+
+def _listed(entries: Iterable[ModelEntry]) -> str:
+    ids = [entry.id for entry in entries]
+    more = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
+    return ", ".join(ids[:_MAX_NAMED]) + more
+
+
+def _given_entries(given: Sequence[str], kind: DeviceKind) -> tuple[ModelEntry, ...]:
+    entries = [_given_entry(name, kind) for name in given]
+    ids = [entry.id for entry in entries]
+    return tuple(
+        entry
+        if ids.count(entry.id) == 1
+        else ModelEntry(entry.source, entry.source, (entry.id,), entry.created, entry.owner)
+        for entry in entries
+    )
+
+
+def _given_entry(name: str, kind: DeviceKind) -> ModelEntry:
+    if is_on_hub(name):
+        repo = parse_hub_id(name).repo
+        return ModelEntry(name, name, () if repo == name else (repo,), owner=repo.partition("/")[0])
+    path = find_model(name, kind)
+    graph, _, _ = find_graph(path, None, kind)
+    folder, colon, variant = name.rpartition(":")
+    is_variant = bool(colon) and not os.path.lexists(name)
+    place = Path(folder).expanduser() if is_variant else path
+    own = place.parent if place.is_file() and place.stem == _GRAPH_STEM else place
+    word = own.resolve().name if own.is_dir() else own.stem
+    return ModelEntry(f"{word}:{variant}" if is_variant else word, name, (word,), int(graph.stat().st_mtime))
+
+
+def _local_entries() -> tuple[ModelEntry, ...]:
+    """The bundled model, and the newest commit of every graph from the hub that is on this machine."""
+    entries = []
+    if (bundled := bundled_folder()).is_dir():
+        entries.append(ModelEntry(BUNDLED_MODEL, str(bundled), created=int(bundled.stat().st_mtime)))
+    for store in stores():
+        found = [model for model in store.all_downloaded() if model.source.endswith(".onnx")]
+        newest = _newest(store, found)
+        entries += [_downloaded_entry(model) for model in newest]
+    return tuple(entries)
+
+
+def _newest(store: Store, found: Sequence[DownloadedModel]) -> list[DownloadedModel]:
+    """The model of each id at the commit that the main branch refers to, or else the last used one."""
+    main = store.commit_of(None)
+    best: dict[str, DownloadedModel] = {}
+    for model in sorted(found, key=lambda model: (model.commit == main, model.last_used)):
+        best[model.id] = model
+    return [best[id_] for id_ in sorted(best)]
+
+
+def _downloaded_entry(model: DownloadedModel) -> ModelEntry:
+    aliases = tuple(name for name in (model.repo, f"{model.id}@{model.commit}") if name != model.id)
+    owner = model.repo.partition("/")[0]
+    created = int((model.folder / model.source).stat().st_mtime) if (model.folder / model.source).is_file() else 0
+    return ModelEntry(model.id, str(model.path), aliases, created, owner)
