@@ -11,8 +11,8 @@ from typing import Any, Final
 from rich.table import Table
 
 from ...models.bundle import Bundle, open_bundle
+from ...models.byte_sizes import format_bytes
 from ...models.find import find_model
-from ...models.hub.local_store import format_bytes
 from ...models.manifest import Manifest, WeightFormat
 from ...models.pairing import find_draft
 from ...runtime.devices.providers import choose_device

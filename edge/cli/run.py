@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Annotated, Final
 import typer
 
 from ...errors import InputError
+from ...models.byte_sizes import parse_bytes
 from ...models.progress import ProgressDisplay
 from ...models.text_files import decode_text, unify_line_ends
 from ...runtime.decode import FinishReason
@@ -34,6 +37,7 @@ from .shared_options import (
     ModelArgument,
     ModelOptions,
     Offline,
+    PrefixCache,
     Raw,
     Threads,
     Tokenizer,
@@ -41,6 +45,7 @@ from .shared_options import (
 
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
+_BIAS: Final = re.compile(r"([0-9]{1,9})=([+-]?[0-9]{1,9}(?:\.[0-9]{1,18})?)")
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,21 @@ def run(
         float | None,
         typer.Option(metavar="X", help="Above 1, make tokens that are already in the text less likely; 1 is off."),
     ] = None,
+    presence_penalty: Annotated[
+        float, typer.Option(metavar="X", help="Lower the logits of all tokens that the answer has already by X.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(
+            metavar="X", help="Lower the logit of a token by X for every time that the answer has it already."
+        ),
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=X", help="Add X to the logit of the token ID; may be repeated.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens, up to --max-tokens.")
+    ] = False,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -116,6 +136,7 @@ def run(
     threads: Threads = None,
     context: Context = None,
     cache: Cache = True,
+    prefix_cache: PrefixCache = None,
     tokenizer: Tokenizer = None,
     draft: Draft = "auto",
     spec: Annotated[
@@ -169,6 +190,10 @@ def run(
         top_p=top_p,
         min_p=min_p,
         repeat_penalty=repeat_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=_logit_bias(logit_bias or ()),
+        ignore_eos=ignore_eos,
         seed=seed,
         raw=raw,
         special_tokens_in_messages=special_tokens_in_messages,
@@ -187,7 +212,10 @@ def run(
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
     # Without speculation a draft model would cost memory and processor time for nothing.
     used_draft = None if options.speculation == Speculation.OFF else draft
-    opened = ModelOptions(model, device, threads, context, tokenizer, used_draft, cache, history)
+    prefix_bytes = None if prefix_cache is None else parse_bytes(prefix_cache, "--prefix-cache")
+    opened = ModelOptions(
+        model, device, threads, context, tokenizer, used_draft, cache, history, prefix_cache=prefix_bytes
+    )
     request = RunOptions(opened, options, prompt, system, resume, as_json, stats)
     return _chat(request) if chatting else _answer(request)
 
@@ -229,6 +257,21 @@ def _answer(options: RunOptions) -> int:
         if options.stats:
             write_error(stats_line(reply.stats, load_s, engine.model.compute_threads))
     return INTERRUPTED if interrupted() and reply.finish_reason is FinishReason.CANCELLED else 0
+
+
+def _logit_bias(given: Sequence[str]) -> dict[int, float] | None:
+    """What is added to the logits of which token ids, from arguments such as `42=-1.5`.
+
+    Raises:
+        InputError: an argument is something else.
+    """
+    biases: dict[int, float] = {}
+    for text in given:
+        match = _BIAS.fullmatch(text)
+        if match is None:
+            raise InputError(f"--logit-bias is {text!r:.60}", "give a token id and what to add, such as 42=-1.5")
+        biases[int(match[1])] = float(match[2])
+    return biases or None
 
 
 def _check_chat(*, raw: bool, as_json: bool) -> None:

@@ -50,6 +50,15 @@ Cache = Annotated[
     bool,
     typer.Option("--cache/--no-cache", help="Keep weights packed for this machine, and measurements of it, on disk."),
 ]
+PrefixCache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for the KV caches of earlier answers, from which prompts with the same beginning continue: "
+        "2GB, or 0 for none.",
+        show_default="a quarter of the free memory",
+    ),
+]
 Tokenizer = Annotated[
     Path | None,
     typer.Option(
@@ -90,6 +99,7 @@ class ModelOptions:
     cache: bool = True
     history: bool = False
     learned: bool = True
+    prefix_cache: int | None = None
 
     def open(self, progress: Progress = silent) -> Engine:
         """Load the model.
@@ -111,4 +121,5 @@ class ModelOptions:
             history=self.history,
             learned=self.learned,
             progress=progress,
+            prefix_cache=self.prefix_cache,
         )

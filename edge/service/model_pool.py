@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
+from ...models.byte_sizes import format_bytes
 from ...models.device_kind import DeviceKind
-from ...models.hub.local_store import format_bytes
 from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
 from .cancellation import Cancellation, CancelledError

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import HubError
+from ..byte_sizes import format_bytes
 from ..manifest import FileDigest
 from . import client as hub_client
-from .local_store import Listing, RepoFile, Store, format_bytes, hub_library_cache, models_root
+from .local_store import Listing, RepoFile, Store, hub_library_cache, models_root
 
 _MIN_FREE_BYTES: Final = 64 << 20
 """Bytes that a download leaves free on the disk."""

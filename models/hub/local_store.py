@@ -391,11 +391,3 @@ def read_downloaded(folder: Path) -> DownloadedModel | None:
     ):
         return None
     return DownloadedModel(folder, repo, commit, variant, source, files)
-
-
-def format_bytes(count: int) -> str:
-    """Format a number of bytes for people: 12 kB, 3.4 MB, 5.6 GB."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count // size} {unit}"
-    return f"{max(count, 0)} bytes"

@@ -12,10 +12,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import edgerun
+from edgerun.edge.cli import shared_options
 from edgerun.edge.cli.main import main
 from edgerun.edge.terminal.output import for_terminal
 from support.processes import EDGE_RUN, started
@@ -115,6 +117,41 @@ def test_sampling_options_reach_the_sampler(tiny_bundle: Path, capsys: pytest.Ca
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_penalties_biases_and_the_end_reach_the_sampler(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with edgerun.load(tiny_bundle) as engine:
+        end = next(iter(engine.tokenizer.eos))
+        bias_to_end = {"logit_bias": {end: 100.0}}
+        options: list[tuple[list[str], dict[str, Any]]] = [
+            (["--presence-penalty", "1.5"], {"presence_penalty": 1.5}),
+            (["--frequency-penalty", "-0.5"], {"frequency_penalty": -0.5}),
+            (["--logit-bias", "70=100", "--logit-bias", "71=99.5"], {"logit_bias": {70: 100, 71: 99.5}}),
+            (["--ignore-eos", "--logit-bias", f"{end}=100"], {"ignore_eos": True, **bias_to_end}),
+        ]
+        for arguments, changes in options:
+            expected = engine.generate("the", max_tokens=12, **changes)
+            assert expected != engine.generate("the", max_tokens=12)
+            assert main([str(tiny_bundle), "-p", "the", "-n", "12", "--json", *arguments]) == 0
+            reply = json.loads(capsys.readouterr().out)
+            assert reply["text"] == expected.text
+            assert reply["usage"]["completion_tokens"] == expected.stats.completion_tokens
+        assert expected.stats.completion_tokens == 12
+        assert engine.generate("the", max_tokens=12, **bias_to_end).stats.completion_tokens == 1
+
+
+def test_the_size_of_the_prefix_cache(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def opening(*arguments: Any, **options: Any) -> edgerun.Engine:
+        engine = edgerun.load(*arguments, **options)
+        sizes.append(engine.model.prefixes.max_bytes)
+        return engine
+
+    monkeypatch.setattr(shared_options, "load", opening)
+    for option in ("0", "1.5MB"):
+        assert main([str(tiny_bundle), "-p", "the", "-n", "2", "--spec", "off", "--prefix-cache", option]) == 0
+    assert sizes == [0, 1_500_000]
+
+
 def test_stop_may_be_repeated(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tiny_bundle), "-p", "the", "-n", "30"])
     text = capsys.readouterr().out
@@ -134,6 +171,12 @@ def test_stop_may_be_repeated(tiny_bundle: Path, capsys: pytest.CaptureFixture[s
         (["-p", "a", "--top-k", "-1"], "greater than or equal to 0"),
         (["-p", "a", "--min-p", "1"], "min-p is 1.0; it must be at least 0 and below 1"),
         (["-p", "a", "--repeat-penalty", "0"], "repeat-penalty is 0.0; it must be between 0.01 and 100"),
+        (["-p", "a", "--presence-penalty", "3"], "presence-penalty is 3.0; it must be between -2 and 2"),
+        (["-p", "a", "--frequency-penalty", "nan"], "frequency-penalty is nan; it must be between -2 and 2"),
+        (["-p", "a", "--logit-bias", "12"], "--logit-bias is '12'; give a token id and what to add, such as 42=-1.5"),
+        (["-p", "a", "--logit-bias", "99999=1"], "99999"),
+        (["-p", "a", "--logit-bias", "1=200"], "a logit bias is 200.0; it must be between -100 and 100"),
+        (["-p", "a", "--prefix-cache", "2000"], "--prefix-cache is '2000'; write a number and a unit, such as 512MB"),
         (["-p", "a", "--threads", "0"], "greater than or equal to 1"),
         (["-p", "a", "--context", "1"], "greater than or equal to 2"),
         (["-p", "a", "--context", "9999"], "context is 9999; this model allows at most 256"),
