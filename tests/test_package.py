@@ -24,6 +24,13 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert set(output_of(program)) <= LIGHT | {"__future__"}
 
 
+def test_answering_on_the_command_line_imports_no_decoder_of_request_bodies() -> None:
+    program = (
+        "import sys; import edgerun.edge.cli.app, edgerun.edge.cli.run, edgerun.runtime.engine; print(*sys.modules)"
+    )
+    assert "msgspec" not in output_of(program)
+
+
 def test_every_public_name_resolves_and_is_listed() -> None:
     assert set(edgerun.__all__) <= set(dir(edgerun))
     for name in edgerun.__all__:

@@ -1,0 +1,180 @@
+"""Decodes request bodies into msgspec structs, and words what msgspec refuses."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from .request_error import ErrorCode, RequestError
+from .strict_json import RequestLimits, described, field_path, read_object
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+_MESSAGE: Final = re.compile(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
+_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
+_TYPE: Final = re.compile(r"Expected `([^`]*)`, got `[^`]*`")
+_BOUND: Final = re.compile(r"Expected `([^`]*)` (of length )?(<=|>=) (\S+)")
+_PART: Final = re.compile(r"\[(\d+|\.\.\.)\]|\.?([^.\[\]]+)")
+_WORDS: Final = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "null",
+    "array": "an array",
+    "object": "an object",
+}
+_TAGS: Final = {
+    "role": "roles are system, developer, user, assistant and tool",
+    "text.format.type": 'edge-run generates text: {"type": "text"}',
+    "response_format.type": 'edge-run generates text: {"type": "text"}',
+    "tools.type": 'edge-run knows functions: {"type": "function"}',
+    "content.type": 'models here read text: {"type": "text", "text": ...}',
+}
+"""What a field that selects a form may be, by the end of its path without indices."""
+_FOREIGN_TAGS: Final = frozenset(
+    ("image_url", "input_audio", "file", "refusal", "json_object", "json_schema", "custom", "function", "grammar")
+)
+"""Values of such fields that OpenAI's API has and edge-run has not."""
+
+
+def decode_body(body: bytes | str | Mapping[str, Any], kind: type[_Body], limits: RequestLimits | None = None) -> _Body:
+    """Decode a body.
+
+    Fields of the type None are those that edge-run does not support; values outside of the `enum` of a field's
+    metadata are values that it does not support.
+
+    Raises:
+        RequestError: the body has another form.
+    """
+    fields = read_object(body, limits)
+    try:
+        decoded = msgspec.convert(fields, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _request_error(str(error), fields, kind) from None
+    _refuse_unsupported_values(decoded, ())
+    return decoded
+
+
+def unsupported(param: str, what: str, hint: str) -> RequestError:
+    """The error for a field, or a value of it, that asks for something that edge-run does not do."""
+    return RequestError(what, hint, code=ErrorCode.UNSUPPORTED_FIELD, param=param)
+
+
+def _refuse_unsupported_values(value: Any, path: tuple[str | int, ...]) -> None:
+    if isinstance(value, list):
+        for index, each in enumerate(value):
+            _refuse_unsupported_values(each, (*path, index))
+    elif isinstance(value, msgspec.Struct):
+        supported = _supported_values(type(value))
+        for name in value.__struct_fields__:
+            field = getattr(value, name)
+            if name in supported and field not in supported[name]:
+                param = field_path((*path, name))
+                choices = " and ".join(json.dumps(each) for each in supported[name] if each is not None)
+                raise unsupported(param, f"{param} is {described(field)}", f"edge-run supports {choices}")
+            _refuse_unsupported_values(field, (*path, name))
+
+
+@cache
+def _supported_values(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    """The values that are supported of each field that has a list of them in its metadata."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for extra in _metadata(hint):
+            if values := (extra.extra_json_schema or {}).get("enum"):
+                found[name] = tuple(values)
+    return found
+
+
+def _alternative(kind: type[msgspec.Struct], path: tuple[str | int, ...]) -> str:
+    """What to do instead of giving a field that is not supported."""
+    hint = get_type_hints(kind, include_extras=True).get(str(path[0])) if len(path) == 1 else None
+    reasons = [(extra.description or "").partition(": ")[2].rstrip(".") for extra in _metadata(hint)]
+    return next(filter(None, reasons), "edge-run does not do this: leave the field out")
+
+
+def _metadata(hint: Any) -> tuple[msgspec.Meta, ...]:
+    return tuple(get_args(hint)[1:]) if get_origin(hint) is Annotated else ()
+
+
+def _request_error(message: str, fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> RequestError:
+    """What msgspec refuses as an error with a code and the path of the field."""
+    found = _MESSAGE.fullmatch(message)
+    what, path = (found["what"], _parts(found["path"] or "")) if found else (message, ())
+    param, value = field_path(path), _value_at(fields, path)
+    if field := _FIELD.fullmatch(what):
+        return _field_error(path, field[2], kind, missing=field[1] == "missing required")
+    if bound := _BOUND.fullmatch(what):
+        return _bound_error(param, value, bound)
+    if what.startswith("Invalid value"):
+        return _tag_error(path, value)
+    code = ErrorCode.INVALID_TYPE
+    if found and found["key"]:
+        what, hint = f"{param} has a key that is not an integer", "keys are token ids"
+    elif expected := _TYPE.fullmatch(what):
+        if expected[1] == "null":
+            return unsupported(param, f"{param} is not supported", _alternative(kind, path))
+        what, hint = f"{param} is {described(value)}", f"it must be {_named(expected[1])}"
+    else:
+        what, hint, code = f"{param} is {described(value)}", what.lower(), ErrorCode.INVALID_VALUE
+    return RequestError(what, hint, code=code, param=param or None)
+
+
+def _field_error(path: tuple[str | int, ...], name: str, kind: type[msgspec.Struct], *, missing: bool) -> RequestError:
+    param = field_path((*path, name if len(name) < 100 else f"{name[:97]}..."))
+    if missing:
+        return RequestError(f"{param} is missing", "the field is required", code=ErrorCode.MISSING_FIELD, param=param)
+    close = difflib.get_close_matches(name[:100], kind.__struct_fields__, 1) if not path else ()
+    hint = f"did you mean {close[0]}?" if close else "leave it out: fields that are not known are refused, not ignored"
+    return RequestError(f"unknown field {param}", hint, code=ErrorCode.UNKNOWN_FIELD, param=param)
+
+
+def _bound_error(param: str, value: Any, bound: re.Match[str]) -> RequestError:
+    kind, length, sign, limit = bound.groups()
+    side = "at most" if sign == "<=" else "at least"
+    if length:
+        items = "items" if kind == "array" else "characters"
+        what, hint = f"{param} has {len(value)} {items}", f"it must have {side} {limit}"
+    else:
+        what, hint = f"{param} is {described(value)}", f"it must be {side} {limit}"
+    return RequestError(what, hint, code=ErrorCode.INVALID_VALUE, param=param)
+
+
+def _tag_error(path: tuple[str | int, ...], value: Any) -> RequestError:
+    """The error for a `type` or `role` that selects no form that is known."""
+    param = field_path(path)
+    names = ".".join(part for part in path if isinstance(part, str))
+    hint = next((text for end, text in _TAGS.items() if names.endswith(end)), "")
+    if value not in _FOREIGN_TAGS:
+        return RequestError(f"{param} is {described(value)}", hint, code=ErrorCode.INVALID_VALUE, param=param)
+    if path[-1] == "type":
+        # Items of a list have their content in a field that is named like their type.
+        param = field_path((*path[:-1], value) if isinstance(path[-2], int) else path[:-1])
+    return unsupported(param, f"{param} is not supported", hint)
+
+
+def _named(types: str) -> str:
+    """Types as msgspec lists them, in words."""
+    return " or ".join(_WORDS.get(each, each) for each in types.split(" | "))
+
+
+def _parts(path: str) -> tuple[str | int, ...]:
+    return tuple(int(index) if index.isdecimal() else name for index, name in _PART.findall(path) if index != "...")
+
+
+def _value_at(fields: Mapping[str, Any], path: tuple[str | int, ...]) -> Any:
+    """The value at a path; that of the last part which exists, where values of a mapping have no path."""
+    value: Any = fields
+    for part in path:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            break
+    return value

@@ -1,0 +1,141 @@
+"""The body of a chat completion: OpenAI's fields and edge-run's own, decoded strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ...runtime.options import GenerateOptions
+from .body_decoder import decode_body
+from .generation_fields import PositiveInt, SamplingFields, StreamOptions, generate_options, same, wants_usage
+from .message_fields import AnyMessage, FunctionTool, conversation, tool_mappings
+from .strict_json import RequestLimits
+
+
+class TextFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """Answers are text."""
+
+
+class ChatBody(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of a chat completion."""
+
+    messages: Annotated[list[AnyMessage], Meta(description="The conversation.")]
+    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    max_tokens: Annotated[
+        PositiveInt | None,
+        Meta(description="Largest number of tokens to generate; the default is the rest of the context."),
+    ] = None
+    max_completion_tokens: Annotated[PositiveInt | None, Meta(description="Another name of max_tokens.")] = None
+    n: Annotated[int | None, Meta(description="Number of answers.", extra_json_schema={"enum": [1, None]})] = None
+    logprobs: Annotated[
+        bool | None,
+        Meta(description="Whether to return log probabilities.", extra_json_schema={"enum": [False, None]}),
+    ] = None
+    top_logprobs: Annotated[
+        int | None,
+        Meta(description="Number of likely tokens to return at each position.", extra_json_schema={"enum": [0, None]}),
+    ] = None
+    stream: Annotated[bool | None, Meta(description="Whether to send the answer while it is generated.")] = None
+    stream_options: Annotated[StreamOptions | None, Meta(description="What a stream contains; needs stream.")] = None
+    tools: Annotated[
+        list[FunctionTool] | None, Meta(description="Functions that the model may call, for its chat template.")
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Meta(
+            description="auto shows the tools to the model, none does not.",
+            extra_json_schema={"enum": ["auto", "none", None]},
+        ),
+    ] = None
+    response_format: Annotated[TextFormat | None, Meta(description="Answers are text.")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        Meta(description="Extension. What the chat template reads besides, such as enable_thinking."),
+    ] = None
+
+    user: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
+    safety_identifier: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Accepted; does not change the answer.")] = None
+    prompt_cache_key: Annotated[
+        str | None, Meta(description="Accepted; the prefix cache finds what it can reuse by itself.")
+    ] = None
+    prompt_cache_retention: Annotated[
+        str | None, Meta(description="Accepted; the prefix cache has a budget of memory, not a time.")
+    ] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, Meta(description="Accepted; the prefix cache needs no options.")
+    ] = None
+    service_tier: Annotated[
+        str | None, Meta(description="There is one tier.", extra_json_schema={"enum": ["auto", "default", None]})
+    ] = None
+    store: Annotated[
+        bool | None, Meta(description="Answers are not stored.", extra_json_schema={"enum": [False, None]})
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None,
+        Meta(description="Calls are not restricted to one at a time.", extra_json_schema={"enum": [True, None]}),
+    ] = None
+    modalities: Annotated[
+        list[str] | None, Meta(description="Answers are text.", extra_json_schema={"enum": [["text"], None]})
+    ] = None
+
+    audio: Annotated[None, Meta(description="Not supported: answers are text.")] = None
+    function_call: Annotated[None, Meta(description="Not supported: use tool_choice.")] = None
+    functions: Annotated[None, Meta(description="Not supported: use tools.")] = None
+    moderation: Annotated[None, Meta(description="Not supported.")] = None
+    prediction: Annotated[None, Meta(description="Not supported: drafting needs no prediction.")] = None
+    reasoning_effort: Annotated[None, Meta(description="Not supported: use chat_template_kwargs.")] = None
+    verbosity: Annotated[None, Meta(description="Not supported.")] = None
+    web_search_options: Annotated[None, Meta(description="Not supported: edge-run does not search the web.")] = None
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A chat completion to generate."""
+
+    model: str | None
+    messages: Sequence[Mapping[str, Any]]
+    """The conversation as `Engine.stream` takes it."""
+    options: GenerateOptions
+    stream: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with a chunk that has the usage."""
+
+    @classmethod
+    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> ChatRequest:
+        """Decode a body.
+
+        Args:
+            body: UTF-8 JSON, or the parsed object.
+            limits: how much it may contain.
+
+        Raises:
+            RequestError: the body is not valid JSON or not a valid chat body; the error has the path of the field.
+        """
+        limits = limits or RequestLimits()
+        fields = decode_body(body, ChatBody, limits)
+        tools = tool_mappings(fields.tools, limits)
+        options = generate_options(
+            fields,
+            {
+                "max_tokens": same(fields, "max_tokens", "max_completion_tokens"),
+                "tools": tools if fields.tool_choice != "none" else (),
+                "template_variables": fields.chat_template_kwargs,
+            },
+        )
+        return cls(
+            model=fields.model,
+            messages=conversation(fields.messages, limits),
+            options=options,
+            stream=bool(fields.stream),
+            include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
+        )
+
+    @staticmethod
+    def schema() -> dict[str, Any]:
+        """JSON Schema (2020-12) of the body."""
+        return msgspec.json.schema(ChatBody)

@@ -1,0 +1,139 @@
+"""Fields that the bodies of all generating requests share, and the options that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from ...errors import InputError
+from ...runtime.options import GenerateOptions, ModelDefaults
+from .request_error import ErrorCode, RequestError
+
+_SEED_BITS: Final = 64
+
+_FIELDS: Final = {"template_variables": "chat_template_kwargs"}
+"""Fields of a body whose option has another name."""
+
+PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a stream contains besides the answer."""
+
+    include_usage: Annotated[bool | None, Meta(description="Whether the stream ends with the usage.")] = None
+    include_obfuscation: Annotated[
+        bool | None,
+        Meta(description="Padding of the chunks is not supported.", extra_json_schema={"enum": [False, None]}),
+    ] = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen, and when an answer ends."""
+
+    temperature: Annotated[
+        float | None,
+        Meta(description="0 takes the most likely token, higher values spread. The default is the model's own."),
+    ] = None
+    top_p: Annotated[
+        float | None, Meta(description="Sample from the likeliest tokens that have this probability together.")
+    ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=-(2**63))] | None, Meta(description="The same seed gives the same text.")
+    ] = None
+    stop: Annotated[
+        str | Annotated[list[str], Meta(max_length=16)] | None,
+        Meta(description="Text before which the answer ends, or up to 16 of them."),
+    ] = None
+    presence_penalty: Annotated[
+        float | None, Meta(description="Subtracted from the logits of tokens that the answer has; -2 to 2.")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, Meta(description="The same for every time that the answer has a token; -2 to 2.")
+    ] = None
+    logit_bias: Annotated[
+        dict[int, float] | None, Meta(description="Added to the logits of token ids, which are the keys; -100 to 100.")
+    ] = None
+    top_k: Annotated[int | None, Meta(description="Extension. Sample from the k likeliest tokens; 0 for all.")] = None
+    min_p: Annotated[
+        float | None,
+        Meta(description="Extension. Leave out tokens less likely than this times the likeliest one."),
+    ] = None
+    repeat_penalty: Annotated[
+        float | None, Meta(description="Extension. Divides the logits of tokens that the context has; 1 for none.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, Meta(description="Extension. Another name of repeat_penalty, which other servers use.")
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, Meta(description="Extension. Go on after end-of-sequence tokens, up to the largest length.")
+    ] = None
+
+
+_SAMPLING: Final = tuple(name for name in SamplingFields.__struct_fields__ if name != "repetition_penalty")
+
+
+def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> GenerateOptions:
+    """The options of an answer.
+
+    Args:
+        fields: the body.
+        others: further options by their name; None for those that were not given.
+
+    Raises:
+        RequestError: a value is out of range; the error names its field.
+    """
+    given = {name: getattr(fields, name) for name in _SAMPLING} | dict(others)
+    given["repeat_penalty"] = same(fields, "repeat_penalty", "repetition_penalty")
+    values = {name: value for name, value in given.items() if value is not None}
+    if "seed" in values and values["seed"] < 0:
+        values["seed"] += 1 << _SEED_BITS  # seeds of OpenAI's API have a sign
+    for name, value in values.items():
+        _check(name, value)
+    return GenerateOptions(**values)
+
+
+def wants_usage(options: StreamOptions | None, *, stream: bool) -> bool:
+    """Whether a stream ends with the usage.
+
+    Raises:
+        RequestError: there are options for a stream, and no stream is wanted.
+    """
+    if options is not None and not stream:
+        raise RequestError(
+            "stream_options are given without stream",
+            "set stream to true, or leave stream_options out",
+            code=ErrorCode.INVALID_VALUE,
+            param="stream_options",
+        )
+    return bool(options and options.include_usage)
+
+
+def same(fields: msgspec.Struct, name: str, other: str) -> Any:
+    """The value of a field that has two names.
+
+    Raises:
+        RequestError: both are given, and differ.
+    """
+    value, again = getattr(fields, name), getattr(fields, other)
+    if value is not None and again is not None and value != again:
+        raise RequestError(
+            f"{name} is {value}, and {other} is {again}",
+            "they are names of one option: give one of them",
+            code=ErrorCode.INVALID_VALUE,
+            param=other,
+        )
+    return again if value is None else value
+
+
+def _check(name: str, value: Any) -> None:
+    """Check one option by itself, so that the error can name its field."""
+    try:
+        GenerateOptions(**{name: value}).sampling(ModelDefaults())
+    except InputError as error:
+        field = _FIELDS.get(name, name)
+        what = error.what.replace(name.replace("_", "-"), field).replace(name, field)
+        what = what if field in what else f"{field}: {what}"
+        raise RequestError(what, error.hint, code=ErrorCode.INVALID_VALUE, param=field) from error

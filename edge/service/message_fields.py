@@ -1,0 +1,164 @@
+"""Messages and tools of a request body.
+
+The structs say which fields and types a message has; which of them belong together is checked by
+`runtime/text/messages.py`, for programs that call the runtime too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from ...errors import InputError
+from ...runtime.text.chat_template import Message
+from ...runtime.text.messages import template_messages
+from .request_error import ErrorCode, RequestError
+from .strict_json import RequestLimits
+
+_PLACE: Final = re.compile(r"messages(?:\[\d+\]|\.\w+)*")
+
+
+class CacheBreakpoint(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Where OpenAI's prompt cache may end a prefix; edge-run's finds the longest prefix by itself."""
+
+    mode: str | None = None
+
+
+class TextPart(msgspec.Struct, kw_only=True, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """A part of a message's content."""
+
+    text: Annotated[str, Meta(description="The text of the part.")]
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+Content: TypeAlias = str | list[TextPart]
+
+
+class _Message(msgspec.Struct, kw_only=True, tag_field="role", forbid_unknown_fields=True, omit_defaults=True):
+    name: Annotated[str | None, Meta(description="Name of the author, for templates that use it.")] = None
+
+
+class SystemMessage(_Message, tag="system"):
+    """Instructions for the whole conversation."""
+
+    content: Content
+
+
+class DeveloperMessage(_Message, tag="developer"):
+    """Instructions, under the name that OpenAI's newer models have for them."""
+
+    content: Content
+
+
+class UserMessage(_Message, tag="user"):
+    """What the user says."""
+
+    content: Content
+
+
+class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function with the arguments of one call."""
+
+    name: str
+    arguments: Annotated[str, Meta(description="A JSON object as text.")] = ""
+
+
+class ToolCall(
+    msgspec.Struct, kw_only=True, tag_field="type", tag="function", forbid_unknown_fields=True, omit_defaults=True
+):
+    """A call of a function by the assistant."""
+
+    function: CalledFunction
+    id: str | None = None
+
+
+class AssistantMessage(_Message, tag="assistant"):
+    """An earlier answer."""
+
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: Annotated[str | None, Meta(description="What the model thought, for templates that use it.")] = (
+        None
+    )
+    refusal: Annotated[None, Meta(description="Not supported; null is accepted.")] = None
+    audio: Annotated[None, Meta(description="Not supported; null is accepted.")] = None
+    function_call: Annotated[None, Meta(description="Not supported, use tool_calls; null is accepted.")] = None
+    annotations: Annotated[None, Meta(description="Not supported; null is accepted.")] = None
+
+
+class ToolMessage(_Message, tag="tool"):
+    """The result of a function."""
+
+    content: Content
+    tool_call_id: str | None = None
+
+
+AnyMessage: TypeAlias = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="JSON Schema of the arguments.")] = None
+    strict: Annotated[
+        bool | None,
+        Meta(description="Arguments are not constrained to the schema.", extra_json_schema={"enum": [False, None]}),
+    ] = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function", forbid_unknown_fields=True):
+    """A tool of the chat API."""
+
+    function: FunctionDefinition
+
+
+def conversation(messages: Sequence[AnyMessage], limits: RequestLimits) -> list[Message]:
+    """The messages as the runtime takes them.
+
+    Raises:
+        RequestError: there are none or too many, or fields of a message do not fit together.
+    """
+    check_count("messages", len(messages), limits.messages)
+    try:
+        return template_messages([_as_mapping(message) for message in messages])
+    except InputError as error:
+        place = _PLACE.match(error.what)
+        raise RequestError(
+            error.what, error.hint, code=ErrorCode.INVALID_VALUE, param=place[0] if place else "messages"
+        ) from error
+
+
+def _as_mapping(message: AnyMessage) -> dict[str, Any]:
+    """A message as an object without the fields that were not given, cache breakpoints left out."""
+    fields: dict[str, Any] = msgspec.to_builtins(message)
+    if isinstance(parts := fields.get("content"), list):
+        fields["content"] = [{"type": part["type"], "text": part["text"]} for part in parts]
+    return fields
+
+
+def tool_mappings(tools: Sequence[FunctionTool] | None, limits: RequestLimits) -> tuple[dict[str, Any], ...]:
+    """The tools as chat templates read them.
+
+    Raises:
+        RequestError: there are too many.
+    """
+    check_count("tools", len(tools or ()), limits.tools)
+    return tuple(msgspec.to_builtins(tool) for tool in tools or ())
+
+
+def check_count(param: str, count: int, limit: int) -> None:
+    """Check the length of a list.
+
+    Raises:
+        RequestError: it is above the limit.
+    """
+    if count > limit:
+        raise RequestError(
+            f"{param} has {count} items", f"at most {limit} are read", code=ErrorCode.TOO_LARGE, param=param
+        )

@@ -1,0 +1,146 @@
+"""Parses JSON objects of other programs: no duplicate keys, no NaN, no broken text, bounded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...models.json_file import shown
+from .request_error import ErrorCode, RequestError
+
+MAX_DEPTH: Final = 100
+"""Largest nesting of objects and lists."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """How much one request may contain; what is beyond is refused."""
+
+    messages: int = 10_000
+    """Largest number of messages of a conversation, or of items of a Responses input."""
+    tools: int = 128
+    """Largest number of tools."""
+    inputs: int = 2048
+    """Largest number of prompts or texts of one request."""
+    characters: int = 16_000_000
+    """Largest number of characters of all texts and names of a request together."""
+
+
+def read_object(body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> dict[str, Any]:
+    """Parse a JSON object, or check one that has been parsed.
+
+    Args:
+        body: UTF-8 JSON, or the parsed object.
+        limits: how much it may contain.
+
+    Raises:
+        RequestError: it is not a JSON object, has a key twice, is nested too deeply, contains NaN, an infinite number
+            or text that is not valid Unicode, or more text than allowed.
+    """
+    value = dict(body) if isinstance(body, Mapping) else _parse(body)
+    if not isinstance(value, dict):
+        raise RequestError(f"the body is {described(value)}", "it must be a JSON object", code=ErrorCode.INVALID_TYPE)
+    limit = (limits or RequestLimits()).characters
+    if (characters := _check(value, (), 0)) > limit:
+        raise RequestError(
+            f"the request has {characters} characters of text", f"at most {limit} are read", code=ErrorCode.TOO_LARGE
+        )
+    return value
+
+
+def described(value: object) -> str:
+    """A JSON value with its type, for messages: "the string 'x'"."""
+    if value is None:
+        return "null"
+    for kind, name in _NAMES:
+        if isinstance(value, kind):
+            return f"{name} {json.dumps(value)}" if kind is bool else f"{name} {shown(value)}"
+    return shown(value)
+
+
+_NAMES: Final[tuple[tuple[type, str], ...]] = (
+    (bool, "the boolean"),
+    (int, "the integer"),
+    (float, "the number"),
+    (str, "the string"),
+    (Mapping, "the object"),
+    (list, "the array"),
+)
+
+
+def field_path(parts: tuple[str | int, ...]) -> str:
+    """The path of a field, such as `messages[0].content`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+
+
+def _parse(body: bytes | str) -> Any:
+    try:
+        text = body if isinstance(body, str) else body.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        what, hint = f"the body is not UTF-8: {error.reason} at byte {error.start}", "encode it as UTF-8"
+    except json.JSONDecodeError as error:
+        what, hint = f"the body is not valid JSON: {error}", "send a JSON object"
+    except RecursionError:
+        what, hint = "the body is nested too deeply", f"at most {MAX_DEPTH} levels are read"
+    except ValueError:
+        # Python converts at most 4300 digits, since the time grows with their square.
+        what, hint = "the body has a number with thousands of digits", "send a number of ordinary size"
+    raise RequestError(what, hint, code=ErrorCode.INVALID_JSON)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise RequestError(
+            f"the key {shown(twice)} occurs twice in one object", "give it once", code=ErrorCode.INVALID_JSON
+        )
+    return fields
+
+
+def _check(value: Any, path: tuple[str | int, ...], characters: int) -> int:
+    """Check a value; return `characters` and the number of characters in it."""
+    if isinstance(value, str):
+        if not value.isascii() and not _encodable(value):
+            raise _bad(path, "contains half of a surrogate pair", "send valid Unicode")
+        return characters + len(value)
+    if value is None or isinstance(value, (bool, int)):
+        return characters
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise _bad(path, f"is {value}", "it must be a finite number")
+        return characters
+    if len(path) >= MAX_DEPTH:
+        raise RequestError(
+            "the body is nested too deeply", f"at most {MAX_DEPTH} levels are read", code=ErrorCode.INVALID_JSON
+        )
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str) or not _encodable(key):
+                raise _bad(path, f"has the key {shown(key)}", "keys must be valid text")
+            characters = _check(each, (*path, key), characters + len(key))
+        return characters
+    if isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            characters = _check(each, (*path, index), characters)
+        return characters
+    raise _bad(path, f"is {shown(value)}", "it must be a value that JSON has")
+
+
+def _encodable(text: str) -> bool:
+    """Whether a text is valid Unicode: one with half of a surrogate pair has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _bad(path: tuple[str | int, ...], what: str, hint: str) -> RequestError:
+    param = field_path(path)[:200].encode(errors="replace").decode() or None
+    return RequestError(f"{param or 'the body'} {what}", hint, code=ErrorCode.INVALID_VALUE, param=param)

@@ -1,0 +1,343 @@
+"""Bodies of chat completions: what is accepted, what is refused, and with which code and path."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.chat import completion_create_params
+
+from edgerun.edge.service.chat_body import ChatBody, ChatRequest
+from edgerun.edge.service.request_error import ErrorCode, RequestError
+from edgerun.edge.service.strict_json import MAX_DEPTH, RequestLimits, read_object
+
+USER = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def parsed(**fields: Any) -> ChatRequest:
+    """The request of a body with these fields, and one message if they have none."""
+    return ChatRequest.parse(json.dumps({"messages": [USER], **fields}).encode())
+
+
+def error_of(body: Any, limits: RequestLimits | None = None) -> RequestError:
+    """The error that a body is refused with."""
+    with pytest.raises(RequestError) as caught:
+        ChatRequest.parse(body, limits)
+    return caught.value
+
+
+def test_every_field_reaches_the_options() -> None:
+    request = parsed(
+        model="m",
+        temperature=0.5,
+        top_p=0.9,
+        max_tokens=7,
+        max_completion_tokens=7,
+        stop=["a", "b"],
+        seed=3,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={"5": 10},
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False},
+        tools=[TOOL],
+        tool_choice="auto",
+        response_format={"type": "text"},
+        top_k=4,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        ignore_eos=True,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    options = request.options
+    assert (request.model, request.stream, request.include_usage) == ("m", True, True)
+    assert (options.temperature, options.top_p, options.max_tokens, options.seed) == (0.5, 0.9, 7, 3)
+    assert options.stops == ("a", "b")
+    assert (options.presence_penalty, options.frequency_penalty, options.logit_bias) == (1, -1, {5: 10})
+    assert (options.top_k, options.min_p, options.repeat_penalty, options.ignore_eos) == (4, 0.1, 1.5, True)
+    assert options.tools == (TOOL,)
+    assert options.template_variables == {"enable_thinking": False}
+
+
+def test_a_body_with_one_message_takes_the_defaults() -> None:
+    request = parsed()
+    assert request.messages == [USER]
+    assert (request.model, request.stream, request.include_usage) == (None, False, False)
+    assert request.options == type(request.options)()
+
+
+def test_null_leaves_every_field_but_the_messages_out() -> None:
+    names = [name for name in ChatBody.__struct_fields__ if name != "messages"]
+    assert parsed(**dict.fromkeys(names)) == parsed()
+
+
+def test_tool_choice_none_hides_the_tools() -> None:
+    assert parsed(tools=[TOOL], tool_choice="none").options.tools == ()
+
+
+def test_negative_seeds_are_seeds_of_their_own() -> None:
+    assert parsed(seed=-1).options.seed == 2**64 - 1
+
+
+def test_messages_are_those_that_the_runtime_takes() -> None:
+    request = parsed(
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "audio": None},
+            {"role": "tool", "content": "1", "tool_call_id": "1"},
+            {"role": "user", "content": "c", "name": "someone"},
+        ]
+    )
+    assert request.messages == [
+        {"role": "developer", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "content": "1", "tool_call_id": "1"},
+        {"role": "user", "content": "c", "name": "someone"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"user": "u", "safety_identifier": "s", "metadata": {"a": "b"}},
+        {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"}},
+        {"service_tier": "auto", "store": False, "parallel_tool_calls": True, "modalities": ["text"]},
+        {"messages": [{**USER, "content": [{"type": "text", "text": "hello", "prompt_cache_breakpoint": {}}]}]},
+    ],
+)
+def test_fields_that_do_not_change_the_answer_are_accepted(field: dict[str, Any]) -> None:
+    assert parsed(**field) == parsed()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"functions": []}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"moderation": {}}, "moderation"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"store": True}, "store"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [TOOL, {"type": "custom", "custom": {"name": "f"}}]}, "tools[1].custom"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"messages": [USER, {"role": "function", "name": "f", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"role": "assistant", "content": "x", "refusal": "no"}]}, "messages[0].refusal"),
+        (
+            {"messages": [USER, USER, {**USER, "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+            "messages[2].content[0].image_url",
+        ),
+        (
+            {"messages": [{**USER, "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]}]},
+            "messages[0].content[1].input_audio",
+        ),
+    ],
+)
+def test_what_edge_run_does_not_do_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    error = error_of({"messages": [USER], **fields})
+    assert (error.code, error.param) == (ErrorCode.UNSUPPORTED_FIELD, param)
+    assert param in str(error)
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temprature": 1}, "temprature"),
+        ({"stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"messages": [{**USER, "mood": "good"}]}, "messages[0].mood"),
+        ({"messages": [{**USER, "tool_calls": []}]}, "messages[0].tool_calls"),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": "a", "b": 1}]}]}, "messages[0].content[0].b"),
+        ({"tools": [{**TOOL, "x": 1}]}, "tools[0].x"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
+    ],
+)
+def test_unknown_fields_are_refused_at_any_depth(fields: dict[str, Any], param: str) -> None:
+    error = error_of({"messages": [USER], **fields})
+    assert (error.code, error.param) == (ErrorCode.UNKNOWN_FIELD, param)
+
+
+def test_a_long_name_is_shortened() -> None:
+    error = error_of({"messages": [USER], "x" * 1_000_000: 1})
+    assert error.code is ErrorCode.UNKNOWN_FIELD
+    assert len(str(error)) < 300
+
+
+def test_a_misspelt_field_is_answered_with_the_one_that_was_meant() -> None:
+    assert "did you mean temperature?" in str(error_of({"messages": [USER], "temprature": 1}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"temperature": "hot"}, "temperature", "temperature is the string 'hot'; it must be a number or null"),
+        ({"max_tokens": True}, "max_tokens", "max_tokens is the boolean true; it must be an integer or null"),
+        ({"max_tokens": 1.5}, "max_tokens", "max_tokens is the number 1.5; it must be an integer or null"),
+        ({"messages": None}, "messages", "messages is null; it must be an array"),
+        ({"messages": [3]}, "messages[0]", "messages[0] is the integer 3; it must be an object"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content",
+            "messages[0].content is null; it must be a string or an array",
+        ),
+        ({"stop": ["a", 1]}, "stop[1]", "stop[1] is the integer 1; it must be a string"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias has a key that is not an integer; keys are token ids"),
+    ],
+)
+def test_wrong_types_name_the_field_and_both_types(fields: dict[str, Any], param: str, message: str) -> None:
+    error = error_of({"messages": [USER], **fields})
+    assert (error.code, error.param, str(error)) == (ErrorCode.INVALID_TYPE, param, message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0]"),
+        ({"messages": [{"role": "someone", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].tool_calls"),
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]},
+                ]
+            },
+            "messages[1].tool_calls[0]",
+        ),
+        ({"messages": [{**USER, "content": [{"type": "sound", "text": "a"}]}]}, "messages[0].content[0].type"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"seed": -(1 << 63) - 1}, "seed"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"repeat_penalty": 1, "repetition_penalty": 2}, "repetition_penalty"),
+        ({"top_k": -1}, "top_k"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"chat_template_kwargs": {"a": [1, math.inf]}}, "chat_template_kwargs.a[1]"),
+        ({"messages": [{**USER, "content": "\ud800"}]}, "messages[0].content"),
+        ({"temperature": 10**400}, "temperature"),
+    ],
+)
+def test_values_out_of_range_name_the_field(fields: dict[str, Any], param: str) -> None:
+    error = error_of({"messages": [USER], **fields})
+    assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, param)
+    assert param in str(error)
+
+
+def test_missing_messages() -> None:
+    error = error_of({})
+    assert (error.code, error.param) == (ErrorCode.MISSING_FIELD, "messages")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"messages": [], "messages": []}',
+        b'{"a": {"b": 1, "b": 2}}',
+        b'{"a": "\xff"}',
+        b"\xef\xbb\xbf{}",
+        b"[" * 100_000,
+        b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1),
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"a": 1}x',
+    ],
+    ids=range(10),
+)
+def test_what_is_not_valid_json_is_one_error(body: bytes) -> None:
+    error = error_of(body)
+    assert error.code is ErrorCode.INVALID_JSON
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("body", [b"[]", b"3", b'"a"', b"null", b"true", b"1.5"])
+def test_a_body_that_is_not_an_object(body: bytes) -> None:
+    assert error_of(body).code is ErrorCode.INVALID_TYPE
+
+
+def test_limits() -> None:
+    body = {"messages": [USER] * 3, "tools": [TOOL] * 2}
+    assert ChatRequest.parse(body, RequestLimits(messages=3, tools=2, characters=1000)).options.tools
+    assert error_of(body, RequestLimits(messages=2)).param == "messages"
+    assert error_of(body, RequestLimits(tools=1)).param == "tools"
+    for limits in (RequestLimits(messages=2), RequestLimits(tools=1), RequestLimits(characters=100)):
+        assert error_of(body, limits).code is ErrorCode.TOO_LARGE
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+PLACES = st.sampled_from((*ChatBody.__struct_fields__, "role", "content", "type", "text", "function", "tool_calls"))
+
+
+@given(body=st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_are_a_request_or_one_error(body: bytes) -> None:
+    assert error_of(body).code in ErrorCode  # none of them has messages
+
+
+@given(
+    fields=st.dictionaries(PLACES, JSON, max_size=3),
+    message=st.dictionaries(PLACES | st.just("name"), JSON | st.sampled_from(["user", "assistant", "text"])),
+)
+def test_any_field_is_accepted_or_one_error(fields: dict[str, Any], message: dict[str, Any]) -> None:
+    body = {"messages": [USER, {**USER, **message}], **fields}
+    message_of_error = ""
+    try:
+        ChatRequest.parse(body)
+    except RequestError as error:
+        message_of_error = str(error)
+    assert len(message_of_error) < 600
+
+
+@given(value=st.dictionaries(st.text(), JSON))
+def test_strict_json_reads_what_json_writes(value: dict[str, Any]) -> None:
+    body = json.dumps(value)
+    if "NaN" in body or "Infinity" in body or "\\ud" in body:
+        return
+    assert read_object(body.encode()) == read_object(value) == json.loads(body)
+
+
+def test_every_field_of_the_openai_client_is_known() -> None:
+    theirs = get_type_hints(completion_create_params.CompletionCreateParamsStreaming)
+    assert set(theirs) <= set(ChatBody.__struct_fields__)
+
+
+def test_the_schema_describes_every_field() -> None:
+    schema = ChatRequest.schema()
+    json.dumps(schema)
+    body = schema["$defs"]["ChatBody"]
+    assert body["required"] == ["messages"]
+    assert body["additionalProperties"] is False
+    assert {name for name, field in body["properties"].items() if not field.get("description")} == set()
+    assert body["properties"]["audio"]["type"] == "null"
