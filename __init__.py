@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .runtime.request_queue import AnswerStream
     from .runtime.result import Chunk, Reply, Stats
     from .runtime.speculation.choice import Speculation
+    from .runtime.token_logprobs import TokenLogprob
 
 __all__ = [
     "AnswerStream",
@@ -60,6 +61,7 @@ __all__ = [
     "Speculation",
     "Stats",
     "TemplateError",
+    "TokenLogprob",
     "__version__",
     "load",
 ]
@@ -84,6 +86,7 @@ _MODULES = {
     ".runtime.request_queue": ("AnswerStream",),
     ".runtime.result": ("Chunk", "Reply", "Stats"),
     ".runtime.speculation.choice": ("Speculation",),
+    ".runtime.token_logprobs": ("TokenLogprob",),
 }
 """Names by the module that defines them, which is imported when one of them is first used (PEP 562)."""
 

@@ -8,14 +8,17 @@ than there are tokens. Every round leaves the cache valid, so a consumer may sto
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from ..errors import ContextError, InputError
 from ..models.progress import Progress, silent
 from .graph.bound_session import BoundSession
 from .prefill import Cancelled, never, prefill
+from .sampling.logprobs import LogSoftmax, PositionLogprobs
+from .sampling.sampler import Logits
 from .speculation.near_ties import NearTies
 from .speculation.speculator import Round, RoundTiming, Speculator
 from .speculation.verification import TokenSampler
@@ -42,6 +45,8 @@ class Step:
     """Seconds in the target's passes; 0 for the prefill."""
     round: Round | None = None
     """Statistics of a round in which drafting was enabled."""
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    """Log-probabilities at the position of each token, if they were asked for."""
 
     @property
     def produced(self) -> int:
@@ -86,6 +91,7 @@ def decode(
     limits: DecodeLimits,
     speculator: Speculator | None = None,
     near_ties: NearTies | None = None,
+    log_softmax: LogSoftmax | None = None,
 ) -> Generator[Step, None, None]:
     """Prefill `prompt_ids`, then continue it, and yield one `Step` per round.
 
@@ -97,6 +103,7 @@ def decode(
         speculator: proposes draft tokens that a pass verifies; None for plain decoding. The text is the same as far as
             wide passes compute the logits of narrow ones.
         near_ties: recomputes near ties, so that the text is the same even where wide passes differ.
+        log_softmax: computes the log-probabilities of every step; None for none.
 
     Raises:
         ContextError: the prompt leaves no room for a single new token.
@@ -111,48 +118,73 @@ def decode(
     # The last token has to run again even if its slot is cached, or there would be no logits to choose from.
     arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
     sampler.observe_prompt(prompt_ids)
-    passes, target_s = 0, 0.0
-    report: Round | None = None
+    passes = 0
     try:
         if near_ties is not None:
             near_ties.reset(prompt_ids)
             passes = near_ties.passes
         logits, prefill_passes = prefill(bound, prompt_ids, cancelled, limits.progress)
-        passes += prefill_passes
-        tokens: tuple[int, ...] = (sampler.choose(logits, len(prompt_ids)),)
+        first = sampler.choose(logits, len(prompt_ids))
+        emitted = _Emitted((first,), (logits,), passes + prefill_passes)
         if speculator is not None:
-            speculator.reset([*prompt_ids, *tokens])
+            speculator.reset([*prompt_ids, first])
         while True:
+            tokens = emitted.tokens
             remaining -= len(tokens)
             ended = tokens[-1] in eos
             finish = FinishReason.STOP if ended else FinishReason.LENGTH if remaining <= 0 else None
-            yield Step(tokens[:-1] if ended else tokens, finish, passes, target_s, report)
+            yield emitted.step(finish, log_softmax)
             if finish is not None:
                 return
             if cancelled():
                 raise Cancelled
-            anchor = tokens[-1]
-            sampler.observe((anchor,))
+            sampler.observe(tokens[-1:])
             if near_ties is not None:
                 near_ties.append(tokens)
             if speculator is not None and not speculator.disabled:
-                tokens, passes, report = _speculate(bound, sampler, eos, remaining, speculator, near_ties)
-                target_s = report.target_s
-                continue
-            started = time.perf_counter()
-            logits = bound.forward((anchor,))[0]
-            arena.commit(1)
-            passes, report = 1, None
-            if near_ties is not None:
-                before = near_ties.passes
-                logits = near_ties.resolve(logits)
-                passes += near_ties.passes - before
-            target_s = time.perf_counter() - started
-            tokens = (sampler.choose(logits, arena.length),)
-            if speculator is not None:
-                speculator.skip_round(tokens[0], target_s / passes)
+                emitted = _speculate(bound, sampler, eos, remaining, speculator, near_ties)
+            else:
+                started = time.perf_counter()
+                logits = bound.forward(tokens[-1:])[0]
+                arena.commit(1)
+                emitted = _choose_one(logits, arena.length, sampler, near_ties, started)
+                if speculator is not None:
+                    speculator.skip_round(emitted.tokens[0], emitted.target_s / emitted.passes)
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
+
+
+class _Emitted(NamedTuple):
+    """What a round has decided."""
+
+    tokens: tuple[int, ...]
+    """Tokens that the round emits; the last one may end the sequence."""
+    logits: Iterable[Logits]
+    """The logits float32 `[V]` that each token was chosen from, valid until the next pass."""
+    passes: int
+    target_s: float = 0.0
+    report: Round | None = None
+
+    def step(self, finish: FinishReason | None, log_softmax: LogSoftmax | None) -> Step:
+        """The step of this round, with log-probabilities if there is a `log_softmax`."""
+        tokens = self.tokens[:-1] if finish is FinishReason.STOP else self.tokens
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if log_softmax is not None:
+            logprobs = tuple(log_softmax.at(*chosen) for chosen in zip(self.logits, tokens, strict=False))
+        return Step(tokens, finish, self.passes, self.target_s, self.report, logprobs)
+
+
+def _choose_one(
+    logits: Logits, position: int, sampler: TokenSampler, near_ties: NearTies | None, started: float
+) -> _Emitted:
+    """Choose the token at `position` after a pass over one token that began at the time `started`."""
+    passes = 1
+    if near_ties is not None:
+        before = near_ties.passes
+        logits = near_ties.resolve(logits)
+        passes += near_ties.passes - before
+    target_s = time.perf_counter() - started
+    return _Emitted((sampler.choose(logits, position),), (logits,), passes, target_s)
 
 
 def _speculate(
@@ -162,12 +194,8 @@ def _speculate(
     remaining: int,
     speculator: Speculator,
     near_ties: NearTies | None,
-) -> tuple[tuple[int, ...], int, Round]:
-    """Draft, verify in one pass, and keep the slots of the accepted tokens.
-
-    Returns:
-        The emitted tokens, the number of passes, and the statistics of the round.
-    """
+) -> _Emitted:
+    """Draft, verify in one pass, and keep the slots of the accepted tokens."""
     arena = bound.arena
     base = arena.length
     # Every node of the tree takes a cache slot, whether it is accepted or not.
@@ -194,4 +222,5 @@ def _speculate(
             arena.compact(base, result.accepted_path)
     verify_s = time.perf_counter() - ended - recompute_s
     report = speculator.observe(draft, result, logits, base, RoundTiming(ended - started, recompute_s, verify_s))
-    return result.emitted(tree), 1 + recomputed, report
+    at_path = (logits[node] for node in result.accepted_path)
+    return _Emitted(result.emitted(tree), at_path, 1 + recomputed, report.target_s, report)

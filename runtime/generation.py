@@ -14,6 +14,7 @@ from .kv.prefix_cache import PrefixCache
 from .measure.exactness import SAMPLE_TEXT
 from .options import GenerationRequest
 from .result import Chunk, StatsRecorder
+from .sampling.logprobs import LogSoftmax
 from .sampling.sampler import Sampler
 from .speculation.near_ties import NearTies
 from .speculation.pool import DrafterPool
@@ -23,6 +24,7 @@ from .speculation.verification import TokenSampler
 from .text.detokenizer import StreamDecoder
 from .text.stop_sequences import StopMatcher
 from .text.tokenizer import TextTokenizer
+from .token_logprobs import AnswerTokens
 
 
 @dataclass(eq=False)
@@ -107,14 +109,19 @@ def generate(
     decoder = StreamDecoder(tokenizer)
     matcher = StopMatcher(request.stop_sequences)
     finish = FinishReason.LENGTH
-    steps = decode(bound, prompt_ids, token_sampler, limits, speculator, near_ties)
+    log_softmax = None if request.logprobs is None else LogSoftmax(request.logprobs, bound.graph_io.vocab_size)
+    tokens = None if request.logprobs is None else AnswerTokens(tokenizer.token_bytes)
+    steps = decode(bound, prompt_ids, token_sampler, limits, speculator, near_ties, log_softmax)
     with drafters.generating(), sequence.kept_after_answer(), closing(steps):
         for step in steps:
             recorder.add(step)
             sequence.token_ids.extend(step.tokens)
             produced, text = step.produced, ""
             for count, token in enumerate(step.tokens, 1):
-                text += matcher.push(decoder.push((token,)))
+                decoded = decoder.push((token,))
+                text += matcher.push(decoded)
+                if tokens is not None:
+                    tokens.add(step.logprobs[count - 1], decoded)
                 if matcher.stopped:  # tokens after a stop sequence do not belong to the answer
                     produced = count
                     break
@@ -124,14 +131,16 @@ def generate(
             elif step.finish is not None:
                 finish = step.finish
             if text:
-                yield Chunk(text)
+                yield Chunk(text, logprobs=() if tokens is None else tokens.take(text))
             if matcher.stopped:
                 break
-    remainder = matcher.push(decoder.flush()) + matcher.flush()
+    decoded = decoder.flush()
+    remainder = matcher.push(decoded) + matcher.flush()
+    rest = () if tokens is None else tokens.finish(decoded, remainder)
     stats = recorder.stats(keep_rounds=request.keep_rounds)
     drafters.end_answer()
     drafters.store_conversation(sequence.token_ids[kept:])
-    yield Chunk(remainder, finish, stats)
+    yield Chunk(remainder, finish, stats, rest)
 
 
 def _speculation(

@@ -12,6 +12,7 @@ from ..errors import BundleError, InputError
 from ..models.bundle import Bundle
 from ..models.variants import GENAI_CONFIG
 from .argument_types import check_fields
+from .sampling.logprobs import MAX_ALTERNATIVES
 from .sampling.sampler import SamplingParams
 from .speculation.choice import Speculation
 from .speculation.replay import Recording
@@ -44,6 +45,8 @@ class GenerateOptions:
     """What is added to the logits of some token ids."""
     ignore_eos: bool = False
     """Whether the answer goes on after end-of-sequence tokens, up to `max_tokens` or the end of the context."""
+    logprobs: int | None = None
+    """Number of alternatives to list with every token, 0 to 20, besides its own log-probability; None to list none."""
     seed: int | None = None
     """The same seed gives the same text; None takes a random one."""
     raw: bool = False
@@ -72,6 +75,8 @@ class GenerateOptions:
         check_fields(self)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_ALTERNATIVES:
+            raise InputError(f"logprobs is {self.logprobs}", f"it must be between 0 and {MAX_ALTERNATIVES}")
         if taken := [name for name in self.template_variables or {} if name in _OWN_VARIABLES]:
             raise InputError(f"template_variables has {taken[0]!r}", "give that with the prompt or as an option")
         if not all(self.stops):
@@ -126,6 +131,7 @@ class GenerateOptions:
             sampling=self.sampling(defaults),
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
             stop_sequences=self.stops,
             speculation=self.speculation,
             draft_sampling=self.draft_sampling,
@@ -144,6 +150,8 @@ class GenerationRequest:
     max_tokens: int | None = None
     """Largest number of tokens to generate; None for the rest of the context."""
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """Number of alternatives to list with every token; None to list no tokens."""
     stop_sequences: tuple[str, ...] = ()
     speculation: Speculation = Speculation.AUTO
     draft_sampling: DraftSampling = DraftSampling.OFF

@@ -12,6 +12,7 @@ from .decode import FinishReason, Step
 from .speculation.choice import SOURCE_NAMES
 from .speculation.speculator import Round
 from .speculation.tree import Source
+from .token_logprobs import TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,9 @@ class Chunk:
     text: str
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """If they were asked for, the tokens whose text this chunk completes. Tokens whose text is held back come with it
+    in a later chunk."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,8 @@ class Reply:
     text: str
     finish_reason: FinishReason
     stats: Stats
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """The tokens of the text with their log-probabilities, if they were asked for."""
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk]) -> Reply:
@@ -224,8 +230,10 @@ class Reply:
             ValueError: the last chunk is missing.
         """
         pieces: list[str] = []
+        tokens: list[TokenLogprob] = []
         for chunk in chunks:
             pieces.append(chunk.text)
+            tokens += chunk.logprobs
             if chunk.finish_reason is not None and chunk.stats is not None:
-                return cls("".join(pieces), chunk.finish_reason, chunk.stats)
+                return cls("".join(pieces), chunk.finish_reason, chunk.stats, tuple(tokens))
         raise ValueError("the stream ended without a last chunk")

@@ -20,6 +20,7 @@ from ...models.text_files import decode_text, unify_line_ends
 from ...runtime.decode import FinishReason
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
+from ...runtime.sampling.logprobs import MAX_ALTERNATIVES
 from ...runtime.speculation.choice import Speculation
 from ...runtime.speculation.sampled_speculator import DraftSampling
 from ..terminal.chat import TerminalChat
@@ -169,6 +170,15 @@ def run(
     ] = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     as_json: AsJson = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=0,
+            max=MAX_ALTERNATIVES,
+            help="With --json, list every token with its log-probability and K alternatives.",
+        ),
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print statistics of the answer on standard error.")] = False,
     explain: Annotated[
         bool,
@@ -182,6 +192,8 @@ def run(
 
     Example: edge-run my-model -p "Why is the sky blue?" -n 200 --stats
     """
+    if logprobs is not None and not as_json:
+        raise InputError("--logprobs lists tokens in the JSON of an answer", "add --json, or leave --logprobs out")
     options = GenerateOptions(
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
@@ -194,6 +206,7 @@ def run(
         frequency_penalty=frequency_penalty,
         logit_bias=_logit_bias(logit_bias or ()),
         ignore_eos=ignore_eos,
+        logprobs=logprobs,
         seed=seed,
         raw=raw,
         special_tokens_in_messages=special_tokens_in_messages,
@@ -249,7 +262,8 @@ def _answer(options: RunOptions) -> int:
                     write_out(chunk.text)
         reply = Reply.of(pieces)
         if options.as_json:
-            write_json(reply_json(reply, engine, options.generate.speculation, load_s))
+            wanted = options.generate.logprobs is not None
+            write_json(reply_json(reply, engine, options.generate.speculation, load_s, with_logprobs=wanted))
         elif not reply.text.endswith("\n") and (reply.text or not interrupted()):
             write_out("\n")
         if options.generate.explain:

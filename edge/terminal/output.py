@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # `--version`, `--help` and errors in options need no runtime
     from ...runtime.engine import Engine
     from ...runtime.result import Reply, Stats
     from ...runtime.speculation.choice import Speculation
+    from ...runtime.token_logprobs import TokenLogprob
 
 _SHORTEST_SHOWN_S: Final = 0.0005
 """Shorter parts of the time to the first token would be shown as 0 ms."""
@@ -175,10 +177,12 @@ def figures_text(figures: Mapping[str, float]) -> str:
     )
 
 
-def reply_json(reply: Reply, engine: Engine, speculation: Speculation, load_s: float) -> dict[str, Any]:
+def reply_json(
+    reply: Reply, engine: Engine, speculation: Speculation, load_s: float, *, with_logprobs: bool
+) -> dict[str, Any]:
     """The object that `--json` prints; docs/user-guide.md describes its fields."""
     stats = reply.stats
-    return {
+    described: dict[str, Any] = {
         "text": reply.text,
         "finish_reason": reply.finish_reason.value,
         "usage": {"prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.completion_tokens},
@@ -201,4 +205,18 @@ def reply_json(reply: Reply, engine: Engine, speculation: Speculation, load_s: f
         },
         "model": str(engine.bundle.folder),
         "device": str(engine.device),
+    }
+    if with_logprobs:
+        described["logprobs"] = [_token_json(token) for token in reply.logprobs]
+    return described
+
+
+def _token_json(token: TokenLogprob) -> dict[str, Any]:
+    """A token with its log-probability, and those of its alternatives."""
+    return {
+        "token_id": token.token_id,
+        "text": token.text,
+        "bytes": list(token.bytes),
+        "logprob": token.logprob if math.isfinite(token.logprob) else None,
+        "top": [_token_json(other) for other in token.top],
     }

@@ -226,25 +226,35 @@ class Sampler:
         return ids[kept], weights[kept]
 
     def _largest(self, values: npt.NDArray[np.floating], k: int) -> npt.NDArray[np.intp]:
-        """Ascending indices of the `k` largest values, and of values equal to the smallest of them.
-
-        At least k values reach the k-th largest of the maxima of many groups, so it is a lower bound of the k-th
-        largest value; only the few values above it are partitioned.
-        """
-        groups = values.size // _GROUP
-        if k >= values.size:
-            return np.arange(values.size)
-        bound = values.min()
-        if k <= groups:
-            maxima = values[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
-            maxima.partition(groups - k)
-            bound = maxima[groups - k]
-        candidates = self._where(np.greater_equal, values, bound)
-        chosen = values[candidates]
-        edge = np.partition(chosen, chosen.size - k)[chosen.size - k]
-        largest: npt.NDArray[np.intp] = candidates[chosen >= edge]
-        return largest
+        """Ascending indices of the `k` largest values; see `largest_indices`."""
+        return largest_indices(values, k, self._mask)
 
     def _where(self, compare: np.ufunc, values: npt.NDArray[np.floating], bound: float) -> npt.NDArray[np.intp]:
         """Indices where `compare(values, bound)` is true."""
         return np.flatnonzero(compare(values, bound, out=self._mask[: values.size]))
+
+
+def largest_indices(values: npt.NDArray[np.floating], k: int, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+    """Ascending indices of the `k` largest values, and of values equal to the smallest of them.
+
+    At least k values reach the k-th largest of the maxima of many groups, so it is a lower bound of the k-th largest
+    value; only the few values above it are partitioned.
+
+    Args:
+        values: the values, `[n]`.
+        k: number of values, at least 1.
+        mask: work array, bool, at least `[n]`.
+    """
+    groups = values.size // _GROUP
+    if k >= values.size:
+        return np.arange(values.size)
+    bound = values.min()
+    if k <= groups:
+        maxima = values[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
+        maxima.partition(groups - k)
+        bound = maxima[groups - k]
+    candidates = np.flatnonzero(np.greater_equal(values, bound, out=mask[: values.size]))
+    chosen = values[candidates]
+    edge = np.partition(chosen, chosen.size - k)[chosen.size - k]
+    largest: npt.NDArray[np.intp] = candidates[chosen >= edge]
+    return largest

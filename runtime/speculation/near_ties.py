@@ -78,7 +78,8 @@ class NearTies:
 
         Args:
             tree: as for `verification.verify_tree`.
-            logits: as for `verification.verify_tree`, of a pass over `tree` behind the arena's committed slots.
+            logits: as for `verification.verify_tree`, of a pass over `tree` behind the arena's committed slots. Those
+                of a near tie are replaced by the recomputed ones.
             position: as for `verification.verify_tree`.
             ends: as for `verification.verify_tree`.
             max_tokens: as for `verification.verify_tree`.
@@ -93,8 +94,10 @@ class NearTies:
                 return self._sampler.choose(logits[node], at)
             self.found += 1
             first = logits[0].copy()
-            token = self._sampler.choose(self._recompute(tree.tokens[list(tree.path_to(node)[1:])].tolist()), at)
-            logits[0] = first  # a pass over one token has left its logits there
+            decisive = self._recompute(tree.tokens[list(tree.path_to(node)[1:])].tolist())
+            token = self._sampler.choose(decisive, at)
+            # A pass over one token leaves its logits in the first row, which are those of the last token of the path.
+            logits[0], logits[node] = first, decisive.copy()
             last.add(token)  # recomputing has overwritten the slots behind this one, so the walk ends here
             return token
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 from ...errors import BundleError, InputError
@@ -11,6 +12,7 @@ from ...models.json_file import is_whole, shown
 from ...models.variants import GENAI_CONFIG
 from .message_marks import MarkedInputs, MessageMarks
 from .plain_encoding import PlainEncoding
+from .token_bytes import TokenBytes
 from .tokenizer_library import failures_as, is_failure, read_tokenizer, reason
 
 _PROBE: Final = "The 2 a-b.\n"
@@ -120,6 +122,16 @@ class TextTokenizer:
                 raise
             raise self._failure(reason(error)) from error
         return text
+
+    def written(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; empty for an id without a token."""
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        return token or ""
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of single tokens."""
+        return TokenBytes(self)
 
     def token_text(self, name: str) -> str | None:
         """Text of the token that tokenizer_config.json names `name`, such as `bos_token`; None if it names none.

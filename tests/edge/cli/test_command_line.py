@@ -89,6 +89,19 @@ def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys
     assert reply["device"] == "CPU"
 
 
+def test_json_lists_tokens_with_their_log_probabilities(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tiny_bundle), "-p", "the", "-n", "5", "--json", "--logprobs", "2"]) == 0
+    reply = json.loads(capsys.readouterr().out)
+    tokens = reply["logprobs"]
+    assert len(tokens) == 5
+    assert bytes(byte for token in tokens for byte in token["bytes"]).decode("utf-8", "replace") == reply["text"]
+    for token in tokens:
+        assert list(token) == ["token_id", "text", "bytes", "logprob", "top"]
+        assert token["logprob"] == token["top"][0]["logprob"] > token["top"][1]["logprob"]
+    assert main([str(tiny_bundle), "-p", "the", "--logprobs", "2"]) == 2
+    assert "--logprobs lists tokens in the JSON of an answer; add --json, or leave" in capsys.readouterr().err
+
+
 def test_the_prompt_may_come_on_standard_input(
     tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

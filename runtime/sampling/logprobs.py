@@ -1,0 +1,61 @@
+"""Log-probabilities of chosen tokens and of their alternatives, from logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from .sampler import Logits, largest_indices
+
+MAX_ALTERNATIVES: Final = 20
+"""Largest number of alternatives per token, as in OpenAI's API."""
+
+
+class PositionLogprobs(NamedTuple):
+    """Log-probabilities at one position of an answer."""
+
+    token_id: int
+    """The token of the answer."""
+    logprob: float
+    """Natural logarithm of its probability."""
+    top: tuple[tuple[int, float], ...]
+    """The most probable token ids and their log-probabilities, the most probable first."""
+
+
+class LogSoftmax:
+    """Computes log-probabilities of the model's own distribution: before temperature, filters, penalties and biases.
+
+    Differences and exponentials are float32 and their sum is float64, so a log-probability is within 1e-6 of that of
+    float64 arithmetic, relative to the largest logit.
+
+    Args:
+        alternatives: number of the most probable tokens to give at every position.
+        vocab_size: number of logits.
+    """
+
+    def __init__(self, alternatives: int, vocab_size: int) -> None:
+        self._alternatives: Final = min(alternatives, vocab_size)
+        self._weights = np.empty(vocab_size, np.float32)
+        self._mask = np.empty(vocab_size, np.bool_)
+
+    def at(self, logits: Logits, token_id: int) -> PositionLogprobs:
+        """Log-probabilities at the position of a token.
+
+        Args:
+            logits: float32 `[V]`, finite or -infinity; not modified.
+            token_id: the token that was chosen there.
+        """
+        largest = logits.max()
+        np.subtract(logits, largest, out=self._weights)
+        np.exp(self._weights, out=self._weights)
+        log_sum = float(largest) + math.log(self._weights.sum(dtype=np.float64))
+        top: list[tuple[int, float]] = []
+        if self._alternatives:
+            ids = largest_indices(logits, self._alternatives, self._mask)
+            # Ascending ids in a stable order: of equal logits, the lowest id comes first, as in greedy decoding.
+            ids = ids[np.argsort(-logits[ids], kind="stable")[: self._alternatives]]
+            pairs = zip(ids.tolist(), logits[ids].tolist(), strict=True)
+            top = [(token, min(logit - log_sum, 0.0)) for token, logit in pairs if logit > -math.inf]
+        return PositionLogprobs(token_id, min(logits.item(token_id) - log_sum, 0.0), tuple(top))
