@@ -36,3 +36,5 @@ class BundleContent:
     layout: GraphLayout
     command: str
     """The command line, recorded in the manifest."""
+    hidden_states: bool = False
+    """Whether the graph gives the states before its LM head, for embeddings."""

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, digest_file
+from ..models.bundle import (
+    GRAPH_NAME,
+    POOLING_NAME,
+    SENTENCE_POOLING,
+    TOKENIZER_AND_CONFIG_FILES,
+    WEIGHTS_NAME,
+    digest_file,
+)
 from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest
 from ..models.progress import Progress, counted, silent
 from ..models.variants import GENAI_CONFIG
@@ -59,12 +66,14 @@ def write_bundle(
     files: dict[str, FileDigest] = {}
     with WeightFile(folder / WEIGHTS_NAME) as data:
         weights = Initializers(checkpoint, data, counted(total, progress, "writing weights"))
-        graph = build_graph(config, content.context, content.plan, weights)
+        graph = build_graph(config, content.context, content.plan, weights, content.hidden_states)
         files[WEIGHTS_NAME] = data.digest()
     (folder / GRAPH_NAME).write_bytes(graph.SerializeToString())
     for name in TOKENIZER_AND_CONFIG_FILES:
         if (checkpoint.folder / name).is_file():
             shutil.copyfile(checkpoint.folder / name, folder / name)
+    if content.hidden_states and (checkpoint.folder / SENTENCE_POOLING).is_file():
+        shutil.copyfile(checkpoint.folder / SENTENCE_POOLING, folder / POOLING_NAME)
     parity = check_parity(folder, content, lambda fraction: progress("checking", fraction))
     quality = None
     if sample_text and any(weight_format.bits != 32 for weight_format in content.plan.values()):
@@ -72,7 +81,7 @@ def write_bundle(
     if content.layout is GraphLayout.GENAI:
         write_genai_layout(folder, config, content.context)
     progress("checking", 1.0)
-    names = (GRAPH_NAME, GENAI_CONFIG, *TOKENIZER_AND_CONFIG_FILES)
+    names = (GRAPH_NAME, GENAI_CONFIG, POOLING_NAME, *TOKENIZER_AND_CONFIG_FILES)
     files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
     bits = sum(weights.linear_bits.values()) / total
     manifest = Manifest(

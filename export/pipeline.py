@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 from typing import Final
 
-from ..errors import InputError
+from ..errors import CheckpointError, InputError
+from ..models.bundle import SENTENCE_POOLING
+from ..models.json_file import read_json_object
 from ..models.progress import Progress, silent
+from ..runtime.embedding import Pooling
 from .architectures.family import supported_families
 from .bundle_content import BundleContent, SourceModel
 from .bundle_writer import write_bundle
@@ -62,14 +65,19 @@ def export_model(request: ExportRequest, progress: Progress = silent) -> ExportR
     checkpoint of another family to `export_by_optimum`.
 
     Raises:
-        InputError: calibration, mixed weights, a draft or a report is requested, and the source is not a checkpoint
-            folder that is exported directly.
+        InputError: calibration, mixed weights, a draft, a report or hidden states are requested, and the source is not
+            a checkpoint folder that is exported directly.
         EdgeError: whatever the function for the source raises.
     """
     source = request.source
     if not request.recipe.data_free and (holds_graph(source) or needs_optimum(source) or is_gguf(source)):
         raise InputError(
             "calibration, mixed weights, drafts and reports need a checkpoint of a family that edge-run exports itself",
+            f"these are {', '.join(supported_families())}",
+        )
+    if request.recipe.hidden_states and (holds_graph(source) or needs_optimum(source)):
+        raise InputError(
+            "--hidden-states needs a checkpoint of a family that edge-run exports itself",
             f"these are {', '.join(supported_families())}",
         )
     if holds_graph(source):
@@ -103,6 +111,8 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
         recipe.require_default_scales("GGUF file")
     require_apart(source, request.destination)
     with open_source(source) as (config, checkpoint):
+        if recipe.hidden_states and (pooling := checkpoint.folder / SENTENCE_POOLING).is_file():
+            Pooling.parse(read_json_object(pooling, CheckpointError, "download the checkpoint again"), str(pooling))
         model = SourceModel(checkpoint, config, recipe.context_for(config))
         if recipe.draft is not None:
             require_draft(checkpoint.folder, recipe.draft)
@@ -136,7 +146,9 @@ def _export_data_free(request: ExportRequest, model: SourceModel, progress: Prog
     plan = recipe.quant_plan(model.config, checkpoint.stored_format)
     if not is_gguf(request.source):
         plan = with_methods(plan, recipe.methods)
-    content = BundleContent(checkpoint, checkpoint, model.config, plan, model.context, recipe.layout, request.command)
+    content = BundleContent(
+        checkpoint, checkpoint, model.config, plan, model.context, recipe.layout, request.command, recipe.hidden_states
+    )
     with bundle_written_whole(request.destination) as staging:
         written = write_bundle(staging, content, progress, sample_text=True)
         sizes = _file_sizes(staging)

@@ -139,6 +139,8 @@ class ExportRecipe:
     """Formats chosen linear by linear, instead of `body` and `head`."""
     draft: DraftRequest | None = None
     """The draft model to export with the target; None for none."""
+    hidden_states: bool = False
+    """Whether the graph gives the states before its LM head too, for embeddings."""
     report: bool = False
     """Whether to write a report even if nothing else needs calibration text."""
     work_folder: Path | None = None
@@ -147,6 +149,8 @@ class ExportRecipe:
     def __post_init__(self) -> None:
         if self.layout is not GraphLayout.EDGE and (self.draft or self.calibrated):
             raise InputError("calibration, mixed weights and drafts need edge-run's own layout", "leave --layout out")
+        if self.layout is not GraphLayout.EDGE and self.hidden_states:
+            raise InputError("--hidden-states needs edge-run's own layout", "leave --layout or --hidden-states out")
         for weight_format in filter(None, (self.body, self.head_format)):
             _require_exportable(weight_format)
         if self.method is not None and {self.body, self.head_format} == {FP32}:

@@ -39,6 +39,10 @@ DRAFT_GRAPH_NAME: Final = "draft.onnx"
 """The graph of a layer-skip draft, which uses the model's weights."""
 DRAFT_FOLDER: Final = "draft"
 """Folder below the model's in which an export puts the draft, a bundle too."""
+SENTENCE_POOLING: Final = "1_Pooling/config.json"
+"""How sentence-transformers makes one vector of the hidden states of a text, where a checkpoint says so."""
+POOLING_NAME: Final = "pooling.json"
+"""The same file in a bundle."""
 TOKENIZER_AND_CONFIG_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -219,6 +223,7 @@ def holds_only_bundle_files(folder: Path) -> bool:
         DRAFT_GRAPH_NAME,
         TARGET_IDS_NAME,
         GENAI_CONFIG,
+        POOLING_NAME,
         *TOKENIZER_AND_CONFIG_FILES,
     }
     names |= {REPORT_DATA_NAME, REPORT_PAGE_NAME, PLAN_NAME}

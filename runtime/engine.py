@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 
 from ..errors import InputError
@@ -23,6 +25,7 @@ from .argument_types import checked_arguments
 from .conversation import Session
 from .devices.processor import usable_cores
 from .devices.providers import choose_device
+from .embedding import embed_texts
 from .graph.session import SessionConfig
 from .loaded_model import LoadedModel
 from .measure.thread_choice import chosen_threads
@@ -195,6 +198,27 @@ class Engine:
             TemplateError: the model has no chat template, or it failed.
         """
         return self.model.encode_chat(messages, special_tokens_in_messages=special_tokens_in_messages, **variables)
+
+    @checked_arguments
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Embed texts: vectors whose dot products say how similar the texts are.
+
+        A text is tokenized like a raw prompt, with the tokens that the tokenizer itself adds. The hidden states of its
+        tokens are pooled as the model's `1_Pooling/config.json` says (the last token's, or their mean); without that
+        file, the last token's is taken. Instructions that a model wants before a query are part of the text.
+
+        Args:
+            texts: the texts, each of which must fit the context.
+
+        Returns:
+            float32 `[n, d]`, rows of length 1.
+
+        Raises:
+            ContextError: a text does not fit the context.
+            InputError: the graph does not give hidden states (export it with --hidden-states), a text is empty, or the
+                model wants another pooling.
+        """
+        return embed_texts(self.model, texts, self.model.queue.idle)
 
     def _prompt_ids(self, prompt: Prompt, options: GenerateOptions) -> list[int]:
         """Token ids of a prompt or a conversation; errors as for `generate`."""

@@ -136,13 +136,15 @@ class LoadedModel:
             **(options.template_variables or {}),
         )
 
-    def new_sequence(self) -> CachedSequence:
-        """Make an empty sequence with a KV cache of its own.
+    def new_sequence(self, *, hidden_states: bool = False) -> CachedSequence:
+        """Make an empty sequence with a KV cache of its own; with `hidden_states`, its passes give them too.
 
         Raises:
             EdgeError: the model is closed.
         """
-        return CachedSequence(self._open_graph().bind(self._new_arena()), progress=self._progress)
+        return CachedSequence(
+            self._open_graph().bind(self._new_arena(), hidden_states=hidden_states), progress=self._progress
+        )
 
     def continue_prefix(self, sequence: CachedSequence, prompt_ids: Sequence[int]) -> None:
         """Let an empty sequence start from the cache slots that an earlier one has of its prompt."""

@@ -65,6 +65,10 @@ def export(
     layout: Annotated[
         GraphLayout, typer.Option(help="Graph layout: edge-run's own, or that of ONNX Runtime GenAI.")
     ] = GraphLayout.EDGE,
+    hidden_states: Annotated[
+        bool,
+        typer.Option("--hidden-states", help="Let the graph give hidden states too, for embeddings."),
+    ] = False,
     report: Annotated[
         bool,
         typer.Option("--report", help="Write report.html and report.json, as every calibrated or mixed export does."),
@@ -173,6 +177,7 @@ def export(
         powers_of_two=powers_of_two,
         context=longest,
         layout=layout,
+        hidden_states=hidden_states,
         report=report,
         budget=budget,
         plan=plan,

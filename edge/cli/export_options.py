@@ -133,6 +133,7 @@ class ExportOptions:
     powers_of_two: bool
     context: int | None
     layout: GraphLayout
+    hidden_states: bool
     report: bool
     budget: str | None
     plan: Path | None
@@ -179,6 +180,7 @@ class ExportOptions:
             context=self.context,
             method=None if self.method is None else self.method.rounding,
             layout=self.layout,
+            hidden_states=self.hidden_states,
             calibration=self._calibration(),
             awq=self.method is not None and self.method.awq,
             mixed_precision=self._mixed_precision() if self.mixed else None,

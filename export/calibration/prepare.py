@@ -94,7 +94,14 @@ def prepare(model: SourceModel, request: ExportRequest, folder: Path, progress: 
     uncalibrated = QuantizedLinearStore(checkpoint.source, config, folder / "uncalibrated" / "linears")
     return CalibratedModel(
         content=BundleContent(
-            store.view(plan), checkpoint.source, config, plan, model.context, recipe.layout, request.command
+            store.view(plan),
+            checkpoint.source,
+            config,
+            plan,
+            model.context,
+            recipe.layout,
+            request.command,
+            recipe.hidden_states,
         ),
         text=text,
         evaluator=PlanEvaluator(model, text.held_out, store.weights, folder / "held-out"),

@@ -24,7 +24,9 @@ OPSET: Final = 21
 IR_VERSION: Final = 10
 
 
-def build_graph(config: DecoderConfig, context: int, plan: QuantPlan, weights: Initializers) -> ModelProto:
+def build_graph(
+    config: DecoderConfig, context: int, plan: QuantPlan, weights: Initializers, hidden_states: bool = False
+) -> ModelProto:
     """Build the graph and write its weights to the external data file.
 
     Args:
@@ -32,6 +34,7 @@ def build_graph(config: DecoderConfig, context: int, plan: QuantPlan, weights: I
         context: number of positions in the rotary table.
         plan: the quantization plan.
         weights: creates and stores the initializers.
+        hidden_states: whether the states before the LM head are an output too.
 
     Returns:
         The model, whose large initializers refer to the external data file.
@@ -41,13 +44,15 @@ def build_graph(config: DecoderConfig, context: int, plan: QuantPlan, weights: I
         OSError: the disk refused a write.
     """
     nodes = Nodes(config, plan, weights)
-    _append_decoder(nodes, context)
+    head_input = _append_decoder(nodes, context)
+    if hidden_states:
+        nodes.add("Identity", [head_input], inputs_outputs.HIDDEN_STATES)
     graph = GraphProto(
         name="decoder",
         node=nodes.protos,
         initializer=weights.protos,
         input=inputs_outputs.graph_inputs(config),
-        output=inputs_outputs.graph_outputs(config),
+        output=inputs_outputs.graph_outputs(config, hidden_states),
     )
     return helper.make_model(
         graph,
@@ -57,7 +62,8 @@ def build_graph(config: DecoderConfig, context: int, plan: QuantPlan, weights: I
     )
 
 
-def _append_decoder(nodes: Nodes, context: int) -> None:
+def _append_decoder(nodes: Nodes, context: int) -> str:
+    """Append everything between the graph's inputs and its logits; returns the name of the head's input [R, hidden]."""
     config, attention, embedding_head = nodes.config, Attention(nodes, context), EmbeddingAndHead(nodes)
     residual = embedding_head.append_embedding()
     layers = [layer_layout(config, index) for index in range(config.layers)]
@@ -77,7 +83,7 @@ def _append_decoder(nodes: Nodes, context: int) -> None:
         output = append_feed_forward(nodes, index, layer, normed)
         next_norm = final_norm(config) if last else layers[index + 1].before_attention
         normed, residual = _add_to_residual(nodes, output, residual, layer.after_mlp, next_norm, f"{name}.next_norm")
-    embedding_head.append_head(normed)
+    return embedding_head.append_head(normed)
 
 
 def _add_to_residual(

@@ -55,19 +55,20 @@ class EmbeddingAndHead:
         ]
         return nodes.add("Slice", [joined, *bounds], "embedded")
 
-    def append_head(self, normed: str) -> None:
-        """Append the logits [R, vocabulary] of normed hidden states [1, R, hidden]."""
+    def append_head(self, normed: str) -> str:
+        """Append the logits [R, vocabulary] of normed hidden states [1, R, hidden]; returns the name of [R, hidden]."""
         nodes, config = self._nodes, self._nodes.config
-        hidden = nodes.add("Squeeze", [normed, nodes.integers("head.axes", 0)], "head.rows")
+        rows = nodes.add("Squeeze", [normed, nodes.integers("head.axes", 0)], "head.rows")
         cap = config.logits_softcap
         # Scaling the hidden states instead of the logits is cheaper. It differs only by float rounding, and not at all
         # for Granite's powers of two.
-        hidden = nodes.scaled(hidden, config.logits_scale / (cap or 1.0), "head.scale", "head.scaled")
+        hidden = nodes.scaled(rows, config.logits_scale / (cap or 1.0), "head.scale", "head.scaled")
         if cap is None:
             self._product(hidden, inputs_outputs.LOGITS)
         else:
             capped = nodes.add("Tanh", [self._product(hidden, "head.product")], "head.tanh")
             nodes.add("Mul", [capped, nodes.scalar("head.cap", cap)], inputs_outputs.LOGITS)
+        return rows
 
     def _product(self, hidden: str, output: str) -> str:
         nodes, linear, tied = self._nodes, head_layout(self._nodes.config), self._nodes.config.tied_head

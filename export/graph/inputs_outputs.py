@@ -13,6 +13,7 @@ from onnx import TensorProto, ValueInfoProto, helper
 from ..checkpoint.config import DecoderConfig
 
 LOGITS: Final = "logits"
+HIDDEN_STATES: Final = "hidden_states"
 
 
 def past_key(layer: int) -> str:
@@ -63,15 +64,16 @@ def pass_inputs() -> list[ValueInfoProto]:
     ]
 
 
-def graph_outputs(config: DecoderConfig) -> list[ValueInfoProto]:
-    """All outputs of the graph."""
+def graph_outputs(config: DecoderConfig, hidden_states: bool) -> list[ValueInfoProto]:
+    """All outputs of the graph, the states before the LM head among them if `hidden_states`."""
     logits = helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, ["R", config.vocab_size])
     buffers = [
         helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config))
         for layer in range(config.layers)
         for name in (present_key, present_value)
     ]
-    return [logits, *buffers]
+    states = helper.make_tensor_value_info(HIDDEN_STATES, TensorProto.FLOAT, ["R", config.hidden_size])
+    return [logits, *([states] if hidden_states else []), *buffers]
 
 
 def _buffer_shape(config: DecoderConfig) -> list[str | int]:

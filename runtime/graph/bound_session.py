@@ -8,6 +8,7 @@ by token: some graphs compute only the last token's logits, some let new tokens 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -39,6 +40,7 @@ class BoundSession:
         graph_io: the graph's inputs and outputs.
         arena: an arena of the graph's cache tensors, in place or growing as `graph_io` says.
         first_session: session for passes without cached tokens, if those have a graph of their own.
+        hidden_states: whether passes return the hidden states too; the graph must give them.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class BoundSession:
         graph_io: GraphIO,
         arena: KVArena,
         first_session: ort.InferenceSession | None = None,
+        *,
+        hidden_states: bool = False,
     ) -> None:
         self._session = session
         self._first_session = first_session
@@ -59,6 +63,9 @@ class BoundSession:
         self.arena = arena
         """The cache that passes read and extend; see `use`."""
         self._bound_generation = -1
+        self._hidden_output = graph_io.hidden_states if hidden_states else None
+        self._hidden: npt.NDArray[Any] = np.empty((0, 0), np.float32)
+        """Hidden states of the last pass."""
         self._width = 0
         self._num_logits = 0
         self._tokens = np.zeros((1, 0), _dtype(graph_io.inputs[InputRole.TOKENS]))
@@ -136,6 +143,22 @@ class BoundSession:
             return self._run_one_by_one(ids, wanted)
         return self._run_pass(ids, wanted, positions, tree_mask)
 
+    def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
+        """Run a pass like `forward`, and return the hidden states of the tokens with the indices `wanted`.
+
+        Returns:
+            float32 `[r, d]`, in a new array.
+
+        Raises:
+            ContextError: as `forward`.
+            EdgeError: as `forward`.
+        """
+        if self._hidden_output is None:
+            raise ValueError("this session was bound without hidden states")
+        selected = self.graph_io.logits_mode is LogitsMode.SELECTED
+        self.forward(tokens, logits_for=wanted if selected else (np.size(tokens) - 1,))
+        return (self._hidden if selected else self._hidden[0][list(wanted)]).astype(np.float32)
+
     def _fits_one_pass(self, width: int, wanted: npt.NDArray[np.int64]) -> bool:
         """Whether one pass over several tokens can return the wanted logits."""
         if self.arena.length and not self.graph_io.supports_wide_passes:
@@ -179,6 +202,8 @@ class BoundSession:
             self._bind_bias(width, total, tree_mask)
         if InputRole.MASK in self.graph_io.inputs:
             self._bind_mask(total)
+        if self._hidden_output is not None:
+            self._bind_hidden_states(self._hidden_output, width)
         scalars = self._scalars
         for role, value in (
             (InputRole.LAST_SLOT, total - 1),
@@ -220,6 +245,8 @@ class BoundSession:
                 self._first_io.bind_ortvalue_input(self.graph_io.inputs[role].name, _value(array))
         self._bind_growing(self._first_io, width, with_past=False)
         self._first_io.bind_ortvalue_output(self.graph_io.logits.name, _value(self._logits_view(self._num_logits)))
+        if self._hidden_output is not None:
+            self._first_io.bind_ortvalue_output(self._hidden_output.name, _value(self._hidden))
         self._first_session.run_with_iobinding(self._first_io, self._run_options)
 
     def _bind_input(self, name: str, array: npt.NDArray[Any]) -> None:
@@ -279,6 +306,11 @@ class BoundSession:
         if count != self._num_logits:
             self._bind_logits_buffer(count)
         return width - count
+
+    def _bind_hidden_states(self, output: GraphValue, width: int) -> None:
+        rows = (1, width) if len(output.shape) == 3 else (self._num_logits,)
+        self._hidden = np.empty((*rows, self.graph_io.hidden_size or 0), _dtype(output))
+        self._io.bind_ortvalue_output(output.name, _value(self._hidden))
 
     def _bind_logits_buffer(self, count: int) -> None:
         if count > len(self._logits) or len(self._logits) > max(count, _KEPT_LOGIT_ROWS):

@@ -103,6 +103,15 @@ class GraphIO:
     supports_wide_passes: bool = True
     """Whether a pass may have several new tokens after cached ones. Some graphs were traced with a single new token
     and let new tokens attend to each other in both directions."""
+    hidden_states: GraphValue | None = None
+    """The states that the LM head reads, where the graph gives them: `[1, M, d]` of all new tokens, or `[R, d]` of
+    those in `InputRole.LOGIT_POSITIONS`."""
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Size of a hidden state; None if the graph does not give them."""
+        size = None if self.hidden_states is None else self.hidden_states.shape[-1]
+        return size if isinstance(size, int) else None
 
     @property
     def has_position_input(self) -> bool:

@@ -30,6 +30,8 @@ _ROLES_BY_NAME: Final[Mapping[str, InputRole]] = {
     **dict.fromkeys(("num_logits_to_keep", "logits_to_keep"), InputRole.LOGITS_TO_KEEP),
     "use_cache_branch": InputRole.USE_CACHE,
 }
+_HIDDEN_STATES: Final = ("hidden_states", "last_hidden_state")
+"""Names of an output with hidden states: of edge-run and of GenAI's model builder, and of transformers."""
 _RANKS: Final[Mapping[InputRole, tuple[int, ...]]] = {
     InputRole.TOKENS: (2,),
     InputRole.POSITIONS: (2, 3),
@@ -111,6 +113,7 @@ def introspect(
         logits=logits,
         logits_mode=_logits_mode(roles, logits),
         causal=has_lengths or is_fused,
+        hidden_states=_hidden_states(outputs, selected=InputRole.LOGIT_POSITIONS in roles),
     )
 
 
@@ -206,6 +209,22 @@ def _logits(
             f"{where} has no output for logits of 2 or 3 dimensions; beside its cache it gives {others}", EXPORT_HINT
         )
     return candidates[0]
+
+
+def _hidden_states(outputs: Sequence[GraphValue], *, selected: bool) -> GraphValue | None:
+    """The output with the states before the LM head; `selected` if the graph computes logits of selected positions."""
+    return next(
+        (
+            value
+            for value in outputs
+            if value.name in _HIDDEN_STATES
+            and len(value.shape) == (2 if selected else 3)
+            and isinstance(value.shape[-1], int)
+            and (dtype := element_type(value)) is not None
+            and dtype.kind == "f"
+        ),
+        None,
+    )
 
 
 def _vocab_size(logits: GraphValue, where: str, metadata: ModelMetadata) -> int:

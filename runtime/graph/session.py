@@ -77,9 +77,9 @@ class GraphSession:
         """An empty KV cache of this graph's tensor types, for a context of `limit` tokens."""
         return _arena(self.graph_io, limit)
 
-    def bind(self, arena: KVArena) -> BoundSession:
-        """Bind the session to `arena`, over which it then runs passes."""
-        return BoundSession(self._session, self.graph_io, arena, self._first_session)
+    def bind(self, arena: KVArena, *, hidden_states: bool = False) -> BoundSession:
+        """Bind the session to `arena`, over which it then runs passes, with `hidden_states` if the graph gives them."""
+        return BoundSession(self._session, self.graph_io, arena, self._first_session, hidden_states=hidden_states)
 
     def end_profile(self) -> Path:
         """Write the node times since the graph was loaded (see `SessionConfig.profile`) and return the file."""

@@ -1,0 +1,127 @@
+"""Embeddings of texts: their tokens' last hidden states, pooled and normalized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BundleError, ContextError, InputError
+from ..models.bundle import POOLING_NAME, SENTENCE_POOLING, Bundle
+from .graph.bound_session import BoundSession
+from .loaded_model import LoadedModel
+from .prefill import PREFILL_TOKENS
+
+Turn = Callable[[], AbstractContextManager[None]]
+"""A context in which no answer of the engine runs a pass."""
+
+_MODES: Final[Mapping[str, str]] = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
+"""Flags of sentence-transformers' pooling config that edge-run supports, and what newer versions write instead."""
+
+
+class Pooling(Enum):
+    """How the hidden states of a text's tokens become one vector."""
+
+    LAST = "lasttoken"
+    """That of the last token: the only one that has read the whole text, as attention is causal."""
+    MEAN = "mean"
+    """Their mean."""
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> Pooling:
+        """The pooling that a model was trained with: what the config of sentence-transformers says, else LAST.
+
+        Raises:
+            BundleError: the config cannot be read.
+            InputError: it says something that edge-run does not support.
+        """
+        name = next((each for each in (SENTENCE_POOLING, POOLING_NAME) if bundle.file(each) is not None), None)
+        return cls.LAST if name is None else cls.parse(bundle.json_file(name), name)
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], name: str) -> Pooling:
+        """The pooling of a config of sentence-transformers, in a file of this name.
+
+        Raises:
+            InputError: as for `of`.
+        """
+        mode = config.get("pooling_mode")
+        chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+        modes = [mode] if isinstance(mode, str) else [_MODES.get(key, key) for key in chosen]
+        if len(modes) != 1 or modes[0] not in _MODES.values():
+            raise InputError(
+                f"{name} asks for the pooling {' and '.join(modes) or 'of nothing'}",
+                f"edge-run supports {' and '.join(_MODES)}",
+            )
+        return cls(modes[0])
+
+
+def embed_texts(model: LoadedModel, texts: Sequence[str], turn: Turn) -> npt.NDArray[np.float32]:
+    """Embed texts; see `Engine.embed`.
+
+    Args:
+        model: the model, whose graph gives hidden states.
+        texts: the texts.
+        turn: entered for every forward pass.
+    """
+    size = model.graph_io.hidden_size
+    if size is None:
+        raise InputError(
+            f"{model.bundle.graph} does not give hidden states, which embeddings are made of",
+            "export the model with --hidden-states",
+        )
+    pooling = Pooling.of(model.bundle)
+    prompts = [model.tokenizer.encode(text, add_special_tokens=True) for text in texts]
+    for index, token_ids in enumerate(prompts):
+        if not token_ids:
+            raise InputError(f"text {index} is empty", "give at least one character")
+        if len(token_ids) > model.context:
+            raise ContextError(
+                f"text {index} has {len(token_ids)} tokens and the model's context is {model.context}", "split it"
+            )
+    embeddings = np.empty((len(prompts), size), np.float32)
+    if prompts:
+        bound = model.new_sequence(hidden_states=True).bound
+        for row, token_ids in zip(embeddings, prompts, strict=True):
+            row[:] = _normalized(_pooled(bound, token_ids, pooling, turn))
+    return embeddings
+
+
+def _pooled(
+    bound: BoundSession, token_ids: Sequence[int], pooling: Pooling, turn: Turn
+) -> npt.NDArray[np.floating[Any]]:
+    """The pooled hidden states `[d]` of a text."""
+    arena = bound.arena
+    arena.rewind_to(0)
+    total = np.zeros(bound.graph_io.hidden_size or 0, np.float64)
+    hidden = np.empty((0, total.size), np.float32)
+    width = PREFILL_TOKENS if bound.graph_io.supports_wide_passes else 1
+    while arena.length < len(token_ids):
+        chunk = token_ids[arena.length : arena.length + width]
+        # A graph that selects positions gives hidden states, like logits, of the selected ones only.
+        wanted = range(len(chunk)) if pooling is Pooling.MEAN else (len(chunk) - 1,)
+        with turn():
+            hidden = bound.hidden_states(chunk, wanted)
+            arena.commit(len(chunk))
+        if pooling is Pooling.MEAN:
+            total += hidden.sum(axis=0, dtype=np.float64)
+    return total / len(token_ids) if pooling is Pooling.MEAN else hidden[-1]
+
+
+def _normalized(vector: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
+    """The vector at length 1.
+
+    Raises:
+        BundleError: it is not finite, or zero.
+    """
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    if not 0 < length < np.inf:
+        raise BundleError(
+            "the model computes hidden states that are zero or not finite",
+            "its weights are damaged: copy, download or export the model again",
+        )
+    return vector / length
