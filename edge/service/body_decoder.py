@@ -34,26 +34,41 @@ _TAGS: Final = {
     "role": "roles are system, developer, user, assistant and tool",
     "text.format.type": 'edge-run generates text: {"type": "text"}',
     "response_format.type": 'edge-run generates text: {"type": "text"}',
+    "input.type": "items are messages, function_call and function_call_output",
+    "output.type": 'models here read text: {"type": "input_text", "text": ...}',
+    "input.content.type": 'models here read text: {"type": "input_text", "text": ...}',
     "tools.type": 'edge-run knows functions: {"type": "function"}',
     "content.type": 'models here read text: {"type": "text", "text": ...}',
 }
 """What a field that selects a form may be, by the end of its path without indices."""
 _FOREIGN_TAGS: Final = frozenset(
-    ("image_url", "input_audio", "file", "refusal", "json_object", "json_schema", "custom", "function", "grammar")
+    (
+        *("file", "function", "image_url", "input_audio", "input_file", "input_image", "refusal"),
+        *("custom", "grammar", "json_object", "json_schema"),
+        *("code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation", "local_shell"),
+        *("mcp", "shell", "web_search", "web_search_preview"),
+        *("code_interpreter_call", "computer_call", "computer_call_output", "custom_tool_call", "file_search_call"),
+        *("custom_tool_call_output", "image_generation_call", "item_reference", "local_shell_call", "mcp_call"),
+        *("reasoning", "web_search_call"),
+    )
 )
 """Values of such fields that OpenAI's API has and edge-run has not."""
 
 
 def decode_body(body: bytes | str | Mapping[str, Any], kind: type[_Body], limits: RequestLimits | None = None) -> _Body:
-    """Decode a body.
+    """Decode a body; errors are those of `read_object` and `decode_fields`."""
+    return decode_fields(read_object(body, limits), kind)
+
+
+def decode_fields(fields: Mapping[str, Any], kind: type[_Body]) -> _Body:
+    """Decode the fields of a body.
 
     Fields of the type None are those that edge-run does not support; values outside of the `enum` of a field's
     metadata are values that it does not support.
 
     Raises:
-        RequestError: the body has another form.
+        RequestError: a field is unknown, missing, not supported or has another form.
     """
-    fields = read_object(body, limits)
     try:
         decoded = msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -114,7 +129,7 @@ def _request_error(message: str, fields: Mapping[str, Any], kind: type[msgspec.S
     if bound := _BOUND.fullmatch(what):
         return _bound_error(param, value, bound)
     if what.startswith("Invalid value"):
-        return _tag_error(path, value)
+        return _tag_error(fields, path)
     code = ErrorCode.INVALID_TYPE
     if found and found["key"]:
         what, hint = f"{param} has a key that is not an integer", "keys are token ids"
@@ -147,17 +162,19 @@ def _bound_error(param: str, value: Any, bound: re.Match[str]) -> RequestError:
     return RequestError(what, hint, code=ErrorCode.INVALID_VALUE, param=param)
 
 
-def _tag_error(path: tuple[str | int, ...], value: Any) -> RequestError:
+def _tag_error(fields: Mapping[str, Any], path: tuple[str | int, ...]) -> RequestError:
     """The error for a `type` or `role` that selects no form that is known."""
-    param = field_path(path)
+    param, value = field_path(path), _value_at(fields, path)
     names = ".".join(part for part in path if isinstance(part, str))
     hint = next((text for end, text in _TAGS.items() if names.endswith(end)), "")
     if value not in _FOREIGN_TAGS:
         return RequestError(f"{param} is {described(value)}", hint, code=ErrorCode.INVALID_VALUE, param=param)
-    if path[-1] == "type":
-        # Items of a list have their content in a field that is named like their type.
-        param = field_path((*path[:-1], value) if isinstance(path[-2], int) else path[:-1])
-    return unsupported(param, f"{param} is not supported", hint)
+    if names.endswith("format.type"):
+        param = field_path(path[:-1])
+    elif isinstance(owner := _value_at(fields, path[:-1]), Mapping) and value in owner:
+        # A part with an image has it in a field that is named like its type.
+        param = field_path((*path[:-1], value))
+    return unsupported(param, f"{param} is not supported: {described(value)}", hint)
 
 
 def _named(types: str) -> str:

@@ -11,7 +11,16 @@ from msgspec import Meta
 
 from ...runtime.options import GenerateOptions
 from .body_decoder import decode_body
-from .generation_fields import PositiveInt, SamplingFields, StreamOptions, generate_options, same, wants_usage
+from .generation_fields import (
+    AccountFields,
+    Alternatives,
+    PositiveInt,
+    StreamOptions,
+    generate_options,
+    same,
+    wanted_logprobs,
+    wants_usage,
+)
 from .message_fields import AnyMessage, FunctionTool, conversation, tool_mappings
 from .strict_json import RequestLimits
 
@@ -20,7 +29,7 @@ class TextFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="text", for
     """Answers are text."""
 
 
-class ChatBody(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
     """Body of a chat completion."""
 
     messages: Annotated[list[AnyMessage], Meta(description="The conversation.")]
@@ -31,13 +40,10 @@ class ChatBody(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     ] = None
     max_completion_tokens: Annotated[PositiveInt | None, Meta(description="Another name of max_tokens.")] = None
     n: Annotated[int | None, Meta(description="Number of answers.", extra_json_schema={"enum": [1, None]})] = None
-    logprobs: Annotated[
-        bool | None,
-        Meta(description="Whether to return log probabilities.", extra_json_schema={"enum": [False, None]}),
-    ] = None
+    logprobs: Annotated[bool | None, Meta(description="Whether to return the log-probabilities of the tokens.")] = None
     top_logprobs: Annotated[
-        int | None,
-        Meta(description="Number of likely tokens to return at each position.", extra_json_schema={"enum": [0, None]}),
+        Alternatives | None,
+        Meta(description="Number of likely tokens to return at each position, 0 to 20; needs logprobs."),
     ] = None
     stream: Annotated[bool | None, Meta(description="Whether to send the answer while it is generated.")] = None
     stream_options: Annotated[StreamOptions | None, Meta(description="What a stream contains; needs stream.")] = None
@@ -57,28 +63,6 @@ class ChatBody(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Extension. What the chat template reads besides, such as enable_thinking."),
     ] = None
 
-    user: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
-    safety_identifier: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
-    metadata: Annotated[dict[str, str] | None, Meta(description="Accepted; does not change the answer.")] = None
-    prompt_cache_key: Annotated[
-        str | None, Meta(description="Accepted; the prefix cache finds what it can reuse by itself.")
-    ] = None
-    prompt_cache_retention: Annotated[
-        str | None, Meta(description="Accepted; the prefix cache has a budget of memory, not a time.")
-    ] = None
-    prompt_cache_options: Annotated[
-        dict[str, Any] | None, Meta(description="Accepted; the prefix cache needs no options.")
-    ] = None
-    service_tier: Annotated[
-        str | None, Meta(description="There is one tier.", extra_json_schema={"enum": ["auto", "default", None]})
-    ] = None
-    store: Annotated[
-        bool | None, Meta(description="Answers are not stored.", extra_json_schema={"enum": [False, None]})
-    ] = None
-    parallel_tool_calls: Annotated[
-        bool | None,
-        Meta(description="Calls are not restricted to one at a time.", extra_json_schema={"enum": [True, None]}),
-    ] = None
     modalities: Annotated[
         list[str] | None, Meta(description="Answers are text.", extra_json_schema={"enum": [["text"], None]})
     ] = None
@@ -122,6 +106,7 @@ class ChatRequest:
         options = generate_options(
             fields,
             {
+                "logprobs": wanted_logprobs(fields.top_logprobs, "logprobs", wanted=bool(fields.logprobs)),
                 "max_tokens": same(fields, "max_tokens", "max_completion_tokens"),
                 "tools": tools if fields.tool_choice != "none" else (),
                 "template_variables": fields.chat_template_kwargs,

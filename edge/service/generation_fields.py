@@ -19,6 +19,9 @@ _FIELDS: Final = {"template_variables": "chat_template_kwargs"}
 
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
 
+Alternatives: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
+"""Number of likely tokens to return at each position."""
+
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a stream contains besides the answer."""
@@ -72,6 +75,33 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
 
 
+class AccountFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """Further fields that OpenAI's service reads for its own purposes; they do not change an answer."""
+
+    user: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
+    safety_identifier: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Accepted; does not change the answer.")] = None
+    prompt_cache_key: Annotated[
+        str | None, Meta(description="Accepted; the prefix cache finds what it can reuse by itself.")
+    ] = None
+    prompt_cache_retention: Annotated[
+        str | None, Meta(description="Accepted; the prefix cache has a budget of memory, not a time.")
+    ] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, Meta(description="Accepted; the prefix cache needs no options.")
+    ] = None
+    service_tier: Annotated[
+        str | None, Meta(description="There is one tier.", extra_json_schema={"enum": ["auto", "default", None]})
+    ] = None
+    store: Annotated[
+        bool | None, Meta(description="Answers are not stored.", extra_json_schema={"enum": [False, None]})
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None,
+        Meta(description="Calls are not restricted to one at a time.", extra_json_schema={"enum": [True, None]}),
+    ] = None
+
+
 _SAMPLING: Final = tuple(name for name in SamplingFields.__struct_fields__ if name != "repetition_penalty")
 
 
@@ -91,7 +121,7 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     if "seed" in values and values["seed"] < 0:
         values["seed"] += 1 << _SEED_BITS  # seeds of OpenAI's API have a sign
     for name, value in values.items():
-        _check(name, value)
+        check_option(name, value)
     return GenerateOptions(**values)
 
 
@@ -111,6 +141,27 @@ def wants_usage(options: StreamOptions | None, *, stream: bool) -> bool:
     return bool(options and options.include_usage)
 
 
+def wanted_logprobs(alternatives: int | None, field: str, *, wanted: bool) -> int | None:
+    """The option `logprobs`.
+
+    Args:
+        alternatives: the field top_logprobs.
+        field: what asks for log-probabilities.
+        wanted: whether it does.
+
+    Raises:
+        RequestError: there are to be alternatives, and no log-probabilities.
+    """
+    if alternatives and not wanted:
+        raise RequestError(
+            f"top_logprobs is {alternatives} without {field}",
+            f"give {field} too, or leave top_logprobs out",
+            code=ErrorCode.INVALID_VALUE,
+            param="top_logprobs",
+        )
+    return alternatives or 0 if wanted else None
+
+
 def same(fields: msgspec.Struct, name: str, other: str) -> Any:
     """The value of a field that has two names.
 
@@ -128,7 +179,7 @@ def same(fields: msgspec.Struct, name: str, other: str) -> Any:
     return again if value is None else value
 
 
-def _check(name: str, value: Any) -> None:
+def check_option(name: str, value: Any) -> None:
     """Check one option by itself, so that the error can name its field."""
     try:
         GenerateOptions(**{name: value}).sampling(ModelDefaults())

@@ -19,7 +19,7 @@ from ...runtime.text.messages import template_messages
 from .request_error import ErrorCode, RequestError
 from .strict_json import RequestLimits
 
-_PLACE: Final = re.compile(r"messages(?:\[\d+\]|\.\w+)*")
+_PLACE: Final = re.compile(r"messages\[(\d+)\]((?:\[\d+\]|\.\w+)*)")
 
 
 class CacheBreakpoint(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +87,9 @@ class AssistantMessage(_Message, tag="assistant"):
     refusal: Annotated[None, Meta(description="Not supported; null is accepted.")] = None
     audio: Annotated[None, Meta(description="Not supported; null is accepted.")] = None
     function_call: Annotated[None, Meta(description="Not supported, use tool_calls; null is accepted.")] = None
-    annotations: Annotated[None, Meta(description="Not supported; null is accepted.")] = None
+    annotations: Annotated[
+        list[Any] | None, Meta(description="Not supported.", extra_json_schema={"enum": [[], None]})
+    ] = None
 
 
 class ToolMessage(_Message, tag="tool"):
@@ -125,18 +127,35 @@ def conversation(messages: Sequence[AnyMessage], limits: RequestLimits) -> list[
         RequestError: there are none or too many, or fields of a message do not fit together.
     """
     check_count("messages", len(messages), limits.messages)
+    places = [f"messages[{index}]" for index in range(len(messages))]
+    return checked_messages([_as_mapping(message) for message in messages], "messages", places)
+
+
+def checked_messages(messages: Sequence[Message], field: str, places: Sequence[str]) -> list[Message]:
+    """Check messages as the runtime does; errors name the fields of the body that they come from.
+
+    Args:
+        messages: the messages.
+        field: path of the field that they come from.
+        places: paths of what each of them comes from.
+
+    Raises:
+        RequestError: there are none, or fields of a message do not fit together.
+    """
     try:
-        return template_messages([_as_mapping(message) for message in messages])
+        return template_messages(messages)
     except InputError as error:
-        place = _PLACE.match(error.what)
-        raise RequestError(
-            error.what, error.hint, code=ErrorCode.INVALID_VALUE, param=place[0] if place else "messages"
-        ) from error
+        what, param = error.what, field
+        if found := _PLACE.match(what):
+            param = f"{places[int(found[1])]}{found[2]}"
+            what = f"{param}{what[found.end() :]}"
+        raise RequestError(what, error.hint, code=ErrorCode.INVALID_VALUE, param=param) from error
 
 
 def _as_mapping(message: AnyMessage) -> dict[str, Any]:
-    """A message as an object without the fields that were not given, cache breakpoints left out."""
+    """A message with the fields that were given, but for those that the runtime has no use for."""
     fields: dict[str, Any] = msgspec.to_builtins(message)
+    fields.pop("annotations", None)
     if isinstance(parts := fields.get("content"), list):
         fields["content"] = [{"type": part["type"], "text": part["text"]} for part in parts]
     return fields

@@ -85,11 +85,18 @@ def test_negative_seeds_are_seeds_of_their_own() -> None:
     assert parsed(seed=-1).options.seed == 2**64 - 1
 
 
+def test_log_probabilities() -> None:
+    assert parsed().options.logprobs is None
+    assert parsed(logprobs=True).options.logprobs == 0
+    assert parsed(logprobs=True, top_logprobs=20).options.logprobs == 20
+    assert parsed(logprobs=False, top_logprobs=0).options.logprobs is None
+
+
 def test_messages_are_those_that_the_runtime_takes() -> None:
     request = parsed(
         messages=[
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "audio": None},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []},
             {"role": "tool", "content": "1", "tool_call_id": "1"},
             {"role": "user", "content": "c", "name": "someone"},
         ]
@@ -148,7 +155,11 @@ def test_fields_that_do_not_change_the_answer_are_accepted(field: dict[str, Any]
             "messages[2].content[0].image_url",
         ),
         (
-            {"messages": [{**USER, "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]}]},
+            {
+                "messages": [
+                    {**USER, "content": [{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}]}
+                ]
+            },
             "messages[0].content[1].input_audio",
         ),
     ],
@@ -233,6 +244,8 @@ def test_wrong_types_name_the_field_and_both_types(fields: dict[str, Any], param
         ({"seed": 1 << 64}, "seed"),
         ({"seed": -(1 << 63) - 1}, "seed"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
         ({"stop": ""}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),

@@ -11,9 +11,20 @@ import msgspec
 import pytest
 
 from edgerun.edge.service.chat_body import ChatBody
+from edgerun.edge.service.completion_body import CompletionBody
+from edgerun.edge.service.embedding_body import EmbeddingBody
+from edgerun.edge.service.responses_body import ResponsesBody
+from edgerun.edge.service.token_bodies import DetokenizeBody, TokenizeBody
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "request-fields.md"
-BODIES: dict[str, type[msgspec.Struct]] = {"/v1/chat/completions": ChatBody}
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 """Bodies by the heading of their table."""
 
 

@@ -1,0 +1,74 @@
+"""The body of a text completion: prompts that are continued as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
+
+from ...runtime.options import GenerateOptions
+from .body_decoder import decode_body, unsupported
+from .generation_fields import Alternatives, PositiveInt, SamplingFields, StreamOptions, generate_options, wants_usage
+from .strict_json import RequestLimits
+from .text_inputs import TextOrIds, TextsOrIds, texts_or_ids
+
+
+class CompletionBody(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of a text completion."""
+
+    prompt: Annotated[TextsOrIds, Meta(description="A text, a list of texts, token ids, or a list of token id lists.")]
+    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    max_tokens: Annotated[
+        PositiveInt | None, Meta(description="Largest number of tokens to generate; 16 by default, as OpenAI's API.")
+    ] = None
+    n: Annotated[int | None, Meta(description="Number of answers.", extra_json_schema={"enum": [1, None]})] = None
+    best_of: Annotated[PositiveInt | None, Meta(description="The same number as n: answers are not ranked.")] = None
+    logprobs: Annotated[
+        Alternatives | None,
+        Meta(description="Return the log-probabilities of the tokens and of this number of likely ones, 0 to 20."),
+    ] = None
+    stream: Annotated[bool | None, Meta(description="Whether to send the answer while it is generated.")] = None
+    stream_options: Annotated[StreamOptions | None, Meta(description="What a stream contains; needs stream.")] = None
+    echo: Annotated[
+        bool | None, Meta(description="Answers do not repeat the prompt.", extra_json_schema={"enum": [False, None]})
+    ] = None
+    user: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
+    suffix: Annotated[None, Meta(description="Not supported: text is only generated after a prompt.")] = None
+
+
+_DEFAULT_TOKENS: Final = 16
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """Text completions to generate."""
+
+    model: str | None
+    prompts: tuple[TextOrIds, ...]
+    """Texts, or token ids; each of them gets `options.n` answers."""
+    options: GenerateOptions
+    stream: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with a chunk that has the usage."""
+
+    @classmethod
+    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> CompletionRequest:
+        """Decode a body; arguments and errors as for `ChatRequest.parse`."""
+        limits = limits or RequestLimits()
+        fields = decode_body(body, CompletionBody, limits)
+        n = fields.n or 1
+        if fields.best_of not in (None, n):
+            raise unsupported(
+                "best_of", f"best_of is {fields.best_of}, and n is {n}", "answers are not ranked: leave best_of out"
+            )
+        return cls(
+            model=fields.model,
+            prompts=texts_or_ids("prompt", fields.prompt, limits),
+            options=generate_options(
+                fields, {"max_tokens": fields.max_tokens or _DEFAULT_TOKENS, "logprobs": fields.logprobs, "raw": True}
+            ),
+            stream=bool(fields.stream),
+            include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
+        )

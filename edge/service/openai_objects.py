@@ -1,0 +1,249 @@
+"""Answer objects of OpenAI's APIs: chat and text completions, whole and streamed; embeddings, models."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...runtime.decode import FinishReason
+from ...runtime.result import Chunk, Reply, Stats
+from ...runtime.token_logprobs import TokenLogprob
+from ...version import __version__
+from .chat_body import ChatRequest
+from .completion_body import CompletionRequest
+
+_FINGERPRINT: Final = f"edge-run-{__version__}"
+"""What OpenAI's API calls the system fingerprint: answers to one seed may differ between releases."""
+
+_IMPOSSIBLE: Final = -9999.0
+
+_FINISH_REASONS: Final = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    # OpenAI's API has no reason for this. What a program does with an answer that was cut off suits it.
+    FinishReason.CANCELLED: "length",
+}
+
+
+def new_id(prefix: str) -> str:
+    """An identifier for an answer, such as `chatcmpl-...` for the prefix `chatcmpl-`."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def _finish_reason(reason: FinishReason | None) -> str | None:
+    """Why an answer ended, in OpenAI's words; None where it goes on."""
+    return None if reason is None else _FINISH_REASONS[reason]
+
+
+def _usage(prompts: Iterable[Sequence[Stats]]) -> dict[str, Any]:
+    """The usage of one request.
+
+    Args:
+        prompts: statistics of the answers to each of its prompts, which are counted once.
+    """
+    prompt_tokens = cached_tokens = completion_tokens = 0
+    for answers in prompts:
+        prompt_tokens += answers[0].prompt_tokens
+        # All but one of several answers take over the prompt from that one.
+        cached_tokens += min(stats.reused_tokens for stats in answers)
+        completion_tokens += sum(stats.completion_tokens for stats in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def token_object(token: TokenLogprob) -> dict[str, Any]:
+    """A token with its log-probability, and its likeliest alternatives."""
+    return {**_probability(token), "top_logprobs": [_probability(each) for each in token.top]}
+
+
+def _probability(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": _log_probability(token), "bytes": list(token.bytes)}
+
+
+def _log_probability(token: TokenLogprob) -> float:
+    """The log-probability of a token; JSON has no infinite number, so impossible ones have OpenAI's."""
+    return max(token.logprob, _IMPOSSIBLE)
+
+
+def model_object(name: str, created: int) -> dict[str, Any]:
+    """One model.
+
+    Args:
+        name: name of the model in requests.
+        created: when the model was made, in seconds since 1970.
+    """
+    return {"id": name, "object": "model", "created": created, "owned_by": "edge-run"}
+
+
+def object_list(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A list of objects, such as models."""
+    return {"object": "list", "data": list(objects)}
+
+
+def embedding_list(
+    vectors: npt.NDArray[np.float32], model: str, *, as_base64: bool, prompt_tokens: int
+) -> dict[str, Any]:
+    """Embeddings.
+
+    Args:
+        vectors: float32 `[n, d]`, one row a text.
+        model: name of the model.
+        as_base64: whether vectors are the base64 of little-endian float32, which takes a quarter of the bytes.
+        prompt_tokens: number of tokens of all texts.
+    """
+    rows: list[Any] = vectors.tolist()
+    if as_base64:
+        rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
+    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+    return {
+        **object_list(data),
+        "model": model,
+        "usage": {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens},
+    }
+
+
+class ChatCompletionObjects:
+    """The objects of one chat completion.
+
+    Args:
+        request: what was asked for.
+        model: name of the model that answers.
+        created: when the request came, in seconds since 1970.
+        completion_id: identifier of the completion.
+    """
+
+    def __init__(self, request: ChatRequest, model: str, created: int, completion_id: str) -> None:
+        self._request = request
+        self._head = {"id": completion_id, "created": created, "model": model, "system_fingerprint": _FINGERPRINT}
+        self._finished: list[Stats] = []
+        self._begun: set[int] = set()
+
+    def chunk(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """The objects to send for one chunk of the stream, in order; there may be none."""
+        index = 0
+        objects = []
+        if index not in self._begun:
+            self._begun.add(index)
+            objects.append(self._streamed(index, {"role": "assistant", "content": ""}, None))
+        if chunk.text or chunk.logprobs:
+            objects.append(self._streamed(index, {"content": chunk.text}, None, chunk.logprobs))
+        if chunk.finish_reason is not None and chunk.stats is not None:
+            self._finished.append(chunk.stats)
+            objects.append(self._streamed(index, {}, _finish_reason(chunk.finish_reason)))
+            if self._request.include_usage:
+                objects.append(self._chunk_object([], _usage([self._finished])))
+        return objects
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        """The object of the whole answer."""
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": reply.text, "refusal": None},
+            "logprobs": self._logprobs(reply.logprobs),
+            "finish_reason": _finish_reason(reply.finish_reason),
+        }
+        return {"object": "chat.completion", **self._head, "choices": [choice], "usage": _usage([[reply.stats]])}
+
+    def _streamed(
+        self, index: int, delta: dict[str, Any], reason: str | None, tokens: Sequence[TokenLogprob] = ()
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(tokens) if tokens else None
+        return self._chunk_object(
+            [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}], None
+        )
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self._request.options.logprobs is None:
+            return None
+        return {"content": [token_object(token) for token in tokens], "refusal": None}
+
+    def _chunk_object(self, choices: list[dict[str, Any]], used: dict[str, Any] | None) -> dict[str, Any]:
+        """A chunk; where the usage is asked for, those before the last one have none."""
+        tail = {"usage": used} if self._request.include_usage else {}
+        return {"object": "chat.completion.chunk", **self._head, "choices": choices, **tail}
+
+
+class CompletionObjects:
+    """The objects of one text completion, which answers one prompt or several.
+
+    Args:
+        request: what was asked for.
+        model: name of the model that answers.
+        created: when the request came, in seconds since 1970.
+        completion_id: identifier of the completion.
+    """
+
+    def __init__(self, request: CompletionRequest, model: str, created: int, completion_id: str) -> None:
+        self._request = request
+        self._head = {
+            "id": completion_id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "system_fingerprint": _FINGERPRINT,
+        }
+        self._finished: defaultdict[int, list[Stats]] = defaultdict(list)
+        self._lengths: Counter[int] = Counter()
+
+    def chunk(self, chunk: Chunk, prompt_index: int = 0) -> list[dict[str, Any]]:
+        """The objects to send for one chunk of the stream, in order; there may be none.
+
+        Args:
+            chunk: a piece of an answer.
+            prompt_index: which prompt of the request it answers; the answers may come in any order.
+        """
+        objects = []
+        reason = _finish_reason(chunk.finish_reason)
+        if chunk.text or chunk.logprobs or reason is not None:
+            choice = self._choice(prompt_index, chunk.text, chunk.logprobs, reason)
+            objects.append(self._object([choice], {"usage": None} if self._request.include_usage else {}))
+        if chunk.stats is not None:
+            self._finished[prompt_index].append(chunk.stats)
+            if self._request.include_usage and self._all_finished():
+                objects.append(self._object([], {"usage": _usage(self._finished.values())}))
+        return objects
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The object of the whole answer.
+
+        Args:
+            replies: one for each prompt, in their order.
+        """
+        choices = [
+            self._choice(prompt_index, reply.text, reply.logprobs, _finish_reason(reply.finish_reason))
+            for prompt_index, reply in enumerate(replies)
+        ]
+        return self._object(choices, {"usage": _usage([[reply.stats] for reply in replies])})
+
+    def _all_finished(self) -> bool:
+        return sum(map(len, self._finished.values())) == len(self._request.prompts)
+
+    def _choice(self, index: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+        logprobs = None if self._request.options.logprobs is None else self._logprobs(index, tokens)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Log-probabilities as lists of equal length; offsets count the characters of the answer."""
+        texts = [token.text for token in tokens]
+        offsets = list(accumulate(map(len, texts), initial=self._lengths[index]))
+        self._lengths[index] = offsets.pop()
+        return {
+            "tokens": texts,
+            "token_logprobs": [_log_probability(token) for token in tokens],
+            "top_logprobs": [{each.text: _log_probability(each) for each in token.top} for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _object(self, choices: list[dict[str, Any]], tail: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "choices": choices, **tail}

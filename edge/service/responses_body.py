@@ -1,0 +1,274 @@
+"""The body of OpenAI's Responses API, for text; every request brings its whole conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from ...runtime.options import GenerateOptions
+from .body_decoder import decode_fields
+from .chat_body import TextFormat
+from .generation_fields import AccountFields, Alternatives, PositiveInt, generate_options, wanted_logprobs
+from .message_fields import CacheBreakpoint, check_count, checked_messages
+from .request_error import ErrorCode, RequestError
+from .strict_json import RequestLimits, read_object
+
+_LOGPROBS: Final = "message.output_text.logprobs"
+
+
+class InputText(msgspec.Struct, kw_only=True, tag_field="type", tag="input_text", forbid_unknown_fields=True):
+    """A part of what a user says."""
+
+    text: str
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text", forbid_unknown_fields=True):
+    """A part of an earlier answer."""
+
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+ResponseContent: TypeAlias = str | list[InputText | OutputText]
+
+
+class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message", forbid_unknown_fields=True):
+    """A message; items without a type are messages."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: ResponseContent
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call", forbid_unknown_fields=True):
+    """A call of a function by the assistant."""
+
+    name: str
+    arguments: str
+    call_id: str
+    id: str | None = None
+    status: str | None = None
+
+
+class CallOutputItem(
+    msgspec.Struct, kw_only=True, tag_field="type", tag="function_call_output", forbid_unknown_fields=True
+):
+    """The result of a function."""
+
+    output: ResponseContent
+    call_id: str
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponseTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function", forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: Annotated[
+        bool | None,
+        Meta(description="Arguments are not constrained to the schema.", extra_json_schema={"enum": [False, None]}),
+    ] = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: Annotated[None, Meta(description="Not supported.")] = None
+
+
+class ResponsesStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a stream contains besides the answer."""
+
+    include_obfuscation: Annotated[
+        bool | None,
+        Meta(description="Padding of the events is not supported.", extra_json_schema={"enum": [False, None]}),
+    ] = None
+
+
+class ResponsesBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of a response."""
+
+    input: Annotated[
+        str | list[MessageItem | CallItem | CallOutputItem],
+        Meta(description="What the user says, or the conversation: messages, function calls and their results."),
+    ]
+    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    instructions: Annotated[str | None, Meta(description="The system message.")] = None
+    max_output_tokens: Annotated[
+        PositiveInt | None,
+        Meta(description="Largest number of tokens to generate; the default is the rest of the context."),
+    ] = None
+    stream: Annotated[bool | None, Meta(description="Whether to send events while the answer is generated.")] = None
+    stream_options: Annotated[ResponsesStreamOptions | None, Meta(description="What a stream contains besides.")] = None
+    tools: Annotated[
+        list[ResponseTool] | None, Meta(description="Functions that the model may call, for its chat template.")
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Meta(
+            description="auto shows the tools to the model, none does not.",
+            extra_json_schema={"enum": ["auto", "none", None]},
+        ),
+    ] = None
+    text: Annotated[TextConfig | None, Meta(description="Answers are text.")] = None
+    include: Annotated[
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None,
+        Meta(description="Log-probabilities of the tokens; encrypted reasoning is accepted, there is none."),
+    ] = None
+    top_logprobs: Annotated[
+        Alternatives | None,
+        Meta(description="Number of likely tokens to return at each position, 0 to 20; needs include."),
+    ] = None
+    truncation: Annotated[
+        str | None,
+        Meta(
+            description="A conversation that is too long is an error; nothing is cut off.",
+            extra_json_schema={"enum": ["disabled", None]},
+        ),
+    ] = None
+    background: Annotated[
+        bool | None, Meta(description="Answers are given at once.", extra_json_schema={"enum": [False, None]})
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        Meta(description="Extension. What the chat template reads besides, such as enable_thinking."),
+    ] = None
+
+    previous_response_id: Annotated[
+        None, Meta(description="Not supported: responses are not stored, send the whole conversation as input.")
+    ] = None
+    conversation: Annotated[
+        None, Meta(description="Not supported: conversations are not stored, send all of it as input.")
+    ] = None
+    access_programs: Annotated[None, Meta(description="Not supported.")] = None
+    background_options: Annotated[None, Meta(description="Not supported: answers are given at once.")] = None
+    context_management: Annotated[None, Meta(description="Not supported: nothing is cut off.")] = None
+    image: Annotated[None, Meta(description="Not supported: models here read text.")] = None
+    max_tool_calls: Annotated[None, Meta(description="Not supported: there are no tools of the server's own.")] = None
+    moderation: Annotated[None, Meta(description="Not supported.")] = None
+    prompt: Annotated[None, Meta(description="Not supported: templates of prompts are not stored, send input.")] = None
+    reasoning: Annotated[None, Meta(description="Not supported: use chat_template_kwargs.")] = None
+
+
+@dataclass(frozen=True)
+class ResponsesRequest:
+    """A response to generate."""
+
+    model: str | None
+    messages: Sequence[Mapping[str, Any]]
+    """The conversation as `Engine.stream` takes it."""
+    options: GenerateOptions
+    stream: bool = False
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the request that the response object repeats."""
+
+    @classmethod
+    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> ResponsesRequest:
+        """Decode a body; arguments and errors as for `ChatRequest.parse`."""
+        limits = limits or RequestLimits()
+        fields = decode_fields(_with_item_types(read_object(body, limits)), ResponsesBody)
+        check_count("tools", len(fields.tools or ()), limits.tools)
+        included = fields.include or ()
+        shown_tools = fields.tools if fields.tools and fields.tool_choice != "none" else ()
+        options = generate_options(
+            fields,
+            {
+                "logprobs": wanted_logprobs(fields.top_logprobs, f"include {_LOGPROBS}", wanted=_LOGPROBS in included),
+                "max_tokens": fields.max_output_tokens,
+                "tools": tuple(_chat_tool(tool) for tool in shown_tools),
+                "template_variables": fields.chat_template_kwargs,
+            },
+        )
+        return cls(
+            model=fields.model,
+            messages=_conversation(fields, limits),
+            options=options,
+            stream=bool(fields.stream),
+            repeated=_repeated(fields),
+        )
+
+
+def _with_item_types(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields with the type of messages, which may be left out."""
+    items = fields.get("input")
+    if not isinstance(items, list):
+        return fields
+    typed = [
+        {**item, "type": "message"} if isinstance(item, Mapping) and item.get("type") is None else item
+        for item in items
+    ]
+    return {**fields, "input": typed}
+
+
+def _conversation(fields: ResponsesBody, limits: RequestLimits) -> Sequence[Mapping[str, Any]]:
+    """The messages of a request, its instructions first.
+
+    Raises:
+        RequestError: there are none or too many, or fields of one do not fit together.
+    """
+    messages: list[dict[str, Any]] = []
+    places: list[str] = []
+    if fields.instructions is not None:
+        messages.append({"role": "system", "content": fields.instructions})
+        places.append("instructions")
+    items = [MessageItem(role="user", content=fields.input)] if isinstance(fields.input, str) else fields.input
+    check_count("input", len(items), limits.messages)
+    if not items:
+        raise RequestError("input is empty", "give a text or items", code=ErrorCode.INVALID_VALUE, param="input")
+    for index, item in enumerate(items):
+        if isinstance(item, CallItem) and messages and messages[-1].get("tool_calls"):
+            messages[-1]["tool_calls"].append(_chat_call(item))  # calls of one turn are one message
+            continue
+        messages.append(_chat_message(item))
+        places.append("input" if isinstance(fields.input, str) else f"input[{index}]")
+    return checked_messages(messages, "input", places)
+
+
+def _chat_message(item: MessageItem | CallItem | CallOutputItem) -> dict[str, Any]:
+    if isinstance(item, MessageItem):
+        return {"role": item.role, "content": _chat_content(item.content)}
+    if isinstance(item, CallOutputItem):
+        return {"role": "tool", "content": _chat_content(item.output), "tool_call_id": item.call_id}
+    return {"role": "assistant", "tool_calls": [_chat_call(item)]}
+
+
+def _chat_content(content: ResponseContent) -> str | list[dict[str, str]]:
+    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+
+
+def _chat_call(item: CallItem) -> dict[str, Any]:
+    return {"type": "function", "id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+
+
+def _chat_tool(tool: ResponseTool) -> dict[str, Any]:
+    """A tool in the form of the chat API, which chat templates read."""
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _repeated(fields: ResponsesBody) -> dict[str, Any]:
+    return {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": fields.metadata or {},
+        "temperature": fields.temperature,
+        "top_logprobs": fields.top_logprobs,
+        "top_p": fields.top_p,
+        "tools": [msgspec.to_builtins(tool) for tool in fields.tools or ()],
+        "tool_choice": fields.tool_choice or "auto",
+        "user": fields.user,
+        "safety_identifier": fields.safety_identifier,
+        "prompt_cache_key": fields.prompt_cache_key,
+    }

@@ -1,0 +1,380 @@
+"""Answer objects, as the types and the stream parsers of the openai client read them.
+
+Requests go through the real client, the bodies, a real engine and the answer objects; only HTTP is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from openai.types import CreateEmbeddingResponse, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion import Completion
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+import edgerun
+from edgerun.edge.service.chat_body import ChatRequest
+from edgerun.edge.service.completion_body import CompletionRequest
+from edgerun.edge.service.embedding_body import EmbeddingRequest
+from edgerun.edge.service.openai_objects import (
+    ChatCompletionObjects,
+    CompletionObjects,
+    embedding_list,
+    model_object,
+    new_id,
+    object_list,
+    token_object,
+)
+from edgerun.edge.service.request_error import ErrorCode, RequestError
+from edgerun.edge.service.response_objects import ResponseObjects
+from edgerun.edge.service.responses_body import ResponsesRequest
+from edgerun.runtime.decode import FinishReason
+from edgerun.runtime.options import GenerateOptions
+from edgerun.runtime.result import Chunk, Reply, Stats
+from edgerun.runtime.token_logprobs import TokenLogprob
+
+PROMPT = "list all files larger than 10 MB"
+VECTORS = np.array([[0.5, -1.25], [3.0, 0.1]], np.float32)
+MESSAGES: Any = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[edgerun.Engine]:
+    with edgerun.load() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine: edgerun.Engine) -> openai.OpenAI:
+    """The client, over a transport that answers with what the engine generates."""
+    endpoints = {"/v1/chat/completions": chat, "/v1/completions": completion, "/v1/responses": response}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/embeddings":
+            body = EmbeddingRequest.parse(request.content)
+            return httpx.Response(
+                200, json=embedding_list(VECTORS, "m", as_base64=body.as_base64, prompt_tokens=len(body.inputs))
+            )
+        found = endpoints[request.url.path](engine, request.content)
+        if isinstance(found, dict):
+            return httpx.Response(200, json=found)
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, text="".join(map(event, found)))
+
+    http = httpx.Client(transport=httpx.MockTransport(answer))
+    return openai.OpenAI(api_key="none", base_url="http://model.invalid/v1", http_client=http)
+
+
+def event(value: dict[str, Any]) -> str:
+    """An event of a stream; those of responses are named by their type."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value)}\n\n"
+
+
+Answer = dict[str, Any] | list[dict[str, Any]]
+
+
+def chat(engine: edgerun.Engine, body: bytes) -> Answer:
+    request = ChatRequest.parse(body)
+    objects = ChatCompletionObjects(request, "m", 5, new_id("chatcmpl-"))
+    if not request.stream:
+        return checked(ChatCompletion, objects.whole(engine.generate(request.messages, plain(request.options))))
+    chunks = engine.stream(request.messages, plain(request.options))
+    return [checked(ChatCompletionChunk, each) for chunk in chunks for each in objects.chunk(chunk)]
+
+
+def completion(engine: edgerun.Engine, body: bytes) -> Answer:
+    request = CompletionRequest.parse(body)
+    objects = CompletionObjects(request, "m", 5, new_id("cmpl-"))
+    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    if not request.stream:
+        return checked(Completion, objects.whole([engine.generate(text, plain(request.options)) for text in texts]))
+    return [
+        each
+        for index, text in enumerate(texts)
+        for chunk in engine.stream(text, plain(request.options))
+        for each in objects.chunk(chunk, index)
+    ]
+
+
+def response(engine: edgerun.Engine, body: bytes) -> Answer:
+    request = ResponsesRequest.parse(body)
+    objects = ResponseObjects(request, "m", 5, new_id("resp_"))
+    if not request.stream:
+        return checked(Response, objects.whole(engine.generate(request.messages, plain(request.options))))
+    chunks = engine.stream(request.messages, plain(request.options))
+    return [*objects.started(), *(each for chunk in chunks for each in objects.chunk(chunk))]
+
+
+def plain(options: GenerateOptions) -> GenerateOptions:
+    """The options without speculation, so that no time is spent on measuring the model."""
+    return replace(options)
+
+
+def lone(engine: edgerun.Engine, prompt: str, **options: Any) -> Reply:
+    """The answer that the objects should have."""
+    return engine.generate(prompt, plain(GenerateOptions(**options)))
+
+
+def checked(kind: type[BaseModel], value: dict[str, Any]) -> dict[str, Any]:
+    """The object, which has every field that the client's type requires, and none that it does not know."""
+    parsed = kind.model_validate(value)
+    assert parsed.model_dump(exclude_unset=True) == value
+    assert list(extras(parsed)) == []
+    return value
+
+
+def extras(value: Any) -> Iterator[str]:
+    """Names of the fields, at any depth, that the client's types do not have."""
+    if isinstance(value, BaseModel):
+        yield from value.model_extra or ()
+        for each in value.__dict__.values():
+            yield from extras(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from extras(each)
+
+
+def test_a_chat_completion(client: openai.OpenAI, engine: edgerun.Engine) -> None:
+    expected = lone(engine, PROMPT, max_tokens=40)
+    found = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=40)
+    (choice,) = found.choices
+    assert (choice.message.content, choice.message.role, choice.finish_reason) == (expected.text, "assistant", "stop")
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == expected.stats.prompt_tokens
+    assert found.usage.completion_tokens == expected.stats.completion_tokens
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+    assert found.usage.prompt_tokens_details is not None
+    assert found.usage.prompt_tokens_details.cached_tokens is not None
+
+
+def test_an_answer_can_be_sent_back_as_it_was_received(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=10).choices[0].message
+    for answer in (first, first.model_dump()):
+        again = client.chat.completions.create(model="m", messages=[*MESSAGES, answer, *MESSAGES], max_tokens=2)
+        assert again.choices[0].finish_reason == "length"
+
+
+def test_a_chat_completion_as_a_stream(client: openai.OpenAI, engine: edgerun.Engine) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="m", messages=MESSAGES, max_tokens=40, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content or "" for delta in deltas) == lone(engine, PROMPT, max_tokens=40).text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(deltas) - 1) + ["stop"]
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * len(deltas)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+
+
+def test_a_stream_without_usage_has_no_field_for_it(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=2, stream=True))
+    assert all(chunk.choices and "usage" not in chunk.model_fields_set for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_the_stream_helper_of_the_client_puts_the_completion_together(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="m", messages=MESSAGES, max_tokens=40, logprobs=True, stream_options={"include_usage": True}
+    ) as stream:
+        stream.until_done()
+        streamed = stream.get_final_completion()
+    whole = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=40, logprobs=True)
+    assert streamed.choices[0].message.content == whole.choices[0].message.content
+    for completion in (streamed, whole):
+        logprobs = completion.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert b"".join(bytes(token.bytes or ()) for token in logprobs.content).decode() == (
+            whole.choices[0].message.content
+        )
+    assert streamed.usage is not None
+    assert streamed.usage.completion_tokens == whole.usage.completion_tokens if whole.usage else None
+
+
+def test_alternatives_of_tokens(client: openai.OpenAI) -> None:
+    found = client.chat.completions.create(
+        model="m", messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=2, temperature=0
+    )
+    logprobs = found.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 2
+        assert (token.top_logprobs[0].token, token.top_logprobs[0].logprob) == (token.token, token.logprob)
+        assert token.logprob <= 0
+
+
+def test_an_impossible_token_has_a_finite_log_probability() -> None:
+    assert token_object(TokenLogprob(1, "a", b"a", -math.inf))["logprob"] == -9999.0
+
+
+def test_text_completions(client: openai.OpenAI, engine: edgerun.Engine) -> None:
+    prompts = ["find ", "ls -"]
+    found = client.completions.create(model="m", prompt=prompts, max_tokens=5, logprobs=2)
+    expected = [lone(engine, prompt, raw=True, max_tokens=5) for prompt in prompts]
+    assert [(choice.index, choice.text) for choice in found.choices] == list(
+        enumerate(reply.text for reply in expected)
+    )
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == sum(reply.stats.prompt_tokens for reply in expected)
+    for choice in found.choices:
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        assert "".join(logprobs.tokens or ()) == choice.text
+        assert logprobs.text_offset is not None
+        assert [choice.text[start:end] for start, end in pairwise([*logprobs.text_offset, len(choice.text)])] == (
+            logprobs.tokens
+        )
+        assert [len(each) for each in logprobs.top_logprobs or ()] == [2] * len(logprobs.tokens or ())
+
+
+def test_text_completions_as_a_stream(client: openai.OpenAI, engine: edgerun.Engine) -> None:
+    prompts = ["find ", "ls -"]
+    chunks = list(
+        client.completions.create(
+            model="m",
+            prompt=prompts,
+            max_tokens=5,
+            logprobs=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    for index, prompt in enumerate(prompts):
+        mine = [choice for choice in choices if choice.index == index]
+        assert "".join(choice.text for choice in mine) == lone(engine, prompt, raw=True, max_tokens=5).text
+        offsets = [offset for choice in mine if choice.logprobs for offset in choice.logprobs.text_offset or ()]
+        assert offsets == sorted(set(offsets))
+        assert [bool(choice.finish_reason) for choice in mine] == [False] * (len(mine) - 1) + [True]
+
+
+def test_a_response(client: openai.OpenAI, engine: edgerun.Engine) -> None:
+    found = client.responses.create(
+        model="m", input=PROMPT, max_output_tokens=40, metadata={"a": "b"}, include=["message.output_text.logprobs"]
+    )
+    expected = lone(engine, PROMPT, max_tokens=40)
+    assert (found.output_text, found.status, found.incomplete_details) == (expected.text, "completed", None)
+    assert found.metadata == {"a": "b"}
+    assert found.usage is not None
+    assert found.usage.output_tokens == expected.stats.completion_tokens
+    (part,) = found.output[0].content  # type: ignore[union-attr]
+    assert b"".join(bytes(token.bytes) for token in part.logprobs).decode() == found.output_text  # type: ignore[union-attr]
+
+
+def test_a_response_that_was_cut_off_is_incomplete(client: openai.OpenAI) -> None:
+    found = client.responses.create(model="m", input=PROMPT, max_output_tokens=2)
+    assert found.status == "incomplete"
+    assert found.incomplete_details is not None
+    assert found.incomplete_details.reason == "max_output_tokens"
+
+
+def test_the_output_of_a_response_is_input_of_the_next(client: openai.OpenAI) -> None:
+    items: list[Any] = [{"role": "user", "content": PROMPT}]
+    first = client.responses.create(model="m", input=items, max_output_tokens=10)
+    items += first.output
+    items += [{"role": "user", "content": [{"type": "input_text", "text": "shorter"}]}]
+    assert client.responses.create(model="m", input=items, max_output_tokens=2).status == "incomplete"
+
+
+@pytest.mark.parametrize(("most", "last"), [(40, "response.completed"), (2, "response.incomplete")])
+def test_the_events_of_a_response(client: openai.OpenAI, engine: edgerun.Engine, most: int, last: str) -> None:
+    events = list(client.responses.create(model="m", input=PROMPT, max_output_tokens=most, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        last,
+    ]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    for event in events:
+        assert list(extras(event)) == []
+    text = lone(engine, PROMPT, max_tokens=most).text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert events[-1].response.output_text == text  # type: ignore[union-attr]
+
+
+def test_the_stream_helper_of_the_client_puts_the_response_together(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="m", input=PROMPT, max_output_tokens=40) as stream:
+        streamed = stream.get_final_response()
+    assert streamed.output_text == client.responses.create(model="m", input=PROMPT, max_output_tokens=40).output_text
+
+
+@pytest.mark.parametrize(
+    ("code", "theirs"),
+    [
+        (ErrorCode.BUSY, "rate_limit_exceeded"),
+        (ErrorCode.INTERNAL, "server_error"),
+        (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "invalid_prompt"),
+    ],
+)
+def test_a_response_that_fails(code: ErrorCode, theirs: str) -> None:
+    objects = ResponseObjects(ResponsesRequest.parse({"input": "a"}), "m", 5, "resp_1")
+    (event,) = [*objects.started(), *objects.failed(RequestError("it broke", code=code))][4:]
+    assert (event["type"], event["sequence_number"]) == ("response.failed", 4)
+    assert checked(Response, event["response"])["error"] == {"code": theirs, "message": "it broke"}
+
+
+CANCELLED = Stats(prompt_tokens=3, completion_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("objects", "kind"),
+    [
+        (lambda: ChatCompletionObjects(ChatRequest.parse({"messages": MESSAGES}), "m", 5, "1").whole, ChatCompletion),
+        (lambda: ResponseObjects(ResponsesRequest.parse({"input": "a"}), "m", 5, "1").whole, Response),
+    ],
+)
+def test_a_cancelled_answer_reads_as_one_that_was_cut_off(
+    objects: Callable[[], Callable[[Reply], dict[str, Any]]], kind: type[BaseModel]
+) -> None:
+    found = kind.model_validate(objects()(Reply("a", FinishReason.CANCELLED, CANCELLED)), strict=True)
+    assert "length" in str(found) or "incomplete" in str(found)
+
+
+def test_a_chunk_without_text_sends_nothing_more_than_the_role() -> None:
+    objects = ChatCompletionObjects(ChatRequest.parse({"messages": MESSAGES, "stream": True}), "m", 5, "1")
+    assert len(objects.chunk(Chunk(""))) == 1
+    assert objects.chunk(Chunk("")) == []
+
+
+@pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"])
+def test_embeddings(client: openai.OpenAI, encoding: Any) -> None:
+    found = client.embeddings.create(model="m", input=["a", "b"], encoding_format=encoding)
+    vectors = [each.embedding for each in found.data]
+    if encoding == "base64":
+        vectors = [np.frombuffer(base64.b64decode(each), "<f4").tolist() for each in vectors]  # type: ignore[arg-type]
+    assert vectors == VECTORS.tolist()
+    assert [each.index for each in found.data] == [0, 1]
+    assert found.usage.prompt_tokens == 2
+
+
+def test_embeddings_and_models_have_the_fields_of_the_client() -> None:
+    checked(CreateEmbeddingResponse, embedding_list(VECTORS, "m", as_base64=False, prompt_tokens=2))
+    assert object_list([checked(Model, model_object("m", 5))])["object"] == "list"
