@@ -13,6 +13,8 @@ from .request_error import ErrorCode, RequestError
 
 MAX_DEPTH: Final = 100
 """Largest nesting of objects and lists."""
+_MAX_BITS: Final = 1023
+"""Largest number of bits of an integer that a float can hold."""
 
 
 @dataclass(frozen=True)
@@ -105,35 +107,44 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check(value: Any, path: tuple[str | int, ...], characters: int) -> int:
     """Check a value; return `characters` and the number of characters in it."""
-    if isinstance(value, str):
-        if not value.isascii() and not _encodable(value):
-            raise _bad(path, "contains half of a surrogate pair", "send valid Unicode")
-        return characters + len(value)
-    if value is None or isinstance(value, (bool, int)):
-        return characters
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise _bad(path, f"is {value}", "it must be a finite number")
-        return characters
+    if not isinstance(value, (Mapping, list, tuple)):
+        _check_scalar(value, path)
+        return characters + len(value) if isinstance(value, str) else characters
     if len(path) >= MAX_DEPTH:
         raise RequestError(
             "the body is nested too deeply", f"at most {MAX_DEPTH} levels are read", code=ErrorCode.INVALID_JSON
         )
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            if not isinstance(key, str) or not _encodable(key):
-                raise _bad(path, f"has the key {shown(key)}", "keys must be valid text")
-            characters = _check(each, (*path, key), characters + len(key))
-        return characters
-    if isinstance(value, (list, tuple)):
+    if not isinstance(value, Mapping):
         for index, each in enumerate(value):
             characters = _check(each, (*path, index), characters)
         return characters
-    raise _bad(path, f"is {shown(value)}", "it must be a value that JSON has")
+    for key, each in value.items():
+        if not isinstance(key, str) or not _encodable(key):
+            raise _bad(path, f"has the key {shown(key)}", "keys must be valid text")
+        characters = _check(each, (*path, key), characters + len(key))
+    return characters
+
+
+def _check_scalar(value: Any, path: tuple[str | int, ...]) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, str):
+        if not _encodable(value):
+            raise _bad(path, "contains half of a surrogate pair", "send valid Unicode")
+    elif isinstance(value, int):
+        # Converting a larger one to a float fails; msgspec before 0.22 ends with a SystemError then.
+        if value.bit_length() > _MAX_BITS:
+            raise _bad(path, f"is {described(value)}", "it must be a number of ordinary size")
+    elif not isinstance(value, float):
+        raise _bad(path, f"is {shown(value)}", "it must be a value that JSON has")
+    elif not math.isfinite(value):
+        raise _bad(path, f"is {value}", "it must be a finite number")
 
 
 def _encodable(text: str) -> bool:
     """Whether a text is valid Unicode: one with half of a surrogate pair has no UTF-8 form."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:
