@@ -185,7 +185,7 @@ class Engine:
 
     @checked_arguments
     def encode_chat(
-        self, messages: Sequence[Message], *, special_tokens_in_messages: bool = False, **variables: Any
+        self, messages: Sequence[Message], /, *, special_tokens_in_messages: bool = False, **variables: Any
     ) -> list[int]:
         """Token ids of a conversation in the chat template, up to the beginning of the assistant's answer.
 

@@ -104,7 +104,7 @@ class LoadedModel:
         return self.template
 
     def encode_chat(
-        self, messages: Sequence[Message], *, special_tokens_in_messages: bool = False, **variables: Any
+        self, messages: Sequence[Message], /, *, special_tokens_in_messages: bool = False, **variables: Any
     ) -> list[int]:
         """Token ids of a conversation in the chat template, up to the beginning of the assistant's answer.
 

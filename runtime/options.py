@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..errors import BundleError, InputError
 from ..models.bundle import Bundle
+from ..models.json_file import shown
 from ..models.variants import GENAI_CONFIG
 from .argument_types import check_fields
 from .sampling.logprobs import MAX_ALTERNATIVES
@@ -79,6 +80,13 @@ class GenerateOptions:
             raise InputError(f"logprobs is {self.logprobs}", f"it must be between 0 and {MAX_ALTERNATIVES}")
         if taken := [name for name in self.template_variables or {} if name in _OWN_VARIABLES]:
             raise InputError(f"template_variables has {taken[0]!r}", "give that with the prompt or as an option")
+        documents = (self.template_variables or {}).get("documents", ())
+        if documents is not None and not (
+            isinstance(documents, Sequence)
+            and not isinstance(documents, str)
+            and all(isinstance(each, Mapping) for each in documents)
+        ):
+            raise InputError(f"template_variables: documents is {shown(documents)}", "it must be a list of objects")
         if not all(self.stops):
             raise InputError(f"stop is {self.stop!r}", "it must be a non-empty string, or several")
 

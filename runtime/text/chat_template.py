@@ -54,6 +54,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -136,11 +137,12 @@ def encode_chat(
     template: ChatTemplate,
     tokenizer: TextTokenizer,
     messages: Sequence[Message],
+    /,
     *,
     special_tokens_in_messages: bool = False,
     **variables: Any,
 ) -> list[int]:
-    """Token ids of a conversation in a chat template.
+    """Token ids of a conversation in a chat template, whose variables may have any name.
 
     Only the template writes special tokens: their texts in messages, tools and documents are plain text, unless
     `special_tokens_in_messages` says otherwise.
@@ -155,7 +157,10 @@ def encode_chat(
     marked = None if special_tokens_in_messages else tokenizer.mark(inputs, written)
     if marked is None:
         return tokenizer.encode(template.render(messages, **variables), add_special_tokens=False)
-    return tokenizer.encode_marked(template.render(**marked.values, **own, mark=marked.mark), marked.mark)
+    values = dict(marked.values)
+    return tokenizer.encode_marked(
+        template.render(values.pop("messages"), **values, **own, mark=marked.mark), marked.mark
+    )
 
 
 def load_template(bundle: Bundle, tokenizer: TextTokenizer) -> ChatTemplate | None:

@@ -73,6 +73,18 @@ def test_tools_and_variables_reach_the_template(engine: Engine) -> None:
     assert prompt_tokens(engine, "the other", template_variables={"polite": False}) == plain
 
 
+@pytest.mark.parametrize("name", ["self", "template", "tokenizer", "variables", "options", "", "a b"])
+def test_template_variables_may_have_any_name(engine: Engine, name: str) -> None:
+    assert prompt_tokens(engine, [USER], template_variables={name: 1}) == prompt_tokens(engine, [USER])
+
+
+@pytest.mark.parametrize("documents", [3, "text", {"title": "a"}, ["text"]])
+def test_documents_are_a_list_of_objects(engine: Engine, documents: Any) -> None:
+    with pytest.raises(InputError, match="template_variables: documents is .*; it must be a list of objects"):
+        engine.generate([USER], template_variables={"documents": documents})
+    assert prompt_tokens(engine, [USER], template_variables={"documents": None}) == prompt_tokens(engine, [USER])
+
+
 def test_messages_become_what_templates_read() -> None:
     read = template_messages(
         [
