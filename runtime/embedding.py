@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import BundleError, ContextError, InputError
+from ..errors import BundleError, ContextError, EdgeError, InputError
 from ..models.bundle import POOLING_NAME, SENTENCE_POOLING, Bundle
 from .graph.bound_session import BoundSession
 from .loaded_model import LoadedModel
@@ -60,13 +60,16 @@ class Pooling(Enum):
         return cls(modes[0])
 
 
-def embed_texts(model: LoadedModel, texts: Sequence[str], turn: Turn) -> npt.NDArray[np.float32]:
+def embed_texts(
+    model: LoadedModel, texts: Sequence[str | Sequence[int]], turn: Turn, cancelled: Callable[[], bool]
+) -> npt.NDArray[np.float32]:
     """Embed texts; see `Engine.embed`.
 
     Args:
         model: the model, whose graph gives hidden states.
-        texts: the texts.
+        texts: the texts, or their token ids.
         turn: entered for every forward pass.
+        cancelled: called before every forward pass.
     """
     size = model.graph_io.hidden_size
     if size is None:
@@ -75,32 +78,48 @@ def embed_texts(model: LoadedModel, texts: Sequence[str], turn: Turn) -> npt.NDA
             "export the model with --hidden-states",
         )
     pooling = Pooling.of(model.bundle)
-    prompts = [model.tokenizer.encode(text, add_special_tokens=True) for text in texts]
+    prompts = [
+        model.tokenizer.encode(text, add_special_tokens=True) if isinstance(text, str) else list(text) for text in texts
+    ]
     for index, token_ids in enumerate(prompts):
-        if not token_ids:
-            raise InputError(f"text {index} is empty", "give at least one character")
-        if len(token_ids) > model.context:
-            raise ContextError(
-                f"text {index} has {len(token_ids)} tokens and the model's context is {model.context}", "split it"
-            )
+        _check_fits(model, index, token_ids)
     embeddings = np.empty((len(prompts), size), np.float32)
     if prompts:
         bound = model.new_sequence(hidden_states=True).bound
         for row, token_ids in zip(embeddings, prompts, strict=True):
-            row[:] = _normalized(_pooled(bound, token_ids, pooling, turn))
+            row[:] = _normalized(_pooled(bound, token_ids, pooling, turn, cancelled))
     return embeddings
 
 
+def _check_fits(model: LoadedModel, index: int, token_ids: Sequence[int]) -> None:
+    """Check the token ids of the text with this index; errors as for `Engine.embed`."""
+    if not token_ids:
+        raise InputError(f"text {index} is empty", "give at least one character")
+    if len(token_ids) > model.context:
+        raise ContextError(
+            f"text {index} has {len(token_ids)} tokens and the model's context is {model.context}", "split it"
+        )
+    most = model.graph_io.input_vocab
+    if min(token_ids) < 0 or max(token_ids) >= most:
+        raise InputError(f"text {index} has a token id that the model does not", f"they are 0 to {most - 1}")
+
+
 def _pooled(
-    bound: BoundSession, token_ids: Sequence[int], pooling: Pooling, turn: Turn
+    bound: BoundSession, token_ids: Sequence[int], pooling: Pooling, turn: Turn, cancelled: Callable[[], bool]
 ) -> npt.NDArray[np.floating[Any]]:
-    """The pooled hidden states `[d]` of a text."""
+    """The pooled hidden states `[d]` of a text.
+
+    Raises:
+        EdgeError: the caller cancelled.
+    """
     arena = bound.arena
     arena.rewind_to(0)
     total = np.zeros(bound.graph_io.hidden_size or 0, np.float64)
     hidden = np.empty((0, total.size), np.float32)
     width = PREFILL_TOKENS if bound.graph_io.supports_wide_passes else 1
     while arena.length < len(token_ids):
+        if cancelled():
+            raise EdgeError("the embedding was cancelled")
         chunk = token_ids[arena.length : arena.length + width]
         # A graph that selects positions gives hidden states, like logits, of the selected ones only.
         wanted = range(len(chunk)) if pooling is Pooling.MEAN else (len(chunk) - 1,)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -30,6 +30,7 @@ from .graph.session import SessionConfig
 from .loaded_model import LoadedModel
 from .measure.thread_choice import chosen_threads
 from .options import GenerateOptions, Persistence
+from .prefill import never
 from .request_queue import AnswerStream, AsyncAnswerStream
 from .result import Reply
 from .text.chat_template import Message
@@ -200,7 +201,9 @@ class Engine:
         return self.model.encode_chat(messages, special_tokens_in_messages=special_tokens_in_messages, **variables)
 
     @checked_arguments
-    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    def embed(
+        self, texts: Sequence[str | Sequence[int]], *, cancelled: Callable[[], bool] = never
+    ) -> npt.NDArray[np.float32]:
         """Embed texts: vectors whose dot products say how similar the texts are.
 
         A text is tokenized like a raw prompt, with the tokens that the tokenizer itself adds. The hidden states of its
@@ -208,17 +211,19 @@ class Engine:
         file, the last token's is taken. Instructions that a model wants before a query are part of the text.
 
         Args:
-            texts: the texts, each of which must fit the context.
+            texts: the texts, or their token ids, each of which must fit the context.
+            cancelled: called before every forward pass; True ends the work with an error.
 
         Returns:
             float32 `[n, d]`, rows of length 1.
 
         Raises:
             ContextError: a text does not fit the context.
+            EdgeError: `cancelled` returned True.
             InputError: the graph does not give hidden states (export it with --hidden-states), a text is empty, or the
                 model wants another pooling.
         """
-        return embed_texts(self.model, texts, self.model.queue.idle)
+        return embed_texts(self.model, texts, self.model.queue.idle, cancelled)
 
     def _prompt_ids(self, prompt: Prompt, options: GenerateOptions) -> list[int]:
         """Token ids of a prompt or a conversation; errors as for `generate`."""

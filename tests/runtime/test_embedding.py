@@ -112,6 +112,30 @@ def test_answers_and_embeddings_do_not_disturb_each_other(bundle: Path) -> None:
         assert engine.embed([]).shape == (0, 64)
 
 
+def test_token_ids_are_embedded_as_they_are(bundle: Path) -> None:
+    with edgerun.load(bundle, threads=1) as engine:
+        expected = engine.embed(TEXTS)
+        token_ids = [engine.tokenizer.encode(text, add_special_tokens=True) for text in TEXTS]
+        np.testing.assert_array_equal(engine.embed(token_ids), expected)
+        np.testing.assert_array_equal(engine.embed([TEXTS[0], tuple(token_ids[1])]), expected[:2])
+        for wrong in ([5, 300], [-1]):
+            with pytest.raises(InputError, match="text 1 has a token id that the model does not; they are 0 to 299"):
+                engine.embed(["a", wrong])
+
+
+def test_embedding_can_be_cancelled_before_every_pass(bundle: Path) -> None:
+    with edgerun.load(bundle, threads=1) as engine:
+        asked: list[None] = []
+
+        def cancelled() -> bool:
+            asked.append(None)
+            return len(asked) == 4
+
+        with pytest.raises(edgerun.EdgeError, match="the embedding was cancelled"):
+            engine.embed(TEXTS, cancelled=cancelled)
+        assert engine.embed(TEXTS, cancelled=lambda: False).shape == (3, 64)
+
+
 def test_what_cannot_be_embedded_is_refused(engine: Engine, bundle: Path) -> None:
     with pytest.raises(InputError, match=r"model\.onnx does not give hidden states.*export the model with --hidden-st"):
         engine.embed(["a"])
@@ -120,7 +144,7 @@ def test_what_cannot_be_embedded_is_refused(engine: Engine, bundle: Path) -> Non
             other.embed(["a", ""])
         with pytest.raises(ContextError, match="text 0 has 300 tokens and the model's context is 256; split it"):
             other.embed(["!" * 300])
-        with pytest.raises(InputError, match="texts is 'the other thing'; it must be a list, each item text"):
+        with pytest.raises(InputError, match="texts is 'the other thing'; it must be a list, each item "):
             other.embed("the other thing")
     with pytest.raises(edgerun.EdgeError, match="closed"):
         other.embed(["a"])
