@@ -30,6 +30,7 @@ _COMMANDS: Final = {
     "verify": "Check that speculation does not change the text.",
     "pull": "Download a model from the Hugging Face Hub.",
     "models": "List the models on this machine, or remove one.",
+    "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
 }
 """What each command does; the module and the function are named like the command."""
 _DEFAULT_COMMAND: Final = "run"

@@ -108,7 +108,8 @@ class ModelPool:
 
         Args:
             name: what the request names; None for the first model.
-            progress: receives the progress of loading, and of what answers wait for that this thread reads.
+            progress: receives the progress of loading, and unless the use is `kept`, of what answers wait for that
+                this thread reads.
             cancellation: ends the waiting.
             kept: whether the use has no end of its own, like an open session. A model that has no room beside such
                 ones is refused instead of waiting for them.
@@ -133,6 +134,8 @@ class ModelPool:
             else:
                 model.users += 1
                 model.kept += kept
+                if kept:  # the thread will not stay with it
+                    model.listeners.pop(reader, None)
             finally:
                 model.waiting -= 1
                 self._touch(model)
@@ -140,7 +143,8 @@ class ModelPool:
             yield engine
         finally:
             with self._changed:
-                model.listeners.pop(reader, None)
+                if not kept:
+                    model.listeners.pop(reader, None)
                 model.users -= 1
                 model.kept -= kept
                 self._touch(model)

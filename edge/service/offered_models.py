@@ -44,7 +44,7 @@ class OfferedModels:
     models would have one id, the path as it was given. Without given models the list follows what is on disk.
 
     Args:
-        given: paths and hub ids; empty for what is on this machine.
+        given: paths, hub ids, and the bundled model's name; empty for what is on this machine.
         kind: kind of device that the models will run on.
 
     Raises:
@@ -128,6 +128,8 @@ def _given_entries(given: Sequence[str], kind: DeviceKind) -> tuple[ModelEntry, 
 
 
 def _given_entry(name: str, kind: DeviceKind) -> ModelEntry:
+    if name == BUNDLED_MODEL and not os.path.lexists(name) and (bundled := _bundled_entry()) is not None:
+        return bundled
     if is_on_hub(name):
         repo = parse_hub_id(name).repo
         return ModelEntry(name, name, () if repo == name else (repo,), owner=repo.partition("/")[0])
@@ -143,14 +145,19 @@ def _given_entry(name: str, kind: DeviceKind) -> ModelEntry:
 
 def _local_entries() -> tuple[ModelEntry, ...]:
     """The bundled model, and the newest commit of every graph from the hub that is on this machine."""
-    entries = []
-    if (bundled := bundled_folder()).is_dir():
-        entries.append(ModelEntry(BUNDLED_MODEL, str(bundled), created=int(bundled.stat().st_mtime)))
+    entries = [] if (bundled := _bundled_entry()) is None else [bundled]
     for store in stores():
         found = [model for model in store.all_downloaded() if model.source.endswith(".onnx")]
         newest = _newest(store, found)
         entries += [_downloaded_entry(model) for model in newest]
     return tuple(entries)
+
+
+def _bundled_entry() -> ModelEntry | None:
+    folder = bundled_folder()
+    if not folder.is_dir():
+        return None
+    return ModelEntry(BUNDLED_MODEL, str(folder), created=int(folder.stat().st_mtime))
 
 
 def _newest(store: Store, found: Sequence[DownloadedModel]) -> list[DownloadedModel]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, TypeAlias
 
 from ...errors import BundleError, HubError
 from ..bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES
@@ -35,6 +36,9 @@ from .local_store import (
 )
 from .model_id import HubId
 
+DownloadProgress: TypeAlias = Callable[[str, int, int], None]
+"""Receives the name of what is downloaded, the bytes that are here, and the bytes in total."""
+
 _TEXT_FILES: Final = (
     *TOKENIZER_AND_CONFIG_FILES,
     GENAI_CONFIG,
@@ -47,13 +51,17 @@ _GGUF_VARIANT: Final = re.compile(r"(?i)[-_.]((?:IQ|TQ|Q)\d[A-Z0-9_]*|BF16|F16|F
 _GGUF_PART: Final = re.compile(r"-\d{5}-of-\d{5}$")
 
 
-def fetch_model(id_: HubId, kind: DeviceKind = DeviceKind.CPU, *, newest: bool = False) -> DownloadedModel:
+def fetch_model(
+    id_: HubId, kind: DeviceKind = DeviceKind.CPU, *, newest: bool = False, progress: DownloadProgress | None = None
+) -> DownloadedModel:
     """Return the model folder of an id, downloaded if necessary.
 
     Args:
         id_: id of a repository with ONNX graphs.
         kind: kind of device that the model will run on; decides the variant if the id names none.
         newest: whether to ask the hub which commit the revision refers to now, and to replace damaged files.
+        progress: receives the name of what is downloaded, the bytes that are here and the bytes in total; None shows
+            them in the terminal. What it raises ends the download, which a later one resumes.
 
     Raises:
         BundleError: the repository holds no such graph, or the downloaded files are damaged.
@@ -72,7 +80,13 @@ def fetch_model(id_: HubId, kind: DeviceKind = DeviceKind.CPU, *, newest: bool =
     chosen = choose_graph(files, id_.variant, kind=kind, named=listing.decoders, where=id_.repo)
     variant = variant_of(listing.files, chosen.graph, listing.decoders)
     return _model_folder(
-        store, listing, chosen.graph, variant, lambda downloads: _graph_files(downloads, chosen), repair=newest
+        store,
+        listing,
+        chosen.graph,
+        variant,
+        lambda downloads: _graph_files(downloads, chosen),
+        repair=newest,
+        progress=progress,
     )
 
 
@@ -171,6 +185,7 @@ def _model_folder(
     wanted: Callable[[PartialDownloads], Mapping[str, str]],
     *,
     repair: bool = False,
+    progress: DownloadProgress | None = None,
 ) -> DownloadedModel:
     """Return the model folder for a file of a repository; `wanted` gives its files, by their path in the folder."""
     found = store.downloaded(listing.commit, source)
@@ -181,13 +196,13 @@ def _model_folder(
             store.remove([found])
             found = None
     if found is None:
-        with disk_errors_explained(), store.locked(), ProgressDisplay() as progress:
+        with disk_errors_explained(), store.locked(), ProgressDisplay() as display:
             # Another process may have downloaded it meanwhile.
             found = store.downloaded(listing.commit, source)
             if found is None:
-                downloads = PartialDownloads(
-                    store, listing, progress.bytes_of(DownloadedModel.name(listing.repo, variant))
-                )
+                name = DownloadedModel.name(listing.repo, variant)
+                report = display.bytes_of(name) if progress is None else partial(progress, name)
+                downloads = PartialDownloads(store, listing, report)
                 names = wanted(downloads)
                 files = downloads.get(names.values())
                 found = store.assemble(

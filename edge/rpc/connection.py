@@ -1,0 +1,356 @@
+"""The connection to the client: messages in, responses out, requests that run at the same time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Protocol, TypeAlias
+
+import msgspec
+
+from ...errors import EdgeError
+from ..service.body_decoder import decode_body
+from ..service.cancellation import Cancellation, CancelledError
+from ..service.request_error import ErrorCode, RequestError
+from ..service.strict_json import MAX_DEPTH, described
+from .protocol import (
+    CLIENT_NOTIFICATIONS,
+    METHODS,
+    NOTIFICATIONS,
+    PROTOCOL_VERSION,
+    CancelParams,
+    ProgressParams,
+    RequestId,
+)
+from .rpc_errors import ProtocolCode, ProtocolError, response_error
+
+_log: Final = logging.getLogger(__name__)
+_VERSION: Final = "2.0"
+_FIELDS: Final = ("jsonrpc", "id", "method", "params")
+_MAX_ID_CHARS: Final = 200
+_MAX_EXACT: Final = 2**53
+"""Largest integer that JSON parsers of all languages read exactly."""
+_PROGRESS_S: Final = 0.1
+"""Seconds between progress notifications of one stage."""
+_NO_PARAMS: Final = b"{}"
+_LINE_ENDS: Final = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
+
+
+def encode_line(message: Mapping[str, Any]) -> bytes:
+    """Encode a message as a line without its end.
+
+    Some readers, `readline` of Node among them, end lines at further characters of Unicode, so these are escaped. JSON
+    itself escapes all control characters of ASCII.
+    """
+    line = msgspec.json.encode(message)
+    for char, escape in _LINE_ENDS.items():
+        line = line.replace(char, escape)
+    return line
+
+
+class Output(Protocol):
+    """Where lines go."""
+
+    def notify(self, line: bytes, cancellation: Cancellation) -> None:
+        """Write a notification of a request, unless it is cancelled."""
+
+    def respond(self, line: bytes) -> None:
+        """Write a response."""
+
+    def end(self) -> None:
+        """Let nobody wait any more."""
+
+
+class Call:
+    """A request in progress."""
+
+    def __init__(self, id_: RequestId, method: str, output: Output) -> None:
+        self.id: Final = id_
+        self.method: Final = method
+        self.cancellation: Final = Cancellation()
+        self._output: Final = output
+        self._shown: tuple[str, float] | None = None
+        """Stage and time of the last progress notification."""
+
+    def notify(self, method: str, params: msgspec.Struct) -> None:
+        """Send a notification; waits while the client does not read, and sends none when the request is cancelled."""
+        assert isinstance(params, NOTIFICATIONS[method])  # noqa: S101  what the schema promises
+        message = {"jsonrpc": _VERSION, "method": method, "params": params}
+        self._output.notify(encode_line(message), self.cancellation)
+
+    def progress(self, stage: str, fraction: float) -> None:
+        """Report progress to the client, not more often than a person can follow."""
+        self._show(ProgressParams(request_id=self.id, stage=stage, fraction=min(max(fraction, 0.0), 1.0)))
+
+    def progress_bytes(self, stage: str, done: int, total: int) -> None:
+        """Report the progress of a download."""
+        fraction = min(done / total, 1.0) if total else 0.0
+        self._show(
+            ProgressParams(request_id=self.id, stage=stage, fraction=fraction, done_bytes=done, total_bytes=total)
+        )
+
+    def _show(self, params: ProgressParams) -> None:
+        now = time.monotonic()
+        shown = self._shown
+        if shown is None or shown[0] != params.stage or params.fraction >= 1 or now - shown[1] >= _PROGRESS_S:
+            self._shown = params.stage, now
+            self.notify("$/progress", params)
+
+
+Handler: TypeAlias = Callable[[Call, bytes], msgspec.Struct | Mapping[str, Any]]
+"""Answers a request, from its parameters as JSON."""
+
+
+class Connection:
+    """Reads messages and answers them.
+
+    Every request runs in a thread of its own, except those in `at_once`, which take no time. The response to a request
+    that cannot be told apart from another one has the id null.
+
+    Args:
+        output: where responses and notifications go.
+        handlers: answer the requests, by method.
+        at_once: methods that are answered before the next line is read.
+        max_requests: number of requests in progress above which others are refused.
+        debug: whether to write tracebacks of unexpected errors to standard error.
+    """
+
+    def __init__(
+        self, output: Output, handlers: Mapping[str, Handler], at_once: Iterable[str], max_requests: int, *, debug: bool
+    ) -> None:
+        self._output: Final = output
+        self._handlers: Final = handlers
+        self._at_once: Final = frozenset(at_once)
+        self._max_requests: Final = max_requests
+        self._debug: Final = debug
+        self._lock: Final = threading.Lock()
+        self._running: Final[dict[RequestId, tuple[Call, threading.Thread]]] = {}
+        self._initialized = self._closing = False
+        self._ended: Final = threading.Event()
+
+    @property
+    def running(self) -> int:
+        """Number of requests in progress."""
+        return len(self._running)
+
+    def serve(self, lines: Iterable[bytes | None]) -> None:
+        """Answer lines in a thread of their own; return at their end, or when `end` was called.
+
+        All requests in progress are cancelled then, and their responses written.
+        """
+        threading.Thread(target=self._read, args=(lines,), name="edge-run input", daemon=True).start()
+        self._ended.wait()
+        self._output.end()
+        with self._lock:
+            self._closing = True
+            running = list(self._running.values())
+        for call, _ in running:
+            call.cancellation.cancel()
+        for _, thread in running:
+            thread.join()
+
+    def end(self) -> None:
+        """Let `serve` return."""
+        self._ended.set()
+
+    def cancel(self, id_: RequestId) -> bool:
+        """Cancel a request; returns whether it was in progress."""
+        with self._lock:
+            found = self._running.get(id_)
+        if found is not None:
+            found[0].cancellation.cancel()
+        return found is not None
+
+    def _read(self, lines: Iterable[bytes | None]) -> None:
+        try:
+            for line in lines:
+                if self._ended.is_set():
+                    return
+                if line is None or line.strip():
+                    self._receive(line)
+        finally:
+            self.end()
+
+    def _receive(self, line: bytes | None) -> None:
+        """Take one message; what is wrong with it is told in one response."""
+        id_: RequestId | None = None
+        try:
+            fields = _fields(line)
+            id_ = _request_id(fields) if "id" in fields else None
+            method = _method(fields)
+            params = _params(fields)
+            if "id" not in fields:
+                self._take_notification(method, params)
+            elif id_ is not None:
+                self._take_request(id_, method, params)
+        except _SilentError as error:
+            _log.warning("%s", error)
+        except _IdInUseError as error:
+            self._output.respond(self._failure(None, error))
+        except Exception as error:  # noqa: BLE001  the client is told
+            self._output.respond(self._failure(id_, error))
+
+    def _take_request(self, id_: RequestId, method: str, params: bytes) -> None:
+        if method not in METHODS:
+            raise _unknown_method(method)
+        if not self._initialized and method != "initialize":
+            raise ProtocolError(
+                f"{method} comes before initialize",
+                f'send initialize first, with {{"protocol_version": {PROTOCOL_VERSION}}}',
+                code=ProtocolCode.NOT_INITIALIZED,
+            )
+        if self._initialized and method == "initialize":
+            raise ProtocolError("initialize was sent before", "send it once", code=ProtocolCode.INVALID_MESSAGE)
+        call = Call(id_, method, self._output)
+        thread = threading.Thread(target=self._run, args=(call, params), name=f"edge-run {method}", daemon=True)
+        with self._lock:
+            if id_ in self._running:
+                raise _IdInUseError(id_)
+            if method not in self._at_once:
+                if len(self._running) >= self._max_requests:
+                    raise RequestError(
+                        f"{len(self._running)} requests are in progress, which is the limit",
+                        "wait for responses, or cancel requests",
+                        code=ErrorCode.BUSY,
+                    )
+                if self._closing:
+                    return
+                self._running[id_] = call, thread
+                thread.start()
+        if method in self._at_once:
+            self._run(call, params)
+
+    def _run(self, call: Call, params: bytes) -> None:
+        """Answer a request."""
+        try:
+            result = self._handlers[call.method](call, params)
+            response = encode_line({"jsonrpc": _VERSION, "id": call.id, "result": result})
+            self._initialized |= call.method == "initialize"
+        except Exception as caught:  # noqa: BLE001  the client is told
+            cancelled = call.cancellation.cancelled
+            response = self._failure(call.id, CancelledError("the request was cancelled") if cancelled else caught)
+        with self._lock:
+            # From the response on, the client may use the id again.
+            self._running.pop(call.id, None)
+        self._output.respond(response)
+        if call.method == "shutdown":
+            self.end()
+
+    def _take_notification(self, method: str, params: bytes) -> None:
+        if method not in CLIENT_NOTIFICATIONS:
+            known = f"notifications are {', '.join(CLIENT_NOTIFICATIONS)}"
+            raise _SilentError(f"the notification {method!r:.200} was ignored; {known}; a request has an id")
+        try:
+            if method == "$/cancelRequest":
+                self.cancel(decode_body(params, CancelParams).id)
+            else:
+                self._handlers[method](Call("", method, self._output), params)
+        except EdgeError as error:
+            raise _SilentError(f"the notification {method} was ignored: {error}") from error
+
+    def _failure(self, id_: RequestId | None, error: Exception) -> bytes:
+        """The response to a request that failed."""
+        found = response_error(error)
+        if found.data.code == ErrorCode.INTERNAL and self._debug:
+            _log.error("%s", "".join(traceback.format_exception(error)))
+        return encode_line({"jsonrpc": _VERSION, "id": id_, "error": found})
+
+
+class _SilentError(Exception):
+    """A notification is wrong, which JSON-RPC does not answer."""
+
+
+class _IdInUseError(ProtocolError):
+    """A request has the id of another one; a response with that id would be taken for the other's."""
+
+    def __init__(self, id_: RequestId) -> None:
+        super().__init__(
+            f"a request with the id {id_!r} is in progress",
+            "give every request an id of its own",
+            code=ProtocolCode.DUPLICATE_ID,
+            param="id",
+        )
+
+
+def _fields(line: bytes | None) -> dict[str, msgspec.Raw]:
+    """The members of the object on a line, of which only the names are decoded."""
+    if line is None:
+        raise ProtocolError(
+            "the line is longer than the limit",
+            "initialize tells max_line_bytes; edge-run rpc --max-line raises it",
+            code=ProtocolCode.LINE_TOO_LONG,
+        )
+    try:
+        line.decode("utf-8")
+        return msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except UnicodeDecodeError as error:
+        what, hint = f"the line is not UTF-8: {error.reason} at byte {error.start}", "encode it as UTF-8"
+    except msgspec.ValidationError:
+        value = msgspec.json.decode(line)
+        if isinstance(value, list):
+            what, hint = "the line is a batch", "batches are not supported: write each request on a line of its own"
+        else:
+            what, hint = f"the line is {described(value)}", "it must be an object"
+        raise ProtocolError(what, hint, code=ProtocolCode.INVALID_MESSAGE) from None
+    except msgspec.DecodeError as error:
+        what, hint = f"the line is not valid JSON: {error}", "write one JSON object, without line breaks, on each line"
+    except RecursionError:
+        what, hint = "the line is nested too deeply", f"at most {MAX_DEPTH} levels are read"
+    raise RequestError(what, hint, code=ErrorCode.INVALID_JSON)
+
+
+def _request_id(fields: Mapping[str, msgspec.Raw]) -> RequestId:
+    value = msgspec.json.decode(fields["id"])
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise _invalid(f"id is {described(value)}", "it must be an integer or a string", "id")
+    if isinstance(value, int) and abs(value) > _MAX_EXACT:
+        raise _invalid(f"id is {value}", f"integers are at most {_MAX_EXACT}; use a string", "id")
+    if isinstance(value, str) and len(value) > _MAX_ID_CHARS:
+        raise _invalid(f"id has {len(value)} characters", f"at most {_MAX_ID_CHARS} are read", "id")
+    return value
+
+
+def _method(fields: Mapping[str, msgspec.Raw]) -> str:
+    if unknown := [name for name in fields if name not in _FIELDS]:
+        hint = (
+            "edge-run sends no requests" if unknown[0] in ("result", "error") else f"members are {', '.join(_FIELDS)}"
+        )
+        raise _invalid(f"unknown member {unknown[0]!r:.200}", hint, unknown[0][:200])
+    for name in ("jsonrpc", "method"):
+        if name not in fields:
+            raise _invalid(f"{name} is missing", "every message has jsonrpc and method", name)
+    version, method = (msgspec.json.decode(fields[name]) for name in ("jsonrpc", "method"))
+    if version != _VERSION:
+        raise _invalid(f"jsonrpc is {described(version)}", f'it must be "{_VERSION}"', "jsonrpc")
+    if not isinstance(method, str):
+        raise _invalid(f"method is {described(method)}", "it must be a string", "method")
+    return method
+
+
+def _params(fields: Mapping[str, msgspec.Raw]) -> bytes:
+    params = bytes(fields["params"]) if "params" in fields else _NO_PARAMS
+    if not params.startswith(b"{"):
+        value = msgspec.json.decode(params)
+        raise RequestError(
+            f"params is {described(value)}",
+            "it must be an object: parameters have names",
+            code=ErrorCode.INVALID_TYPE,
+            param="params",
+        )
+    return params
+
+
+def _invalid(what: str, hint: str, param: str) -> ProtocolError:
+    return ProtocolError(what, hint, code=ProtocolCode.INVALID_MESSAGE, param=param)
+
+
+def _unknown_method(method: str) -> ProtocolError:
+    return ProtocolError(
+        f"there is no method {method!r:.200}",
+        f"methods are {', '.join(METHODS)}",
+        code=ProtocolCode.METHOD_NOT_FOUND,
+        param="method",
+    )

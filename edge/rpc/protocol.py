@@ -1,0 +1,373 @@
+"""The methods of the protocol: their parameters, results and notifications.
+
+Names of fields are those of OpenAI's API where it has them. Unknown parameters are refused by name; results may get
+further fields in later versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from ..service.chat_body import ChatBody
+from ..service.generation_fields import PositiveInt, SamplingFields
+from ..service.token_bodies import DetokenizeBody, TokenizeBody
+
+PROTOCOL_VERSION: Final = 1
+
+RequestId: TypeAlias = int | str
+ModelName: TypeAlias = Annotated[
+    str | None, Meta(description="An id of models/list, or a path given at the start; null for the first model.")
+]
+SessionId: TypeAlias = Annotated[str, Meta(description="What session/new or session/restore returned.")]
+
+
+class Params(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of a method."""
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """Result of a method."""
+
+
+class NoParams(Params):
+    """No parameters."""
+
+
+class Done(Result):
+    """An empty result."""
+
+
+class ClientInfo(Params):
+    """The program that talks to edge-run."""
+
+    name: str
+    version: str | None = None
+
+
+class InitializeParams(Params):
+    """The first request."""
+
+    protocol_version: Annotated[int, Meta(ge=1, description="Newest version that the client knows.")]
+    client_info: ClientInfo | None = None
+
+
+class ServerInfo(Result):
+    """This program."""
+
+    name: str
+    version: str
+
+
+class Capabilities(Result):
+    """What this version can do."""
+
+    methods: list[str]
+    notifications: Annotated[list[str], Meta(description="Notifications that the client may receive.")]
+
+
+class Limits(Result):
+    """What is refused above, or waits."""
+
+    max_line_bytes: int
+    max_requests: Annotated[int, Meta(description="Requests in progress at a time.")]
+    max_sessions: int
+    max_unread_bytes: Annotated[int, Meta(description="Bytes that the client has not read; then answers wait.")]
+
+
+class InitializeResult(Result):
+    """Versions, capabilities and limits."""
+
+    protocol_version: Annotated[int, Meta(description="The version that is spoken from now on.")]
+    server_info: ServerInfo
+    capabilities: Capabilities
+    limits: Limits
+
+
+class ModelInfo(Result):
+    """A model that is offered."""
+
+    id: str
+    loaded: bool
+    owner: str
+    created: Annotated[int, Meta(description="Time of its files in seconds since 1970; 0 if unknown.")]
+
+
+class ModelList(Result):
+    """The models that are offered, the one that answers requests without a name first."""
+
+    models: list[ModelInfo]
+
+
+class PullParams(Params):
+    """A model on the Hugging Face Hub to download or to update."""
+
+    id: Annotated[str, Meta(description="org/name, org/name:variant or org/name:variant@revision.")]
+
+
+class PullResult(Result):
+    """A downloaded model."""
+
+    id: str
+    commit: str
+    path: str
+    bytes: int
+    offered: Annotated[bool, Meta(description="Whether requests can name it; not if edge-run was given models.")]
+
+
+class ModelParams(Params):
+    """A model."""
+
+    model: ModelName = None
+
+
+class ModelState(Result):
+    """A model in memory, or one that is being loaded."""
+
+    id: str
+    loaded: bool
+    users: Annotated[int, Meta(description="Requests and sessions that use it or wait for it.")]
+    bytes: Annotated[int, Meta(description="Bytes of its graph and weights.")]
+    cached_bytes: Annotated[int, Meta(description="Bytes of the KV caches of earlier answers.")]
+    load_s: float
+    last_used: Annotated[float, Meta(description="Seconds since 1970.")]
+
+
+class UnloadResult(Result):
+    """Whether the model was in memory."""
+
+    unloaded: bool
+
+
+class SessionParams(Params):
+    """A new conversation."""
+
+    model: ModelName = None
+    system: Annotated[str | None, Meta(description="The system message.")] = None
+
+
+class SessionMessage(Result):
+    """A message of a conversation."""
+
+    role: str
+    content: str
+
+
+class SessionInfo(Result):
+    """An open conversation."""
+
+    session_id: str
+    model: str
+    context: Annotated[int, Meta(description="Largest number of tokens of the conversation.")]
+    messages: Annotated[list[SessionMessage], Meta(description="What was said so far, the system message included.")]
+
+
+class RestoreParams(Params):
+    """A conversation that session/save wrote."""
+
+    path: str
+    model: ModelName = None
+
+
+class SessionPromptParams(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """What the user says in a conversation."""
+
+    session_id: SessionId
+    prompt: str
+    max_tokens: Annotated[
+        PositiveInt | None, Meta(description="Largest number of tokens to generate; no limit by default.")
+    ] = None
+
+
+class Usage(Result):
+    """Numbers of tokens of an answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_tokens: Annotated[int, Meta(description="Prompt tokens that were not computed again.")]
+
+
+class Timing(Result):
+    """How long an answer took."""
+
+    first_token_s: float
+    total_s: float
+    tokens_per_second: Annotated[float, Meta(description="After the first token.")]
+
+
+class PromptResult(Result):
+    """An answer of a conversation."""
+
+    text: str
+    finish_reason: Annotated[str, Meta(description="stop, length, or cancelled by session/cancel.")]
+    usage: Usage
+    timing: Timing
+
+
+class SessionIdParams(Params):
+    """An open conversation."""
+
+    session_id: SessionId
+
+
+class CancelResult(Result):
+    """Whether there was an answer to cancel."""
+
+    cancelled: bool
+
+
+class SaveParams(Params):
+    """Where to write a conversation; an older file of that name is replaced."""
+
+    session_id: SessionId
+    path: str
+
+
+class SaveResult(Result):
+    """The file that was written."""
+
+    path: str
+    bytes: int
+
+
+class ChatCompletion(Result):
+    """OpenAI's chat completion object."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class TokenizeResult(Result):
+    """Token ids."""
+
+    tokens: list[int]
+    count: int
+    context: Annotated[int, Meta(description="Largest number of tokens of prompt and answer together.")]
+    pieces: Annotated[list[str] | UnsetType, Meta(description="The text of each token, with with_pieces.")] = UNSET
+
+
+class DetokenizeResult(Result):
+    """The text of tokens."""
+
+    content: str
+
+
+class Memory(Result):
+    """Memory in bytes."""
+
+    process: Annotated[int, Meta(description="Resident memory of this process.")]
+    available: Annotated[int, Meta(description="What the machine has free.")]
+    total: int
+    max_models: Annotated[int | None, Meta(description="What all models may take together; null for no limit.")]
+
+
+class DeviceInfo(Result):
+    """A device that models can run on."""
+
+    name: str
+    kind: str
+    vendor: str
+
+
+class Power(Result):
+    """Where the machine's power comes from."""
+
+    on_battery: Annotated[bool | None, Meta(description="null where the machine does not say.")]
+    battery_percent: float | None
+
+
+class Requests(Result):
+    """Requests at the moment."""
+
+    running: Annotated[int, Meta(description="Requests in progress, this one included.")]
+    sessions: Annotated[int, Meta(description="Open sessions.")]
+
+
+class Status(Result):
+    """State of the process."""
+
+    models: Annotated[list[ModelState], Meta(description="Models in memory, the least recently used first.")]
+    requests: Requests
+    memory: Memory
+    devices: list[DeviceInfo]
+    power: Power
+
+
+class CancelParams(Params):
+    """A request in progress."""
+
+    id: RequestId
+
+
+class ProgressParams(Result):
+    """What a request waits for."""
+
+    request_id: RequestId
+    stage: str
+    fraction: Annotated[float, Meta(ge=0, le=1)]
+    done_bytes: int | UnsetType = UNSET
+    total_bytes: int | UnsetType = UNSET
+
+
+class GenerateUpdate(Result):
+    """A piece of an answer."""
+
+    request_id: RequestId
+    chunk: Annotated[dict[str, Any], Meta(description="OpenAI's chat completion chunk object.")]
+
+
+class SessionUpdate(Result):
+    """A piece of an answer of a conversation."""
+
+    session_id: str
+    request_id: RequestId
+    text: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of the protocol."""
+
+    params: type[msgspec.Struct]
+    result: type[msgspec.Struct]
+
+
+METHODS: Final[Mapping[str, Method]] = {
+    "initialize": Method(InitializeParams, InitializeResult),
+    "models/list": Method(NoParams, ModelList),
+    "models/pull": Method(PullParams, PullResult),
+    "models/load": Method(ModelParams, ModelState),
+    "models/unload": Method(ModelParams, UnloadResult),
+    "session/new": Method(SessionParams, SessionInfo),
+    "session/prompt": Method(SessionPromptParams, PromptResult),
+    "session/cancel": Method(SessionIdParams, CancelResult),
+    "session/save": Method(SaveParams, SaveResult),
+    "session/restore": Method(RestoreParams, SessionInfo),
+    "session/close": Method(SessionIdParams, Done),
+    "generate": Method(ChatBody, ChatCompletion),
+    "tokenize": Method(TokenizeBody, TokenizeResult),
+    "detokenize": Method(DetokenizeBody, DetokenizeResult),
+    "status": Method(NoParams, Status),
+    "shutdown": Method(NoParams, Done),
+}
+"""Requests of the client."""
+CLIENT_NOTIFICATIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
+    "$/cancelRequest": CancelParams,
+    "session/cancel": SessionIdParams,
+}
+"""Messages of the client that have no id, and get no response."""
+NOTIFICATIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
+    "$/progress": ProgressParams,
+    "generate/update": GenerateUpdate,
+    "session/update": SessionUpdate,
+}
+"""Messages to the client that belong to one of its requests."""

@@ -1,0 +1,113 @@
+"""Error codes of the protocol, and the error objects of its responses."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from ...errors import EdgeError
+from ..service.cancellation import CancelledError
+from ..service.request_error import ErrorCode, RequestError, describe
+
+
+class ProtocolCode(StrEnum):
+    """What is wrong, for errors that only this protocol has; the other codes are those of `ErrorCode`."""
+
+    CANCELLED = "cancelled"
+    NOT_INITIALIZED = "not_initialized"
+    LINE_TOO_LONG = "line_too_long"
+    DUPLICATE_ID = "duplicate_id"
+    METHOD_NOT_FOUND = "method_not_found"
+    INVALID_MESSAGE = "invalid_message"
+    """A line is JSON, but not a request of JSON-RPC 2.0."""
+    SESSION_NOT_FOUND = "session_not_found"
+    FILE = "file_error"
+    """A saved session cannot be written or read."""
+
+
+PARSE_ERROR: Final = -32700
+INVALID_REQUEST: Final = -32600
+METHOD_NOT_FOUND: Final = -32601
+INVALID_PARAMS: Final = -32602
+INTERNAL_ERROR: Final = -32603
+
+NUMBERS: Final[dict[ErrorCode | ProtocolCode, int]] = {
+    ErrorCode.INVALID_JSON: PARSE_ERROR,
+    ProtocolCode.INVALID_MESSAGE: INVALID_REQUEST,
+    ProtocolCode.METHOD_NOT_FOUND: METHOD_NOT_FOUND,
+    ErrorCode.INVALID_REQUEST: INVALID_PARAMS,
+    ErrorCode.MISSING_FIELD: INVALID_PARAMS,
+    ErrorCode.UNKNOWN_FIELD: INVALID_PARAMS,
+    ErrorCode.UNSUPPORTED_FIELD: INVALID_PARAMS,
+    ErrorCode.INVALID_TYPE: INVALID_PARAMS,
+    ErrorCode.INVALID_VALUE: INVALID_PARAMS,
+    ErrorCode.INTERNAL: INTERNAL_ERROR,
+    ProtocolCode.CANCELLED: -32000,
+    ProtocolCode.NOT_INITIALIZED: -32001,
+    ProtocolCode.LINE_TOO_LONG: -32002,
+    ProtocolCode.DUPLICATE_ID: -32003,
+    ErrorCode.BUSY: -32004,
+    ErrorCode.MODEL_NOT_FOUND: -32005,
+    ErrorCode.MODEL: -32006,
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: -32007,
+    ErrorCode.TEMPLATE: -32008,
+    ErrorCode.TOO_LARGE: -32009,
+    ProtocolCode.SESSION_NOT_FOUND: -32010,
+    ProtocolCode.FILE: -32011,
+}
+"""JSON-RPC's number by code; docs/rpc.md lists them, and they do not change."""
+
+
+class ErrorData(msgspec.Struct, kw_only=True):
+    """What an error object says besides its number and message."""
+
+    code: str
+    """The same as the number, as a word; finer where several words share a number."""
+    param: str | None = None
+    """Path of the parameter concerned, such as `messages[0].content`."""
+    hint: str | None = None
+    """What to do about it."""
+
+
+class ErrorObject(msgspec.Struct, kw_only=True):
+    """The error of a response."""
+
+    code: int
+    message: str
+    data: ErrorData
+
+
+class ProtocolError(EdgeError):
+    """A line or a request does not fit the protocol.
+
+    Args:
+        what: what is wrong, with the value seen.
+        hint: what to do about it.
+        code: what is wrong, for programs.
+        param: the parameter concerned.
+    """
+
+    def __init__(self, what: str, hint: str = "", *, code: ProtocolCode, param: str | None = None) -> None:
+        super().__init__(what, hint)
+        self.code = code
+        self.param = param
+
+
+def response_error(error: Exception) -> ErrorObject:
+    """The error object of an exception that ended a request."""
+    if isinstance(error, CancelledError):
+        error = ProtocolError(error.what, code=ProtocolCode.CANCELLED)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        error = ProtocolError(
+            f"{where}{error.strerror or error}", "check the path and the disk", code=ProtocolCode.FILE
+        )
+    if not isinstance(error, EdgeError):
+        error = RequestError(
+            f"{type(error).__name__}: {error}"[:500], "see standard error for details", code=ErrorCode.INTERNAL
+        )
+    found = error if isinstance(error, ProtocolError) else describe(error)
+    data = ErrorData(code=found.code.value, param=found.param, hint=found.hint or None)
+    return ErrorObject(code=NUMBERS.get(found.code, INTERNAL_ERROR), message=found.what, data=data)

@@ -1,0 +1,227 @@
+"""Methods about sessions: conversations with a KV cache of their own, which can be saved."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from ...models.find import path_of_user
+from ...runtime.conversation import Session
+from ...runtime.engine import Engine
+from ...runtime.result import Reply
+from ..service.body_decoder import decode_body
+from ..service.cancellation import Cancellation
+from ..service.generation_fields import generate_options
+from ..service.model_pool import ModelPool
+from ..service.request_error import ErrorCode, RequestError
+from .connection import Call, Handler
+from .protocol import (
+    CancelResult,
+    Done,
+    PromptResult,
+    RestoreParams,
+    SaveParams,
+    SaveResult,
+    SessionIdParams,
+    SessionInfo,
+    SessionMessage,
+    SessionParams,
+    SessionPromptParams,
+    SessionUpdate,
+    Timing,
+    Usage,
+)
+from .rpc_errors import ProtocolCode, ProtocolError
+
+MAX_SESSIONS: Final = 32
+
+
+class SessionMethods:
+    """Answers requests about sessions.
+
+    An open session keeps its model in memory.
+
+    Args:
+        pool: the models.
+    """
+
+    def __init__(self, pool: ModelPool) -> None:
+        self._pool: Final = pool
+        self._lock: Final = threading.Lock()
+        self._sessions: Final[dict[str, _OpenSession]] = {}
+        self._opening = 0
+        """Number of sessions for which a request waits."""
+        self._numbers: Final = count(1)
+
+    def __len__(self) -> int:
+        """Number of open sessions."""
+        return len(self._sessions)
+
+    def handlers(self) -> dict[str, Handler]:
+        """The methods by name."""
+        return {
+            "session/new": self._new,
+            "session/prompt": self._prompt,
+            "session/cancel": self._cancel,
+            "session/save": self._save,
+            "session/restore": self._restore,
+            "session/close": self._close,
+        }
+
+    def _new(self, call: Call, params: bytes) -> SessionInfo:
+        fields = decode_body(params, SessionParams)
+        return self._open(call, fields.model, lambda engine: engine.session(system=fields.system))
+
+    def _restore(self, call: Call, params: bytes) -> SessionInfo:
+        fields = decode_body(params, RestoreParams)
+        path = _file(fields.path)
+        return self._open(call, fields.model, lambda engine: engine.session(resume=path))
+
+    def _open(self, call: Call, name: str | None, begin: Callable[[Engine], Session]) -> SessionInfo:
+        model = self._pool.find(name).id
+        with self._counted(), ExitStack() as opening:
+            use = self._pool.use(model, call.progress, cancellation=call.cancellation, kept=True)
+            engine = opening.enter_context(use)
+            session = opening.enter_context(begin(engine))
+            call.cancellation.check()
+            with self._lock:
+                id_ = f"session-{next(self._numbers)}"
+                self._sessions[id_] = _OpenSession(model, session, opening.pop_all())
+        messages = [SessionMessage(role=each["role"], content=each["content"]) for each in session.messages]
+        return SessionInfo(session_id=id_, model=model, context=engine.context, messages=messages)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a session that is being opened.
+
+        Raises:
+            RequestError: as many are open as may be.
+        """
+        with self._lock:
+            if len(self._sessions) + self._opening >= MAX_SESSIONS:
+                raise RequestError(
+                    f"{MAX_SESSIONS} sessions are open, which is the limit", "close one", code=ErrorCode.BUSY
+                )
+            self._opening += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._opening -= 1
+
+    def _prompt(self, call: Call, params: bytes) -> PromptResult:
+        fields = decode_body(params, SessionPromptParams)
+        options = generate_options(fields, {"max_tokens": fields.max_tokens})
+        session = self._find(fields.session_id)
+        with session.used() as stop, self._pool.use(session.model, call.progress, cancellation=call.cancellation):
+            chunks = []
+            stream = session.session.stream(fields.prompt, options)
+            with closing(stream), call.cancellation.calling(stream.cancel), stop.calling(stream.cancel):
+                for chunk in stream:
+                    chunks.append(chunk)
+                    if chunk.text:
+                        update = SessionUpdate(session_id=fields.session_id, request_id=call.id, text=chunk.text)
+                        call.notify("session/update", update)
+            call.cancellation.check()
+        return _result(Reply.of(chunks))
+
+    def _cancel(self, _call: Call, params: bytes) -> CancelResult:
+        session = self._find(decode_body(params, SessionIdParams).session_id)
+        return CancelResult(cancelled=session.cancel())
+
+    def _save(self, _call: Call, params: bytes) -> SaveResult:
+        fields = decode_body(params, SaveParams)
+        path = _file(fields.path)
+        session = self._find(fields.session_id)
+        with session.used():
+            session.session.save(path)
+            return SaveResult(path=str(path.absolute()), bytes=path.stat().st_size)
+
+    def _close(self, _call: Call, params: bytes) -> Done:
+        id_ = decode_body(params, SessionIdParams).session_id
+        session = self._find(id_)
+        with self._lock:
+            self._sessions.pop(id_, None)
+        session.close()
+        return Done()
+
+    def _find(self, id_: str) -> _OpenSession:
+        session = self._sessions.get(id_)
+        if session is None:
+            raise ProtocolError(
+                f"there is no session {id_!r:.100}",
+                "open one with session/new or session/restore",
+                code=ProtocolCode.SESSION_NOT_FOUND,
+                param="session_id",
+            )
+        return session
+
+
+class _OpenSession:
+    """A session, of which one request makes use at a time."""
+
+    def __init__(self, model: str, session: Session, opened: ExitStack) -> None:
+        self.model: Final = model
+        self.session: Final = session
+        self._opened: Final = opened
+        """Ends the session, and the use of its model."""
+        self._in_use: Final = threading.Lock()
+        self._stop: Cancellation | None = None
+
+    @contextmanager
+    def used(self) -> Iterator[Cancellation]:
+        """Keep other requests out; the value is cancelled by `cancel`.
+
+        Raises:
+            RequestError: another request uses the session.
+        """
+        if not self._in_use.acquire(blocking=False):
+            raise RequestError(
+                "the session is in use by another request", "wait for its response, or cancel it", code=ErrorCode.BUSY
+            )
+        stop = self._stop = Cancellation()
+        try:
+            yield stop
+        finally:
+            self._stop = None
+            self._in_use.release()
+
+    def cancel(self) -> bool:
+        """Cancel the answer of the session; returns whether there was one."""
+        stop = self._stop
+        if stop is not None:
+            stop.cancel()
+        return stop is not None
+
+    def close(self) -> None:
+        """Cancel the answer, wait for its end, and free the session."""
+        self.cancel()
+        with self._in_use:
+            self._opened.close()
+
+
+def _file(path: str) -> Path:
+    return path_of_user(path, "give the path of a file")
+
+
+def _result(reply: Reply) -> PromptResult:
+    stats = reply.stats
+    return PromptResult(
+        text=reply.text,
+        finish_reason=reply.finish_reason.value,
+        usage=Usage(
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+            total_tokens=stats.prompt_tokens + stats.completion_tokens,
+            cached_tokens=stats.reused_tokens,
+        ),
+        timing=Timing(
+            first_token_s=stats.first_token_s,
+            total_s=stats.total_s,
+            tokens_per_second=stats.decode_tokens_per_second,
+        ),
+    )

@@ -1,0 +1,114 @@
+"""Methods about models: progress and cancelling of loads and downloads, the memory budget, idle models."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.hub_fixture import own_hub
+from support.hub_server import HubServer, files_of
+from support.rpc_client import RpcClient, RpcFailedError, rpc
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny_bundle: Path) -> Iterator[HubServer]:
+    """A hub with one model, which the processes of the test find through the environment."""
+    with own_hub(tmp_path / "hf") as server:
+        server.repo("org/tiny", files_of(tiny_bundle))
+        yield server
+
+
+def progress_of(client: RpcClient, id_: int) -> list[tuple[str, float]]:
+    found = [each["params"] for each in client.messages if each.get("method") == "$/progress"]
+    return [(each["stage"], each["fraction"]) for each in found if each["request_id"] == id_]
+
+
+def test_a_model_is_pulled_loaded_used_and_unloaded(hub: HubServer) -> None:
+    with rpc() as client:
+        assert [each["id"] for each in client.call("models/list")["models"]] == ["shell-helper"]
+        pull = client.send("models/pull", {"id": "org/tiny"})
+        pulled = client.result(pull)
+        assert pulled["id"] == "org/tiny"
+        assert pulled["offered"]
+        assert {stage for stage, _ in progress_of(client, pull)} == {"org/tiny"}
+        assert progress_of(client, pull)[-1][1] == 1
+        listed = client.call("models/list")["models"]
+        assert [(each["id"], each["loaded"], each["owner"]) for each in listed] == [
+            ("shell-helper", False, "edge-run"),
+            ("org/tiny", False, "org"),
+        ]
+        load = client.send("models/load", {"model": "org/tiny"})
+        assert client.result(load)["loaded"]
+        assert progress_of(client, load)[0] == ("loading the model", 0)
+        assert progress_of(client, load)[-1] == ("loading the model", 1)
+        assert client.text(model="org/tiny", max_tokens=2)
+        assert client.call("models/unload", {"model": "org/tiny"}) == {"unloaded": True}
+        with pytest.raises(RpcFailedError, match="neither a model on the hub") as caught:
+            client.call("models/pull", {"id": "org/none"})
+        assert caught.value.code == "invalid_request"
+        assert client.end() == (0, "")
+
+
+def test_a_download_is_cancelled_while_the_network_is_silent_and_resumed(hub: HubServer) -> None:
+    hub.faults.stall["model.onnx.data"] = 5000
+    with rpc() as client:
+        pull = client.send("models/pull", {"id": "org/tiny"})
+        while "model.onnx.data" not in hub.bodies():
+            threading.Event().wait(0.01)
+        client.tell("$/cancelRequest", {"id": pull})
+        with pytest.raises(RpcFailedError, match="the request was cancelled"):
+            client.result(pull)
+        assert [each["id"] for each in client.call("models/list")["models"]] == ["shell-helper"]
+        hub.faults.stall.clear()
+        hub.faults.go_on.set()
+        assert client.call("models/pull", {"id": "org/tiny"})["offered"]
+        assert client.end() == (0, "")
+
+
+def test_a_load_that_waits_for_memory_is_cancelled(tmp_path: Path, long_bundle: Path) -> None:
+    shutil.copytree(long_bundle, tmp_path / "other")
+    size = (long_bundle / "model.onnx").stat().st_size + (long_bundle / "model.onnx.data").stat().st_size
+    with rpc(str(long_bundle), str(tmp_path / "other"), "--memory", f"{size // 1000 + 1}kB") as client:
+        answer = client.send(
+            "generate", {"messages": [{"role": "user", "content": "a"}], "stream": True, "ignore_eos": True}
+        )
+        client.until_update(answer)
+        load = client.send("models/load", {"model": "other"})
+        while not progress_of(client, load):
+            client.receive()
+        client.tell("$/cancelRequest", {"id": load})
+        with pytest.raises(RpcFailedError, match="cancelled"):
+            client.result(load)
+        load = client.send("models/load", {"model": "other"})
+        client.tell("$/cancelRequest", {"id": answer})
+        with pytest.raises(RpcFailedError, match="cancelled"):
+            client.result(answer)
+        assert client.result(load)["id"] == "other"
+        assert [each["id"] for each in client.call("status")["models"]] == ["other"]
+        session = client.call("session/new", {"model": "other"})["session_id"]
+        with pytest.raises(RpcFailedError, match="of which open sessions hold other") as caught:
+            client.call("models/load")
+        assert (caught.value.code, caught.value.hint) == ("busy", "close sessions")
+        client.call("session/close", {"session_id": session})
+        assert client.call("models/load")["loaded"]
+        assert client.end() == (0, "")
+
+
+def test_wrong_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from edgerun.edge.cli.main import main
+
+    for arguments, message in (
+        ([str(tmp_path / "none")], "does not exist"),
+        (["--max-line", "10"], "--max-line is '10'"),
+        (["--max-line", "1B"], "--max-line is 1B"),
+        (["--memory", "lots"], "--memory is 'lots'"),
+    ):
+        assert main(["rpc", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        assert message in captured.err

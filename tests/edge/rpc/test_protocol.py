@@ -1,0 +1,285 @@
+"""Messages that fit the protocol and those that do not: one clear error each, and nothing else disturbed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgerun
+from edgerun.edge.cli.main import main
+from edgerun.edge.rpc.protocol import CLIENT_NOTIFICATIONS, METHODS, NOTIFICATIONS
+from edgerun.edge.rpc.rpc_errors import NUMBERS, ProtocolCode
+from edgerun.edge.service.request_error import ErrorCode
+from support.rpc_client import LIMIT_S, SCHEMA, RpcClient, RpcFailedError, rpc, rpc_process, validator
+
+ROOT = Path(__file__).resolve().parents[3]
+USER = [{"role": "user", "content": "ab"}]
+BAD_LINES = {
+    "broken": (b'{"jsonrpc": "2.0", "id": 1, "method"', "invalid_json", "the line is not valid JSON"),
+    "text": (b"hello", "invalid_json", "the line is not valid JSON"),
+    "nan": (b'{"jsonrpc": "2.0", "id": NaN, "method": "status"}', "invalid_json", "the line is not valid JSON"),
+    "utf-8": (b'{"jsonrpc": "2.0", "id": "\xff", "method": "status"}', "invalid_json", "the line is not UTF-8"),
+    "latin-1 parameter": (
+        '{"jsonrpc": "2.0", "id": 1, "method": "tokenize", "params": {"content": "é"}}'.encode("latin-1"),
+        "invalid_json",
+        "the line is not UTF-8",
+    ),
+    "number": (b"17", "invalid_message", "the line is the integer 17"),
+    "null": (b"null", "invalid_message", "the line is null"),
+    "string": (b'"status"', "invalid_message", "the line is the string 'status'"),
+    "batch": (b'[{"jsonrpc": "2.0", "id": 1, "method": "status"}]', "invalid_message", "the line is a batch"),
+    "empty batch": (b"[]", "invalid_message", "the line is a batch"),
+    "no version": (b'{"method": "x"}', "invalid_message", "jsonrpc is missing"),
+    "id null": (b'{"jsonrpc": "2.0", "id": null, "method": "status"}', "invalid_message", "id is null"),
+    "id true": (b'{"jsonrpc": "2.0", "id": true, "method": "status"}', "invalid_message", "id is the boolean true"),
+    "id fraction": (b'{"jsonrpc": "2.0", "id": 1.5, "method": "status"}', "invalid_message", "id is the number 1.5"),
+    "id large": (
+        b'{"jsonrpc": "2.0", "id": 12345678901234567890, "method": "status"}',
+        "invalid_message",
+        "id is 12345678901234567890",
+    ),
+    "id long": (
+        b'{"jsonrpc": "2.0", "id": "' + b"x" * 201 + b'", "method": "status"}',
+        "invalid_message",
+        "id has 201 characters",
+    ),
+    "deep": (b'{"jsonrpc": "2.0", "id": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json", "nested"),
+}
+"""Lines whose id cannot be read, with the code and the message of the error."""
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_line_that_cannot_be_a_request_gets_one_error(client: RpcClient, name: str) -> None:
+    line, code, message = BAD_LINES[name]
+    client.write(line)
+    error = client.error()
+    assert error.code == code
+    assert message in str(error)
+    assert error.hint
+    assert client.call("models/list")["models"][0]["loaded"]
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "param", "text"),
+    [
+        ({"method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is missing"),
+        ({"jsonrpc": "1.0", "method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is the string '1.0'"),
+        ({"jsonrpc": "2.0"}, "invalid_message", "method", "method is missing"),
+        ({"jsonrpc": "2.0", "method": 5}, "invalid_message", "method", "method is the integer 5"),
+        ({"jsonrpc": "2.0", "result": {}}, "invalid_message", "result", "unknown member 'result'"),
+        ({"jsonrpc": "2.0", "method": "status", "x": 1}, "invalid_message", "x", "unknown member 'x'"),
+        ({"jsonrpc": "2.0", "method": "chat"}, "method_not_found", "method", "there is no method 'chat'"),
+        ({"jsonrpc": "2.0", "method": "rpc.x"}, "method_not_found", "method", "there is no method 'rpc.x'"),
+        ({"jsonrpc": "2.0", "method": "status", "params": []}, "invalid_type", "params", "params is the array"),
+        ({"jsonrpc": "2.0", "method": "status", "params": None}, "invalid_type", "params", "params is null"),
+        ({"jsonrpc": "2.0", "method": "initialize"}, "invalid_message", None, "initialize was sent before"),
+    ],
+)
+def test_a_request_of_another_form_gets_its_id_back(
+    client: RpcClient, message: dict[str, Any], code: str, param: str | None, text: str
+) -> None:
+    client.write(json.dumps({"id": "bad", **message}).encode())
+    with pytest.raises(RpcFailedError) as caught:
+        client.result("bad")
+    assert (caught.value.code, caught.value.param) == (code, param)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "code", "param", "text"),
+    [
+        ("status", {"x": 1}, "unknown_parameter", "x", "unknown field x"),
+        ("models/load", {"model": 5}, "invalid_type", "model", "model is the integer 5"),
+        ("models/load", {"model": "x"}, "model_not_found", "model", "there is no model 'x'"),
+        ("models/unload", {"model": "x"}, "model_not_found", "model", "there is no model 'x'"),
+        ("models/pull", {"id": "x"}, "invalid_request", None, "'x' is not an id of a model"),
+        ("models/pull", {}, "missing_required_parameter", "id", "id is missing"),
+        ("generate", {}, "missing_required_parameter", "messages", "messages is missing"),
+        ("generate", {"messages": []}, "invalid_value", "messages", "messages"),
+        ("generate", {"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content", "content"),
+        ("generate", {"messages": USER, "tempreature": 1}, "unknown_parameter", "tempreature", "unknown field"),
+        ("generate", {"messages": USER, "temperature": "hot"}, "invalid_type", "temperature", "temperature is"),
+        ("generate", {"messages": USER, "top_p": 2}, "invalid_value", "top_p", "top_p"),
+        ("generate", {"messages": USER, "model": "gpt"}, "model_not_found", "model", "there is no model 'gpt'"),
+        ("generate", {"messages": USER, "audio": {}}, "unsupported_parameter", "audio", "audio is not supported"),
+        ("tokenize", {}, "missing_required_parameter", "content", "neither a text nor messages"),
+        ("tokenize", {"content": "a", "messages": USER}, "invalid_value", "content", "a text and messages"),
+        ("detokenize", {"tokens": [1, -1]}, "invalid_value", "tokens[1]", "tokens[1] is the integer -1"),
+        ("detokenize", {"tokens": [1, 300]}, "invalid_value", "tokens[1]", "tokens[1] is 300"),
+        ("session/prompt", {"session_id": "x"}, "missing_required_parameter", "prompt", "prompt is missing"),
+        ("session/close", {"session_id": "x"}, "session_not_found", "session_id", "there is no session 'x'"),
+        ("session/restore", {"path": "/none/x.session"}, "invalid_request", None, "cannot be read"),
+    ],
+)
+def test_wrong_parameters_are_named(
+    client: RpcClient, method: str, params: dict[str, Any], code: str, param: str | None, text: str
+) -> None:
+    client.write(json.dumps({"jsonrpc": "2.0", "id": "bad", "method": method, "params": params}).encode())
+    with pytest.raises(RpcFailedError) as caught:
+        client.result("bad")
+    assert (caught.value.code, caught.value.param) == (code, param)
+    assert text in str(caught.value)
+
+
+def test_a_context_that_is_too_long_is_an_error_with_the_numbers(client: RpcClient) -> None:
+    with pytest.raises(RpcFailedError, match=r"4096") as caught:
+        client.text("a, " * 3000)
+    assert (caught.value.number, caught.value.code) == (-32007, "context_length_exceeded")
+
+
+def test_a_key_that_occurs_twice_is_refused(client: RpcClient) -> None:
+    client.write(b'{"jsonrpc": "2.0", "id": "bad", "method": "tokenize", "params": {"content": "a", "content": "b"}}')
+    with pytest.raises(RpcFailedError, match="the key 'content' occurs twice"):
+        client.result("bad")
+
+
+def test_the_id_of_a_running_request_is_refused_and_the_request_goes_on(client: RpcClient) -> None:
+    id_ = client.send("generate", {"messages": USER, "stream": True, "ignore_eos": True, "temperature": 0})
+    client.until_update(id_)
+    client.send("status", id_=id_)
+    error = client.error()
+    assert (error.number, error.code, error.param) == (-32003, "duplicate_id", "id")
+    client.tell("$/cancelRequest", {"id": id_})
+    with pytest.raises(RpcFailedError, match="cancelled"):
+        client.result(id_)
+    client.send("models/list", id_=id_)
+    assert client.result(id_)
+
+
+def test_ten_megabytes_on_a_line_are_read_and_more_than_the_limit_is_skipped(tiny_bundle: Path) -> None:
+    def request(id_: str, size: int) -> bytes:
+        start = json.dumps({"jsonrpc": "2.0", "id": id_, "method": "models/load", "params": {"model": "?"}}).encode()
+        return start.replace(b"?", b"x" * size)
+
+    with rpc(str(tiny_bundle)) as client:
+        client.write(request("large", 10_000_000))
+        with pytest.raises(RpcFailedError, match="there is no model 'xxx") as caught:
+            client.result("large")
+        assert len(str(caught.value)) < 1000
+        client.write(request("too large", 16 << 20))
+        assert (error := client.error()).code == "line_too_long"
+        assert error.number == -32002
+        # Also where the line does not end, and where what follows it comes in the same piece.
+        client.write(b"x" * (40 << 20) + b"\n" + request("after", 3))
+        assert client.error().code == "line_too_long"
+        with pytest.raises(RpcFailedError, match="there is no model 'xxx'"):
+            client.result("after")
+        memory = client.call("status")["memory"]["process"]
+        client.write(b"y" * (64 << 20))
+        assert client.error().code == "line_too_long"
+        assert client.call("status")["memory"]["process"] - memory < 40 << 20
+        assert client.end() == (0, "")
+
+
+def test_requests_come_after_initialize(tiny_bundle: Path) -> None:
+    with rpc_process(str(tiny_bundle)) as client:
+        client.read()
+        with pytest.raises(RpcFailedError, match="status comes before initialize") as caught:
+            client.call("status")
+        assert (caught.value.number, caught.value.code) == (-32001, "not_initialized")
+        client.write(b'{"jsonrpc": "2.0", "id": "x", "method": "initialize", "params": {"protocol_version": 0}}')
+        with pytest.raises(RpcFailedError, match="it must be at least 1|protocol_version is the integer 0"):
+            client.result("x")
+        begun = client.initialize()
+        assert begun["protocol_version"] == 1
+        assert begun["server_info"] == {"name": "edge-run", "version": edgerun.__version__}
+        assert begun["capabilities"]["methods"] == list(METHODS)
+        assert begun["limits"]["max_line_bytes"] == 16 << 20
+
+
+def test_notifications_are_not_answered_and_shutdown_is(tiny_bundle: Path) -> None:
+    with rpc(str(tiny_bundle)) as client:
+        for line in (
+            {"method": "generate", "params": {"messages": USER}},
+            {"method": "$/cancelRequest", "params": {"id": "none"}},
+            {"method": "session/cancel", "params": {"session_id": "none"}},
+            {"method": "$/cancelRequest", "params": {}},
+        ):
+            client.write(json.dumps({"jsonrpc": "2.0", **line}).encode())
+        client.write(b"\n  \r")
+        assert client.call("shutdown") == {}
+        assert client.process.wait(LIMIT_S) == 0
+        code, log = client.end()
+        assert [message["id"] for message in client.messages] == [1, 2]
+        assert code == 0
+        assert log.splitlines() == [
+            "edge-run: warning: the notification 'generate' was ignored; notifications are $/cancelRequest, "
+            "session/cancel; a request has an id",
+            "edge-run: warning: the notification session/cancel was ignored: there is no session 'none'; open one with "
+            "session/new or session/restore",
+            "edge-run: warning: the notification $/cancelRequest was ignored: id is missing; the field is required",
+        ]
+
+
+def test_answers_of_one_process_equal_those_of_the_library(client: RpcClient, long_bundle: Path) -> None:
+    with edgerun.load(long_bundle) as engine:
+        expected = engine.generate([{"role": "user", "content": "ab"}], max_tokens=24, temperature=0)
+    id_ = client.send("generate", {"messages": USER, "max_tokens": 24, "temperature": 0, "stream": True})
+    result = client.result(id_)
+    assert result["choices"][0]["message"]["content"] == expected.text
+    assert result["usage"]["completion_tokens"] == 24
+    pieces = [
+        choice["delta"].get("content", "")
+        for message in client.messages
+        if message.get("method") == "generate/update" and message["params"]["request_id"] == id_
+        for choice in message["params"]["chunk"]["choices"]
+    ]
+    assert "".join(pieces) == expected.text
+    assert len(pieces) > 4
+
+
+def test_tokens_and_back(client: RpcClient, long_bundle: Path) -> None:
+    with edgerun.load(long_bundle) as engine:
+        expected = engine.tokenizer.encode("the and of", add_special_tokens=False)
+        chat = engine.encode_chat([{"role": "user", "content": "ab"}])
+    found = client.call("tokenize", {"content": "the and of"})
+    assert found == {"tokens": expected, "count": len(expected), "context": 4096}
+    assert client.call("detokenize", {"tokens": expected}) == {"content": "the and of"}
+    assert client.call("tokenize", {"messages": USER})["tokens"] == chat
+    pieces = client.call("tokenize", {"prompt": "the and", "with_pieces": True})["pieces"]
+    assert "".join(pieces) == "the and"
+
+
+def test_status_tells_memory_devices_and_power(client: RpcClient) -> None:
+    status = client.call("status")
+    assert status["models"][0]["loaded"]
+    assert status["requests"] == {"running": 1, "sessions": 0}
+    assert 0 < status["memory"]["process"] < status["memory"]["total"]
+    assert status["devices"][0]["kind"] == "cpu"
+    assert set(status["power"]) == {"on_battery", "battery_percent"}
+
+
+def test_the_published_schema_is_that_of_the_types(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rpc", "--schema"]) == 0
+    assert SCHEMA.read_text(encoding="utf-8") == capsys.readouterr().out
+    for name in ("ClientMessage", "ServerMessage"):
+        validator(name).check_schema(json.loads(SCHEMA.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"jsonrpc": "2.0", "id": 1, "method": "status", "params": {"x": 1}},
+        {"jsonrpc": "2.0", "id": 1.5, "method": "status"},
+        {"jsonrpc": "2.0", "id": 1, "method": "stat"},
+        {"jsonrpc": "2.0", "id": 1, "method": "session/close"},
+        {"jsonrpc": "2.0", "method": "status"},
+        {"jsonrpc": "2.0", "id": 1, "method": "generate", "params": {"messages": USER, "x": 1}},
+    ],
+)
+def test_the_schema_refuses_what_the_process_refuses(message: dict[str, Any]) -> None:
+    assert not validator("ClientMessage").is_valid(message)
+
+
+def test_the_guide_names_every_method_and_error() -> None:
+    guide = (ROOT / "docs" / "rpc.md").read_text(encoding="utf-8")
+    for name in (*METHODS, *CLIENT_NOTIFICATIONS, *NOTIFICATIONS):
+        assert f"`{name}`" in guide, name
+    rows = dict(re.findall(r"^\| (-\d+) \| (.*?) \|", guide, re.MULTILINE))
+    listed = {code: int(number) for number, codes in rows.items() for code in re.findall(r"`(\w+)`", codes)}
+    assert listed == {code.value: number for code, number in NUMBERS.items()}
+    assert set(NUMBERS) == {*ErrorCode, *ProtocolCode}

@@ -1,0 +1,108 @@
+"""Sessions: answers that continue, cancelling, saving, and restoring in another process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgerun
+from support.rpc_client import RpcClient, RpcFailedError, rpc
+
+PLAIN = {"temperature": 0, "max_tokens": 8}
+
+
+def prompt(client: RpcClient, session: str, text: str, **options: Any) -> dict[str, Any]:
+    return client.call("session/prompt", {"session_id": session, "prompt": text, **PLAIN, **options})
+
+
+def test_a_session_answers_like_the_librarys_and_continues_after_a_restart(long_bundle: Path, tmp_path: Path) -> None:
+    with edgerun.load(long_bundle) as engine, engine.session(system="the and") as chat:
+        expected = [chat.send(text, max_tokens=8, temperature=0) for text in ("ab", "of", "in")]
+        messages = chat.messages
+    saved = str(tmp_path / "saved.session")
+    with rpc(str(long_bundle)) as client:
+        opened = client.call("session/new", {"system": "the and"})
+        id_ = opened["session_id"]
+        assert opened["messages"] == [{"role": "system", "content": "the and"}]
+        request = client.send("session/prompt", {"session_id": id_, "prompt": "ab", **PLAIN})
+        first = client.result(request)
+        assert first["text"] == expected[0].text
+        pieces = [each["params"] for each in client.messages if each.get("method") == "session/update"]
+        assert "".join(piece["text"] for piece in pieces) == expected[0].text
+        assert {(piece["session_id"], piece["request_id"]) for piece in pieces} == {(id_, request)}
+        second = prompt(client, id_, "of")
+        assert second["text"] == expected[1].text
+        assert second["usage"]["cached_tokens"] > 0
+        assert client.call("session/save", {"session_id": id_, "path": saved})["bytes"] == Path(saved).stat().st_size
+        assert client.end() == (0, "")
+    with rpc(str(long_bundle)) as client:
+        restored = client.call("session/restore", {"path": saved})
+        assert restored["messages"] == messages[:5]
+        third = prompt(client, restored["session_id"], "in")
+        assert third["text"] == expected[2].text
+        assert third["usage"]["cached_tokens"] == expected[2].stats.reused_tokens > 0
+        assert client.end() == (0, "")
+
+
+def test_a_cancelled_answer_stays_in_the_conversation(client: RpcClient) -> None:
+    id_ = client.call("session/new")["session_id"]
+    assert client.call("session/cancel", {"session_id": id_}) == {"cancelled": False}
+    for cancel in (client.call, client.tell):
+        request = client.send("session/prompt", {"session_id": id_, "prompt": "ab", "ignore_eos": True})
+        client.until_update(request)
+        cancel("session/cancel", {"session_id": id_})
+        result = client.result(request)
+        assert result["finish_reason"] == "cancelled"
+        assert result["text"]
+    request = client.send("session/prompt", {"session_id": id_, "prompt": "ab", "ignore_eos": True})
+    client.until_update(request)
+    for method in ("session/prompt", "session/save"):
+        params = {"session_id": id_, **({"prompt": "x"} if method == "session/prompt" else {"path": "x"})}
+        with pytest.raises(RpcFailedError, match="the session is in use by another request") as caught:
+            client.call(method, params)
+        assert (caught.value.number, caught.value.code) == (-32004, "busy")
+    client.tell("$/cancelRequest", {"id": request})
+    with pytest.raises(RpcFailedError, match="cancelled"):
+        client.result(request)
+    assert prompt(client, id_, "of")["finish_reason"] in ("length", "stop")
+    assert client.call("session/close", {"session_id": id_}) == {}
+    with pytest.raises(RpcFailedError, match="there is no session"):
+        prompt(client, id_, "of")
+
+
+def test_closing_a_session_ends_its_answer_and_lets_its_model_go(client: RpcClient) -> None:
+    id_ = client.call("session/new")["session_id"]
+    with pytest.raises(RpcFailedError, match="is in use by a request or session") as caught:
+        client.call("models/unload")
+    assert caught.value.code == "busy"
+    request = client.send("session/prompt", {"session_id": id_, "prompt": "ab", "ignore_eos": True})
+    client.until_update(request)
+    client.call("session/close", {"session_id": id_})
+    assert client.result(request)["finish_reason"] == "cancelled"
+    assert client.call("models/unload") == {"unloaded": True}
+    assert client.call("models/unload") == {"unloaded": False}
+
+
+def test_a_session_cannot_be_saved_everywhere_nor_restored_from_anything(client: RpcClient, tmp_path: Path) -> None:
+    id_ = client.call("session/new")["session_id"]
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(b"PK")
+    with pytest.raises(RpcFailedError, match="check|directory|exists") as caught:
+        client.call("session/save", {"session_id": id_, "path": str(damaged / "x")})
+    assert (caught.value.number, caught.value.code) == (-32011, "file_error")
+    with pytest.raises(RpcFailedError, match="is not a saved conversation|cannot be read"):
+        client.call("session/restore", {"path": str(damaged)})
+    client.call("session/close", {"session_id": id_})
+    assert client.call("status")["requests"]["sessions"] == 0
+
+
+def test_the_number_of_sessions_is_limited(client: RpcClient) -> None:
+    opened = [client.call("session/new")["session_id"] for _ in range(32)]
+    with pytest.raises(RpcFailedError, match="32 sessions are open, which is the limit") as caught:
+        client.call("session/new")
+    assert caught.value.code == "busy"
+    for id_ in opened:
+        client.call("session/close", {"session_id": id_})
+    client.call("session/close", {"session_id": client.call("session/new")["session_id"]})
