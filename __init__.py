@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from .runtime.conversation import Session
     from .runtime.decode import FinishReason
+    from .runtime.devices.power import Power
     from .runtime.engine import Engine, load
     from .runtime.options import GenerateOptions
     from .runtime.request_queue import AnswerStream
@@ -56,6 +57,7 @@ __all__ = [
     "GenerateOptions",
     "HubError",
     "InputError",
+    "Power",
     "Reply",
     "Session",
     "Speculation",
@@ -81,6 +83,7 @@ _MODULES = {
     ),
     ".runtime.conversation": ("Session",),
     ".runtime.decode": ("FinishReason",),
+    ".runtime.devices.power": ("Power",),
     ".runtime.engine": ("Engine", "load"),
     ".runtime.options": ("GenerateOptions",),
     ".runtime.request_queue": ("AnswerStream",),

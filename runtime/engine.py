@@ -23,6 +23,7 @@ from ..models.pairing import find_draft
 from ..models.progress import Progress, silent
 from .argument_types import checked_arguments
 from .conversation import Session
+from .devices.power import Power, choose_power, saver_threads
 from .devices.processor import usable_cores
 from .devices.providers import choose_device
 from .embedding import embed_texts
@@ -50,6 +51,7 @@ def load(
     *,
     device: str = "auto",
     threads: int | None = None,
+    power: str = Power.AUTO,
     context: int | None = None,
     cache: bool = True,
     draft: str | os.PathLike[str] | None = "auto",
@@ -66,7 +68,9 @@ def load(
             model that comes with edge-run.
         device: `auto`, `cpu`, `gpu`, `npu` or the name of an execution provider.
         threads: number of compute threads, at most one per processor that this program may use; None for the number
-            that `edge-run tune` found to be fastest, else one per performance core.
+            that `edge-run tune` found to be fastest, else one per performance core, or half as many to save power.
+        power: `performance`, `saver` (fewer threads, which sleep between passes: slower, for less processor time), or
+            `auto` for `saver` where the machine runs on its battery now. The text does not depend on it.
         context: largest number of tokens of a conversation; None for what the model allows.
         cache: whether to keep on disk what is measured and prepared for this machine: packed weights, the cost of a
             pass, n-gram tables, candidates of the recycling drafter.
@@ -90,18 +94,20 @@ def load(
         raise InputError(f"context is {context}", "it must be 2 or more")
     if prefix_cache is not None and prefix_cache < 0:
         raise InputError(f"prefix_cache is {prefix_cache}", "it must be a number of bytes, 0 or more")
-    chosen = choose_device(device)
+    chosen, mode = choose_device(device), choose_power(power)
     tokenizer_path = (
         None if tokenizer is None else path_of_user(tokenizer, "give a tokenizer.json, or a folder with one")
     )
     bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer_path)
-    if not threads and cache:
+    if not threads and mode.saves:
+        threads = saver_threads()
+    elif not threads and cache:
         threads = chosen_threads(bundle, SessionConfig(chosen))
     pair = find_draft(bundle, draft)
     if prefix_cache is None:
         prefix_cache = int(_PREFIX_SHARE * psutil.virtual_memory().available)
     persistence = Persistence(cache, history, learned, prefix_cache)
-    return Engine(LoadedModel(bundle, SessionConfig(chosen, threads), context, pair, persistence, progress))
+    return Engine(LoadedModel(bundle, SessionConfig(chosen, threads, mode), context, pair, persistence, progress))
 
 
 def usable_threads(wanted: int | None) -> int:

@@ -68,6 +68,8 @@ class LoadedModel:
         self.device: Final = config.device
         self.threads: Final = config.threads
         """Number of compute threads; 0 for `default_threads`."""
+        self.power: Final = config.power
+        """Whether the threads spin while they wait for work, or sleep."""
         _require_whole_head(bundle, graph.graph_io)
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from ...runtime.devices.power import Power, choose_power, saver_threads
 from ...runtime.devices.processor import default_threads, usable_cores
 from ...runtime.devices.providers import available_devices, choose_device
 from ..terminal.output import SafeConsole, write_json
@@ -22,7 +23,8 @@ def devices(
     found = available_devices()
     if as_json:
         described = [{"name": str(d), "kind": d.kind.value, "vendor": d.vendor, "default": d == default} for d in found]
-        write_json({"devices": described, "threads": {"default": default_threads(), "processors": usable_cores()}})
+        threads_facts = {"default": default_threads(), "saver": saver_threads(), "processors": usable_cores()}
+        write_json({"devices": described, "threads": threads_facts, "power": choose_power(Power.AUTO).value})
         return
     table = Table("device", "kind", "vendor", "", box=None, pad_edge=False)
     for device in found:
@@ -30,4 +32,9 @@ def devices(
     console = SafeConsole()
     console.print(table)
     threads, processors = default_threads(), usable_cores()
-    console.print(f"threads on the CPU: {threads} by default, at most {processors}", highlight=False)
+    saves = choose_power(Power.AUTO).saves
+    console.print(
+        f"threads on the CPU: {threads} by default, {saver_threads()} with --power saver, at most {processors}",
+        highlight=False,
+    )
+    console.print(f"--power auto: {'saver, on battery' if saves else 'performance'}", highlight=False)

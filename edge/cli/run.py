@@ -18,6 +18,7 @@ from ...models.byte_sizes import parse_bytes
 from ...models.progress import ProgressDisplay
 from ...models.text_files import decode_text, unify_line_ends
 from ...runtime.decode import FinishReason
+from ...runtime.devices.power import Power
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ...runtime.sampling.logprobs import MAX_ALTERNATIVES
@@ -38,6 +39,7 @@ from .shared_options import (
     ModelArgument,
     ModelOptions,
     Offline,
+    PowerMode,
     PrefixCache,
     Raw,
     Threads,
@@ -135,6 +137,7 @@ def run(
     ] = None,
     device: Device = "auto",
     threads: Threads = None,
+    power: PowerMode = Power.AUTO,
     context: Context = None,
     cache: Cache = True,
     prefix_cache: PrefixCache = None,
@@ -227,7 +230,16 @@ def run(
     used_draft = None if options.speculation == Speculation.OFF else draft
     prefix_bytes = None if prefix_cache is None else parse_bytes(prefix_cache, "--prefix-cache")
     opened = ModelOptions(
-        model, device, threads, context, tokenizer, used_draft, cache, history, prefix_cache=prefix_bytes
+        model,
+        device,
+        threads,
+        context,
+        tokenizer,
+        used_draft,
+        cache,
+        history,
+        prefix_cache=prefix_bytes,
+        power=power,
     )
     request = RunOptions(opened, options, prompt, system, resume, as_json, stats)
     return _chat(request) if chatting else _answer(request)
@@ -269,7 +281,7 @@ def _answer(options: RunOptions) -> int:
         if options.generate.explain:
             show_rounds(reply.stats.rounds, engine.graph_io)
         if options.stats:
-            write_error(stats_line(reply.stats, load_s, engine.model.compute_threads))
+            write_error(stats_line(reply.stats, engine, load_s))
     return INTERRUPTED if interrupted() and reply.finish_reason is FinishReason.CANCELLED else 0
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ...models.progress import Progress, silent
+from ...runtime.devices.power import Power
 from ...runtime.engine import Engine, load
 
 
@@ -37,7 +38,15 @@ Threads = Annotated[
         metavar="N",
         min=1,
         help="Number of compute threads.",
-        show_default="what edge-run tune found, else one per performance core",
+        show_default="what edge-run tune found, else one per performance core; half as many with --power saver",
+    ),
+]
+PowerMode = Annotated[
+    Power,
+    typer.Option(
+        "--power",
+        help="saver computes with fewer threads, which sleep between passes: slower, for less processor time. "
+        "auto saves on battery.",
     ),
 ]
 Context = Annotated[
@@ -100,6 +109,8 @@ class ModelOptions:
     history: bool = False
     learned: bool = True
     prefix_cache: int | None = None
+    power: Power = Power.PERFORMANCE
+    """Commands that measure run a model as fast as they can, also on battery."""
 
     def open(self, progress: Progress = silent) -> Engine:
         """Load the model.
@@ -122,4 +133,5 @@ class ModelOptions:
             learned=self.learned,
             progress=progress,
             prefix_cache=self.prefix_cache,
+            power=self.power,
         )

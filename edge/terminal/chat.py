@@ -140,7 +140,7 @@ class TerminalChat:
         self._note("new conversation")
 
     def _stats(self, _argument: str) -> None:
-        self._note(stats_line(self._last) if self._last else "no answer yet")
+        self._note(stats_line(self._last, self._engine) if self._last else "no answer yet")
 
     def _save(self, argument: str) -> None:
         if not argument:

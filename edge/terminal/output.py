@@ -128,13 +128,13 @@ def _escaped(encoded: str) -> str:
     return "".join(char if char == replaced else f"\\u{ord(char):04x}" for char, replaced in pairs)
 
 
-def stats_line(stats: Stats, load_s: float | None = None, threads: int | None = None) -> str:
+def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str:
     """The statistics of an answer on one line, for `--stats` and `/stats`.
 
     Args:
         stats: the statistics.
+        engine: what gave the answer.
         load_s: seconds that loading the model took; None to leave it out.
-        threads: number of threads that computed; None to leave it out.
     """
     parts = [
         f"prompt {stats.prompt_tokens} tokens" + (f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""),
@@ -146,8 +146,9 @@ def stats_line(stats: Stats, load_s: float | None = None, threads: int | None = 
     if stats.drafted:
         sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
         parts.append(f"draft tokens accepted: {sources}")
-    if threads is not None:
-        parts.append(f"{threads} thread{'s' if threads > 1 else ''}")
+    if (threads := engine.model.compute_threads) is not None:
+        saving = " (power saver)" if engine.model.power.saves else ""
+        parts.append(f"{threads} thread{'s' if threads > 1 else ''}{saving}")
     if load_s is not None:
         parts.append(f"loaded in {_ms(load_s)}")
     return ", ".join(parts)
@@ -205,6 +206,8 @@ def reply_json(
         },
         "model": str(engine.bundle.folder),
         "device": str(engine.device),
+        "threads": engine.model.compute_threads,
+        "power": engine.model.power.value,
     }
     if with_logprobs:
         described["logprobs"] = [_token_json(token) for token in reply.logprobs]

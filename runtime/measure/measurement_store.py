@@ -48,8 +48,9 @@ def model_key(bundle: Bundle, config: SessionConfig) -> MeasurementKey:
     """Return the key of a model on a device, with its threads, the version of ONNX Runtime and this machine."""
     # The default depends on how much of the machine this process may use.
     threads = config.threads or f"{default_threads()} by default"
+    power = (config.power.value,) if config.power.saves else ()
     return MeasurementKey(
-        (_model_id(bundle), config.device.provider, threads, RUNTIME_VERSION, machine()),
+        (_model_id(bundle), config.device.provider, threads, RUNTIME_VERSION, machine(), *power),
         {"model": bundle.folder.name, "device": str(config.device), "threads": config.threads or default_threads()},
     )
 

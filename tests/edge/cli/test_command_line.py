@@ -68,7 +68,9 @@ def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys
     reply = json.loads(out)
     assert out.count("\n") == 1
     assert err == ""
-    assert list(reply) == ["text", "finish_reason", "usage", "timing", "speculation", "model", "device"]
+    assert list(reply) == [
+        *("text", "finish_reason", "usage", "timing", "speculation", "model", "device", "threads", "power")
+    ]
     assert reply["finish_reason"] == "length"
     assert reply["usage"]["completion_tokens"] == 5
     assert list(reply["usage"]) == ["prompt_tokens", "completion_tokens"]
@@ -279,7 +281,8 @@ def test_devices_lists_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices"]) == 0
     shown = capsys.readouterr().out
     assert "cpu" in shown
-    assert f"threads on the CPU: {described['threads']['default']} by default, at most" in shown
+    threads = described["threads"]
+    assert f"threads on the CPU: {threads['default']} by default, {threads['saver']} with --power saver" in shown
 
 
 def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
