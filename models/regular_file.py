@@ -19,6 +19,8 @@ MAX_TOKENIZER_BYTES: Final = 128 << 20
 """Largest tokenizer.json; those of 262,144 tokens have 33 MB."""
 MAX_TEXT_BYTES: Final = 256 << 20
 """Largest text file: prompts, recordings and calibration text."""
+_OPEN_FILES: Final = ("/dev/fd", "/proc/self/fd")
+"""Folders in which Unix shows the files that this process has open."""
 _KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -65,6 +67,25 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:  # it has grown since it was opened
         raise _too_large(len(data), path, max_bytes)
+    return data
+
+
+def read_regular_or_substitution(path: Path, max_bytes: int) -> bytes:
+    """Read a whole regular file, or what a shell's process substitution, such as `<(sort file)`, writes.
+
+    The shell hands over a pipe that is open already, under a path such as /dev/fd/63: reading it ends with the process
+    that writes to it. Named pipes stay refused, because nobody may ever write to them.
+
+    Raises:
+        UnsuitableFileError: as for `read_regular`.
+        OSError: the file or the pipe cannot be read.
+    """
+    if str(path.parent) not in _OPEN_FILES or not path.name.isdecimal() or not stat.S_ISFIFO(os.stat(path).st_mode):
+        return read_regular(path, max_bytes)
+    with os.fdopen(os.dup(int(path.name)), "rb") as pipe:
+        data = pipe.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise UnsuitableFileError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
     return data
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .regular_file import MAX_TEXT_BYTES, read_regular
+from .regular_file import MAX_TEXT_BYTES, read_regular_or_substitution
 
 
 def read_text(path: Path, hint: str = "give a file with at least one prompt") -> str:
-    """Read a UTF-8 text file; see `decode_text`.
+    """Read a UTF-8 text file, or a shell's process substitution; see `decode_text`.
 
     Args:
         path: path of the file.
@@ -22,7 +22,7 @@ def read_text(path: Path, hint: str = "give a file with at least one prompt") ->
         InputError: the file cannot be read, is not UTF-8, or is blank.
     """
     try:
-        data = read_regular(path.expanduser(), MAX_TEXT_BYTES)
+        data = read_regular_or_substitution(path.expanduser(), MAX_TEXT_BYTES)
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"{path} cannot be read: {reason or error}", "check the path") from error

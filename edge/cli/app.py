@@ -81,12 +81,10 @@ def run_command(given: list[str]) -> int:
         return _fail(f"{error.format_message().rstrip('.')}; see {help_command}", 2)
     except (KeyboardInterrupt, Abort):
         return INTERRUPTED
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         if "--debug" in given:
             write_error(traceback.format_exc().rstrip())
-        _discard_output()
-        where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}; check the path and the disk", 1)
+        return _fail(_system_refusal(error), 1)
     return result if isinstance(result, int) else 0
 
 
@@ -116,6 +114,16 @@ def _global_options(
 
 def _not_chosen() -> None:
     pass
+
+
+def _system_refusal(error: OSError | MemoryError) -> str:
+    """What the system refused, and what to do."""
+    if isinstance(error, MemoryError):
+        what = f"not enough memory: {str(error) or 'the system gives no more'}"
+        return f"{what}; use a shorter --context or a smaller model, or close other programs"
+    _discard_output()
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}; check the path and the disk"
 
 
 def _discard_output() -> None:

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.models.regular_file import UnsuitableFileError, open_regular, read_regular
+from edgerun.models.regular_file import (
+    UnsuitableFileError,
+    open_regular,
+    read_regular,
+    read_regular_or_substitution,
+)
 from support.unusual_files import needs_pipes, replace_by_pipe, replace_by_sparse_file
 
 
@@ -29,6 +34,25 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(pipe)
     with pytest.raises(UnsuitableFileError, match="it is a pipe, not a regular file"):
         read_regular(tmp_path / "link", 10)
+
+
+@needs_pipes
+def test_an_open_pipe_of_the_shell_is_read_up_to_a_size(tmp_path: Path) -> None:
+    for limit in (5, 4):
+        reading, writing = os.pipe()
+        os.write(writing, b"text\n")
+        os.close(writing)
+        path = Path(f"/dev/fd/{reading}")
+        if limit == 5:
+            assert read_regular_or_substitution(path, limit) == b"text\n"
+        else:
+            with pytest.raises(UnsuitableFileError, match="it has more than 4 bytes"):
+                read_regular_or_substitution(path, limit)
+        os.close(reading)
+    with pytest.raises(UnsuitableFileError, match="it is a pipe"):
+        read_regular_or_substitution(replace_by_pipe(tmp_path / "pipe"), 10)
+    with pytest.raises(FileNotFoundError):
+        read_regular_or_substitution(Path(f"/dev/fd/{reading}"), 10)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="devices and sockets of Unix")

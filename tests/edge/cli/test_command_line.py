@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import edgerun
@@ -220,6 +221,19 @@ def test_bad_models_are_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureF
         capsys, tmp_path / "text.onnx", "-p", "a", "--context", "64"
     )
     assert "extra argument" in fails(capsys, tmp_path / "a", tmp_path / "b")
+
+
+def test_too_little_memory_is_a_one_line_error(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_options, "load", lambda *_, **__: np.empty(1 << 60, np.uint8))
+    assert main([str(tiny_bundle), "-p", "a"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("edge-run: error: not enough memory: Unable to allocate 1.00 EiB for an array")
+    assert err.endswith("; use a shorter --context or a smaller model, or close other programs\n")
+    assert err.count("\n") == 1
+    assert main([str(tiny_bundle), "-p", "a", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
