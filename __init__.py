@@ -22,6 +22,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .errors import (
         BundleError,
+        BusyError,
         CheckpointError,
         ContextError,
         DestinationError,
@@ -37,14 +38,15 @@ if TYPE_CHECKING:
     from .runtime.devices.power import Power
     from .runtime.engine import Engine, load
     from .runtime.options import GenerateOptions
-    from .runtime.request_queue import AnswerStream
     from .runtime.result import Chunk, Reply, Stats
+    from .runtime.scheduling.answer_stream import AnswerStream
     from .runtime.speculation.choice import Speculation
     from .runtime.token_logprobs import TokenLogprob
 
 __all__ = [
     "AnswerStream",
     "BundleError",
+    "BusyError",
     "CheckpointError",
     "Chunk",
     "ContextError",
@@ -71,6 +73,7 @@ __all__ = [
 _MODULES = {
     ".errors": (
         "BundleError",
+        "BusyError",
         "CheckpointError",
         "ContextError",
         "DestinationError",
@@ -86,8 +89,8 @@ _MODULES = {
     ".runtime.devices.power": ("Power",),
     ".runtime.engine": ("Engine", "load"),
     ".runtime.options": ("GenerateOptions",),
-    ".runtime.request_queue": ("AnswerStream",),
     ".runtime.result": ("Chunk", "Reply", "Stats"),
+    ".runtime.scheduling.answer_stream": ("AnswerStream",),
     ".runtime.speculation.choice": ("Speculation",),
     ".runtime.token_logprobs": ("TokenLogprob",),
 }

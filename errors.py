@@ -6,6 +6,7 @@
     │   ├── BundleError       a model folder or .onnx file is missing, damaged or not a language model
     │   ├── TemplateError     a chat template cannot be read or rendered
     │   └── ContextError      the prompt does not fit the model's context
+    ├── BusyError             the engine's queue is full
     ├── HubError              the Hugging Face Hub cannot be reached, or does not have the file
     ├── ExportError           an export failed after it had started; nothing was written
     │   └── DestinationError  the destination cannot be written (exit code 2)
@@ -56,6 +57,10 @@ class TemplateError(InputError):
 
 class ContextError(InputError):
     """The prompt does not fit the model's context."""
+
+
+class BusyError(EdgeError):
+    """The engine's queue is full: too many requests wait already."""
 
 
 class HubError(EdgeError):

@@ -24,8 +24,8 @@ from .decode import check_prompt_fits
 from .generation import CachedSequence
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
-from .request_queue import AnswerStream
 from .result import Chunk, Reply
+from .scheduling.answer_stream import AnswerStream
 from .text.chat_template import Message
 
 _FORMAT: Final = 2
@@ -78,9 +78,11 @@ class Session:
             ContextError: with the first piece: the conversation does not fit the context any more.
         """
         chosen = (options or GenerateOptions()).changed(changes)
+        if chosen.n > 1:
+            raise InputError(f"n is {chosen.n}", "a conversation goes on from one answer; generate gives several")
         if chosen.raw or chosen.system is not None:
             raise InputError("raw and system belong to a single answer", "give the session its system message instead")
-        return AnswerStream(self._model.queue, lambda cancelled: self._answer(text, chosen, cancelled))
+        return AnswerStream(self._model.queue, lambda cancelled: self._answer(text, chosen, cancelled), self)
 
     def _answer(
         self, text: str, options: GenerateOptions, cancelled: Callable[[], bool]
@@ -118,11 +120,11 @@ class Session:
         Only its owner can read the file. An older file of that name is replaced.
 
         Raises:
-            EdgeError: this thread has not finished an answer of the same engine.
+            EdgeError: this thread has not finished an answer of this conversation.
             OSError: the file cannot be written; an older one is untouched.
         """
         buffer = BytesIO()
-        with self._model.queue.idle():
+        with self._model.queue.reserved(self):
             sequence = self._open_sequence()
             arena = sequence.arena
             about = {

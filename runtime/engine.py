@@ -1,6 +1,7 @@
 """The public face of a loaded model: `load` gives an `Engine`, which answers and opens conversations.
 
-One answer is generated at a time; requests of other threads wait in a queue. `cancel` may be called from any thread.
+Several threads may ask at a time: a few answers are generated together, pass by pass, and other requests wait in a
+queue. `cancel` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -32,8 +34,9 @@ from .loaded_model import LoadedModel
 from .measure.thread_choice import chosen_threads
 from .options import GenerateOptions, Persistence
 from .prefill import never
-from .request_queue import AnswerStream, AsyncAnswerStream
 from .result import Reply
+from .scheduling.answer_stream import AnswerStream, AsyncAnswerStream
+from .scheduling.request_queue import DEFAULT_MAX_WAITING, DEFAULT_PARALLEL, RequestQueue
 from .text.chat_template import Message
 from .text.messages import template_messages
 
@@ -60,6 +63,8 @@ def load(
     tokenizer: str | os.PathLike[str] | None = None,
     progress: Progress = silent,
     prefix_cache: int | None = None,
+    parallel: int = DEFAULT_PARALLEL,
+    max_waiting: int = DEFAULT_MAX_WAITING,
 ) -> Engine:
     """Load a model.
 
@@ -81,6 +86,9 @@ def load(
         tokenizer: a tokenizer.json, or a folder with one, for a model that has none beside it.
         prefix_cache: maximum bytes of memory for the KV caches of earlier answers, from which prompts with the same
             beginning continue; None for a quarter of the memory that is free now, 0 for none.
+        parallel: number of answers that are generated at a time. Each has a KV cache of its own; they alternate, one
+            forward pass each.
+        max_waiting: number of further requests that may wait; more are refused with a `BusyError`.
         progress: called as `progress(stage, fraction)` while an answer waits for a long prompt to be read, or for the
             measurements that the first answer of a new model needs; in the thread that generates.
 
@@ -94,6 +102,9 @@ def load(
         raise InputError(f"context is {context}", "it must be 2 or more")
     if prefix_cache is not None and prefix_cache < 0:
         raise InputError(f"prefix_cache is {prefix_cache}", "it must be a number of bytes, 0 or more")
+    if parallel < 1 or max_waiting < 0:
+        name, value, least = ("parallel", parallel, 1) if parallel < 1 else ("max_waiting", max_waiting, 0)
+        raise InputError(f"{name} is {value}", f"it must be {least} or more")
     chosen, mode = choose_device(device), choose_power(power)
     tokenizer_path = (
         None if tokenizer is None else path_of_user(tokenizer, "give a tokenizer.json, or a folder with one")
@@ -107,7 +118,8 @@ def load(
     if prefix_cache is None:
         prefix_cache = int(_PREFIX_SHARE * psutil.virtual_memory().available)
     persistence = Persistence(cache, history, learned, prefix_cache)
-    return Engine(LoadedModel(bundle, SessionConfig(chosen, threads, mode), context, pair, persistence, progress))
+    queue = RequestQueue(parallel, max_waiting)
+    return Engine(LoadedModel(bundle, SessionConfig(chosen, threads, mode), context, pair, persistence, progress, queue))
 
 
 def usable_threads(wanted: int | None) -> int:
@@ -123,6 +135,18 @@ def usable_threads(wanted: int | None) -> int:
     if wanted > (most := usable_cores()):
         _log.warning("threads is %d, but this program may use %d processors: %d threads compute", wanted, most, most)
     return min(wanted, most)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """How busy an engine is."""
+
+    active: int
+    """Number of answers that are being generated."""
+    waiting: int
+    """Number of requests that wait."""
+    cached_bytes: int
+    """Bytes of the KV caches that are kept of earlier answers."""
 
 
 class Engine:
@@ -246,12 +270,21 @@ class Engine:
             raise InputError("system is given beside messages", "make it the first message, of the role system")
         return self.model.encode_request(template_messages(prompt), options)
 
+    def load_now(self) -> EngineLoad:
+        """How busy the engine is."""
+        queue = self.model.queue
+        return EngineLoad(queue.running, queue.waiting, self.model.prefixes.nbytes)
+
     def cancel(self) -> None:
-        """End the answer being generated, if there is one, after its current pass; callable from any thread."""
+        """End the answers being generated after their current passes; callable from any thread."""
         self.model.queue.cancel()
 
     def close(self) -> None:
-        """End the answer being generated and free the model's memory; calling it again does nothing."""
+        """End the answers being generated and free the model's memory; calling it again does nothing.
+
+        Raises:
+            EdgeError: it was called by something that an answer has called, such as the progress function.
+        """
         self.model.close()
 
     def __enter__(self) -> Engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 from ..models.progress import Progress, silent
 from .decode import DecodeLimits, FinishReason, decode
@@ -45,13 +46,18 @@ class CachedSequence:
         return self.bound.arena
 
     @contextmanager
-    def kept_after_answer(self) -> Iterator[None]:
-        """Hand the cache on when the block ends, if the sequence is that of a single answer."""
+    def lent_to_prefixes(self) -> Iterator[None]:
+        """Let other sequences copy from a single answer's cache during the block, and hand it on afterwards."""
+        prefixes = self.prefixes
+        if prefixes is None:
+            yield
+            return
+        prefixes.watch(self)
         try:
             yield
         finally:
-            if self.prefixes is not None:
-                self.prefixes.keep(self.arena, self.token_ids)
+            prefixes.unwatch(self)
+            prefixes.keep(self.arena, self.token_ids)
 
     def continue_with(self, prompt_ids: Sequence[int]) -> int:
         """Replace the sequence by `prompt_ids`; keep and count the cached slots of their common prefix."""
@@ -91,78 +97,91 @@ def generate(
         ContextError: the prompt leaves no room for an answer.
         InputError: a drafter that was asked for is not available.
     """
-    prompt_ids, bound = request.prompt_ids, sequence.bound
-    recorder = StatsRecorder(len(prompt_ids))
-    sampler = Sampler(request.sampling, bound.graph_io.vocab_size)
-    measured_before = drafters.measuring.seconds
-    speculator, near_ties = _speculation(request, sampler, sequence, tokenizer, drafters, cancelled)
-    recorder.record_setup(measuring_s=drafters.measuring.seconds - measured_before)
-    token_sampler: TokenSampler = sampler
-    eos = frozenset[int]() if request.ignore_eos else tokenizer.eos
-    if request.recording is not None:
-        token_sampler = ReplaySampler(request.recording.answer, len(prompt_ids), sampler)
-        eos = frozenset()  # a recording may hold any token, and ends where it ends
-    limits = DecodeLimits(request.max_tokens, eos, cancelled, sequence.progress)
-    kept = sequence.continue_with(prompt_ids)
-    # The last token of a prompt always runs again.
-    recorder.reused_tokens = min(kept, len(prompt_ids) - 1)
-    decoder = StreamDecoder(tokenizer)
-    matcher = StopMatcher(request.stop_sequences)
-    finish = FinishReason.LENGTH
-    log_softmax = None if request.logprobs is None else LogSoftmax(request.logprobs, bound.graph_io.vocab_size)
-    tokens = None if request.logprobs is None else AnswerTokens(tokenizer.token_bytes)
-    steps = decode(bound, prompt_ids, token_sampler, limits, speculator, near_ties, log_softmax)
-    with drafters.generating(), sequence.kept_after_answer(), closing(steps):
-        for step in steps:
-            recorder.add(step)
-            sequence.token_ids.extend(step.tokens)
-            produced, text = step.produced, ""
-            for count, token in enumerate(step.tokens, 1):
-                decoded = decoder.push((token,))
-                text += matcher.push(decoded)
-                if tokens is not None:
-                    tokens.add(step.logprobs[count - 1], decoded)
-                if matcher.stopped:  # tokens after a stop sequence do not belong to the answer
-                    produced = count
+    generation = _Generation(sequence, request, tokenizer, cancelled)
+    recorder, measured_before = generation.recorder, drafters.measuring.seconds
+    with sequence.lent_to_prefixes(), drafters.answering(request, sequence.arena) as lent:
+        speculator, near_ties = lent, None
+        if request.exact and request.recording is None:
+            speculator, near_ties = generation.made_exact(lent, drafters)
+        recorder.record_setup(measuring_s=drafters.measuring.seconds - measured_before)
+        kept = sequence.continue_with(request.prompt_ids)
+        # The last token of a prompt always runs again.
+        recorder.reused_tokens = min(kept, len(request.prompt_ids) - 1)
+        last = yield from generation.run(speculator, near_ties)
+        drafters.store_conversation(sequence.token_ids[kept:])
+    yield last
+
+
+class _Generation:
+    """One answer being generated; arguments as for `generate`."""
+
+    def __init__(
+        self,
+        sequence: CachedSequence,
+        request: GenerationRequest,
+        tokenizer: TextTokenizer,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self.recorder: Final = StatsRecorder(len(request.prompt_ids))
+        self._sequence = sequence
+        self._request = request
+        self._tokenizer = tokenizer
+        self._cancelled = cancelled
+        self._sampler = Sampler(request.sampling, sequence.bound.graph_io.vocab_size)
+
+    def made_exact(
+        self, speculator: Speculator | None, drafters: DrafterPool
+    ) -> tuple[Speculator | None, NearTies | None]:
+        """The speculator if an exact answer can be verified, else None, and what recomputes near ties."""
+        epsilon = 0.0
+        if speculator is not None and self._request.sampling.greedy:
+            report = drafters.exactness_report(self._tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
+            epsilon = report.epsilon
+            speculator = speculator if report.noise.sound else None
+        else:
+            speculator = None
+        epsilon = epsilon if speculator is not None else 0.0
+        return speculator, NearTies(self._sequence.bound, self._sampler, epsilon, self._cancelled)
+
+    def run(self, speculator: Speculator | None, near_ties: NearTies | None) -> Generator[Chunk, None, Chunk]:
+        """Decode; yield pieces of text, and return the last one."""
+        sequence, request, tokenizer, recorder = self._sequence, self._request, self._tokenizer, self.recorder
+        prompt_ids, bound = request.prompt_ids, sequence.bound
+        token_sampler: TokenSampler = self._sampler
+        eos = frozenset[int]() if request.ignore_eos else tokenizer.eos
+        if request.recording is not None:
+            token_sampler = ReplaySampler(request.recording.answer, len(prompt_ids), self._sampler)
+            eos = frozenset()  # a recording may hold any token, and ends where it ends
+        limits = DecodeLimits(request.max_tokens, eos, self._cancelled, sequence.progress)
+        decoder = StreamDecoder(tokenizer)
+        matcher = StopMatcher(request.stop_sequences)
+        finish = FinishReason.LENGTH
+        log_softmax = None if request.logprobs is None else LogSoftmax(request.logprobs, bound.graph_io.vocab_size)
+        tokens = None if request.logprobs is None else AnswerTokens(tokenizer.token_bytes)
+        steps = decode(bound, prompt_ids, token_sampler, limits, speculator, near_ties, log_softmax)
+        with closing(steps):
+            for step in steps:
+                recorder.add(step)
+                sequence.token_ids.extend(step.tokens)
+                produced, text = step.produced, ""
+                for count, token in enumerate(step.tokens, 1):
+                    decoded = decoder.push((token,))
+                    text += matcher.push(decoded)
+                    if tokens is not None:
+                        tokens.add(step.logprobs[count - 1], decoded)
+                    if matcher.stopped:  # tokens after a stop sequence do not belong to the answer
+                        produced = count
+                        break
+                recorder.completion_tokens += produced
+                if matcher.stopped:
+                    finish = FinishReason.STOP
+                elif step.finish is not None:
+                    finish = step.finish
+                if text:
+                    yield Chunk(text, logprobs=() if tokens is None else tokens.take(text))
+                if matcher.stopped:
                     break
-            recorder.completion_tokens += produced
-            if matcher.stopped:
-                finish = FinishReason.STOP
-            elif step.finish is not None:
-                finish = step.finish
-            if text:
-                yield Chunk(text, logprobs=() if tokens is None else tokens.take(text))
-            if matcher.stopped:
-                break
-    decoded = decoder.flush()
-    remainder = matcher.push(decoded) + matcher.flush()
-    rest = () if tokens is None else tokens.finish(decoded, remainder)
-    stats = recorder.stats(keep_rounds=request.keep_rounds)
-    drafters.end_answer()
-    drafters.store_conversation(sequence.token_ids[kept:])
-    yield Chunk(remainder, finish, stats, rest)
-
-
-def _speculation(
-    request: GenerationRequest,
-    sampler: Sampler,
-    sequence: CachedSequence,
-    tokenizer: TextTokenizer,
-    drafters: DrafterPool,
-    cancelled: Callable[[], bool],
-) -> tuple[Speculator | None, NearTies | None]:
-    """The speculator of an answer, and what recomputes its near ties if it is to be exact.
-
-    Where an exact answer cannot be verified, it is decoded plainly.
-    """
-    speculator = drafters.speculator(request, sequence.bound.arena)
-    if not request.exact or request.recording is not None:
-        return speculator, None
-    epsilon = 0.0
-    if speculator is not None and request.sampling.greedy:
-        report = drafters.exactness_report(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
-        epsilon = report.epsilon
-        speculator = speculator if report.noise.sound else None
-    else:
-        speculator = None
-    return speculator, NearTies(sequence.bound, sampler, epsilon if speculator is not None else 0.0, cancelled)
+        decoded = decoder.flush()
+        remainder = matcher.push(decoded) + matcher.flush()
+        rest = () if tokens is None else tokens.finish(decoded, remainder)
+        return Chunk(remainder, finish, recorder.stats(keep_rounds=request.keep_rounds), rest)

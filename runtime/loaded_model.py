@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from ..errors import BundleError, EdgeError, InputError, TemplateError
@@ -13,7 +15,6 @@ from ..models.progress import Progress, silent
 from .decode import check_prompt_fits
 from .devices.processor import default_threads
 from .generation import CachedSequence, generate
-from .graph.bound_session import BoundSession
 from .graph.graph_io import GraphIO
 from .graph.memory import trim_heap
 from .graph.open_graph import open_graph
@@ -21,8 +22,10 @@ from .graph.session import GraphSession, SessionConfig
 from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
 from .options import GenerateOptions, GenerationRequest, ModelDefaults, Persistence
-from .request_queue import AnswerStream, RequestQueue
 from .result import Chunk
+from .scheduling.answer_stream import AnswerStream
+from .scheduling.choices import generate_choices
+from .scheduling.request_queue import RequestQueue
 from .speculation.draft_loading import share_cores
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
@@ -40,6 +43,7 @@ class LoadedModel:
         pair: the draft model; None for none.
         persistence: what is read from disk and kept there.
         progress: receives the progress of what an answer waits for: measurements of a new model, long prompts.
+        queue: the request queue of the engine; None for one of the usual size.
 
     Raises:
         BundleError: the model is damaged, or a draft model that cannot generate by itself.
@@ -54,6 +58,7 @@ class LoadedModel:
         pair: DraftPair | None,
         persistence: Persistence,
         progress: Progress = silent,
+        queue: RequestQueue | None = None,
     ) -> None:
         self.bundle: Final = bundle
         self._progress = progress
@@ -75,11 +80,9 @@ class LoadedModel:
         self.template: Final = load_template(bundle, self.tokenizer)
         self.defaults: Final = ModelDefaults.of(bundle)
         self.drafters: Final = DrafterPool(graph, bundle, self.context, pair, draft_config, persistence, progress)
-        self.queue: Final = RequestQueue()
+        self.queue: Final = RequestQueue() if queue is None else queue
         self.prefixes: Final = PrefixCache(self._new_arena, persistence.prefix_bytes)
         """KV caches of finished answers and conversations."""
-        self._bound: BoundSession | None = None
-        """Runs the passes of answers outside conversations."""
         trim_heap()
 
     @property
@@ -88,10 +91,10 @@ class LoadedModel:
         return (self.threads or default_threads()) if self.device.kind is DeviceKind.CPU else None
 
     def close(self) -> None:
-        """End the answer being generated and free the memory; calling it again does nothing."""
+        """End the answers being generated and free the memory; calling it again does nothing."""
         self.queue.close()
         self.drafters.close()
-        self._graph = self._bound = None
+        self._graph = None
         self.prefixes.clear()
 
     def require_template(self) -> ChatTemplate:
@@ -161,7 +164,7 @@ class LoadedModel:
         Args:
             sequence: the cache to continue; None to start from an empty one.
             prompt_ids: the whole prompt, also the part that the cache holds.
-            options: options of the answer.
+            options: options of the answer. Several answers to the prompt need a `sequence` of None.
 
         Raises:
             ContextError: the prompt does not fit the context.
@@ -169,7 +172,11 @@ class LoadedModel:
         """
         check_prompt_fits(prompt_ids, self.context)
         request = options.request(prompt_ids, self.defaults)
-        return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled))
+        if options.n > 1:
+            return AnswerStream(
+                self.queue, lambda cancelled: self._choices(request, options.n, cancelled), None, options.n
+            )
+        return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled), sequence)
 
     def replay(
         self,
@@ -203,22 +210,30 @@ class LoadedModel:
         max_tokens = min(len(answer_ids), options.max_tokens or len(answer_ids))
         recording = Recording(tuple(answer_ids), oracle_mode)
         request = options.changed({"max_tokens": max_tokens}).request(prompt_ids, self.defaults, recording)
-        return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled))
+        return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled), sequence)
 
     def generate(
         self, sequence: CachedSequence | None, request: GenerationRequest, cancelled: Callable[[], bool]
     ) -> Generator[Chunk, None, None]:
-        """Generate an answer; only an `AnswerStream` that holds the engine may iterate over the chunks.
+        """Generate an answer; only an `AnswerStream`, in its turn, may iterate over the chunks.
 
         An answer outside a conversation continues from the longest prefix that an earlier sequence shares with it.
         """
         if sequence is None:
-            if self._bound is None:
-                self._bound = self.new_sequence().bound
-            sequence = CachedSequence(self._bound, progress=self._progress, prefixes=self.prefixes)
             # What another request has computed may differ in the last bits, so exact answers start afresh.
-            self.continue_prefix(sequence, () if request.exact else request.prompt_ids)
+            arena = self.prefixes.take(() if request.exact else request.prompt_ids)
+            token_ids = list(request.prompt_ids[: arena.length])
+            bound = self._open_graph().bind(arena)
+            sequence = CachedSequence(bound, token_ids, self._progress, self.prefixes)
         return generate(sequence, request, self.tokenizer, self.drafters, cancelled)
+
+    def _choices(
+        self, request: GenerationRequest, count: int, cancelled: Callable[[], bool]
+    ) -> Generator[Chunk, None, None]:
+        """Generate several answers to a prompt, which differ in their seeds."""
+        seeds = [(request.sampling.seed + index) % (1 << 64) for index in range(count)]
+        requests = [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]
+        return generate_choices([partial(self.generate, None, each, cancelled) for each in requests])
 
     def _new_arena(self) -> KVArena:
         return self._open_graph().arena(self.context)

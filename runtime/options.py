@@ -21,6 +21,8 @@ from .speculation.sampled_speculator import DraftSampling
 
 _Number = TypeVar("_Number", int, float)
 _LARGEST = 1e30
+_MOST_CHOICES = 128
+"""Largest number of answers to one prompt: each has a KV cache while it is generated."""
 _OWN_VARIABLES = ("messages", "tools", "mark", "special_tokens_in_messages")
 _FILTERS = ("top_k", "top_p", "min_p")
 
@@ -48,6 +50,9 @@ class GenerateOptions:
     """Whether the answer goes on after end-of-sequence tokens, up to `max_tokens` or the end of the context."""
     logprobs: int | None = None
     """Number of alternatives to list with every token, 0 to 20, besides its own log-probability; None to list none."""
+    n: int = 1
+    """Number of answers to the prompt, which `Chunk.index` and `Reply.choices` tell apart. Each has a seed of its own:
+    the first one that of a single answer, the next one 1 more, and so on."""
     seed: int | None = None
     """The same seed gives the same text; None takes a random one."""
     raw: bool = False
@@ -78,6 +83,8 @@ class GenerateOptions:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_ALTERNATIVES:
             raise InputError(f"logprobs is {self.logprobs}", f"it must be between 0 and {MAX_ALTERNATIVES}")
+        if not 1 <= self.n <= _MOST_CHOICES:
+            raise InputError(f"n is {self.n}", f"it must be between 1 and {_MOST_CHOICES}")
         if taken := [name for name in self.template_variables or {} if name in _OWN_VARIABLES]:
             raise InputError(f"template_variables has {taken[0]!r}", "give that with the prompt or as an option")
         documents = (self.template_variables or {}).get("documents", ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -210,6 +210,8 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     """If they were asked for, the tokens whose text this chunk completes. Tokens whose text is held back come with it
     in a later chunk."""
+    index: int = 0
+    """Which answer it belongs to, if several to one prompt were asked for; every one has a last chunk."""
 
 
 @dataclass(frozen=True)
@@ -221,19 +223,34 @@ class Reply:
     stats: Stats
     logprobs: tuple[TokenLogprob, ...] = ()
     """The tokens of the text with their log-probabilities, if they were asked for."""
+    alternatives: tuple[Reply, ...] = ()
+    """Further answers to the prompt, if they were asked for."""
+
+    @property
+    def choices(self) -> tuple[Reply, ...]:
+        """All answers to the prompt, this one first."""
+        return (self, *self.alternatives)
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk]) -> Reply:
-        """Join the chunks of an answer.
+        """Join the chunks of an answer, or of several answers to one prompt.
 
         Raises:
-            ValueError: the last chunk is missing.
+            ValueError: the last chunk of one is missing.
         """
-        pieces: list[str] = []
-        tokens: list[TokenLogprob] = []
+        by_answer: dict[int, list[Chunk]] = {}
         for chunk in chunks:
-            pieces.append(chunk.text)
-            tokens += chunk.logprobs
-            if chunk.finish_reason is not None and chunk.stats is not None:
-                return cls("".join(pieces), chunk.finish_reason, chunk.stats, tuple(tokens))
-        raise ValueError("the stream ended without a last chunk")
+            by_answer.setdefault(chunk.index, []).append(chunk)
+        if not by_answer:
+            raise ValueError("the stream ended without a last chunk")
+        first, *others = (cls._of_one(by_answer[index]) for index in sorted(by_answer))
+        return replace(first, alternatives=tuple(others))
+
+    @classmethod
+    def _of_one(cls, chunks: Sequence[Chunk]) -> Reply:
+        last = chunks[-1]
+        if last.finish_reason is None or last.stats is None:
+            raise ValueError("the stream ended without a last chunk")
+        text = "".join(chunk.text for chunk in chunks)
+        logprobs = tuple(token for chunk in chunks for token in chunk.logprobs)
+        return cls(text, last.finish_reason, last.stats, logprobs)

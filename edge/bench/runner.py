@@ -16,8 +16,8 @@ from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
 from ...runtime.generation import CachedSequence
 from ...runtime.options import GenerateOptions
-from ...runtime.request_queue import AnswerStream
 from ...runtime.result import Reply
+from ...runtime.scheduling.answer_stream import AnswerStream
 from ...runtime.speculation.choice import Speculation
 from ...runtime.speculation.replay import OracleMode
 from .prompt_sets import Conversation, Exchange

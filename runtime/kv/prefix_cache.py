@@ -28,7 +28,7 @@ a thousand slots takes less time than computing ten."""
 
 
 class OpenSequence(Protocol):
-    """A sequence that a conversation owns: it may be copied from, but not taken over."""
+    """A sequence that is in use, by a conversation or by an answer: it may be copied from, but not taken over."""
 
     token_ids: list[int]
 
@@ -72,15 +72,20 @@ class PrefixCache:
         return sum(kept.arena.nbytes for kept in self._kept)
 
     def watch(self, sequence: OpenSequence) -> None:
-        """Let new sequences copy from a sequence that stays with its owner, for as long as it lives."""
+        """Let new sequences copy from a sequence that is in use, for as long as it lives or until `unwatch`."""
         with self._open_lock:
             self._open.add(sequence)
+
+    def unwatch(self, sequence: OpenSequence) -> None:
+        """Copy no more from a sequence."""
+        with self._open_lock:
+            self._open.discard(sequence)
 
     def take(self, token_ids: Sequence[int]) -> KVArena:
         """Return an arena with the slots of the longest known prefix of `token_ids`, to be continued by the caller.
 
         A kept sequence that the new one continues, or leaves only near its end, is taken over as it is. From others,
-        and from those that a conversation owns, the shared slots are copied, if the budget allows both.
+        and from those that are in use, the shared slots are copied, if the budget allows both.
 
         Where `token_ids` is a prompt that was answered before, the slots of its last prefill pass are left out. That
         pass runs again as it ran then, so that the same logits come out, to the last bit, and the same answer.
@@ -99,12 +104,10 @@ class PrefixCache:
             if (length := _common_prefix(cached, wanted)) > owned_shared:
                 owned_shared, owner = length, sequence.arena
         if owner is not None and owned_shared > shared and owned_shared >= MIN_SHARED:
-            return self._copy(owner, owned_shared)
+            return self._copy(owner, _reusable(owner, owned_shared, wanted))
         if source is None:
             return self._new_arena()
-        start, end = source.arena.last_prefill
-        if shared == end == wanted.size:
-            shared = start
+        shared = _reusable(source.arena, shared, wanted)
         if source.arena.length - shared > _KEPT_BRANCH and self._has_room_beside(source):
             return self._copy(source.arena, shared)
         self._kept.remove(source)
@@ -150,6 +153,12 @@ class PrefixCache:
         total = self.nbytes
         while total > max_bytes:
             total -= self._kept.pop(0).arena.nbytes
+
+
+def _reusable(arena: KVArena, shared: int, wanted: TokenIds) -> int:
+    """Number of slots to reuse of the `shared` ones: not those of the last prefill pass of the same prompt."""
+    start, end = arena.last_prefill
+    return start if shared == end == wanted.size else shared
 
 
 def _common_prefix(first: TokenIds, second: TokenIds) -> int:

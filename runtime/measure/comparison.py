@@ -187,9 +187,9 @@ class Comparison:
             ("oracle", self._unpruned([oracle])),
             ("oracle tree", self._unpruned([hiding])),
         ]
-        auto = self._engine.model.drafters.speculator(GenerationRequest((), sampling), self._bound.arena)
-        if auto is not None:
-            speculators.append(("auto", self._unpruned(auto.drafters, auto.model)))
+        with self._engine.model.drafters.answering(GenerationRequest((), sampling), self._bound.arena) as auto:
+            if auto is not None:
+                speculators.append(("auto", self._unpruned(auto.drafters, auto.model)))
         return speculators
 
     def _unpruned(self, drafters: Sequence[Drafter], model: CostlyDrafter | None = None) -> Speculator:

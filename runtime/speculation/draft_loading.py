@@ -17,8 +17,9 @@ faster, and in ONNX Runtime it is per process: all other sessions of the program
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from ...errors import BundleError
 from ...models.bundle import Bundle
@@ -36,6 +37,9 @@ from ..measure.pass_timing import TimingExtent, load_or_measure_pass_cost, measu
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
 from .drafters.layer_skip import LayerSkipDraft
 from .pass_cost import PassCost
+
+NewDraftModel: TypeAlias = Callable[[], DraftModel]
+"""Makes a `DraftModel` for one more sequence, of a model that is loaded once."""
 
 _ONE_THREAD_BELOW: Final = 16 << 20
 """Bytes of weights below which a draft runs on one thread: at 9.6 MB a pass takes 0.33 ms with one thread and 0.37 with
@@ -61,8 +65,8 @@ def load_draft(
     cache: bool = True,
     measuring: MeasuringTime | None = None,
     prefix_tokens: int = 0,
-) -> DraftModel:
-    """Load a draft model that is a separate model.
+) -> NewDraftModel:
+    """Load a draft model that is a separate model. All sequences share its pass cost and the caches of finished ones.
 
     Args:
         pair: see `find_draft`.
@@ -88,11 +92,10 @@ def load_draft(
             "put its d2t.npy beside the graph",
         )
     limit = min(context, bundle.context or context)
-    bound = session.bind(session.arena(limit))
     slot_bytes = sum(tensor_type.slot_bytes for tensor_type in session.graph_io.tensor_types)
     prefixes = PrefixCache(lambda: session.arena(limit), prefix_tokens * slot_bytes)
-    cost = _pass_cost(bundle, config, bound, measuring, cache=cache)
-    return DraftModel(bound, cost, target_vocab, pair.target_ids, prefixes)
+    cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), measuring, cache=cache)
+    return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, prefixes)
 
 
 def load_layer_skip_draft(
@@ -104,8 +107,8 @@ def load_layer_skip_draft(
     *,
     cache: bool = True,
     measuring: MeasuringTime | None = None,
-) -> LayerSkipDraft:
-    """Load a draft that is the target without some of its layers, to be attached to the target's arena.
+) -> Callable[[], LayerSkipDraft]:
+    """Load a draft that is the target without some of its layers, to be attached to the arena of an answer.
 
     Args:
         pair: see `find_draft`.
@@ -135,8 +138,12 @@ def load_layer_skip_draft(
         raise BundleError(f"{pair.draft.graph} has a head of {own.vocab_size} tokens, but no map of its ids", _HINT)
     timed = session.bind(session.arena(context))
     cost = _pass_cost(pair.draft, config, timed, measuring, cache=cache)
-    bound = session.bind(BorrowedArena(own.tensor_types, places, context))
-    return LayerSkipDraft(bound, cost, graph_io.vocab_size, pair.target_ids)
+
+    def new_model() -> LayerSkipDraft:
+        bound = session.bind(BorrowedArena(own.tensor_types, places, context))
+        return LayerSkipDraft(bound, cost, graph_io.vocab_size, pair.target_ids)
+
+    return new_model
 
 
 def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int) -> None:

@@ -1,19 +1,21 @@
-"""The drafters of one engine, with their persistent state, and the speculators made of them.
+"""The drafters of one engine, with their persistent state, for the answers that it generates.
 
-Everything is made when it is first needed. What drafters learn about a model lasts as long as its engine; the pass cost
-and the recycled candidates are saved to the cache folder when the engine closes.
+Everything is made when it is first needed. Every answer that is being generated has a set of drafters of its own, and
+what they learn about the model is shared. It lasts as long as the engine; the pass cost and the recycled candidates are
+saved to the cache folder when the engine closes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...errors import EdgeError, InputError
+from ...errors import EdgeError
 from ...models.bundle import Bundle
 from ...models.cache import cache_folder
 from ...models.pairing import DraftPair
@@ -27,44 +29,32 @@ from ..measure.measuring_time import MeasuringTime
 from ..measure.pass_timing import MEASURING_SPEED, PASS_COSTS, load_or_measure_pass_cost, measure_pass_cost
 from ..measure.system_load import LoadMeter
 from ..options import GenerationRequest, Persistence
-from ..sampling.sampler import SamplingParams
-from .choice import SOURCE_NAMES, Speculation
-from .draft_loading import load_draft, load_layer_skip_draft
+from .choice import Speculation
+from .draft_loading import NewDraftModel, load_draft, load_layer_skip_draft
+from .drafter_set import DrafterSet, SharedLearning
 from .drafters.draft_model import DraftModel
 from .drafters.history import HistoryDrafter
 from .drafters.history_indexing import HistoryIndexer
 from .drafters.history_store import HistoryStore
 from .drafters.interface import Drafter
-from .drafters.layer_skip import LayerSkipDraft
 from .drafters.model import ModelDrafter
 from .drafters.ngram import NgramDrafter
-from .drafters.ngram_table import open_bundle_table
-from .drafters.oracle import OracleDrafter
-from .drafters.recycling import RecyclingDrafter
+from .drafters.ngram_table import NgramTable, open_bundle_table
+from .drafters.recycling import RecycledTable, RecyclingDrafter
 from .drafters.suffix import SuffixDrafter
 from .pass_cost import PassCost
-from .replay import OracleMode, Recording
-from .sampled_speculator import DraftSampling, SampledSpeculator
+from .replay import OracleMode
 from .speculator import Speculator
-from .tree import Source
 
 _HISTORY_BYTES: Final = 64 << 20
 """Maximum size on disk of the stored conversations of one model, index included."""
 _MIN_OBSERVED: Final = 256
 """Number of observed passes from which a refined pass cost is saved."""
-_HINTS: Final = {
-    Source.MODEL: "give a draft model with --draft",
-    Source.HISTORY: "keep conversations with --history",
-    Source.NGRAM: "make a table with edge-run tune --text",
-    Source.SUFFIX: "leave it out",
-    Source.RECYCLED: "leave it out",
-}
-"""How to get a drafter that is not available."""
 _log: Final = logging.getLogger("edgerun")
 
 
 class DrafterPool:
-    """Owns the drafters of one engine and hands out a speculator for each answer.
+    """Owns the drafters of one engine and lends each answer a set of them.
 
     Args:
         graph: session of the target.
@@ -99,17 +89,14 @@ class DrafterPool:
         self._store = HistoryStore(history_folder, _HISTORY_BYTES, _log.warning) if persistence.history else None
         self._indexer = None if self._store is None else HistoryIndexer(self._store)
         self._pass_cost: PassCost | None = None
-        self._meter = LoadMeter(graph.config.threads)
-        """The load of other programs since the model was loaded, then since the answer began."""
+        self._meter: Final = LoadMeter(graph.config.threads)
+        """The load of other programs since the model was loaded."""
         self._disturbed = False
         """Whether other programs disturbed an answer, and what was learned from its passes."""
         self._exactness_report: ExactnessReport | None = None
-        self._free: dict[Source, Drafter] | None = None
-        self._recycling: RecyclingDrafter | None = None
-        self._model: ModelDrafter | None = None
-        self._speculators: dict[tuple[frozenset[Source], bool, bool], Speculator] = {}
-        self._sampled: dict[DraftSampling, SampledSpeculator] = {}
-        self._oracles: dict[OracleMode, tuple[OracleDrafter, Speculator]] = {}
+        self._resources: _Resources | None = None
+        self._idle: list[DrafterSet] = []
+        """Sets that no answer uses, the most recently used last."""
 
     def pass_cost(self) -> PassCost:
         """Cost of target passes: stored by an earlier engine, or measured now."""
@@ -126,9 +113,10 @@ class DrafterPool:
         return self._pass_cost
 
     def draft_model(self) -> DraftModel | None:
-        """The draft model, loaded if necessary; None if there is none."""
-        self._make_drafters()
-        return None if self._model is None else self._model.model
+        """The draft model of the set that the next answer would have; None if there is none."""
+        drafters = self._take_set(())
+        self._idle.append(drafters)
+        return None if drafters.model is None else drafters.model.model
 
     def exactness_report(self, token_ids: Sequence[int]) -> ExactnessReport:
         """The exactness report of this model and machine: stored, or its noise measured now over `token_ids`."""
@@ -147,10 +135,12 @@ class DrafterPool:
         if self._persistence.cache:
             EXACTNESS_REPORTS.save(model_key(self._bundle, self._graph.config), exactness_report)
 
-    def speculator(self, request: GenerationRequest, arena: KVArena) -> Speculator | None:
-        """The speculator for one answer; None for plain decoding.
+    @contextmanager
+    def answering(self, request: GenerationRequest, arena: KVArena) -> Iterator[Speculator | None]:
+        """Lend a speculator for one answer; None for plain decoding. Work in the background waits.
 
-        Exact answers have speculators of their own: near ties are recomputed there, so other drafts pay.
+        At the end of the answer, the pass cost is doubted if its passes contradict it, unless other programs disturbed
+        them.
 
         Args:
             request: the answer's prompt, sampling parameters and choice of drafters.
@@ -159,46 +149,28 @@ class DrafterPool:
         Raises:
             InputError: a drafter that was asked for is not available.
         """
-        choice, recording, sampling = request.speculation, request.recording, request.sampling
-        graph_io = self._graph.graph_io
-        if choice == Speculation.OFF or (choice.automatic and not graph_io.supports_verification):
-            return None
-        if recording is not None and recording.oracle_mode is not OracleMode.NONE:
-            return self._oracle_speculator(recording, len(request.prompt_ids))
-        free = self._make_drafters()
-        self._meter = LoadMeter(self._graph.config.threads)
-        if self._model is not None:
-            if isinstance(self._model.model, LayerSkipDraft):
-                self._model.model.attach(arena)
-            self._model.temperature = 1.0 if sampling.greedy else sampling.temperature
-        if request.draft_sampling is not DraftSampling.OFF and recording is None and not sampling.greedy:
-            return self._sampled_speculator(request.draft_sampling, sampling)
-        available = frozenset(free) | (frozenset() if self._model is None else {self._model.source})
-        if (missing := choice.sources - available) and not choice.automatic:
-            raise InputError(f"the drafter {SOURCE_NAMES[min(missing)]} is not available", _HINTS[min(missing)])
-        chosen = choice.sources & available
-        if recording is not None:
-            # The graph's own logits do not belong to a recorded answer, so nothing can be learned from them.
-            chosen -= {Source.RECYCLED}
-        if not chosen:
-            return None
-        key = (chosen, recording is not None, request.exact)
-        if key not in self._speculators:
-            drafters = [drafter for source, drafter in free.items() if source in chosen]
-            model = self._model if Source.MODEL in chosen else None
-            self._speculators[key] = Speculator(drafters, self.pass_cost(), model=model, trees=graph_io.supports_trees)
-        return self._speculators[key]
+        with nullcontext() if self._indexer is None else self._indexer.answering():
+            choice, recording = request.speculation, request.recording
+            verifies = self._graph.graph_io.supports_verification
+            if choice == Speculation.OFF or (choice.automatic and not verifies):
+                yield None
+                return
+            drafters = self._take_set(request.prompt_ids)
+            meter = LoadMeter(self._graph.config.threads)
+            try:
+                if recording is not None and recording.oracle_mode is not OracleMode.NONE:
+                    yield drafters.oracle_speculator(recording, len(request.prompt_ids))
+                else:
+                    yield drafters.speculator(request, arena)
+            finally:
+                self._idle.append(drafters)
+            self._end_answer(meter)
 
-    def generating(self) -> AbstractContextManager[None]:
-        """A context for generating an answer: work in the background waits."""
-        return nullcontext() if self._indexer is None else self._indexer.answering()
-
-    def end_answer(self) -> None:
-        """Doubt the pass cost if the passes of an answer contradict it, unless other programs disturbed them."""
+    def _end_answer(self, meter: LoadMeter) -> None:
         cost = self._pass_cost
         if cost is None:
             return
-        if self._meter.is_busy:
+        if meter.is_busy:
             self._disturbed = True
             cost.forget_strays()
         elif cost.is_contradicted:
@@ -214,17 +186,17 @@ class DrafterPool:
         """Save what was learned and free the memory; calling it again does nothing."""
         if self._open_graph is None:
             return
-        if self._recycling is not None and self._keeps_recycled and self._recycling.changed:
+        recycled = None if self._resources is None else self._resources.recycled
+        if recycled is not None and self._keeps_recycled and recycled.changed:
             with suppress(OSError):
-                self._recycling.save(self._recycled_file)
+                recycled.save(self._recycled_file)
         cost = self._pass_cost
         if cost is not None and cost.observed >= _MIN_OBSERVED and not self._disturbed:
             self._save_pass_cost(cost)
         if self._indexer is not None:
             self._indexer.close()
-        self._open_graph = self._free = self._model = self._recycling = None
-        for speculators in (self._speculators, self._sampled, self._oracles):
-            speculators.clear()
+        self._open_graph = self._resources = None
+        self._idle.clear()
 
     def _save_pass_cost(self, cost: PassCost) -> None:
         if self._persistence.cache:
@@ -248,26 +220,48 @@ class DrafterPool:
     def _recycled_file(self) -> Path:
         return cache_folder() / "recycled" / self._model_key
 
-    def _make_drafters(self) -> dict[Source, Drafter]:
-        """The free drafters by source; they and the draft model are made on the first call."""
-        if self._free is None:
-            vocab_size = self._graph.graph_io.vocab_size
-            self.pass_cost()
-            drafters: list[Drafter] = [SuffixDrafter()]
-            if self._store is not None:
-                drafters.append(HistoryDrafter(self._store, vocab_size))
-            table = open_bundle_table(self._bundle, vocab_size, _log.warning) if self._persistence.cache else None
-            if table is not None:
-                drafters.append(NgramDrafter(table))
-            if self._pair is not None:
-                self._model = ModelDrafter(self._load_draft_model(self._pair))
-            self._recycling = RecyclingDrafter(vocab_size)
-            if self._keeps_recycled:
-                self._recycling.load(self._recycled_file)
-            self._free = {drafter.source: drafter for drafter in (*drafters, self._recycling)}
-        return self._free
+    def _take_set(self, prompt_ids: Sequence[int]) -> DrafterSet:
+        """Take the idle set whose latest prompt is most like a new one, as its drafters know the sequence; or make one.
 
-    def _load_draft_model(self, pair: DraftPair) -> DraftModel:
+        Of sets that are alike, the most recently used is taken.
+        """
+        if not self._idle:
+            return self._new_set()
+        best = max(
+            range(len(self._idle)), key=lambda index: (_common_prefix(self._idle[index].prompt_ids, prompt_ids), index)
+        )
+        return self._idle.pop(best)
+
+    def _new_set(self) -> DrafterSet:
+        resources, graph_io = self._load_resources(), self._graph.graph_io
+        drafters: list[Drafter] = [SuffixDrafter()]
+        if self._store is not None:
+            drafters.append(HistoryDrafter(self._store, graph_io.vocab_size))
+        if resources.table is not None:
+            drafters.append(NgramDrafter(resources.table))
+        drafters.append(RecyclingDrafter(resources.recycled))
+        model = None if resources.new_draft_model is None else ModelDrafter(resources.new_draft_model())
+        return DrafterSet(
+            {drafter.source: drafter for drafter in drafters},
+            model,
+            resources.learning,
+            vocab_size=graph_io.vocab_size,
+            trees=graph_io.supports_trees,
+        )
+
+    def _load_resources(self) -> _Resources:
+        if self._resources is None:
+            vocab_size = self._graph.graph_io.vocab_size
+            learning = SharedLearning(self.pass_cost())
+            table = open_bundle_table(self._bundle, vocab_size, _log.warning) if self._persistence.cache else None
+            new_draft_model = None if self._pair is None else self._load_draft_model(self._pair)
+            recycled = RecycledTable(vocab_size)
+            if self._keeps_recycled:
+                recycled.load(self._recycled_file)
+            self._resources = _Resources(learning, table, recycled, new_draft_model)
+        return self._resources
+
+    def _load_draft_model(self, pair: DraftPair) -> NewDraftModel:
         graph_io, config = self._graph.graph_io, self._draft_config
         cache, measuring, context = self._persistence.cache, self.measuring, self._context
         if pair.layer_skip:
@@ -279,26 +273,21 @@ class DrafterPool:
             pair, config, graph_io.vocab_size, context, cache=cache, measuring=measuring, prefix_tokens=tokens
         )
 
-    def _sampled_speculator(self, draft_sampling: DraftSampling, sampling: SamplingParams) -> SampledSpeculator:
-        if self._model is None:
-            raise InputError("there is no draft model to sample draft tokens from", _HINTS[Source.MODEL])
-        if draft_sampling not in self._sampled:
-            trees = self._graph.graph_io.supports_trees
-            self._sampled[draft_sampling] = SampledSpeculator(
-                self._model.model, self.pass_cost(), draft_sampling, trees=trees
-            )
-        speculator = self._sampled[draft_sampling]
-        speculator.start_answer(sampling)
-        return speculator
 
-    def _oracle_speculator(self, recording: Recording, start: int) -> Speculator:
-        graph_io = self._graph.graph_io
-        if recording.oracle_mode not in self._oracles:
-            drafter = OracleDrafter()
-            self._oracles[recording.oracle_mode] = (
-                drafter,
-                Speculator([drafter], self.pass_cost(), trees=graph_io.supports_trees),
-            )
-        drafter, speculator = self._oracles[recording.oracle_mode]
-        drafter.set_answer(recording.oracle_draft(graph_io.vocab_size), start)
-        return speculator
+@dataclass(frozen=True)
+class _Resources:
+    """What all drafter sets of an engine share."""
+
+    learning: SharedLearning
+    table: NgramTable | None
+    recycled: RecycledTable
+    new_draft_model: NewDraftModel | None
+    """None if there is no draft model."""
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of equal tokens at the beginning of both sequences."""
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))

@@ -40,12 +40,21 @@ class SampledSpeculator(Speculator):
         cost: cost of target passes.
         draft_sampling: CHAIN or TREE.
         trees: whether the target can verify trees.
+        estimate: what is known about the acceptance of such draft tokens; None for nothing yet.
     """
 
-    def __init__(self, model: DraftModel, cost: PassCost, draft_sampling: DraftSampling, *, trees: bool) -> None:
+    def __init__(
+        self,
+        model: DraftModel,
+        cost: PassCost,
+        draft_sampling: DraftSampling,
+        *,
+        trees: bool,
+        estimate: AcceptanceEstimate | None = None,
+    ) -> None:
         super().__init__((), cost, trees=trees)
         self._draft_model: Final = model
-        self._estimate: Final = AcceptanceEstimate()
+        self._estimate: Final = AcceptanceEstimate() if estimate is None else estimate
         self._chain: Final = draft_sampling is DraftSampling.CHAIN or not trees
         self._drafter = SampledDrafter(model, SamplingParams(), self._estimate)
         self._sampled: SampledDraft | None = None

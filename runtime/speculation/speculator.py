@@ -125,6 +125,20 @@ class Draft:
     note: str = ""
 
 
+class LearnedRates:
+    """What speculators learn about some drafters; those of answers that run at the same time share it.
+
+    Args:
+        drafters: the drafters. Others of the same sources may use what is learned about them.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.mixer: Final = Mixer({drafter.source: drafter.prior for drafter in drafters})
+        """How often candidates are accepted."""
+        self.model_value: Final = DraftModelValue()
+        """What a pass of the draft model gains."""
+
+
 class Speculator:
     """Proposes drafts, verifies them and learns from the outcome, over one sequence at a time.
 
@@ -134,6 +148,7 @@ class Speculator:
         model: draft model; None for none.
         trees: whether the target can verify trees; otherwise drafts are chains.
         max_width: maximum width of a verification pass, in token positions.
+        learned: what is known about the drafters; None for nothing yet.
     """
 
     def __init__(
@@ -144,14 +159,16 @@ class Speculator:
         model: CostlyDrafter | None = None,
         trees: bool = True,
         max_width: int = MAX_DRAFT_WIDTH,
+        learned: LearnedRates | None = None,
     ) -> None:
         self.drafters: Final = tuple(drafters)
         self.model: Final = model
         self.cost: Final = cost
         all_drafters = (*self.drafters, *(() if model is None else (model,)))
-        self.mixer: Final = Mixer({drafter.source: drafter.prior for drafter in all_drafters})
+        learned = LearnedRates(all_drafters) if learned is None else learned
+        self.mixer: Final = learned.mixer
         self.balance: Final = DraftingBalance()
-        self._model_value = DraftModelValue()
+        self._model_value: Final = learned.model_value
         self._suffix = next((drafter for drafter in self.drafters if isinstance(drafter, SuffixDrafter)), None)
         self._recycling = next((drafter for drafter in self.drafters if isinstance(drafter, RecyclingDrafter)), None)
         self._trees = trees
@@ -335,7 +352,7 @@ class Speculator:
         self._learn_candidates(growth, node, result.next_token)
         if self._recycling is not None:
             for node in path:
-                self._recycling.learn(tokens[node], logits[node])
+                self._recycling.table.learn(tokens[node], logits[node])
 
     def _learn_candidates(self, growth: TreeGrowth, node: int, next_token: int) -> None:
         for candidate, prediction in growth.candidates.get(node, ()):

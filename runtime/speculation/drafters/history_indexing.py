@@ -43,7 +43,8 @@ class HistoryIndexer:
         self._store = store
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._answering = False
+        self._answers = 0
+        """Number of answers being generated."""
         self._closed = False
         self._stored_at: float | None = None
         """When the first conversation was stored that is not indexed yet; None if there is none."""
@@ -54,12 +55,12 @@ class HistoryIndexer:
     def answering(self) -> Iterator[None]:
         """Put indexing off during the block, for two seconds at most."""
         with self._changed:
-            self._answering = True
+            self._answers += 1
         try:
             yield
         finally:
             with self._changed:
-                self._answering = False
+                self._answers -= 1
                 self._idle_since = time.monotonic()
                 self._changed.notify()
 
@@ -112,7 +113,7 @@ class HistoryIndexer:
                     self._thread = None
                     return False
                 latest = self._stored_at + _PATIENCE_S
-                due = latest if self._answering else min(self._idle_since + _IDLE_S, latest)
+                due = latest if self._answers else min(self._idle_since + _IDLE_S, latest)
                 now = time.monotonic()
                 wait_s = max(due, self._rested_at) - now
                 if wait_s <= 0:
@@ -129,6 +130,6 @@ class HistoryIndexer:
             _StoppedError: the indexer was closed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._answering, self._patient_until - time.monotonic())
+            self._changed.wait_for(lambda: self._closed or not self._answers, self._patient_until - time.monotonic())
             if self._closed:
                 raise _StoppedError

@@ -30,27 +30,25 @@ _FORMAT: Final = b"edge-run recycled 1\n"
 _HEADER: Final = 2
 """Number of int32 values before the records: the vocabulary size and the number of records."""
 _RECORD: Final = np.dtype([("token", "<i4"), ("candidates", "<i4", _CANDIDATES), ("buckets", "u1", _CANDIDATES)])
+_PRIOR: Final[Sequence[float]] = (
+    *(0.16, 0.2, 0.25, 0.32, 0.42),  # the first candidate, by its margin over the second
+    *(0.12, 0.09, 0.06, 0.03, 0.02),  # the others, by their margin below the first
+)
 
 
 class RecyclingDrafter:
     """A `Drafter` over the target's own logits. Its state is the last token.
 
     Args:
-        vocab_size: vocabulary size of the target.
+        table: the candidates, which drafters of other sequences may share.
     """
 
     source: Final = Source.RECYCLED
-    prior: Final[Sequence[float]] = (
-        *(0.16, 0.2, 0.25, 0.32, 0.42),  # the first candidate, by its margin over the second
-        *(0.12, 0.09, 0.06, 0.03, 0.02),  # the others, by their margin below the first
-    )
+    prior: Final = _PRIOR
 
-    def __init__(self, vocab_size: int) -> None:
-        self._tokens = np.full((vocab_size, _CANDIDATES), _NONE, np.int32)
-        self._buckets = np.zeros((vocab_size, _CANDIDATES), np.uint8)
+    def __init__(self, table: RecycledTable) -> None:
+        self.table: Final = table
         self._last = _NONE
-        self.changed = False
-        """Whether the table has changed since it was saved."""
 
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence, of which only the last token matters."""
@@ -71,11 +69,27 @@ class RecyclingDrafter:
 
     def candidates(self, state: int) -> Sequence[Candidate]:
         """The tokens that the target ranked highest after this token."""
-        if state < 0:
-            return ()
+        return self.table.candidates(state) if state >= 0 else ()
+
+
+class RecycledTable:
+    """The tokens that the target ranked highest after each token.
+
+    Args:
+        vocab_size: vocabulary size of the target.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._tokens = np.full((vocab_size, _CANDIDATES), _NONE, np.int32)
+        self._buckets = np.zeros((vocab_size, _CANDIDATES), np.uint8)
+        self.changed = False
+        """Whether the table has changed since it was saved."""
+
+    def candidates(self, after: int) -> list[Candidate]:
+        """The candidates after a token, best first; none if it has not occurred."""
         return [
             Candidate(token, bucket)
-            for token, bucket in zip(self._tokens[state].tolist(), self._buckets[state].tolist(), strict=True)
+            for token, bucket in zip(self._tokens[after].tolist(), self._buckets[after].tolist(), strict=True)
             if token >= 0
         ]
 
@@ -133,7 +147,7 @@ class RecyclingDrafter:
         ids = np.append(tokens, seen)
         if ids.min(initial=0) < _NONE or ids.max(initial=0) >= vocab_size or seen.min(initial=0) < 0:
             return False
-        if buckets.max(initial=0) >= len(self.prior):
+        if buckets.max(initial=0) >= len(_PRIOR):
             return False
         self._tokens[seen], self._buckets[seen] = tokens, buckets
         return True

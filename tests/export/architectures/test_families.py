@@ -22,7 +22,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession as RuntimeGraph
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
-from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from support.adversarial_drafters import eager
 from support.tiny_models import (
@@ -55,7 +55,7 @@ def test_decoding_beyond_the_window_equals_the_reference(tmp_path, family: str) 
     graph = RuntimeGraph(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
     prompt, limits = [7, 8, 9, 7, 8], DecodeLimits(48, frozenset())
     outputs, tree_tokens = [], 0
-    for speculator in (None, eager(SuffixDrafter(), RecyclingDrafter(300))):
+    for speculator in (None, eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(300)))):
         sampler = Sampler(SamplingParams(), 300)
         steps = list(decode(graph.bind(graph.arena(256)), prompt, sampler, limits, speculator, None))
         outputs.append([token for step in steps for token in step.tokens])

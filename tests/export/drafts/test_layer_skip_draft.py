@@ -221,7 +221,7 @@ def test_a_draft_is_chosen_measured_and_added_to_the_bundle(vocabulary: int | No
     target = RuntimeSession(bundle / "model.onnx", config)
     pair = find_draft(opened)
     assert pair is not None
-    draft = load_layer_skip_draft(pair, config, opened, target.graph_io, 100, cache=False)
+    draft = load_layer_skip_draft(pair, config, opened, target.graph_io, 100, cache=False)()
     bound = target.bind(target.arena(100))
     same = sum(count_agreement(bound, draft, text[:-1].tolist(), 1) for text in held_out)
     assert same / sum(len(text) - 2 for text in held_out) == pytest.approx(report.agreement, abs=0.08)

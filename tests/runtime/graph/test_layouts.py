@@ -24,7 +24,7 @@ from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.model import ModelDrafter
-from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Speculator
@@ -138,11 +138,11 @@ def test_drafts_do_not_change_the_text(name: str, graph_of) -> None:
     drafters = adversaries([*prompt, *expected], VOCABULARY, 0)
     bound = bind(graph)
     speculators = {
-        "free drafters": eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=trees),
+        "free drafters": eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY)), trees=trees),
         **{each: speculator_of(drafters[each], trees=trees) for each in ("oracle", "nearly right")},
     }
     if trees:
-        speculators["chains"] = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=False)
+        speculators["chains"] = eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY)), trees=False)
         speculators["wide"] = speculator_of(drafters["wide"])
     passes = {}
     for drafter, speculator in speculators.items():

@@ -48,7 +48,7 @@ def trimmed(tmp_path: Path) -> Path:
 
 def test_a_pair_drafts(tiny_bundle: Path) -> None:
     target = open_bundle(tiny_bundle)
-    model = load_draft(pair(target, target), CONFIG, 300, 256)
+    model = load_draft(pair(target, target), CONFIG, 300, 256)()
     model.reset([20, 21, 22])
     bound = (session := GraphSession(target.graph, CONFIG)).bind(session.arena(10))
     assert model.top_tokens((), 1).tokens[0] == bound.forward([20, 21, 22])[2].argmax()
@@ -57,7 +57,7 @@ def test_a_pair_drafts(tiny_bundle: Path) -> None:
 def test_the_shorter_context_counts(tiny_bundle: Path) -> None:
     target = open_bundle(tiny_bundle)
     for context, longest in ((10, 10), (1000, 256)):
-        model = load_draft(pair(target, target), CONFIG, 300, context)
+        model = load_draft(pair(target, target), CONFIG, 300, context)()
         model.reset([20] * longest)
         assert model.top_tokens((), 1).tokens
         model.append(20)
@@ -68,9 +68,9 @@ def test_the_pass_cost_is_stored_unless_caching_is_off(tmp_path: Path) -> None:
     draft = open_bundle(write_bundle(tmp_path, seed=5))
     load_draft(pair(draft, draft), CONFIG, 300, 256, cache=False)
     assert PASS_COSTS.load(model_key(draft, CONFIG)) is None
-    first = load_draft(pair(draft, draft), CONFIG, 300, 256)
+    first = load_draft(pair(draft, draft), CONFIG, 300, 256)()
     assert PASS_COSTS.load(model_key(draft, CONFIG)) is not None
-    assert load_draft(pair(draft, draft), CONFIG, 300, 256).cost.measured == first.cost.measured
+    assert load_draft(pair(draft, draft), CONFIG, 300, 256)().cost.measured == first.cost.measured
 
 
 def test_padding_of_another_size_does_not_matter(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -78,13 +78,13 @@ def test_padding_of_another_size_does_not_matter(tiny_bundle: Path, tmp_path: Pa
     (padded / "edge.json").unlink()
     shutil.copy(tiny_bundle / "tokenizer.json", padded)
     small, large = open_bundle(tiny_bundle), open_bundle(padded)
-    model = load_draft(pair(small, large), CONFIG, 300, 256)
+    model = load_draft(pair(small, large), CONFIG, 300, 256)()
     model.reset([20, 21])
     everything = model.top_tokens((), 400)
     assert sorted(everything.tokens) == list(range(300))
     assert sum(everything.probabilities) == pytest.approx(1, abs=1e-5)
     # Conversely, the target's padding tokens are not in the draft's embedding; they never occur.
-    model = load_draft(pair(large, small), CONFIG, 320, 256)
+    model = load_draft(pair(large, small), CONFIG, 320, 256)()
     model.reset([20, 21])
     assert sorted(model.top_tokens((), 400).tokens) == list(range(300))
     assert model.top_tokens((310,), 1).tokens == ()
@@ -96,7 +96,7 @@ def test_a_trimmed_head_needs_its_map(tiny_bundle: Path, trimmed: Path) -> None:
         f"the draft {trimmed} has 300 tokens and a head of 100, but no map of its ids; put its d2t.npy beside the graph"
     )
     np.save(trimmed / "d2t.npy", KEPT)
-    model = load_draft(pair(target, draft), CONFIG, 300, 256)
+    model = load_draft(pair(target, draft), CONFIG, 300, 256)()
     model.reset([5, 299])
     assert sorted(model.top_tokens((), 300).tokens) == KEPT.tolist()
 

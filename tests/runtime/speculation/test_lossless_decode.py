@@ -14,7 +14,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams, uniform_at
-from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
@@ -39,9 +39,9 @@ EVERYDAY, NIGHTLY = MODELS[:3], [pytest.param(model, marks=pytest.mark.nightly) 
 ADVERSARIES = sorted(adversaries([1], VOCABULARY, EOS))
 DRAFTERS: dict[str, Callable[[], Speculator]] = {
     "suffix": lambda: eager(SuffixDrafter()),
-    "recycle": lambda: eager(RecyclingDrafter(VOCABULARY)),
-    "all": lambda: eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY)),
-    "chains": lambda: eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=False),
+    "recycle": lambda: eager(RecyclingDrafter(RecycledTable(VOCABULARY))),
+    "all": lambda: eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY))),
+    "chains": lambda: eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY)), trees=False),
 }
 
 
@@ -205,7 +205,7 @@ def test_the_targets_choices_are_recycled(graph: GraphSession, epsilon: float | 
     """Also where passes were run again in between."""
     prompt, limits = prompt_of(7), DecodeLimits(40)
     text = [*prompt, *plain(graph, prompt, GREEDY, limits)]
-    recycle, bound, sampler = RecyclingDrafter(VOCABULARY), bind(graph), Sampler(GREEDY, VOCABULARY)
+    recycle, bound, sampler = RecyclingDrafter(RecycledTable(VOCABULARY)), bind(graph), Sampler(GREEDY, VOCABULARY)
     oracle = speculator_of(adversaries(text, VOCABULARY, EOS)["nearly right"])
     speculator = eager(*oracle.drafters, recycle)
     near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)

@@ -17,7 +17,7 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure.width_noise import measure_width_noise
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
@@ -89,7 +89,7 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 def speculators(text: list[int]) -> dict[str, Speculator]:
     """Speculators by name; `text` is the expected output, prompt included."""
     named = adversaries(text, VOCABULARY, 0)
-    free = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY))
+    free = eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY)))
     return {
         "free": free,
         **{name: speculator_of(named[name]) for name in ("oracle", "nearly right", "wide", "unsteady")},

@@ -15,7 +15,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
-from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
@@ -54,7 +54,7 @@ def test_slots_marked_as_plain_equal_plain_decodings(graph: GraphSession, epsilo
     for seed in range(6):
         random = np.random.default_rng(seed)
         plain, fast = (graph.bind(graph.arena(256)) for _ in range(2))
-        speculator = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY))
+        speculator = eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY)))
         text: list[int] = []
         for kept in (0, 3, 12):
             # The sequence up to somewhere in the last answer, and a few more tokens.

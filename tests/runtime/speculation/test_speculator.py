@@ -13,7 +13,7 @@ from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.backoff import DraftingBalance
 from edgerun.runtime.speculation.drafters.interface import Candidate
 from edgerun.runtime.speculation.drafters.oracle import OracleDrafter
-from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Draft, Round, RoundTiming, Speculator
@@ -90,7 +90,7 @@ def plain(text: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
 @pytest.mark.parametrize("room", [1, 2, 3, 7, 10_000])
 def test_statistics_add_up_and_the_output_is_the_targets(trees: bool, room: int) -> None:
-    speculator = eager(SuffixDrafter(), RecyclingDrafter(VOCABULARY), trees=trees)
+    speculator = eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY)), trees=trees)
     accepted = 0
     for start in range(5):
         text = [start, 1]
@@ -105,7 +105,7 @@ def test_statistics_add_up_and_the_output_is_the_targets(trees: bool, room: int)
 @given(st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.integers(1, 30)), min_size=1, max_size=4), st.booleans())
 @settings(max_examples=25)
 def test_drafters_have_the_sequence_after_any_rounds(answers: list[tuple[int, int]], disabled: bool) -> None:
-    suffix, recycle = SuffixDrafter(), RecyclingDrafter(VOCABULARY)
+    suffix, recycle = SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY))
     speculator = eager(suffix, recycle)
     for start, count in answers:
         if disabled:
@@ -119,7 +119,7 @@ def test_drafters_have_the_sequence_after_any_rounds(answers: list[tuple[int, in
 
 
 def test_logits_are_recycled_along_the_accepted_path_only() -> None:
-    recycle = RecyclingDrafter(VOCABULARY)
+    recycle = RecyclingDrafter(RecycledTable(VOCABULARY))
     drafter = Adversary(lambda done, _: Tree.of([done[-1], 2, 3, 4], [-1, 0, 0, 1], [1.0, 0.9, 0.9, 0.8], [0, 6, 6, 6]))
     speculator = eager(*speculator_of(drafter).drafters, recycle)
     speculator.reset([5, 1])

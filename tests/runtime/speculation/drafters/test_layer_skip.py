@@ -55,8 +55,9 @@ def loaded(bundle: Path, **options: object) -> Engine:
     engine = edgerun.load(bundle, threads=1, cache=False, **options)
     drafter_pool = engine.model.drafters
     drafter_pool._pass_cost = FixedCost(NEARLY_FREE)
-    drafter_pool._make_drafters()
-    drafter_pool._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
+    draft = drafter_pool.draft_model()
+    assert draft is not None
+    draft.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
     return engine
 
 
@@ -76,7 +77,7 @@ def own_draft(bundle: Path, target: GraphSession) -> LayerSkipDraft:
     pair = find_draft(opened)
     assert pair is not None
     assert pair.layer_skip
-    return load_layer_skip_draft(pair, CONFIG, opened, target.graph_io, 600, cache=False)
+    return load_layer_skip_draft(pair, CONFIG, opened, target.graph_io, 600, cache=False)()
 
 
 def read(target: GraphSession, tokens: list[int]) -> BoundSession:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.speculation.drafters.recycling import RecyclingDrafter
+from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 
 KEPT = 3
 
 
-def proposed(drafter: RecyclingDrafter, token: int) -> list[int]:
-    return [candidate.token for candidate in drafter.candidates(token)]
+def proposed(table: RecycledTable, token: int) -> list[int]:
+    return [candidate.token for candidate in table.candidates(token)]
 
 
 def ranked(logits: np.ndarray) -> list[int]:
@@ -29,18 +29,18 @@ def ranked(logits: np.ndarray) -> list[int]:
 @settings(max_examples=150)
 def test_the_highest_logits_are_kept_and_ties_go_to_the_lowest_id(seed: int, size: int, values: int) -> None:
     logits = np.random.default_rng(seed).integers(0, values, size).astype(np.float32)
-    drafter = RecyclingDrafter(size)
-    drafter.learn(0, logits)
-    assert proposed(drafter, 0) == ranked(logits)
+    table = RecycledTable(size)
+    table.learn(0, logits)
+    assert proposed(table, 0) == ranked(logits)
 
 
 @given(st.integers(0, 10_000), st.sampled_from([192, 320, 1003, 4096]))
 @settings(max_examples=40)
 def test_logits_without_ties_are_ranked_as_by_sorting(seed: int, size: int) -> None:
     logits = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
-    drafter = RecyclingDrafter(size)
-    drafter.learn(size - 1, logits)
-    assert proposed(drafter, size - 1) == np.argsort(-logits, kind="stable")[:KEPT].tolist()
+    table = RecycledTable(size)
+    table.learn(size - 1, logits)
+    assert proposed(table, size - 1) == np.argsort(-logits, kind="stable")[:KEPT].tolist()
 
 
 @pytest.mark.parametrize("wild", [np.nan, np.inf, -np.inf])
@@ -50,28 +50,30 @@ def test_nan_logits_do_no_harm(wild: float, size: int, share: float) -> None:
     random = np.random.default_rng(1)
     logits = random.standard_normal(size).astype(np.float32)
     logits[random.random(size) < share] = wild
-    drafter = RecyclingDrafter(size)
-    drafter.learn(0, logits)
-    for candidate in drafter.candidates(0):
+    table = RecycledTable(size)
+    table.learn(0, logits)
+    for candidate in table.candidates(0):
         assert 0 <= candidate.token < size
-        assert 0 <= candidate.bucket < len(drafter.prior)
+        assert 0 <= candidate.bucket < len(RecyclingDrafter.prior)
 
 
 def test_tokens_that_have_not_occurred_have_no_candidates() -> None:
-    drafter = RecyclingDrafter(300)
+    table = RecycledTable(300)
+    drafter = RecyclingDrafter(table)
     assert drafter.candidates(drafter.state()) == ()
     drafter.reset([])
     assert drafter.candidates(drafter.state()) == ()
     drafter.reset([4, 299])
     assert list(drafter.candidates(drafter.state())) == []
-    drafter.learn(5, np.arange(300, dtype=np.float32))
+    table.learn(5, np.arange(300, dtype=np.float32))
     assert list(drafter.candidates(drafter.state())) == []
-    assert proposed(drafter, drafter.after(drafter.state(), 5)) == [299, 298, 297]
+    assert proposed(table, drafter.after(drafter.state(), 5)) == [299, 298, 297]
     drafter.append(5)
     assert drafter.state() == 5
+    assert list(drafter.candidates(5)) == table.candidates(5)
     # What was last seen counts.
-    drafter.learn(5, -np.arange(300, dtype=np.float32))
-    assert proposed(drafter, 5) == [0, 1, 2]
+    table.learn(5, -np.arange(300, dtype=np.float32))
+    assert proposed(table, 5) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -81,48 +83,48 @@ def test_tokens_that_have_not_occurred_have_no_candidates() -> None:
 def test_a_candidates_bucket_is_the_class_of_its_margin(first: float, second: float, classes: tuple[int, ...]) -> None:
     logits = np.full(300, -50, np.float32)
     logits[[7, 3, 9]] = 0, -first, -second
-    drafter = RecyclingDrafter(300)
-    drafter.learn(1, logits)
-    assert sorted(candidate.bucket for candidate in drafter.candidates(1)) == sorted(classes)
-    assert len(drafter.prior) == 10
+    table = RecycledTable(300)
+    table.learn(1, logits)
+    assert sorted(candidate.bucket for candidate in table.candidates(1)) == sorted(classes)
+    assert len(RecyclingDrafter.prior) == 10
 
 
-def filled(vocab_size: int = 40, tokens: int = 9) -> RecyclingDrafter:
-    drafter, random = RecyclingDrafter(vocab_size), np.random.default_rng(2)
+def filled(vocab_size: int = 40, tokens: int = 9) -> RecycledTable:
+    table, random = RecycledTable(vocab_size), np.random.default_rng(2)
     for token in random.permutation(vocab_size)[:tokens].tolist():
-        drafter.learn(token, random.standard_normal(vocab_size).astype(np.float32) * 3)
-    return drafter
+        table.learn(token, random.standard_normal(vocab_size).astype(np.float32) * 3)
+    return table
 
 
-def everything(drafter: RecyclingDrafter, vocab_size: int = 40) -> list[list[tuple[int, int]]]:
-    return [[tuple(candidate) for candidate in drafter.candidates(token)] for token in range(vocab_size)]
+def everything(table: RecycledTable, vocab_size: int = 40) -> list[list[tuple[int, int]]]:
+    return [[tuple(candidate) for candidate in table.candidates(token)] for token in range(vocab_size)]
 
 
 def test_saved_tables_can_be_loaded(tmp_path: Path) -> None:
-    drafter, path = filled(), tmp_path / "deep" / "recycled"
+    table, path = filled(), tmp_path / "deep" / "recycled"
     path.parent.mkdir()
-    assert drafter.changed
-    drafter.save(path)
-    assert not drafter.changed
-    other = RecyclingDrafter(40)
+    assert table.changed
+    table.save(path)
+    assert not table.changed
+    other = RecycledTable(40)
     assert other.load(path)
-    assert everything(other) == everything(drafter)
+    assert everything(other) == everything(table)
     assert not other.changed
     assert [entry.name for entry in path.parent.iterdir()] == ["recycled"]
 
 
 def test_loading_adds_to_learned_candidates(tmp_path: Path) -> None:
-    drafter = RecyclingDrafter(40)
-    drafter.learn(3, np.arange(40, dtype=np.float32))
-    drafter.save(tmp_path / "a")
-    other = RecyclingDrafter(40)
+    table = RecycledTable(40)
+    table.learn(3, np.arange(40, dtype=np.float32))
+    table.save(tmp_path / "a")
+    other = RecycledTable(40)
     other.learn(4, np.arange(40, dtype=np.float32))
     assert other.load(tmp_path / "a")
     assert proposed(other, 3) == proposed(other, 4) == [39, 38, 37]
 
 
 def test_an_empty_table_can_be_saved(tmp_path: Path) -> None:
-    RecyclingDrafter(40).save(tmp_path / "a")
+    RecycledTable(40).save(tmp_path / "a")
     other = filled()
     before = everything(other)
     other.load(tmp_path / "a")
@@ -130,26 +132,26 @@ def test_an_empty_table_can_be_saved(tmp_path: Path) -> None:
 
 
 def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    large = RecyclingDrafter(60)
+    large = RecycledTable(60)
     large.learn(59, np.arange(60, dtype=np.float32))
     large.save(tmp_path / "large")
     # Also one whose tokens would all fit: it is another model's.
     filled().save(tmp_path / "small")
     for size, name in ((40, "large"), (60, "small"), (20, "small")):
-        drafter = RecyclingDrafter(size)
-        assert not drafter.load(tmp_path / name)
-        assert everything(drafter, size) == [[]] * size
+        table = RecycledTable(size)
+        assert not table.load(tmp_path / name)
+        assert everything(table, size) == [[]] * size
 
 
 def test_missing_files_folders_and_other_files_are_refused(tmp_path: Path) -> None:
-    drafter = RecyclingDrafter(40)
+    table = RecycledTable(40)
     np.save(tmp_path / "array.npy", np.arange(4))
     np.savez(tmp_path / "arrays.npz", seen=np.arange(4))
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("not a table", encoding="utf-8")
     for name in ("missing", ".", "array.npy", "arrays.npz", "empty", "text"):
-        assert not drafter.load(tmp_path / name), name
-    assert everything(drafter) == [[]] * 40
+        assert not table.load(tmp_path / name), name
+    assert everything(table) == [[]] * 40
 
 
 def sealed(file: bytes, at: int, numbers: Sequence[int]) -> bytes:
@@ -182,9 +184,9 @@ def test_an_inconsistent_table_with_a_valid_checksum_is_refused(
     saved: bytes, tmp_path: Path, at: int, numbers: list[int], good: bool
 ) -> None:
     (tmp_path / "table").write_bytes(sealed(saved, at, numbers))
-    drafter = RecyclingDrafter(40)
-    assert drafter.load(tmp_path / "table") is good
-    assert good or everything(drafter) == [[]] * 40
+    table = RecycledTable(40)
+    assert table.load(tmp_path / "table") is good
+    assert good or everything(table) == [[]] * 40
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +207,9 @@ def test_damaged_files_do_no_harm(saved: bytes, tmp_path: Path, data: st.DataObj
         del damaged[data.draw(st.integers(0, len(damaged))) :]
     path = tmp_path / "damaged"
     path.write_bytes(damaged)
-    drafter = RecyclingDrafter(40)
-    loaded = drafter.load(path)
-    candidates = everything(drafter)
+    table = RecycledTable(40)
+    loaded = table.load(path)
+    candidates = everything(table)
     assert all(0 <= token < 40 and 0 <= bucket < 10 for row in candidates for token, bucket in row)
     assert candidates == [[]] * 40 if not loaded else bytes(damaged) == saved
 
@@ -217,12 +219,12 @@ def test_a_flipped_bit_is_detected(saved: bytes, tmp_path: Path) -> None:
         damaged = bytearray(saved)
         damaged[at] ^= 1 << at % 8
         (tmp_path / "damaged").write_bytes(damaged)
-        assert not RecyclingDrafter(40).load(tmp_path / "damaged")
+        assert not RecycledTable(40).load(tmp_path / "damaged")
 
 
 def test_saving_to_a_missing_folder_raises(tmp_path: Path) -> None:
-    drafter = filled()
+    table = filled()
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        drafter.save(tmp_path / "file" / "table")
-    assert drafter.changed
+        table.save(tmp_path / "file" / "table")
+    assert table.changed

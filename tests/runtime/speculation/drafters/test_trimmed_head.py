@@ -56,8 +56,9 @@ def engine(pair: Path) -> Iterator[Engine]:
     with edgerun.load(pair, threads=1, cache=False) as engine:
         drafter_pool = engine.model.drafters
         drafter_pool._pass_cost = FixedCost(NEARLY_FREE)
-        drafter_pool._make_drafters()
-        drafter_pool._model.model.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
+        draft = drafter_pool.draft_model()
+        assert draft is not None
+        draft.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
         yield engine
 
 
@@ -83,7 +84,7 @@ def test_the_output_is_that_of_plain_decoding(engine: Engine, choice: str, sampl
 
 
 def test_it_reads_tokens_that_its_head_lacks_and_proposes_target_ids(engine: Engine) -> None:
-    model = engine.model.drafters._model.model
+    model = engine.model.drafters.draft_model()
     kept = set(model.target_ids.tolist())
     text = engine.model.encode_chat([{"role": "user", "content": REQUESTS[0]}])
     text += tokens_of(engine, REQUESTS[0], 0.0)
@@ -113,8 +114,9 @@ def test_a_draft_of_the_targets_own_layers_may_have_a_trimmed_head(tmp_path: Pat
     np.testing.assert_allclose(own_logits(folder), whole[:, kept], atol=1e-5)
     with edgerun.load(folder, cache=False) as llm:
         for request in REQUESTS:
+            # With activations of 8 bits, a near tie decides otherwise in a wider pass unless it is recomputed.
             texts = {
-                llm.generate(request, max_tokens=40, speculation=each).text
+                llm.generate(request, max_tokens=40, speculation=each, exact=True).text
                 for each in (OFF, Speculation.parse("model"))
             }
             assert len(texts) == 1
@@ -130,7 +132,7 @@ def own_logits(folder: Path) -> np.ndarray:
         assert found is not None
         draft = load_layer_skip_draft(
             found, llm.model.drafters._draft_config, llm.bundle, llm.graph_io, 64, cache=False
-        )
+        )()
         arena = llm.model._graph.arena(64)
         llm.model._graph.bind(arena).forward(text)
         arena.commit(text.size)

@@ -16,7 +16,7 @@ from edgerun import (
     FinishReason,
     GenerateOptions,
 )
-from edgerun.runtime.request_queue import AsyncAnswerStream
+from edgerun.runtime.scheduling.answer_stream import AsyncAnswerStream
 
 
 def test_cancelling_from_another_thread_keeps_the_text_so_far(engine: Engine) -> None:
@@ -43,13 +43,13 @@ def test_answers_of_several_threads_wait_for_each_other(engine: Engine) -> None:
     assert texts == [expected] * 6
 
 
-def test_an_answer_inside_an_unfinished_one_raises_instead_of_deadlocking(engine: Engine) -> None:
-    stream = engine.stream("the", max_tokens=5)
+def test_an_answer_inside_an_unfinished_one_raises_instead_of_deadlocking(single: Engine) -> None:
+    stream = single.stream("the", max_tokens=5)
     next(stream)
     with pytest.raises(EdgeError, match="the reader is in the middle of another answer"):
-        engine.generate("other")
+        single.generate("other")
     stream.close()
-    assert engine.generate("the", max_tokens=5).text
+    assert single.generate("the", max_tokens=5).text
 
 
 def test_a_waiting_answer_continues_from_the_cache_of_the_one_that_it_waited_for(engine: Engine) -> None:
@@ -133,13 +133,13 @@ def test_cancelling_a_task_releases_the_engine(engine: Engine) -> None:
     assert engine.generate("the", max_tokens=3).text
 
 
-def test_cancelling_a_waiting_task_does_not_disturb_the_running_answer(engine: Engine) -> None:
-    expected = engine.generate("the", max_tokens=20).text
-    running = engine.stream("the", max_tokens=20)
+def test_cancelling_a_waiting_task_does_not_disturb_the_running_answer(single: Engine) -> None:
+    expected = single.generate("the", max_tokens=20).text
+    running = single.stream("the", max_tokens=20)
     text = next(running).text
 
     async def queue_and_cancel() -> None:
-        queued = asyncio.create_task(engine.agenerate("other", max_tokens=5))
+        queued = asyncio.create_task(single.agenerate("other", max_tokens=5))
         await asyncio.sleep(0.1)
         assert not queued.done()
         queued.cancel()
@@ -150,14 +150,14 @@ def test_cancelling_a_waiting_task_does_not_disturb_the_running_answer(engine: E
     assert text + "".join(chunk.text for chunk in running) == expected
 
 
-def test_an_answer_inside_an_unfinished_asyncio_stream_raises_instead_of_deadlocking(engine: Engine) -> None:
+def test_an_answer_inside_an_unfinished_asyncio_stream_raises_instead_of_deadlocking(single: Engine) -> None:
     async def scenario() -> None:
-        stream = engine.astream("the", max_tokens=5)
+        stream = single.astream("the", max_tokens=5)
         await anext(stream)
         with pytest.raises(EdgeError, match="the reader is in the middle of another answer"):
-            await engine.agenerate("other")
+            await single.agenerate("other")
         await stream.aclose()
-        assert (await engine.agenerate("the", max_tokens=2)).text
+        assert (await single.agenerate("the", max_tokens=2)).text
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 

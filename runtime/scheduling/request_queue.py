@@ -1,0 +1,303 @@
+"""The request queue of an engine: how many answers are generated at a time, and which requests wait.
+
+A few answers have a place and alternate: each runs one forward pass, then the next one does. Other requests wait for a
+place, in order. Waiting can be cancelled; waiting that would deadlock raises an error instead.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+from ...errors import BusyError, EdgeError
+from ..result import Chunk
+from .turns import POLL_S, TurnLock
+
+if TYPE_CHECKING:
+    from asyncio import Task
+
+Reader: TypeAlias = "int | weakref.ref[Task[Any]]"
+"""Who reads a stream: the id of a thread, or an asyncio task."""
+Chunks: TypeAlias = Generator[Chunk, None, None]
+
+DEFAULT_PARALLEL: Final = 4
+"""Answers that are generated at a time: each has a KV cache, and more of them make each one slower."""
+DEFAULT_MAX_WAITING: Final = 64
+
+
+class QueuedStream(Protocol):
+    """A stream that reads an answer."""
+
+    @property
+    def reader(self) -> Reader:
+        """The thread or asyncio task that reads it."""
+
+    def close(self) -> None:
+        """End the answer."""
+
+
+class Ticket:
+    """A request's entry in the queue.
+
+    Args:
+        stream: reads the answer. It may be dropped, and then gives up the place.
+        owner: what only one answer may use at a time, such as a conversation with its KV cache; None for nothing.
+    """
+
+    def __init__(self, stream: QueuedStream, owner: object | None = None) -> None:
+        self.owner: Final = owner
+        self._stream = weakref.ref(stream)
+        self._cancelled = threading.Event()
+        self.waiting_reader: Reader | None = None
+        """Who waits for this request's place just now."""
+        self.used_turn = False
+        """Whether a pass has run since the answer's turn began."""
+
+    @property
+    def stream(self) -> QueuedStream | None:
+        """The stream; None once it is dropped."""
+        return self._stream()
+
+    @property
+    def reader(self) -> Reader | None:
+        """Who reads the stream; None once it is dropped."""
+        stream = self._stream()
+        return None if stream is None else stream.reader
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the answer was asked to end."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Ask the answer to end."""
+        self._cancelled.set()
+
+
+class RequestQueue:
+    """Gives places to requests, and turns to those that have one.
+
+    Args:
+        parallel: number of answers that are generated at a time.
+        max_waiting: number of further requests that may wait.
+    """
+
+    def __init__(self, parallel: int = DEFAULT_PARALLEL, max_waiting: int = DEFAULT_MAX_WAITING) -> None:
+        self.parallel: Final = parallel
+        self.max_waiting: Final = max_waiting
+        self._turns = TurnLock()
+        """Held by the thread that runs a pass of the engine or changes what its answers share."""
+        self._changed = threading.Condition()
+        self._running: list[Ticket] = []
+        self._waiting: list[Ticket] = []
+        self._reserved: list[object] = []
+        """Owners that are used outside of answers."""
+        self._dropped: deque[tuple[Ticket, Chunks | None]] = deque()
+        """Answers to end. A finalizer adds them, which may run in any thread and at any line, so it cannot wait."""
+        self._closed = False
+
+    @property
+    def running(self) -> int:
+        """Number of answers that have a place."""
+        self._end_dropped()
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a place."""
+        self._end_dropped()
+        return len(self._waiting)
+
+    def enter(self, ticket: Ticket) -> None:
+        """Take a place, or one among the waiting requests; returns at once.
+
+        Raises:
+            BusyError: too many requests wait already.
+            EdgeError: the engine is closed.
+        """
+        self._end_dropped()
+        with self._changed:
+            self._require_open()
+            self._waiting.append(ticket)
+            self._admit()
+            if ticket in self._waiting and len(self._waiting) > self.max_waiting:
+                self._waiting.remove(ticket)
+                raise BusyError(
+                    f"{len(self._running)} answers are being generated and {len(self._waiting)} requests wait",
+                    "try again later",
+                )
+
+    def wait_for_place(self, ticket: Ticket, reader: Reader) -> bool:
+        """Wait until a request that has entered has a place; False when it was cancelled meanwhile.
+
+        Raises:
+            EdgeError: the engine is closed, or all places are held by readers that wait themselves, which would
+                deadlock.
+        """
+        try:
+            while not ticket.cancelled:
+                self._end_dropped()
+                with self._changed:
+                    if ticket in self._running:
+                        return True
+                    self._require_open()
+                    ticket.waiting_reader = reader
+                    self._check_deadlock(ticket, reader)
+                    self._changed.wait(POLL_S)
+        finally:
+            ticket.waiting_reader = None
+        return False
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give up a place, or waiting for one."""
+        with self._changed:
+            for tickets in (self._running, self._waiting):
+                if ticket in tickets:
+                    tickets.remove(ticket)
+            self._admit()
+
+    @contextmanager
+    def turn_of(self, ticket: Ticket) -> Iterator[None]:
+        """`turn`, for a request that runs passes."""
+        with self.turn():
+            ticket.used_turn = False
+            yield
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for the engine; other threads run no pass and change nothing that answers share during the block.
+
+        A thread that has the turn already keeps it.
+        """
+        if self._turns.is_mine:
+            yield
+            return
+        with self._turns:
+            self._end_dropped()
+            yield
+
+    def pass_turn(self, ticket: Ticket) -> bool:
+        """Before a pass: return whether the answer was cancelled, after a pass of each other one if it has had its own.
+        """
+        if ticket.used_turn:
+            self._turns.pass_on()
+            self._end_dropped()
+        ticket.used_turn = True
+        return ticket.cancelled
+
+    def drop(self, ticket: Ticket, chunks: Chunks | None) -> None:
+        """End an answer whose stream nobody reads any more, as soon as a thread uses the queue; returns at once."""
+        ticket.cancel()
+        self._dropped.append((ticket, chunks))
+
+    @contextmanager
+    def reserved(self, owner: object) -> Iterator[None]:
+        """Wait until no answer uses `owner`; none does, and no pass runs, during the block.
+
+        Raises:
+            EdgeError: this thread has not finished an answer that uses it, which would deadlock.
+        """
+        reader = threading.get_ident()
+        while True:
+            self._end_dropped()
+            with self._changed:
+                holders = [ticket.reader for ticket in self._running if ticket.owner is owner]
+                if reader in holders:
+                    raise _deadlock()
+                if not holders and not _contains(self._reserved, owner):
+                    self._reserved.append(owner)
+                    break
+                self._changed.wait(POLL_S)
+        try:
+            with self.turn():
+                yield
+        finally:
+            with self._changed:
+                self._reserved = [each for each in self._reserved if each is not owner]
+                self._admit()
+
+    def cancel(self) -> None:
+        """End the answers being generated."""
+        with self._changed:
+            for ticket in self._running:
+                ticket.cancel()
+
+    def close(self) -> None:
+        """End the answers being generated and refuse all others.
+
+        Raises:
+            EdgeError: it was called by something that an answer has called, such as a progress function.
+        """
+        if self._turns.is_mine:
+            raise EdgeError("the engine cannot be closed from within an answer", "cancel the answer and close it then")
+        with self._changed:
+            self._closed = True
+            streams = [ticket.stream for ticket in self._running]
+            self._changed.notify_all()
+        for stream in streams:
+            if stream is not None:
+                stream.close()
+        while self.running:
+            # Other threads are in the middle of these answers, which end before their next pass.
+            with self._changed:
+                self._changed.wait(POLL_S)
+
+    def _end_dropped(self) -> None:
+        """End the answers that were dropped. Where another thread has the turn, it does so when it can."""
+        if not self._dropped:
+            return
+        mine = self._turns.is_mine
+        if not mine and not self._turns.try_acquire():
+            return
+        try:
+            for _ in range(len(self._dropped)):
+                ticket, chunks = self._dropped.popleft()
+                try:
+                    if chunks is not None:
+                        chunks.close()
+                except ValueError:  # a thread is in the middle of it, and ends it before its next pass
+                    self._dropped.append((ticket, chunks))
+                else:
+                    self.leave(ticket)
+        finally:
+            if not mine:
+                self._turns.release()
+
+    def _admit(self) -> None:
+        """Give places to waiting requests, in order; one whose owner is in use lets the next one go first."""
+        for ticket in tuple(self._waiting):
+            if len(self._running) == self.parallel:
+                break
+            if ticket.owner is None or not self._in_use(ticket.owner):
+                self._waiting.remove(ticket)
+                self._running.append(ticket)
+        self._changed.notify_all()
+
+    def _in_use(self, owner: object) -> bool:
+        return _contains(self._reserved, owner) or any(ticket.owner is owner for ticket in self._running)
+
+    def _check_deadlock(self, ticket: Ticket, reader: Reader) -> None:
+        """Raise if the answers that a request waits for are read by readers that wait themselves."""
+        if ticket.owner is not None and any(
+            each.owner is ticket.owner and each.reader == reader for each in self._running
+        ):
+            raise _deadlock()
+        readers = [each.waiting_reader for each in self._waiting if each.waiting_reader is not None]
+        if len(self._running) == self.parallel and all(each.reader in readers for each in self._running):
+            raise _deadlock()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EdgeError("this engine is closed", "load the model again")
+
+
+def _contains(objects: list[object], wanted: object) -> bool:
+    return any(each is wanted for each in objects)
+
+
+def _deadlock() -> EdgeError:
+    return EdgeError("the reader is in the middle of another answer", "finish or close that stream first")
