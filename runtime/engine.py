@@ -119,7 +119,8 @@ def load(
         prefix_cache = int(_PREFIX_SHARE * psutil.virtual_memory().available)
     persistence = Persistence(cache, history, learned, prefix_cache)
     queue = RequestQueue(parallel, max_waiting)
-    return Engine(LoadedModel(bundle, SessionConfig(chosen, threads, mode), context, pair, persistence, progress, queue))
+    config = SessionConfig(chosen, threads, mode)
+    return Engine(LoadedModel(bundle, config, context, pair, persistence, progress, queue))
 
 
 def usable_threads(wanted: int | None) -> int:
@@ -253,7 +254,7 @@ class Engine:
             InputError: the graph does not give hidden states (export it with --hidden-states), a text is empty, or the
                 model wants another pooling.
         """
-        return embed_texts(self.model, texts, self.model.queue.idle, cancelled)
+        return embed_texts(self.model, texts, self.model.queue.turn, cancelled)
 
     def _prompt_ids(self, prompt: Prompt, options: GenerateOptions) -> list[int]:
         """Token ids of a prompt or a conversation; errors as for `generate`."""

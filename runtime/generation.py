@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Final
 
 from ..models.progress import Progress, silent
-from .decode import DecodeLimits, FinishReason, decode
+from .decode import DecodeLimits, FinishReason, Step, decode
 from .graph.bound_session import BoundSession
 from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
@@ -72,116 +71,113 @@ class CachedSequence:
         return kept
 
 
-def generate(
-    sequence: CachedSequence,
-    request: GenerationRequest,
-    tokenizer: TextTokenizer,
-    drafters: DrafterPool,
-    cancelled: Callable[[], bool],
-) -> Generator[Chunk, None, None]:
-    """Answer a request; yield text as soon as later tokens cannot change it.
+class Generation:
+    """Generates one answer.
 
     Args:
-        sequence: the cache to generate in. It is updated round by round, so that closing this generator at any point
-            leaves a sequence to continue from.
+        sequence: the cache to generate in. It is updated round by round, so that leaving `generate` at any point leaves
+            a sequence to continue from.
         request: the prompt and how to answer it. With a recording, its tokens are given instead of the model's own, at
             the cost of the model's.
         tokenizer: the model's.
         drafters: the model's.
         cancelled: called before every pass; True ends the answer.
-
-    Yields:
-        Pieces of text; the last chunk has the finish reason and the statistics.
-
-    Raises:
-        ContextError: the prompt leaves no room for an answer.
-        InputError: a drafter that was asked for is not available.
     """
-    generation = _Generation(sequence, request, tokenizer, cancelled)
-    recorder, measured_before = generation.recorder, drafters.measuring.seconds
-    with sequence.lent_to_prefixes(), drafters.answering(request, sequence.arena) as lent:
-        speculator, near_ties = lent, None
-        if request.exact and request.recording is None:
-            speculator, near_ties = generation.made_exact(lent, drafters)
-        recorder.record_setup(measuring_s=drafters.measuring.seconds - measured_before)
-        kept = sequence.continue_with(request.prompt_ids)
-        # The last token of a prompt always runs again.
-        recorder.reused_tokens = min(kept, len(request.prompt_ids) - 1)
-        last = yield from generation.run(speculator, near_ties)
-        drafters.store_conversation(sequence.token_ids[kept:])
-    yield last
-
-
-class _Generation:
-    """One answer being generated; arguments as for `generate`."""
 
     def __init__(
         self,
         sequence: CachedSequence,
         request: GenerationRequest,
         tokenizer: TextTokenizer,
+        drafters: DrafterPool,
         cancelled: Callable[[], bool],
     ) -> None:
-        self.recorder: Final = StatsRecorder(len(request.prompt_ids))
+        self._recorder = StatsRecorder(len(request.prompt_ids))
         self._sequence = sequence
         self._request = request
         self._tokenizer = tokenizer
+        self._drafters = drafters
         self._cancelled = cancelled
         self._sampler = Sampler(request.sampling, sequence.bound.graph_io.vocab_size)
+        self._measured_before = drafters.measuring.seconds
+        self._kept = 0
+        """Number of tokens of the prompt whose slots were in the cache."""
 
-    def made_exact(
-        self, speculator: Speculator | None, drafters: DrafterPool
-    ) -> tuple[Speculator | None, NearTies | None]:
+    def generate(self) -> Generator[Chunk, None, None]:
+        """Answer; yield text as soon as later tokens cannot change it.
+
+        Yields:
+            Pieces of text; the last chunk has the finish reason and the statistics.
+
+        Raises:
+            ContextError: the prompt leaves no room for an answer.
+            InputError: a drafter that was asked for is not available.
+        """
+        sequence, request, tokenizer, recorder = self._sequence, self._request, self._tokenizer, self._recorder
+        decoder = StreamDecoder(tokenizer)
+        matcher = StopMatcher(request.stop_sequences)
+        tokens = None if request.logprobs is None else AnswerTokens(tokenizer.token_bytes)
+        finish = FinishReason.LENGTH
+        with sequence.lent_to_prefixes(), self._drafters.answering(request, sequence.arena) as speculator:
+            steps = self._decode(speculator)
+            with closing(steps):
+                for step in steps:
+                    recorder.add(step)
+                    sequence.token_ids.extend(step.tokens)
+                    produced, text = step.produced, ""
+                    for count, token in enumerate(step.tokens, 1):
+                        decoded = decoder.push((token,))
+                        text += matcher.push(decoded)
+                        if tokens is not None:
+                            tokens.add(step.logprobs[count - 1], decoded)
+                        if matcher.stopped:  # tokens after a stop sequence do not belong to the answer
+                            produced = count
+                            break
+                    recorder.completion_tokens += produced
+                    if matcher.stopped:
+                        finish = FinishReason.STOP
+                    elif step.finish is not None:
+                        finish = step.finish
+                    if text:
+                        yield Chunk(text, logprobs=() if tokens is None else tokens.take(text))
+                    if matcher.stopped:
+                        break
+            decoded = decoder.flush()
+            remainder = matcher.push(decoded) + matcher.flush()
+            rest = () if tokens is None else tokens.finish(decoded, remainder)
+            stats = recorder.stats(keep_rounds=request.keep_rounds)
+            self._drafters.store_conversation(sequence.token_ids[self._kept :])
+        yield Chunk(remainder, finish, stats, rest)
+
+    def _decode(self, speculator: Speculator | None) -> Generator[Step, None, None]:
+        """Begin to decode the sequence, which is the request's prompt from now on."""
+        sequence, request, sampler, recorder = self._sequence, self._request, self._sampler, self._recorder
+        prompt_ids = request.prompt_ids
+        near_ties = None
+        if request.exact and request.recording is None:
+            speculator, near_ties = self._exact_verification(speculator)
+        recorder.record_setup(measuring_s=self._drafters.measuring.seconds - self._measured_before)
+        self._kept = sequence.continue_with(prompt_ids)
+        # The last token of a prompt always runs again.
+        recorder.reused_tokens = min(self._kept, len(prompt_ids) - 1)
+        token_sampler: TokenSampler = sampler
+        eos = frozenset[int]() if request.ignore_eos else self._tokenizer.eos
+        if request.recording is not None:
+            token_sampler = ReplaySampler(request.recording.answer, len(prompt_ids), sampler)
+            eos = frozenset()  # a recording may hold any token, and ends where it ends
+        limits = DecodeLimits(request.max_tokens, eos, self._cancelled, sequence.progress)
+        vocab_size = sequence.bound.graph_io.vocab_size
+        log_softmax = None if request.logprobs is None else LogSoftmax(request.logprobs, vocab_size)
+        return decode(sequence.bound, prompt_ids, token_sampler, limits, speculator, near_ties, log_softmax)
+
+    def _exact_verification(self, speculator: Speculator | None) -> tuple[Speculator | None, NearTies]:
         """The speculator if an exact answer can be verified, else None, and what recomputes near ties."""
         epsilon = 0.0
         if speculator is not None and self._request.sampling.greedy:
-            report = drafters.exactness_report(self._tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
+            report = self._drafters.exactness_report(self._tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
             epsilon = report.epsilon
             speculator = speculator if report.noise.sound else None
         else:
             speculator = None
         epsilon = epsilon if speculator is not None else 0.0
         return speculator, NearTies(self._sequence.bound, self._sampler, epsilon, self._cancelled)
-
-    def run(self, speculator: Speculator | None, near_ties: NearTies | None) -> Generator[Chunk, None, Chunk]:
-        """Decode; yield pieces of text, and return the last one."""
-        sequence, request, tokenizer, recorder = self._sequence, self._request, self._tokenizer, self.recorder
-        prompt_ids, bound = request.prompt_ids, sequence.bound
-        token_sampler: TokenSampler = self._sampler
-        eos = frozenset[int]() if request.ignore_eos else tokenizer.eos
-        if request.recording is not None:
-            token_sampler = ReplaySampler(request.recording.answer, len(prompt_ids), self._sampler)
-            eos = frozenset()  # a recording may hold any token, and ends where it ends
-        limits = DecodeLimits(request.max_tokens, eos, self._cancelled, sequence.progress)
-        decoder = StreamDecoder(tokenizer)
-        matcher = StopMatcher(request.stop_sequences)
-        finish = FinishReason.LENGTH
-        log_softmax = None if request.logprobs is None else LogSoftmax(request.logprobs, bound.graph_io.vocab_size)
-        tokens = None if request.logprobs is None else AnswerTokens(tokenizer.token_bytes)
-        steps = decode(bound, prompt_ids, token_sampler, limits, speculator, near_ties, log_softmax)
-        with closing(steps):
-            for step in steps:
-                recorder.add(step)
-                sequence.token_ids.extend(step.tokens)
-                produced, text = step.produced, ""
-                for count, token in enumerate(step.tokens, 1):
-                    decoded = decoder.push((token,))
-                    text += matcher.push(decoded)
-                    if tokens is not None:
-                        tokens.add(step.logprobs[count - 1], decoded)
-                    if matcher.stopped:  # tokens after a stop sequence do not belong to the answer
-                        produced = count
-                        break
-                recorder.completion_tokens += produced
-                if matcher.stopped:
-                    finish = FinishReason.STOP
-                elif step.finish is not None:
-                    finish = step.finish
-                if text:
-                    yield Chunk(text, logprobs=() if tokens is None else tokens.take(text))
-                if matcher.stopped:
-                    break
-        decoded = decoder.flush()
-        remainder = matcher.push(decoded) + matcher.flush()
-        rest = () if tokens is None else tokens.finish(decoded, remainder)
-        return Chunk(remainder, finish, recorder.stats(keep_rounds=request.keep_rounds), rest)

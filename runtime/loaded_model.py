@@ -14,7 +14,7 @@ from ..models.pairing import DraftPair
 from ..models.progress import Progress, silent
 from .decode import check_prompt_fits
 from .devices.processor import default_threads
-from .generation import CachedSequence, generate
+from .generation import CachedSequence, Generation
 from .graph.graph_io import GraphIO
 from .graph.memory import trim_heap
 from .graph.open_graph import open_graph
@@ -23,8 +23,8 @@ from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
 from .options import GenerateOptions, GenerationRequest, ModelDefaults, Persistence
 from .result import Chunk
+from .scheduling.alternating_choices import generate_choices
 from .scheduling.answer_stream import AnswerStream
-from .scheduling.choices import generate_choices
 from .scheduling.request_queue import RequestQueue
 from .speculation.draft_loading import share_cores
 from .speculation.pool import DrafterPool
@@ -225,7 +225,7 @@ class LoadedModel:
             token_ids = list(request.prompt_ids[: arena.length])
             bound = self._open_graph().bind(arena)
             sequence = CachedSequence(bound, token_ids, self._progress, self.prefixes)
-        return generate(sequence, request, self.tokenizer, self.drafters, cancelled)
+        return Generation(sequence, request, self.tokenizer, self.drafters, cancelled).generate()
 
     def _choices(
         self, request: GenerationRequest, count: int, cancelled: Callable[[], bool]

@@ -181,7 +181,9 @@ class RequestQueue:
             yield
 
     def pass_turn(self, ticket: Ticket) -> bool:
-        """Before a pass: return whether the answer was cancelled, after a pass of each other one if it has had its own.
+        """Let the others run a pass each, if this answer has run one in its turn; return whether it was cancelled.
+
+        Called before every pass.
         """
         if ticket.used_turn:
             self._turns.pass_on()
