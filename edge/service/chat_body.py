@@ -119,8 +119,3 @@ class ChatRequest:
             stream=bool(fields.stream),
             include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
         )
-
-    @staticmethod
-    def schema() -> dict[str, Any]:
-        """JSON Schema (2020-12) of the body."""
-        return msgspec.json.schema(ChatBody)
