@@ -10,8 +10,9 @@ import typer
 from ...errors import InputError
 from ...models.byte_sizes import parse_bytes
 from ...models.progress import Progress
+from ...runtime.devices.power import Power
 from ..terminal.output import write_out
-from .shared_options import Cache, Context, Debug, Device, Draft, ModelOptions, Offline, PrefixCache, Threads
+from .shared_options import Cache, Context, Debug, Device, Draft, ModelOptions, Offline, PowerMode, PrefixCache, Threads
 
 _STDIN: Final = 0
 _SHORTEST_LINE: Final = 1024
@@ -43,6 +44,7 @@ def rpc(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the protocol, and exit.")] = False,
     device: Device = "auto",
     threads: Threads = None,
+    power: PowerMode = Power.AUTO,
     context: Context = None,
     draft: Draft = "auto",
     cache: Cache = True,
@@ -74,9 +76,9 @@ def rpc(
     max_bytes = None if memory is None else parse_bytes(memory, "--memory")
 
     def open_model(path: str, progress: Progress) -> Engine:
-        options = ModelOptions(path, device, threads, context, draft=draft, cache=cache, prefix_cache=kept)
+        options = ModelOptions(path, device, threads, context, draft=draft, cache=cache, prefix_cache=kept, power=power)
         return options.open(progress)
 
     with ModelPool(models or [], open_model, idle_s=idle_unload, max_bytes=max_bytes, kind=kind) as pool:
         binary(_STDIN)
-        serve(pool, RpcSettings(kind, max_line_bytes, debug), _STDIN, take_over_stdout())
+        serve(pool, RpcSettings(kind, power, max_line_bytes, debug), _STDIN, take_over_stdout())

@@ -15,6 +15,7 @@ from ...models.device_kind import DeviceKind
 from ...models.hub.fetch import fetch_model
 from ...models.hub.local_store import DownloadedModel
 from ...models.hub.model_id import parse_hub_id
+from ...runtime.devices.power import Power, choose_power
 from ...runtime.devices.providers import available_devices
 from ...runtime.result import Reply
 from ..service.body_decoder import decode_body
@@ -36,7 +37,7 @@ from .protocol import (
     ModelParams,
     ModelState,
     NoParams,
-    Power,
+    PowerState,
     PullParams,
     PullResult,
     Requests,
@@ -52,12 +53,14 @@ class ModelMethods:
     Args:
         pool: the models.
         kind: kind of device that they run on.
+        power: how they run.
         requests: says how many requests are in progress, and how many sessions are open.
     """
 
-    def __init__(self, pool: ModelPool, kind: DeviceKind, requests: Callable[[], Requests]) -> None:
+    def __init__(self, pool: ModelPool, kind: DeviceKind, power: Power, requests: Callable[[], Requests]) -> None:
         self._pool: Final = pool
         self._kind: Final = kind
+        self._power: Final = power
         self._requests: Final = requests
         self._limits: Final = RequestLimits()
 
@@ -161,7 +164,7 @@ class ModelMethods:
                 DeviceInfo(name=str(device), kind=device.kind.value, vendor=device.vendor)
                 for device in available_devices()
             ],
-            power=_power(),
+            power=_power_state(self._power),
         )
 
 
@@ -198,11 +201,16 @@ class _Download:
         self._changed.set()
 
 
-def _power() -> Power:
-    """What the operating system says of the battery."""
+def _power_state(power: Power) -> PowerState:
+    """What the operating system says of the battery, and what follows from it."""
     sensor = getattr(psutil, "sensors_battery", None)  # some systems have none
-    battery = None if sensor is None else sensor()
-    if battery is None:
-        return Power(on_battery=None, battery_percent=None)
-    plugged = battery.power_plugged
-    return Power(on_battery=None if plugged is None else not plugged, battery_percent=float(battery.percent))
+    try:
+        battery = None if sensor is None else sensor()
+    except (OSError, RuntimeError, ValueError):  # a sandbox
+        battery = None
+    plugged = None if battery is None else battery.power_plugged
+    return PowerState(
+        on_battery=None if plugged is None else not plugged,
+        battery_percent=None if battery is None else float(battery.percent),
+        mode=choose_power(power).value,
+    )

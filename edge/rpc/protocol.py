@@ -278,11 +278,12 @@ class DeviceInfo(Result):
     vendor: str
 
 
-class Power(Result):
-    """Where the machine's power comes from."""
+class PowerState(Result):
+    """Where the machine's power comes from, and how models run."""
 
     on_battery: Annotated[bool | None, Meta(description="null where the machine does not say.")]
     battery_percent: float | None
+    mode: Annotated[str, Meta(description="How a model that is loaded now runs: performance or saver.")]
 
 
 class Requests(Result):
@@ -299,7 +300,7 @@ class Status(Result):
     requests: Requests
     memory: Memory
     devices: list[DeviceInfo]
-    power: Power
+    power: PowerState
 
 
 class CancelParams(Params):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...models.device_kind import DeviceKind
+from ...runtime.devices.power import Power
 from ...version import __version__
 from ..service.body_decoder import decode_body
 from ..service.model_pool import ModelPool
@@ -40,6 +41,8 @@ class RpcSettings:
 
     kind: DeviceKind = DeviceKind.CPU
     """Kind of device that models run on."""
+    power: Power = Power.AUTO
+    """How models run."""
     max_line_bytes: int = MAX_LINE_BYTES
     debug: bool = False
     """Whether to write tracebacks of unexpected errors to standard error."""
@@ -67,7 +70,7 @@ class _Service:
         self._settings = settings
         self._sessions = SessionMethods(pool)
         self.writer = LineWriter(output, self._end)
-        models = ModelMethods(pool, settings.kind, self._requests)
+        models = ModelMethods(pool, settings.kind, settings.power, self._requests)
         handlers = {
             "initialize": self._initialize,
             "shutdown": self._shutdown,

@@ -123,6 +123,10 @@ class RpcClient:
             self._responses[message["id"]] = message
         return message
 
+    def forget_responses(self) -> None:
+        """Take no notice of responses that nobody waits for."""
+        self._responses.clear()
+
     def until_update(self, id_: Any) -> None:
         """Wait for the first piece of an answer."""
         while True:
