@@ -14,6 +14,7 @@ from .body_decoder import decode_body
 from .generation_fields import (
     AccountFields,
     Alternatives,
+    Choices,
     PositiveInt,
     StreamOptions,
     generate_options,
@@ -39,7 +40,9 @@ class ChatBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Largest number of tokens to generate; the default is the rest of the context."),
     ] = None
     max_completion_tokens: Annotated[PositiveInt | None, Meta(description="Another name of max_tokens.")] = None
-    n: Annotated[int | None, Meta(description="Number of answers.", extra_json_schema={"enum": [1, None]})] = None
+    n: Annotated[
+        Choices | None, Meta(description="Number of answers, 1 to 16; the first has the seed, the next 1 more.")
+    ] = None
     logprobs: Annotated[bool | None, Meta(description="Whether to return the log-probabilities of the tokens.")] = None
     top_logprobs: Annotated[
         Alternatives | None,
@@ -106,6 +109,7 @@ class ChatRequest:
         options = generate_options(
             fields,
             {
+                "n": fields.n,
                 "logprobs": wanted_logprobs(fields.top_logprobs, "logprobs", wanted=bool(fields.logprobs)),
                 "max_tokens": same(fields, "max_tokens", "max_completion_tokens"),
                 "tools": tools if fields.tool_choice != "none" else (),

@@ -10,7 +10,15 @@ from msgspec import Meta
 
 from ...runtime.options import GenerateOptions
 from .body_decoder import decode_body, unsupported
-from .generation_fields import Alternatives, PositiveInt, SamplingFields, StreamOptions, generate_options, wants_usage
+from .generation_fields import (
+    Alternatives,
+    Choices,
+    PositiveInt,
+    SamplingFields,
+    StreamOptions,
+    generate_options,
+    wants_usage,
+)
 from .strict_json import RequestLimits
 from .text_inputs import TextOrIds, TextsOrIds, texts_or_ids
 
@@ -23,7 +31,9 @@ class CompletionBody(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[
         PositiveInt | None, Meta(description="Largest number of tokens to generate; 16 by default, as OpenAI's API.")
     ] = None
-    n: Annotated[int | None, Meta(description="Number of answers.", extra_json_schema={"enum": [1, None]})] = None
+    n: Annotated[
+        Choices | None, Meta(description="Number of answers, 1 to 16; the first has the seed, the next 1 more.")
+    ] = None
     best_of: Annotated[PositiveInt | None, Meta(description="The same number as n: answers are not ranked.")] = None
     logprobs: Annotated[
         Alternatives | None,
@@ -67,7 +77,13 @@ class CompletionRequest:
             model=fields.model,
             prompts=texts_or_ids("prompt", fields.prompt, limits),
             options=generate_options(
-                fields, {"max_tokens": fields.max_tokens or _DEFAULT_TOKENS, "logprobs": fields.logprobs, "raw": True}
+                fields,
+                {
+                    "n": n,
+                    "max_tokens": fields.max_tokens or _DEFAULT_TOKENS,
+                    "logprobs": fields.logprobs,
+                    "raw": True,
+                },
             ),
             stream=bool(fields.stream),
             include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),

@@ -18,7 +18,8 @@ _FIELDS: Final = {"template_variables": "chat_template_kwargs"}
 """Fields of a body whose option has another name."""
 
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
-
+Choices: TypeAlias = Annotated[int, Meta(ge=1, le=16)]
+"""Number of answers to one prompt."""
 Alternatives: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 """Number of likely tokens to return at each position."""
 

@@ -131,7 +131,7 @@ class ChatCompletionObjects:
 
     def chunk(self, chunk: Chunk) -> list[dict[str, Any]]:
         """The objects to send for one chunk of the stream, in order; there may be none."""
-        index = 0
+        index = chunk.index
         objects = []
         if index not in self._begun:
             self._begun.add(index)
@@ -141,19 +141,23 @@ class ChatCompletionObjects:
         if chunk.finish_reason is not None and chunk.stats is not None:
             self._finished.append(chunk.stats)
             objects.append(self._streamed(index, {}, _finish_reason(chunk.finish_reason)))
-            if self._request.include_usage:
+            if self._request.include_usage and len(self._finished) == self._request.options.n:
                 objects.append(self._chunk_object([], _usage([self._finished])))
         return objects
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         """The object of the whole answer."""
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": reply.text, "refusal": None},
-            "logprobs": self._logprobs(reply.logprobs),
-            "finish_reason": _finish_reason(reply.finish_reason),
-        }
-        return {"object": "chat.completion", **self._head, "choices": [choice], "usage": _usage([[reply.stats]])}
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs(choice.logprobs),
+                "finish_reason": _finish_reason(choice.finish_reason),
+            }
+            for index, choice in enumerate(reply.choices)
+        ]
+        used = _usage([[choice.stats for choice in reply.choices]])
+        return {"object": "chat.completion", **self._head, "choices": choices, "usage": used}
 
     def _streamed(
         self, index: int, delta: dict[str, Any], reason: str | None, tokens: Sequence[TokenLogprob] = ()
@@ -206,7 +210,8 @@ class CompletionObjects:
         objects = []
         reason = _finish_reason(chunk.finish_reason)
         if chunk.text or chunk.logprobs or reason is not None:
-            choice = self._choice(prompt_index, chunk.text, chunk.logprobs, reason)
+            index = prompt_index * self._request.options.n + chunk.index
+            choice = self._choice(index, chunk.text, chunk.logprobs, reason)
             objects.append(self._object([choice], {"usage": None} if self._request.include_usage else {}))
         if chunk.stats is not None:
             self._finished[prompt_index].append(chunk.stats)
@@ -220,14 +225,16 @@ class CompletionObjects:
         Args:
             replies: one for each prompt, in their order.
         """
+        answers = [choice for reply in replies for choice in reply.choices]
         choices = [
-            self._choice(prompt_index, reply.text, reply.logprobs, _finish_reason(reply.finish_reason))
-            for prompt_index, reply in enumerate(replies)
+            self._choice(index, choice.text, choice.logprobs, _finish_reason(choice.finish_reason))
+            for index, choice in enumerate(answers)
         ]
-        return self._object(choices, {"usage": _usage([[reply.stats] for reply in replies])})
+        used = _usage([choice.stats for choice in reply.choices] for reply in replies)
+        return self._object(choices, {"usage": used})
 
     def _all_finished(self) -> bool:
-        return sum(map(len, self._finished.values())) == len(self._request.prompts)
+        return sum(map(len, self._finished.values())) == len(self._request.prompts) * self._request.options.n
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
         logprobs = None if self._request.options.logprobs is None else self._logprobs(index, tokens)

@@ -7,6 +7,7 @@ from typing import Final
 
 from ...errors import (
     BundleError,
+    BusyError,
     CheckpointError,
     ContextError,
     DeviceError,
@@ -71,6 +72,7 @@ class RequestError(InputError):
 _CODES: Final[tuple[tuple[type[EdgeError], ErrorCode], ...]] = (
     (ContextError, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
     (TemplateError, ErrorCode.TEMPLATE),
+    (BusyError, ErrorCode.BUSY),
     (BundleError, ErrorCode.MODEL),
     (CheckpointError, ErrorCode.MODEL),
     (HubError, ErrorCode.MODEL),

@@ -219,6 +219,66 @@ def test_alternatives_of_tokens(client: openai.OpenAI) -> None:
         assert token.logprob <= 0
 
 
+def lone_choices(engine: edgerun.Engine, prompt: str, n: int, **options: Any) -> list[str]:
+    """The texts that each of n answers has alone."""
+    return [lone(engine, prompt, seed=5 + index, temperature=2.0, **options).text for index in range(n)]
+
+
+def test_several_choices(client: openai.OpenAI, engine: edgerun.Engine) -> None:
+    found = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=8, n=3, seed=5, temperature=2)
+    texts = lone_choices(engine, PROMPT, 3, max_tokens=8)
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in found.choices] == texts
+    assert len(set(texts)) > 1
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == lone(engine, PROMPT, max_tokens=1).stats.prompt_tokens
+
+
+def test_several_choices_as_a_stream(client: openai.OpenAI, engine: edgerun.Engine) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="m",
+            messages=MESSAGES,
+            max_tokens=8,
+            n=3,
+            seed=5,
+            temperature=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].choices == []
+    whole = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=8, n=3, seed=5, temperature=2)
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    for index, text in enumerate(lone_choices(engine, PROMPT, 3, max_tokens=8)):
+        mine = [choice for choice in choices if choice.index == index]
+        assert "".join(choice.delta.content or "" for choice in mine) == text
+        assert [choice.delta.role for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert [bool(choice.finish_reason) for choice in mine] == [False] * (len(mine) - 1) + [True]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_choices_of_several_prompts(client: openai.OpenAI, engine: edgerun.Engine, stream: bool) -> None:
+    prompts = ["find ", "ls -"]
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    found = client.completions.create(
+        model="m", prompt=prompts, n=2, best_of=2, seed=5, temperature=2, max_tokens=5, **options
+    )
+    answers: list[Completion] = list(found) if stream else [found]  # type: ignore[call-overload]
+    texts = ["", "", "", ""]
+    for choice in (choice for answer in answers for choice in answer.choices):
+        texts[choice.index] += choice.text
+    assert texts == [text for prompt in prompts for text in lone_choices(engine, prompt, 2, raw=True, max_tokens=5)]
+    (used,) = [answer.usage for answer in answers if answer.usage is not None]
+    assert used.prompt_tokens == sum(
+        lone(engine, prompt, raw=True, max_tokens=1).stats.prompt_tokens for prompt in prompts
+    )
+
+
 def test_an_impossible_token_has_a_finite_log_probability() -> None:
     assert token_object(TokenLogprob(1, "a", b"a", -math.inf))["logprob"] == -9999.0
 

@@ -38,6 +38,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(NUMBERS.map(str), NUMBERS, max_size=3),
     "stop": TEXTS | st.lists(TEXTS, max_size=3),
     "logprobs": st.booleans(),
+    "n": st.integers(1, 3),
     "ignore_eos": st.booleans(),
     "tools": st.lists(
         st.fixed_dictionaries(
@@ -70,7 +71,7 @@ def test_a_body_is_answered_or_refused(
     try:
         request = ChatRequest.parse(body)
         reply = engine.generate(request.messages, replace(request.options, speculation=Speculation.OFF))
-        assert reply.stats.completion_tokens <= 2
+        assert [choice.stats.completion_tokens <= 2 for choice in reply.choices] == [True] * request.options.n
     except edgerun.EdgeError as error:
         message = str(describe(error))
     assert "\n" not in message

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import completion_create_params
 
@@ -93,6 +93,11 @@ def test_tool_choice_none_hides_the_tools() -> None:
 
 def test_negative_seeds_are_seeds_of_their_own() -> None:
     assert parsed(seed=-1).options.seed == 2**64 - 1
+
+
+def test_number_of_answers() -> None:
+    assert parsed().options.n == 1
+    assert parsed(n=16).options.n == 16
 
 
 def test_log_probabilities() -> None:
@@ -257,6 +262,8 @@ def test_wrong_types_name_the_field_and_both_types(fields: dict[str, Any], param
         ({"seed": 1 << 64}, "seed"),
         ({"seed": -(1 << 63) - 1}, "seed"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"stop": ""}, "stop"),
@@ -346,7 +353,8 @@ def test_any_field_is_accepted_or_one_error(fields: dict[str, Any], message: dic
     assert len(message_of_error) < 600
 
 
-@given(value=st.dictionaries(st.text(), JSON))
+@given(value=st.dictionaries(st.text(), JSON, max_size=4))
+@settings(max_examples=50)
 def test_strict_json_reads_what_json_writes(value: dict[str, Any]) -> None:
     body = json.dumps(value)
     if "NaN" in body or "Infinity" in body or "\\ud" in body:

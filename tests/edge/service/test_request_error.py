@@ -13,6 +13,7 @@ from edgerun.edge.service.request_error import ErrorCode, RequestError, describe
     [
         (errors.ContextError("context full: 527 of 512 tokens", "send less"), "context_length_exceeded"),
         (errors.TemplateError("roles must alternate"), "template_error"),
+        (errors.BusyError("64 requests wait"), "busy"),
         (errors.BundleError("no model"), "model_error"),
         (errors.CheckpointError("damaged"), "model_error"),
         (errors.HubError("not reached"), "model_error"),
