@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "tune": "Measure what passes over several tokens cost.",
     "verify": "Check that speculation does not change the text.",
     "pull": "Download a model from the Hugging Face Hub.",
+    "serve": "Serve models to programs that use OpenAI's API.",
     "models": "List the models on this machine, or remove one.",
     "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
 }

@@ -12,6 +12,7 @@ import typer
 from ...models.progress import Progress, silent
 from ...runtime.devices.power import Power
 from ...runtime.engine import Engine, load
+from ...runtime.scheduling.request_queue import DEFAULT_MAX_WAITING, DEFAULT_PARALLEL
 
 
 def _go_offline(wanted: bool) -> bool:
@@ -111,6 +112,8 @@ class ModelOptions:
     prefix_cache: int | None = None
     power: Power = Power.PERFORMANCE
     """Commands that measure run a model as fast as they can, also on battery."""
+    parallel: int = DEFAULT_PARALLEL
+    max_waiting: int = DEFAULT_MAX_WAITING
 
     def open(self, progress: Progress = silent) -> Engine:
         """Load the model.
@@ -134,4 +137,6 @@ class ModelOptions:
             progress=progress,
             prefix_cache=self.prefix_cache,
             power=self.power,
+            parallel=self.parallel,
+            max_waiting=self.max_waiting,
         )

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 from ...models.byte_sizes import format_bytes
 from ...models.device_kind import DeviceKind
 from ...models.progress import Progress, silent
-from ...runtime.engine import Engine
+from ...runtime.engine import Engine, EngineLoad
 from .cancellation import Cancellation, CancelledError
 from .offered_models import ModelEntry, OfferedModels
 from .request_error import ErrorCode, RequestError
@@ -181,6 +181,12 @@ class ModelPool:
         with self._changed:
             models = sorted(self._models.values(), key=lambda model: model.used_at)
             return tuple(model.status() for model in models if model.engine is not None or model.attempt is not None)
+
+    def loads(self) -> dict[str, EngineLoad]:
+        """How busy the models in memory are, by their ids."""
+        with self._changed:
+            engines = {id_: model.engine for id_, model in self._models.items() if model.engine is not None}
+        return {id_: engine.load_now() for id_, engine in engines.items()}
 
     def close(self) -> None:
         """End all answers and unload all models; calling it again does nothing. Waits for a load in progress."""

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -107,6 +108,27 @@ def showing_warnings() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+@contextmanager
+def showing_tracebacks(wanted: bool) -> Iterator[None]:
+    """If wanted, show the tracebacks of errors that are logged during the block, for programs that go on after them."""
+    handler = _Tracebacks(logging.ERROR)
+    logger = logging.getLogger()
+    if wanted:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Tracebacks(logging.Handler):
+    """Writes the traceback of each log record that has one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            write_error("".join(traceback.format_exception(record.exc_info[1])).rstrip())
 
 
 class _WarningLines(logging.Handler):

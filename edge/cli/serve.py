@@ -1,0 +1,187 @@
+"""`edge-run serve [MODEL ...]`: an OpenAI-compatible server on this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from ...errors import InputError
+from ...models.byte_sizes import parse_bytes
+from ...models.progress import Progress, ProgressDisplay
+from ...models.text_files import decode_text
+from ...runtime.devices.power import Power
+from ...runtime.scheduling.request_queue import DEFAULT_MAX_WAITING, DEFAULT_PARALLEL
+from ..server import missing_extra
+from ..terminal.output import showing_tracebacks, write_error
+from .shared_options import Cache, Context, Debug, Device, Draft, ModelOptions, Offline, PowerMode, PrefixCache, Threads
+
+_KEY_VARIABLE: Final = "EDGERUN_API_KEY"
+_MAX_KEY_BYTES: Final = 4096
+
+
+def serve(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="Models to offer; the first one answers requests that name none.",
+            show_default="the bundled model and those that edge-run models lists",
+        ),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(metavar="ADDRESS", help="Address to listen at; one that other machines reach needs an API key."),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen at; 0 for one that is free.")
+    ] = 8080,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="Key that clients have to send. Other users of this machine can see it in the list of processes, "
+            f"unlike the environment variable {_KEY_VARIABLE} and --api-key-file.",
+        ),
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file that contains the key.")] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A further name by which clients reach the server; may be repeated."),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="A web origin whose pages may use the server, such as https://example.com; may be repeated.",
+        ),
+    ] = None,
+    parallel: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Answers of a model that are generated at a time.")
+    ] = DEFAULT_PARALLEL,
+    max_waiting: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Further requests to a model that may wait.")
+    ] = DEFAULT_MAX_WAITING,
+    idle_unload: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=0, help="Unload a model that is unused for this long.", show_default="never"
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory for the weights of loaded models, such as 8GB.", show_default="no limit"
+        ),
+    ] = None,
+    prefix_cache: PrefixCache = None,
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB",
+    drain: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="How long running answers may go on when the server is asked to end."
+        ),
+    ] = 30.0,
+    device: Device = "auto",
+    threads: Threads = None,
+    power: PowerMode = Power.AUTO,
+    context: Context = None,
+    draft: Draft = "auto",
+    history: Annotated[
+        bool, typer.Option("--history", help="Keep conversations on disk, and draft from earlier ones.")
+    ] = False,
+    cache: Cache = True,
+    offline: Offline = False,  # noqa: ARG001  its callback acts
+    debug: Debug = False,
+) -> None:
+    """Serve models to every program that talks to OpenAI's API, until Ctrl-C or SIGTERM.
+
+    Only programs of this machine reach the server, unless --host says otherwise. The guide is docs/server.md.
+
+    Example: edge-run serve my-model --port 8080
+    """
+    with missing_extra():
+        from ..server.answer_service import AnswerService
+        from ..server.server_settings import ServerSettings
+        from ..server.uvicorn_server import bound_socket, draining_server
+    from ...runtime.devices.providers import choose_device
+    from ...runtime.engine import Engine
+    from ..service.model_pool import ModelPool
+
+    settings = ServerSettings(
+        host=host,
+        api_key=_api_key(api_key, api_key_file),
+        allow_hosts=tuple(allow_host or ()),
+        allow_origins=tuple(allow_origin or ()),
+        max_body_bytes=parse_bytes(max_body, "--max-body"),
+    )
+    kept = None if prefix_cache is None else parse_bytes(prefix_cache, "--prefix-cache")
+
+    def open_model(path: str, progress: Progress) -> Engine:
+        options = ModelOptions(
+            path,
+            device,
+            threads,
+            context,
+            draft=draft,
+            cache=cache,
+            history=history,
+            prefix_cache=kept,
+            power=power,
+            parallel=parallel,
+            max_waiting=max_waiting,
+        )
+        return options.open(progress)
+
+    pool = ModelPool(
+        models or [],
+        open_model,
+        idle_s=idle_unload,
+        max_bytes=None if memory is None else parse_bytes(memory, "--memory"),
+        kind=choose_device(device).kind,
+    )
+    with pool, bound_socket(host, port) as listening:
+        if models:
+            # What is wrong with the model that most requests will use is said now.
+            with ProgressDisplay(transient=True) as progress:
+                pool.load(None, progress)
+        address, bound_port = listening.getsockname()[:2]
+        names = ", ".join(entry.id for entry in pool.names())
+        shown = f"[{address}]" if ":" in address else address
+        base = f"http://{shown}:{bound_port}"
+        write_error(f"edge-run: serving {names} at {base}/v1 (Ctrl-C ends it)")
+        write_error(f"edge-run: try: {_curl(base, settings.api_key, api_key_file)}")
+        with showing_tracebacks(debug):
+            draining_server(AnswerService(pool, settings), drain).run([listening])
+
+
+def _api_key(option: str | None, file: Path | None) -> str | None:
+    """The API key of the options, or else of the environment.
+
+    Raises:
+        InputError: it is given twice, or the file cannot be read.
+    """
+    if file is None:
+        return os.environ.get(_KEY_VARIABLE) if option is None else option
+    if option is not None:
+        raise InputError("--api-key and --api-key-file are both given", "give one of them")
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}", "give a file that contains the key") from None
+    if len(data) > _MAX_KEY_BYTES:
+        raise InputError(f"{file} has more than {_MAX_KEY_BYTES} bytes", "give a file that contains only the key")
+    return decode_text(data, str(file)).strip()
+
+
+def _curl(base: str, key: str | None, file: Path | None) -> str:
+    """A command that asks the server something."""
+    # These quotes are understood by POSIX shells and by the Windows command prompt.
+    body = r'"{\"messages\": [{\"role\": \"user\", \"content\": \"list all files\"}]}"'
+    given = f"$(cat {shlex.quote(str(file))})" if file is not None else f"${_KEY_VARIABLE}"
+    header = "" if key is None else f' -H "Authorization: Bearer {given}"'
+    return f'curl {base}/v1/chat/completions{header} -H "Content-Type: application/json" -d {body}'

@@ -1,0 +1,28 @@
+"""The OpenAI-compatible HTTP server: an ASGI application, and the process that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from ...errors import InputError
+
+_EXTRA: Final = ("starlette", "uvicorn", "h11", "prometheus_client")
+"""Packages of the extra `serve`."""
+
+
+@contextmanager
+def missing_extra() -> Iterator[None]:
+    """Within the block, an import that fails for a package of the extra `serve` says how to install it.
+
+    Raises:
+        InputError: a package of the extra is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        raise InputError(f"the server needs the package {package}", 'pip install "edge-run[serve]"') from error

@@ -1,0 +1,127 @@
+"""Errors as OpenAI's error objects, with their HTTP status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...errors import EdgeError
+from ..service.request_error import ErrorCode, RequestError, describe
+
+RETRY_AFTER_S: Final = 1
+"""Seconds after which a client may repeat a request that was refused because others are waiting."""
+_LINGER_S: Final = 1.0
+"""How long what a client goes on sending after a refusal is thrown away."""
+_STATUS: Final = {
+    ErrorCode.MODEL_NOT_FOUND: HTTPStatus.NOT_FOUND,
+    ErrorCode.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    ErrorCode.BUSY: HTTPStatus.TOO_MANY_REQUESTS,
+    ErrorCode.MODEL: HTTPStatus.INTERNAL_SERVER_ERROR,
+    ErrorCode.INTERNAL: HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+"""Status by code; 400 for all others."""
+_TYPES: Final = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+class RefusedError(EdgeError):
+    """A request is refused by the server itself, before a model sees it.
+
+    Args:
+        status: the HTTP status.
+        code: what is wrong, for programs.
+        what: what is wrong, with the value seen.
+        hint: what to do about it.
+        headers: further headers of the response.
+    """
+
+    def __init__(
+        self, status: HTTPStatus, code: str, what: str, hint: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(what, hint)
+        self.status: Final = status
+        self.code: Final = code
+        self.headers: Final = dict(headers or {})
+
+
+def error_status(error: EdgeError) -> HTTPStatus:
+    """The HTTP status of an error."""
+    return (
+        error.status if isinstance(error, RefusedError) else _STATUS.get(describe(error).code, HTTPStatus.BAD_REQUEST)
+    )
+
+
+def error_object(error: EdgeError) -> dict[str, Any]:
+    """An error as the JSON object that OpenAI's API answers with."""
+    described: RefusedError | RequestError = error if isinstance(error, RefusedError) else describe(error)
+    status = error_status(error)
+    kind = _TYPES.get(status, "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error")
+    param = described.param if isinstance(described, RequestError) else None
+    return {"error": {"message": str(described), "type": kind, "param": param, "code": str(described.code)}}
+
+
+def error_response(error: EdgeError) -> Response:
+    """The response to a request that failed with `error` before an answer began."""
+    status = error_status(error)
+    headers = error.headers if isinstance(error, RefusedError) else {}
+    if status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
+        headers = {"retry-after": str(RETRY_AFTER_S), **headers}
+    return JsonResponse(error_object(error), status, headers)
+
+
+def encode_json(value: Any) -> bytes:
+    """A value as JSON on one line, in UTF-8."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        # A file name that is not valid Unicode is written with escapes.
+        return json.dumps(value).encode()
+
+
+class JsonResponse(Response):
+    """A response with a JSON body."""
+
+    def __init__(
+        self, value: Any, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(encode_json(value), status, headers, "application/json")
+
+
+class UnreadBodyResponse(Response):
+    """A response with an error to a client that may still be sending; the connection is closed if there is a body.
+
+    Closing at once would reset the connection, and on some systems the client would lose the response with it. So what
+    the client goes on sending is thrown away for a moment.
+    """
+
+    def __init__(self, error: EdgeError) -> None:
+        response = error_response(error)
+        super().__init__(response.body, response.status_code, media_type="application/json")
+        self.raw_headers = response.raw_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        request = Headers(scope=scope)
+        has_body = "transfer-encoding" in request or request.get("content-length", "0") != "0"
+        headers = [*self.raw_headers, (b"connection", b"close")] if has_body else self.raw_headers
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": has_body})
+        if has_body:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_S):
+                    while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+                        pass
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

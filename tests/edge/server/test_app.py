@@ -1,0 +1,133 @@
+"""The ASGI application in a program of one's own: its endpoints, models and end."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+import edgerun
+import edgerun.server
+from support.processes import started
+from support.serving import CHAT, PATIENCE_S, asked, chat_body
+
+
+def test_models_are_listed_and_found(tiny_app: Starlette, tiny_bundle: Path) -> None:
+    (listed,) = asked(tiny_app, "GET", "/v1/models").json()["data"]
+    assert listed["id"] == tiny_bundle.name
+    assert listed["object"] == "model"
+    assert asked(tiny_app, "GET", f"/v1/models/{listed['id']}").json() == listed
+
+
+def test_an_answer_comes_whole_or_as_events(tiny_app: Starlette) -> None:
+    whole = asked(tiny_app, "POST", CHAT, json=chat_body(max_tokens=9, temperature=0))
+    streamed = asked(tiny_app, "POST", CHAT, json=chat_body(max_tokens=9, temperature=0, stream=True))
+    assert whole.headers["content-type"] == "application/json"
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.headers["cache-control"] == "no-cache"
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert whole.json()["usage"]["completion_tokens"] == 9
+
+
+def test_texts_are_tokenized_and_back(tiny_app: Starlette, tiny_bundle: Path) -> None:
+    with edgerun.load(tiny_bundle, draft=None, cache=False) as engine:
+        ids = engine.tokenizer.encode("the other", add_special_tokens=False)
+        chat = engine.encode_chat([{"role": "user", "content": "the other"}])
+    tokens = asked(tiny_app, "POST", "/tokenize", json={"content": "the other"}).json()
+    assert (tokens["tokens"], tokens["count"], tokens["max_model_len"]) == (ids, len(ids), 256)
+    pieces = asked(tiny_app, "POST", "/tokenize", json={"content": "the other", "with_pieces": True}).json()["tokens"]
+    assert [piece["id"] for piece in pieces] == ids
+    assert "".join(piece["piece"] for piece in pieces) == "the other"
+    messages = asked(tiny_app, "POST", "/tokenize", json=chat_body("the other")).json()
+    assert messages["tokens"] == chat
+    assert asked(tiny_app, "POST", "/detokenize", json={"tokens": ids}).json()["content"] == "the other"
+    refused = asked(tiny_app, "POST", "/detokenize", json={"tokens": [1, 300]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tokens[1]"
+    refused = asked(tiny_app, "POST", "/v1/completions", json={"prompt": [1, 300]})
+    assert refused.json()["error"]["param"] == "prompt[1]"
+
+
+def test_embeddings(tmp_path: Path) -> None:
+    from edgerun.export import ExportRecipe, ExportRequest, export_checkpoint
+    from support.tiny_models import write_checkpoint
+
+    recipe = ExportRecipe(hidden_states=True)
+    bundle = export_checkpoint(ExportRequest(write_checkpoint(tmp_path / "c"), tmp_path / "b", recipe)).bundle
+    app = edgerun.server.app(bundle, cache=False)
+    with edgerun.load(bundle, cache=False) as engine:
+        expected = engine.embed(["one text", "another"])
+        ids = [engine.tokenizer.encode(text, add_special_tokens=True) for text in ("one text", "another")]
+    for given in (["one text", "another"], ids):
+        done = asked(app, "POST", "/v1/embeddings", json={"input": given}).json()
+        for item, vector in zip(done["data"], expected, strict=True):
+            assert item["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
+        assert done["usage"]["prompt_tokens"] == sum(map(len, ids))
+    refused = asked(app, "POST", "/v1/embeddings", json={"input": [5, 999]})
+    assert refused.json()["error"]["param"] == "input[1]"
+
+
+def test_metrics_count_what_happened(tiny_bundle: Path) -> None:
+    app = edgerun.server.app(tiny_bundle, cache=False)
+    conversation = chat_body("a long question of " * 5, max_tokens=9, temperature=0)
+    answer = asked(app, "POST", CHAT, json=conversation).json()["choices"][0]["message"]["content"]
+    further = [{"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
+    asked(app, "POST", CHAT, json={**conversation, "messages": conversation["messages"] + further})
+    asked(app, "POST", CHAT, json=chat_body(colour="red"))
+    asked(app, "GET", "/some/path")
+    response = asked(app, "GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    lines = set(response.text.splitlines())
+    model = f'model="{tiny_bundle.name}"'
+    assert {
+        'edgerun_requests_total{endpoint="/v1/chat/completions",status="200"} 2.0',
+        'edgerun_requests_total{endpoint="/v1/chat/completions",status="400"} 1.0',
+        'edgerun_requests_total{endpoint="other",status="404"} 1.0',
+        f"edgerun_completion_tokens_total{{{model}}} 18.0",
+        f"edgerun_prefix_cache_hits_total{{{model}}} 1.0",
+        f"edgerun_time_to_first_token_seconds_count{{{model}}} 2.0",
+        f"edgerun_requests_running{{{model}}} 0.0",
+        f"edgerun_requests_waiting{{{model}}} 0.0",
+        "edgerun_models_loaded 1.0",
+    } <= lines
+    for name in ("process_resident_memory_bytes", "kv_cache_bytes", "draft_tokens_total", "tokens_per_second"):
+        assert f"# HELP edgerun_{name.removesuffix('_total')}" in response.text
+    # Paths come from clients: any number of them is one line.
+    assert "some" not in response.text
+
+
+def test_the_end_of_the_lifespan_unloads_the_models(tiny_bundle: Path) -> None:
+    app = edgerun.server.app(tiny_bundle, cache=False)
+
+    async def live() -> tuple[int, httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            async with app.router.lifespan_context(app):
+                before = (await client.post(CHAT, json=chat_body(max_tokens=2))).status_code
+            return before, await client.post(CHAT, json=chat_body())
+
+    before, after = asyncio.run(live())
+    assert before == 200
+    assert after.status_code == 503
+    assert after.json()["error"]["code"] == "shutting_down"
+
+
+def test_a_server_of_ones_own_runs_the_application(tiny_bundle: Path) -> None:
+    program = f"""
+import socket, uvicorn, edgerun.server
+app = edgerun.server.app({str(tiny_bundle)!r}, api_key="secret", cache=False)
+listening = socket.create_server(("127.0.0.1", 0))
+print(listening.getsockname()[1], flush=True)
+uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listening])
+"""
+    with started([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        base = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        headers = {"authorization": "Bearer secret"}
+        done = httpx.post(base + CHAT, json=chat_body(max_tokens=3), headers=headers, timeout=PATIENCE_S)
+        assert done.json()["usage"]["completion_tokens"] == 3
+        assert httpx.post(base + CHAT, json=chat_body(), timeout=PATIENCE_S).status_code == 401

@@ -1,0 +1,149 @@
+"""Requests that cannot be answered: one clear error each, in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from support.serving import CHAT, Served, asked, chat_body, raw_request, read_all
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param"),
+    [
+        (b"", 400, "invalid_json", None),
+        (b"{", 400, "invalid_json", None),
+        (b"\xff", 400, "invalid_json", None),
+        (b"[1]", 400, "invalid_type", None),
+        (b"[" * 50_000, 400, "invalid_json", None),
+        (b"{}", 400, "missing_required_parameter", "messages"),
+        (chat_body(temperature="hot"), 400, "invalid_type", "temperature"),
+        (chat_body(max_tokens=0), 400, "invalid_value", "max_tokens"),
+        (chat_body(colour="red"), 400, "unknown_parameter", "colour"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "invalid_type", "messages[0].content"),
+        ({"messages": []}, 400, "invalid_value", "messages"),
+        (chat_body(model="gpt-4"), 404, "model_not_found", "model"),
+        (chat_body("word " * 300), 400, "context_length_exceeded", None),
+    ],
+)
+def test_each_error_says_what_is_wrong(
+    tiny_app: Starlette, body: bytes | dict[str, Any], status: int, code: str, param: str | None
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    for streams in (False, True) if isinstance(body, dict) else (False,):
+        if isinstance(body, dict):
+            content = json.dumps({**body, "stream": streams}).encode()
+        response = asked(tiny_app, "POST", CHAT, content=content, headers=JSON)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == (code, param), error
+        assert error["message"]
+        assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(tiny_app: Starlette) -> None:
+    response = asked(tiny_app, "POST", CHAT, json=chat_body("word " * 300, stream=True))
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400
+    assert "903 tokens" in message
+    assert "256" in message
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat", CHAT + "/", "/v2/models", "/%00", "/v1/audio/speech"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_unknown_paths(tiny_app: Starlette, path: str, method: str) -> None:
+    response = asked(tiny_app, method, path, headers=JSON)
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "unknown_path"
+
+
+@pytest.mark.parametrize(("method", "path", "allowed"), [("GET", CHAT, "POST"), ("POST", "/v1/models", "GET")])
+def test_wrong_methods(tiny_app: Starlette, method: str, path: str, allowed: str) -> None:
+    response = asked(tiny_app, method, path, headers=JSON)
+    assert response.status_code == 405
+    assert allowed in response.headers["allow"]
+    assert response.json()["error"]["code"] == "method_not_allowed"
+
+
+def test_an_unknown_model_is_not_found(tiny_app: Starlette) -> None:
+    response = asked(tiny_app, "GET", "/v1/models/org/name")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_body_above_the_limit_is_refused(tiny_app: Starlette) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(200):
+            yield b" " * 1000
+
+    for content in (b" " * 100_001, pieces()):
+        response = asked(tiny_app, "POST", CHAT, content=content, headers=JSON)
+        assert response.status_code == 413
+        error = response.json()["error"]
+        assert error["code"] == "request_too_large"
+        assert "100000 bytes" in error["message"]
+
+
+def test_a_gigabyte_is_refused_before_it_is_sent(endless_server: Served) -> None:
+    # By its declared length: nothing of it has been sent.
+    with endless_server.connected() as connection:
+        connection.sendall(raw_request(CHAT, {}, {"Content-Length": str(1 << 30)}).partition(b"{")[0])
+        response = read_all(connection)
+    assert response.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in response
+    # Where the client only says how long the next piece is, when the limit is passed.
+    sent = 0
+    with endless_server.connected() as connection:
+        head = raw_request(CHAT, {}).partition(b"Content-Length")[0]
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        piece = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+        try:
+            while sent < 1 << 30:
+                connection.sendall(piece)
+                sent += 1 << 20
+        except OSError:
+            pass  # the server closed the connection
+        try:
+            response = read_all(connection)
+        except ConnectionResetError:
+            response = b""
+    assert sent < 1 << 30
+    assert not response or response.startswith(b"HTTP/1.1 413 ")
+    assert json.loads(endless_server.get("/health")) == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\r\n\r\n\x00",
+        b"NOT HTTP\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\nConnection: close\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        os.urandom(200) + b"\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused_and_nothing_else_is_disturbed(
+    endless_server: Served, request_bytes: bytes
+) -> None:
+    with endless_server.connected() as connection:
+        connection.sendall(request_bytes)
+        response = read_all(connection)
+    head, _, body = response.partition(b"\r\n\r\n")
+    assert head.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
+    assert json.loads(body)["error"]["code"] in {"invalid_http", "headers_too_large"}
+    assert json.loads(endless_server.get("/health")) == {"status": "ok"}
+
+
+def test_the_server_says_nothing_of_the_contents_of_requests(endless_server: Served) -> None:
+    with endless_server.connected() as connection:
+        connection.sendall(raw_request(CHAT, chat_body("a secret", colour="red"), {"Connection": "close"}))
+        assert b"unknown_parameter" in read_all(connection)
+    assert not [line for line in endless_server.lines if "secret" in line or "colour" in line]

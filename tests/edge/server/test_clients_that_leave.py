@@ -1,0 +1,192 @@
+"""Clients that go away, read slowly or not at all: their answers end, and nobody else is disturbed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgerun
+from edgerun.edge.server.server_settings import ServerSettings
+from support.serving import CHAT, Served, chat_body, raw_request, read_all, served, served_here, wait_until
+
+ENDLESS = chat_body("go on", max_tokens=29_000)
+LONG_PROMPT = chat_body("word " * 9_000, max_tokens=4)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_answer_ends_when_its_client_goes_away(endless_server: Served, streams: bool) -> None:
+    with endless_server.connected() as connection:
+        connection.sendall(raw_request(CHAT, {**ENDLESS, "stream": streams}))
+        if streams:
+            assert b'"content"' in connection.recv(65536) + connection.recv(65536)
+        wait_until(lambda: endless_server.load() == (1, 0), "the answer is generated")
+    wait_until(lambda: endless_server.load() == (0, 0), "the answer has ended")
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_prefill_ends_when_its_client_goes_away(endless_server: Served, streams: bool) -> None:
+    before = endless_server.metric("completion_tokens_total")
+    with endless_server.connected() as connection:
+        connection.sendall(raw_request(CHAT, {**LONG_PROMPT, "stream": streams}))
+        wait_until(lambda: endless_server.load() == (1, 0), "the prompt is read")
+    wait_until(lambda: endless_server.load() == (0, 0), "the answer has ended")
+    assert endless_server.metric("completion_tokens_total") == before
+
+
+def test_a_request_that_waits_ends_when_its_client_goes_away(endless_server: Served) -> None:
+    with endless_server.connected() as one, endless_server.connected() as two:
+        for connection in (one, two):
+            connection.sendall(raw_request(CHAT, ENDLESS))
+        wait_until(lambda: endless_server.load() == (2, 0), "two answers are generated")
+        with endless_server.connected() as waiting:
+            waiting.sendall(raw_request(CHAT, ENDLESS))
+            wait_until(lambda: endless_server.load() == (2, 1), "a request waits")
+            # The queue is full: the next one is told so before a response begins, also where it asked for a stream.
+            for streams in (True, False):
+                with endless_server.connected() as refused:
+                    body = {**ENDLESS, "stream": streams}
+                    refused.sendall(raw_request(CHAT, body, {"Connection": "close"}))
+                    head, _, error = read_all(refused).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 429 ")
+                assert b"retry-after: 1" in head
+                assert json.loads(error)["error"]["code"] == "busy"
+        wait_until(lambda: endless_server.load() == (2, 0), "the request no longer waits")
+    wait_until(lambda: endless_server.load() == (0, 0), "all answers have ended")
+
+
+def events_of(response: bytes) -> list[Any]:
+    """The objects of a streamed response that was read to its end."""
+    text = b"".join(dechunked(response.partition(b"\r\n\r\n")[2])).decode()
+    assert text.endswith("data: [DONE]\n\n")
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def dechunked(body: bytes) -> list[bytes]:
+    pieces = []
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        pieces.append(rest[: int(size, 16)])
+        body = rest[int(size, 16) + 2 :]
+    return pieces
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+def test_a_slow_reader_delays_nobody_and_gets_the_whole_text(endless_server: Served, endless_bundle: Path) -> None:
+    body = chat_body("tell me more", max_tokens=1000, temperature=0)
+    with edgerun.load(endless_bundle, draft=None, cache=False) as engine:
+        expected = engine.generate(body["messages"], max_tokens=1000, temperature=0).text
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.settimeout(60)
+    with slow:
+        slow.connect(("127.0.0.1", endless_server.port))
+        answered = endless_server.metric("answers_total")
+        slow.sendall(raw_request(CHAT, {**body, "stream": True}, {"Connection": "close"}))
+        # The answer is finished although its client has read nothing of it.
+        wait_until(lambda: endless_server.metric("answers_total") == answered + 1, "the answer is finished")
+        assert endless_server.load() == (0, 0)
+        assert text_of(events_of(read_all(slow))) == expected
+
+
+def test_a_client_that_never_reads_is_disconnected(tiny_bundle: Path) -> None:
+    settings = ServerSettings(write_timeout_s=0.2)
+    with served_here(tiny_bundle, settings, draft=None, cache=False) as server, server.connected() as deaf:
+        # The answers to these requests are more than the buffers of the systems on both sides hold.
+        request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+        def is_closed() -> bool:
+            try:
+                deaf.sendall(request * 100)
+            except TimeoutError:
+                return False  # all buffers are full
+            except OSError:
+                return True
+            return False
+
+        deaf.settimeout(0.05)
+        wait_until(is_closed, "the connection is closed")
+
+
+def test_connections_that_send_nothing_or_too_slowly_are_closed(tiny_bundle: Path) -> None:
+    settings = ServerSettings(header_timeout_s=0.3, body_timeout_s=0.3, keep_alive_s=1)
+    with served_here(tiny_bundle, settings, draft=None, cache=False) as server:
+        for sent in (
+            b"",
+            b"GET /health HTTP/1.1\r\nHost: local",
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET",
+        ):
+            with server.connected() as connection:
+                connection.sendall(sent)
+                response = read_all_or_reset(connection)
+            assert response.count(b"HTTP/1.1 200") == sent.count(b"localhost\r\n\r\n")
+        with server.connected() as connection:
+            connection.sendall(raw_request(CHAT, chat_body())[:-5])
+            response = read_all_or_reset(connection)
+        assert response.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"timeout"' in response
+
+
+def read_all_or_reset(connection: socket.socket) -> bytes:
+    pieces = b""
+    try:
+        while piece := connection.recv(65536):
+            pieces += piece
+    except ConnectionResetError:
+        pass
+    return pieces
+
+
+def test_an_answer_that_takes_too_long_ends(endless_bundle: Path) -> None:
+    settings = ServerSettings(request_timeout_s=1.0)
+    with served_here(endless_bundle, settings, draft=None, cache=False) as server:
+        with server.connected() as connection:
+            connection.sendall(raw_request(CHAT, {**ENDLESS, "stream": True}, {"Connection": "close"}))
+            response = b"".join(dechunked(read_all(connection).partition(b"\r\n\r\n")[2])).decode()
+        # An error in the middle of a stream is an event, and nothing claims that the answer is whole.
+        last = response.rstrip().rpartition("\n\n")[2]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert "[DONE]" not in response
+        with server.connected() as connection:
+            connection.sendall(raw_request(CHAT, ENDLESS, {"Connection": "close"}))
+            assert read_all(connection).startswith(b"HTTP/1.1 504 ")
+        wait_until(lambda: server.load() == (0, 0), "the answers have ended")
+
+
+def test_more_connections_than_allowed_are_refused(tiny_bundle: Path) -> None:
+    with served_here(tiny_bundle, ServerSettings(max_requests=2), draft=None, cache=False) as server:
+        with server.connected() as one, server.connected() as two:
+            for connection in (one, two):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert b" 200 " in connection.recv(1000)
+            with server.connected() as three:
+                response = read_all_or_reset(three)
+            assert response.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1\r\n" in response
+        wait_until(lambda: "ok" in server.get("/health"), "there is room again")
+
+
+def test_clients_of_a_server_get_the_texts_of_lone_requests(endless_bundle: Path) -> None:
+    prompts = [f"question {number}" for number in range(4)]
+    with edgerun.load(endless_bundle, draft=None, cache=False) as engine:
+        expected = [engine.generate(chat_body(text)["messages"], max_tokens=30, temperature=0).text for text in prompts]
+    answers: dict[int, str] = {}
+    with served([endless_bundle], "--draft", "none") as server:
+
+        def ask(number: int) -> None:
+            reply = server.post(CHAT, chat_body(prompts[number], max_tokens=30, temperature=0))
+            answers[number] = reply["choices"][0]["message"]["content"]
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [answers[number] for number in range(len(prompts))] == expected

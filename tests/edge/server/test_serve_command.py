@@ -1,0 +1,148 @@
+"""The command `edge-run serve`: its options, its address, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgerun.edge.cli.main import main
+from support.processes import EDGE_RUN, started
+from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served, wait_until
+
+ENDLESS = chat_body("go on", max_tokens=29_000)
+needs_signals = pytest.mark.skipif(os.name == "nt", reason="sends signals of POSIX systems")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="runs a line of a POSIX shell")
+def test_the_printed_curl_line_works(tmp_path: Path) -> None:
+    key = tmp_path / "the key"
+    key.write_text("secret\n", encoding="utf-8")
+    with served([], "--api-key-file", str(key)) as server:
+        assert re.fullmatch(
+            r"edge-run: serving shell-helper\b.* at http://127\.0\.0\.1:\d+/v1 \(Ctrl-C ends it\)", server.lines[0]
+        )
+        command = server.lines[1].removeprefix("edge-run: try: ")
+        done = subprocess.run(["sh", "-c", command], capture_output=True, check=True)
+        assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+        assert server.request("POST", CHAT, chat_body()).status == 401
+        assert "secret" not in "".join(server.lines)
+
+
+def test_the_key_comes_from_the_environment(tiny_bundle: Path) -> None:
+    with served([tiny_bundle], "--draft", "none", EDGERUN_API_KEY="secret") as server:
+        assert server.request("GET", "/v1/models").status == 401
+        assert "$EDGERUN_API_KEY" in server.lines[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines; set an API key"),  # noqa: S104
+        (["--api-key", "a", "--api-key-file", "b"], "--api-key and --api-key-file are both given"),
+        (["--api-key-file", "missing"], "missing cannot be read"),
+        (["--max-body", "32"], "--max-body is '32'; write a number and a unit"),
+        (["--memory", "lots"], "--memory is 'lots'"),
+        (["--host", "no.such.host.invalid", "--api-key", "k"], "there is no address no.such.host.invalid"),
+        (["no-such-model"], "no-such-model"),
+        (["--parallel", "0"], "--parallel"),
+        (["--device", "toaster"], "toaster"),
+    ],
+)
+def test_bad_options_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--offline", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_port_in_use_is_an_error(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", str(tiny_bundle), "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert f"port {port} of 127.0.0.1 is in use; end what uses it, or give another --port" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_missing_extra_is_named(tiny_bundle: Path) -> None:
+    hide = "import sys; sys.modules['uvicorn'] = None; from edgerun.edge.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", hide, "serve", str(tiny_bundle)], capture_output=True, encoding="utf-8", check=False
+    )
+    assert done.returncode == 2
+    line = 'edge-run: error: the server needs the package uvicorn; pip install "edge-run[serve]"'
+    assert done.stderr.splitlines() == [line]
+
+
+@needs_signals
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_answers_end(endless_bundle: Path, number: signal.Signals) -> None:
+    with served([endless_bundle], "--draft", "none", "--drain", "100") as server:
+        assert server.process is not None
+        with server.connected() as running:
+            body = chat_body("go on", max_tokens=600, stream=True)
+            running.sendall(raw_request(CHAT, body, {"Connection": "close"}))
+            wait_until(lambda: server.load() == (1, 0), "the answer is generated")
+            server.process.send_signal(number)
+            wait_until(lambda: refuses(server), "further requests are refused")
+            assert read_all(running).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert server.process.wait(PATIENCE_S) == 0
+        assert len(server.lines) == 2, server.lines
+
+
+def refuses(server: Served) -> bool:
+    response = server.request("POST", CHAT, chat_body(max_tokens=1))
+    if response.status == 200:
+        return False
+    assert response.status == 503
+    assert response.headers["Retry-After"]
+    assert response.error_code() == "shutting_down"
+    return True
+
+
+@needs_signals
+def test_answers_that_take_too_long_are_cut_off_at_the_end(endless_bundle: Path) -> None:
+    with served([endless_bundle], "--draft", "none", "--drain", "0.2") as server:
+        assert server.process is not None
+        with server.connected() as running:
+            running.sendall(raw_request(CHAT, {**ENDLESS, "stream": True}, {"Connection": "close"}))
+            wait_until(lambda: server.load() == (1, 0), "the answer is generated")
+            server.process.send_signal(signal.SIGTERM)
+            response = read_all(running)
+        assert b'"code":"shutting_down"' in response
+        assert b"[DONE]" not in response
+        assert server.process.wait(PATIENCE_S) == 0
+
+
+@needs_signals
+def test_a_second_signal_ends_the_server_at_once(endless_bundle: Path) -> None:
+    with served([endless_bundle], "--draft", "none", "--drain", "1000") as server:
+        assert server.process is not None
+        with server.connected() as running:
+            running.sendall(raw_request(CHAT, ENDLESS))
+            wait_until(lambda: server.load() == (1, 0), "the answer is generated")
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: refuses(server), "the server drains")
+
+            def ended() -> bool:
+                assert server.process is not None
+                server.process.send_signal(signal.SIGTERM)
+                return server.process.poll() is not None
+
+            wait_until(ended, "the server has ended")
+        assert server.process.returncode == 128 + signal.SIGTERM
+
+
+@needs_signals
+def test_a_signal_while_the_model_loads_ends_the_command(endless_bundle: Path) -> None:
+    with started([*EDGE_RUN, "serve", str(endless_bundle), "--port", "0"], stderr=subprocess.PIPE) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) in {-signal.SIGTERM, 0}
