@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -53,6 +55,25 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(
         places[name] = replace_by_pipe(tmp_path / name)
     err = error_of(capsys, *(places.get(each, each) for each in arguments))
     assert "not a regular file" in err or "is not an .onnx file" in err or "is not a model" in err
+
+
+@needs_pipes
+def test_a_process_substitution_of_the_shell_is_read(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = b"the other\n\na list\n"
+    (tmp_path / "prompts.txt").write_bytes(text)
+    reading, writing = os.pipe()
+    os.write(writing, text)
+    os.close(writing)
+    found = []
+    try:
+        for path in (tmp_path / "prompts.txt", f"/dev/fd/{reading}"):
+            assert main(["verify", str(tiny_bundle), "--prompts", str(path), "-n", "2", "--json"]) == 0
+            found.append(json.loads(capsys.readouterr().out)["greedy"])
+    finally:
+        os.close(reading)
+    assert found[0] == found[1]
 
 
 @needs_pipes

@@ -106,7 +106,9 @@ def test_a_conversation_with_every_command(open_chat: OpenTerminal, tiny_bundle:
     assert "no answer yet" in chat.say("/stats")
     first = chat.say("the other")
     assert first
-    assert "8 tokens at" in chat.say("/stats")
+    shown = chat.say("/stats")
+    assert "8 tokens at" in shown
+    assert re.search(r", \d+ threads?\b", shown)
     chat.say("again")
     assert "reused" in chat.say("/stats")
     assert "new conversation" in chat.say("/reset")
