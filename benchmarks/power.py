@@ -192,13 +192,13 @@ def summary(found: dict[str, list[Turn]], title: str) -> tuple[Table, dict[str, 
     return table, ratios
 
 
-def replays(model: Path, recording: Path, limit: int, max_tokens: int) -> list[Start]:
-    """The last answers of recorded conversations."""
+def replays(model: Path, recording: Path, turn: int, limit: int, max_tokens: int) -> list[Start]:
+    """The answers of a turn of recorded conversations."""
     with edgerun.load(model, draft=None, power=Power.PERFORMANCE) as engine:
         tokenizer = engine.tokenizer
         pairs = []
         for conversation in limit_per_category(read_recording(recording), limit):
-            *earlier, last = conversation.exchanges
+            *earlier, last = conversation.exchanges[:turn]
             said = [text for exchange in earlier for text in (exchange.prompt, exchange.answer or "")]
             prompt = tokenizer.encode("\n".join([*said, last.prompt]), add_special_tokens=True)
             answer = tokenizer.encode(last.answer or "", add_special_tokens=False)
@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("bundled", "qwen2.5-0.5b", "all"), default="all")
     parser.add_argument("--only", default="", metavar="NAME", help="ways whose name begins so, such as saver")
     parser.add_argument("--recording", choices=sorted(_RECORDINGS), default="mt_bench", help="(mt_bench)")
+    parser.add_argument("--turn", type=int, default=1, metavar="N", help="turn of the conversations (1)")
     parser.add_argument("--limit", type=int, default=2, metavar="N", help="conversations of each category (2)")
     parser.add_argument("--requests", type=int, default=24, metavar="N", help="requests to the bundled model (24)")
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="maximum tokens of an answer (96)")
@@ -252,7 +253,7 @@ def main() -> None:
             parser.error("give --data and --tokenizer, or --model bundled")
         model = bundle(options.work, SHAPES["qwen2.5-0.5b"], 128, options.tokenizer)
         recording = options.data / "replay" / _RECORDINGS[options.recording]
-        starts = replays(model, recording, options.limit, options.max_tokens)
+        starts = replays(model, recording, options.turn, options.limit, options.max_tokens)
         found = measure(model, 2048, starts, repetitions, progress)
         table, results["qwen2.5-0.5b"] = summary(found, "0.5B shape")
         console.print(table)
