@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
@@ -15,6 +17,8 @@ from .request_error import ErrorCode, RequestError
 from .strict_json import RequestLimits, described, field_path, read_object
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
+
+_PREPARING: Final = threading.Lock()
 
 _MESSAGE: Final = re.compile(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
 _FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
@@ -69,12 +73,23 @@ def decode_fields(fields: Mapping[str, Any], kind: type[_Body]) -> _Body:
     Raises:
         RequestError: a field is unknown, missing, not supported or has another form.
     """
+    _prepare(kind)
     try:
         decoded = msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _request_error(str(error), fields, kind) from None
     _refuse_unsupported_values(decoded, ())
     return decoded
+
+
+@cache
+def _prepare(kind: type[msgspec.Struct]) -> None:
+    """Let msgspec read the type hints of a body and of all structs in it before it is used.
+
+    It does so with the first value, and crashes the process where two threads have the first ones (release 0.22).
+    """
+    with _PREPARING, suppress(msgspec.ValidationError):
+        msgspec.convert({}, kind)
 
 
 def unsupported(param: str, what: str, hint: str) -> RequestError:
