@@ -67,6 +67,11 @@ GOOD: dict[str, tuple[str, ...]] = {
     "prompt": ("list files", "a"),
     "method": ("rtn", "hqq"),
     "draft_sampling": ("chain", "tree"),
+    "power": ("auto", "performance", "saver"),
+    "prefix_cache": ("0", "2MB", "1.5GiB"),
+    "logit_bias": ("5=1", "0=-100"),
+    "presence_penalty": ("1.5", "-2"),
+    "frequency_penalty": ("0.5", "2"),
 }
 """Values that an option takes, by its name, so that some combinations get far."""
 
