@@ -11,6 +11,7 @@ from ...errors import InputError
 from ...models.byte_sizes import parse_bytes
 from ...models.progress import Progress
 from ...runtime.devices.power import Power
+from ...runtime.scheduling.request_queue import DEFAULT_PARALLEL
 from ..terminal.output import write_out
 from .shared_options import Cache, Context, Debug, Device, Draft, ModelOptions, Offline, PowerMode, PrefixCache, Threads
 
@@ -27,6 +28,9 @@ def rpc(
             show_default="the bundled model and those that edge-run models lists",
         ),
     ] = None,
+    parallel: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Answers of a model that are generated at a time.")
+    ] = DEFAULT_PARALLEL,
     idle_unload: Annotated[
         float | None,
         typer.Option(
@@ -65,7 +69,7 @@ def rpc(
     from ...runtime.devices.providers import choose_device
     from ...runtime.engine import Engine
     from ..rpc.line_transport import binary, take_over_stdout
-    from ..rpc.stdio_service import RpcSettings, serve
+    from ..rpc.stdio_service import MAX_REQUESTS, RpcSettings, serve
     from ..service.model_pool import ModelPool
 
     max_line_bytes = parse_bytes(max_line, "--max-line")
@@ -76,7 +80,18 @@ def rpc(
     max_bytes = None if memory is None else parse_bytes(memory, "--memory")
 
     def open_model(path: str, progress: Progress) -> Engine:
-        options = ModelOptions(path, device, threads, context, draft=draft, cache=cache, prefix_cache=kept, power=power)
+        options = ModelOptions(
+            path,
+            device,
+            threads,
+            context,
+            draft=draft,
+            cache=cache,
+            prefix_cache=kept,
+            power=power,
+            parallel=parallel,
+            max_waiting=MAX_REQUESTS,
+        )
         return options.open(progress)
 
     with ModelPool(models or [], open_model, idle_s=idle_unload, max_bytes=max_bytes, kind=kind) as pool:

@@ -133,6 +133,8 @@ class ModelState(Result):
     users: Annotated[int, Meta(description="Requests and sessions that use it or wait for it.")]
     bytes: Annotated[int, Meta(description="Bytes of its graph and weights.")]
     cached_bytes: Annotated[int, Meta(description="Bytes of the KV caches of earlier answers.")]
+    active: Annotated[int, Meta(description="Answers that are being generated.")]
+    waiting: Annotated[int, Meta(description="Requests that wait for the end of others.")]
     load_s: float
     last_used: Annotated[float, Meta(description="Seconds since 1970.")]
 

@@ -41,6 +41,10 @@ class ModelStatus:
     """Bytes of its graph and weights on disk, which are about those in memory."""
     cached_bytes: int
     """Bytes of the KV caches of earlier answers."""
+    active: int
+    """Number of answers that are being generated."""
+    waiting: int
+    """Number of requests that wait for the others' end."""
     load_s: float
     """Seconds that loading took, a download included; 0 while it lasts."""
     last_used: float
@@ -379,9 +383,18 @@ class _PooledModel:
         return self.engine is not None and not self.users and not self.waiting
 
     def status(self) -> ModelStatus:
-        cached = 0 if self.engine is None else self.engine.model.prefixes.nbytes
-        loaded, users = self.engine is not None, self.users + self.waiting
-        return ModelStatus(self.entry.id, loaded, users, self.bytes, cached, self.load_s, self.last_used)
+        now = EngineLoad(0, 0, 0) if self.engine is None else self.engine.load_now()
+        return ModelStatus(
+            id=self.entry.id,
+            loaded=self.engine is not None,
+            users=self.users + self.waiting,
+            bytes=self.bytes,
+            cached_bytes=now.cached_bytes,
+            active=now.active,
+            waiting=now.waiting,
+            load_s=self.load_s,
+            last_used=self.last_used,
+        )
 
 
 def _shown(size: int | None) -> str:
