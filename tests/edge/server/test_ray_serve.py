@@ -1,0 +1,107 @@
+"""The example that hosts the server in Ray Serve, with a local Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+import edgerun
+from support.processes import started
+from support.serving import PATIENCE_S, wait_until
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ray_serve.py"
+PYTHON = os.environ.get("EDGERUN_RAY_PYTHON") or (sys.executable if find_spec("ray") else None)
+"""An interpreter that has the extra `ray`."""
+QUESTION = {"role": "user", "content": "the other thing"}
+
+pytestmark = pytest.mark.skipif(PYTHON is None, reason="needs the ray extra, or EDGERUN_RAY_PYTHON")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextmanager
+def ray_serving(model: Path) -> Iterator[tuple[str, Path]]:
+    """Run the example; gives its address and the folder of Ray's logs."""
+    port = free_port()
+    command = [str(PYTHON), str(EXAMPLE), str(model), "--port", str(port), "--threads", "1", "--replicas", "1"]
+    # Paths of Ray's sockets have to be short.
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        with (
+            open(Path(folder, "output"), "wb") as output,
+            started(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+        ):
+            log = Path(folder, "output")
+            wait_until(lambda: process.poll() is not None or responds(f"http://127.0.0.1:{port}/health"), str(log))
+            assert process.poll() is None, log.read_text(encoding="utf-8")
+            try:
+                yield f"http://127.0.0.1:{port}", Path(folder, "ray", "session_latest", "logs")
+            finally:
+                # Ray ends its own processes when the example ends.
+                process.terminate()
+                process.wait(PATIENCE_S)
+
+
+def running(address: str) -> float:
+    """Number of answers that the replica generates."""
+    found = re.search(
+        r"^edgerun_requests_running(?:\{.*\})? (\S+)$", httpx.get(f"{address}/metrics").text, re.MULTILINE
+    )
+    return float(found[1]) if found else 0.0
+
+
+def responds(address: str) -> bool:
+    try:
+        return httpx.get(address).is_success
+    except httpx.TransportError:
+        time.sleep(0.2)  # asking all the time would take a processor from Ray, which needs seconds to start
+        return False
+
+
+def test_ray_serve_answers_like_the_engine_and_reports_to_nobody(endless_bundle: Path) -> None:
+    with edgerun.load(endless_bundle, threads=1) as engine:
+        expected = engine.generate([QUESTION], max_tokens=20).text
+    with ray_serving(endless_bundle) as (address, logs):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        (model,) = client.models.list()
+
+        def ask() -> str | None:
+            reply = client.chat.completions.create(
+                model=model.id, messages=[QUESTION], max_completion_tokens=20, logprobs=True
+            )
+            listed = reply.choices[0].logprobs
+            assert listed is not None
+            assert len(listed.content or []) == reply.usage.completion_tokens == 20
+            return reply.choices[0].message.content
+
+        with ThreadPoolExecutor(4) as clients:
+            assert {future.result() for future in [clients.submit(ask) for _ in range(8)]} == {expected}
+        stream = client.chat.completions.create(
+            model=model.id, messages=[QUESTION], max_completion_tokens=20, stream=True
+        )
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
+        endless = client.chat.completions.create(model=model.id, messages=[QUESTION], stream=True)
+        next(iter(endless))
+        assert running(address) == 1
+        endless.close()
+        wait_until(lambda: running(address) == 0, "the answer goes on without its client")
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="another", messages=[QUESTION])
+        assert "Usage reporting is disabled" in (logs / "dashboard.log").read_text(encoding="utf-8")
