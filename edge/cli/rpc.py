@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated, Final
 
 import typer
@@ -72,6 +73,8 @@ def rpc(
     from ..rpc.stdio_service import MAX_REQUESTS, RpcSettings, serve
     from ..service.model_pool import ModelPool
 
+    if sys.stdin is None:
+        raise InputError("standard input is closed", "start edge-run rpc from a program that writes requests to it")
     max_line_bytes = parse_bytes(max_line, "--max-line")
     if max_line_bytes < _SHORTEST_LINE:
         raise InputError(f"--max-line is {max_line}", f"it must be at least {_SHORTEST_LINE} bytes")

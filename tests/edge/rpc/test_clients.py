@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import edgerun
+from support.nightly import some_nightly
 from support.processes import EDGE_RUN
 
 CLIENTS = Path(__file__).resolve().parents[3] / "examples" / "rpc"
@@ -57,7 +58,7 @@ def expected(long_bundle: Path) -> dict[str, str]:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="puts a shell script on the path")
-@pytest.mark.parametrize("language", TOOLS)
+@pytest.mark.parametrize("language", some_nightly(TOOLS, 3))
 def test_a_client_loads_streams_cancels_saves_and_restores(
     language: str, long_bundle: Path, expected: dict[str, str], tmp_path: Path
 ) -> None:

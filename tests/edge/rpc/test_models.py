@@ -98,7 +98,9 @@ def test_a_load_that_waits_for_memory_is_cancelled(tmp_path: Path, long_bundle: 
         assert client.end() == (0, "")
 
 
-def test_wrong_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from edgerun.edge.cli.main import main
 
     for arguments, message in (
@@ -112,3 +114,6 @@ def test_wrong_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert captured.out == ""
         assert captured.err.count("\n") == 1
         assert message in captured.err
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["rpc"]) == 2
+    assert capsys.readouterr().err.startswith("edge-run: error: standard input is closed; ")

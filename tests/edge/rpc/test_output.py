@@ -119,6 +119,7 @@ def test_a_response_waits_when_nothing_is_read_at_all() -> None:
     writer.close(LIMIT_S)
 
 
+@pytest.mark.nightly
 def test_a_client_that_never_reads_and_goes_away_leaves_no_process(long_bundle: Path) -> None:
     with rpc_process(str(long_bundle)) as client:
         client.send("initialize", {"protocol_version": 1})
@@ -149,11 +150,3 @@ def test_the_end_of_the_input_cancels_what_runs(long_bundle: Path) -> None:
         assert client.end() == (0, "")
         last = client.messages[-1]
         assert (last["id"], last["error"]["code"]) == (answer, -32000)
-
-
-def test_a_last_line_without_an_end_is_answered(tiny_bundle: Path) -> None:
-    with rpc_process(str(tiny_bundle)) as client:
-        request = {"jsonrpc": "2.0", "id": "last", "method": "initialize", "params": {"protocol_version": 1}}
-        client.input.write(json.dumps(request).encode())
-        assert client.read().end() == (0, "")
-        assert [each["id"] for each in client.messages] == ["last"]
