@@ -43,7 +43,8 @@ def ray_serving(model: Path) -> Iterator[tuple[str, Path]]:
     command = [str(PYTHON), str(EXAMPLE), str(model), "--port", str(port), "--threads", "1", "--replicas", "1"]
     # Paths of Ray's sockets have to be short.
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
-        environment = {**os.environ, "RAY_TMPDIR": folder}
+        # Ray keeps a token in the home folder.
+        environment = {**os.environ, "RAY_TMPDIR": folder, "HOME": folder, "USERPROFILE": folder}
         with (
             open(Path(folder, "output"), "wb") as output,
             started(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
