@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import IO, Any, Final
 
 import httpx
@@ -30,8 +31,8 @@ HALF_OPEN: Final = 24
 SAMPLE_S: Final = 2.0
 PREFIX_CACHE: Final = "64MiB"
 """KV caches of earlier answers: so few that they are full soon, and memory that goes on growing is something else."""
-LATER: Final = 0.3
-"""Share of the time after which memory should not grow any more: caches fill up at first."""
+PARTS: Final = 5
+"""Parts of the time whose medians are compared: caches fill up in the first one."""
 
 
 @dataclass
@@ -45,6 +46,8 @@ class Load:
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     half_open: list[asyncio.StreamWriter] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further fields of every request."""
 
     def url(self, path: str) -> str:
         """The address of a path."""
@@ -80,7 +83,7 @@ def texts_of(completion: dict[str, Any]) -> list[str]:
 
 async def ask(client: httpx.AsyncClient, load: Load, number: int) -> None:
     """Ask for a whole answer."""
-    response = await client.post(load.url("/v1/chat/completions"), json=request_body(number))
+    response = await client.post(load.url("/v1/chat/completions"), json={**request_body(number), **load.extra})
     check(load, number, response.status_code, response.text)
 
 
@@ -99,7 +102,7 @@ def check(load: Load, number: int, status: int, text: str) -> None:
 async def stream(client: httpx.AsyncClient, load: Load, number: int, pause_s: float, leave_after: int | None) -> None:
     """Read a streamed answer, with a pause after every event, and perhaps leave in its middle."""
     texts: dict[int, str] = {}
-    body = {**request_body(number), "stream": True}
+    body = {**request_body(number), **load.extra, "stream": True}
     events, done = 0, False
     async with client.stream("POST", load.url("/v1/chat/completions"), json=body) as response:
         if response.status_code != 200:
@@ -149,7 +152,7 @@ async def announce_1_gb(load: Load) -> None:
     writer, reader = await connection(load)
     writer.write(head(load, 1 << 30))
     await writer.drain()
-    answer = await asyncio.wait_for(reader.read(4096), 30)
+    answer = await asyncio.wait_for(reader.read(), 30)
     writer.close()
     expect(load, "body of 1 GB", int(answer.split()[1]), answer.decode(), 413, "request_too_large")
 
@@ -226,14 +229,14 @@ async def work(load: Load, until: float) -> None:
                 load.problems.append(f"request {number}: {type(error).__name__}: {error}")
 
 
-async def watch(process: psutil.Process, until: float) -> list[tuple[float, int, int, int]]:
-    """Sample seconds, resident bytes, descriptors and threads of the server until a time."""
+async def watch(process: psutil.Process, until: float) -> list[tuple[float, float, int, int]]:
+    """Sample seconds, resident MiB, descriptors and threads of the server until a time."""
     samples, started = [], time.monotonic()
     while time.monotonic() < until:
         samples.append(
             (
                 time.monotonic() - started,
-                process.memory_info().rss,
+                process.memory_info().rss / (1 << 20),
                 process.num_fds() if hasattr(process, "num_fds") else process.num_handles(),
                 process.num_threads(),
             )
@@ -244,10 +247,11 @@ async def watch(process: psutil.Process, until: float) -> list[tuple[float, int,
 
 async def run(options: argparse.Namespace, base: str, process: psutil.Process) -> int:
     """Load the server; returns the exit code."""
-    load = Load(base, {}, random.Random(options.seed))
+    load = Load(base, {}, random.Random(options.seed), extra={"exact": True} if options.exact else {})
     async with httpx.AsyncClient(timeout=120) as client:
         for number in range(options.requests):
-            response = await client.post(load.url("/v1/chat/completions"), json=request_body(number))
+            body = {**request_body(number), **load.extra}
+            response = await client.post(load.url("/v1/chat/completions"), json=body)
             load.expected[number] = texts_of(response.raise_for_status().json())
         until = time.monotonic() + options.seconds
         watching = asyncio.create_task(watch(process, until))
@@ -256,22 +260,25 @@ async def run(options: argparse.Namespace, base: str, process: psutil.Process) -
         for writer in load.half_open:
             writer.close()
         await settle(client, load)
-    early = [sample for sample in samples if sample[0] < LATER * options.seconds]
-    late = [sample for sample in samples if sample[0] >= (1 - LATER) * options.seconds]
-    names = ("seconds", "resident MiB", "descriptors", "threads")
-    scale = (1, 1 << 20, 1, 1)
-    flat = {}
-    for place in (1, 2, 3):
-        first, last = (max(sample[place] for sample in part) / scale[place] for part in (early, late))
-        flat[names[place]] = [round(first, 1), round(last, 1)]
-        print(f"{names[place]:14} {first:8.1f} at most in the first {LATER:.0%} of the time, {last:8.1f} in the last")
+    medians: dict[str, list[float]] = {"resident MiB": [], "descriptors": [], "threads": []}
+    for part in range(PARTS):
+        within = samples[part * len(samples) // PARTS : (part + 1) * len(samples) // PARTS]
+        for name, values in zip(medians, list(zip(*within, strict=True))[1:], strict=True):
+            medians[name].append(round(median(values), 1))
+    for name, values in medians.items():
+        print(f"{name:14} median of each {100 // PARTS} % of the time: {', '.join(f'{value:g}' for value in values)}")
     for name, count in sorted(load.counts.items()):
         print(f"{count:8} {name}")
     for problem in load.problems[:20]:
         print(f"problem: {problem}")
     print(
         json.dumps(
-            {"seconds": options.seconds, "counts": dict(load.counts), "flat": flat, "problems": len(load.problems)}
+            {
+                "seconds": options.seconds,
+                "counts": dict(load.counts),
+                "medians": medians,
+                "problems": len(load.problems),
+            }
         )
     )
     return 1 if load.problems else 0
@@ -296,6 +303,11 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--requests", type=int, default=64, help="number of different requests")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="ask for exact answers; others depend in near ties on what was asked before",
+    )
     options = parser.parse_args()
     command = [sys.executable, "-c", "from edgerun.edge.cli.main import main; raise SystemExit(main())", "serve"]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:

@@ -74,6 +74,10 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: Annotated[
         bool | None, Meta(description="Extension. Go on after end-of-sequence tokens, up to the largest length.")
     ] = None
+    exact: Annotated[
+        bool | None,
+        Meta(description="Extension. The text of plain decoding, whatever runs besides and was asked before; slower."),
+    ] = None
 
 
 class AccountFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):

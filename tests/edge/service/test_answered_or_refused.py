@@ -40,6 +40,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.booleans(),
     "n": st.integers(1, 3),
     "ignore_eos": st.booleans(),
+    "exact": st.booleans(),
     "tools": st.lists(
         st.fixed_dictionaries(
             {

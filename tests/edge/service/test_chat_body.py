@@ -63,6 +63,7 @@ def test_every_field_reaches_the_options() -> None:
         min_p=0.1,
         repetition_penalty=1.5,
         ignore_eos=True,
+        exact=True,
         chat_template_kwargs={"enable_thinking": False},
     )
     options = request.options
@@ -70,7 +71,9 @@ def test_every_field_reaches_the_options() -> None:
     assert (options.temperature, options.top_p, options.max_tokens, options.seed) == (0.5, 0.9, 7, 3)
     assert options.stops == ("a", "b")
     assert (options.presence_penalty, options.frequency_penalty, options.logit_bias) == (1, -1, {5: 10})
-    assert (options.top_k, options.min_p, options.repeat_penalty, options.ignore_eos) == (4, 0.1, 1.5, True)
+    assert (options.top_k, options.min_p, options.repeat_penalty) == (4, 0.1, 1.5)
+    assert options.ignore_eos
+    assert options.exact
     assert options.tools == (TOOL,)
     assert options.template_variables == {"enable_thinking": False}
 
