@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError
 from ...runtime.engine import Engine
+from ...runtime.graph.memory import trim_heap
 from ..service.cancellation import CancelledError
 from ..service.request_error import ErrorCode, RequestError
 from .answer_service import AnswerService
@@ -25,7 +26,8 @@ from .request_body import ClientGoneError, read_body
 
 _log: Final = logging.getLogger(__name__)
 _LARGE_BODY: Final = 64 << 10
-"""Bytes of a body that is parsed in a thread: a larger one would keep all other clients waiting."""
+"""Bytes of a body from which on it is parsed in a thread, or it would keep all other clients waiting. What it takes in
+memory is returned to the system."""
 
 
 class AnyBody(Protocol):
@@ -88,7 +90,8 @@ class AnswerEndpoint(ABC, Generic[Body]):
             return
         try:
             request = self.parse(body) if len(body) < _LARGE_BODY else await asyncio.to_thread(self.parse, body)
-            worker = self.service.start(partial(self._work, request))
+            work = self._large_work if len(body) >= _LARGE_BODY else self._work
+            worker = self.service.start(partial(work, request))
         except EdgeError as error:
             await error_response(error)(scope, receive, send)
             return
@@ -98,6 +101,16 @@ class AnswerEndpoint(ABC, Generic[Body]):
                 await self._stream(worker, left, scope, receive, send)
             else:
                 await self._whole(worker, left, scope, receive, send)
+
+    def _large_work(self, request: Body, worker: AnswerWorker[bytes]) -> None:
+        """`_work`, after which the memory that tokenizing a long text took goes back to the system.
+
+        A text of 1 MB takes a hundred times as much, in the heap of one of many threads, and the C library keeps it.
+        """
+        try:
+            self._work(request, worker)
+        finally:
+            trim_heap()
 
     def _work(self, request: Body, worker: AnswerWorker[bytes]) -> None:
         name = self.service.pool.find(request.model).id
