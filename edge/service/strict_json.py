@@ -134,7 +134,7 @@ def _check_scalar(value: Any, path: tuple[str | int, ...]) -> None:
     elif isinstance(value, int):
         # Converting a larger one to a float fails; msgspec before 0.22 ends with a SystemError then.
         if value.bit_length() > _MAX_BITS:
-            raise _bad(path, f"is {described(value)}", "it must be a number of ordinary size")
+            raise _bad(path, f"is an integer of {value.bit_length()} bits", f"at most {_MAX_BITS} are read")
     elif not isinstance(value, float):
         raise _bad(path, f"is {shown(value)}", "it must be a value that JSON has")
     elif not math.isfinite(value):

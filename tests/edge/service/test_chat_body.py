@@ -280,6 +280,7 @@ def test_wrong_types_name_the_field_and_both_types(fields: dict[str, Any], param
         ({"chat_template_kwargs": {"a": [1, math.inf]}}, "chat_template_kwargs.a[1]"),
         ({"messages": [{**USER, "content": "\ud800"}]}, "messages[0].content"),
         ({"temperature": 10**400}, "temperature"),
+        ({"seed": 10**5000}, "seed"),
     ],
 )
 def test_values_out_of_range_name_the_field(fields: dict[str, Any], param: str) -> None:
