@@ -27,7 +27,7 @@ class AnswerService:
     def __init__(self, pool: ModelPool, settings: ServerSettings) -> None:
         self.pool: Final = pool
         self.settings: Final = settings
-        self.metrics: Final = ServerMetrics(pool.loads)
+        self.metrics: Final = ServerMetrics(pool.status)
         self._workers: Final[set[AnswerWorker[bytes]]] = set()
         self._draining = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import psutil
@@ -11,17 +11,17 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from ...runtime.engine import EngineLoad
 from ...runtime.result import Stats
+from ..service.model_pool import ModelStatus
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _RATES: Final = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
 
-_LOADS: Final[tuple[tuple[str, str, Callable[[EngineLoad], int]], ...]] = (
-    ("requests_running", "Answers being generated.", lambda load: load.active),
-    ("requests_waiting", "Requests that wait for a place.", lambda load: load.waiting),
-    ("kv_cache_bytes", "Bytes of the KV caches that are kept for further answers.", lambda load: load.cached_bytes),
+_MODEL_GAUGES: Final[tuple[tuple[str, str, Callable[[ModelStatus], int]], ...]] = (
+    ("requests_running", "Answers being generated.", lambda model: model.active),
+    ("requests_waiting", "Requests that wait for a place.", lambda model: model.waiting),
+    ("kv_cache_bytes", "Bytes of the KV caches that are kept for further answers.", lambda model: model.cached_bytes),
 )
 """Gauges of a model: name, explanation, value."""
 
@@ -30,10 +30,10 @@ class ServerMetrics:
     """Counters of one server, in a registry of its own.
 
     Args:
-        loads: how busy the models in memory are, by id; called when the metrics are read.
+        models: the models in memory or being loaded; called when the metrics are read.
     """
 
-    def __init__(self, loads: Callable[[], Mapping[str, EngineLoad]]) -> None:
+    def __init__(self, models: Callable[[], Iterable[ModelStatus]]) -> None:
         self._registry: Final = CollectorRegistry()
         self._requests: Final = self._counter("requests", "Requests by endpoint and status.", "endpoint", "status")
         self._prompt_tokens: Final = self._counter("prompt_tokens", "Tokens of prompts.", "model")
@@ -57,7 +57,7 @@ class ServerMetrics:
         self._rate: Final = self._histogram(
             "tokens_per_second", "Tokens per second of an answer after its first token.", _RATES
         )
-        self._registry.register(_Gauges(loads))
+        self._registry.register(_Gauges(models))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"edgerun_{name}", text, labels, registry=self._registry)
@@ -100,19 +100,19 @@ class ServerMetrics:
 class _Gauges(Collector):
     """What is measured when the metrics are read."""
 
-    def __init__(self, loads: Callable[[], Mapping[str, EngineLoad]]) -> None:
-        self._loads: Final = loads
+    def __init__(self, models: Callable[[], Iterable[ModelStatus]]) -> None:
+        self._models: Final = models
         self._process: Final = psutil.Process()
 
     def collect(self) -> Iterator[Metric]:
         """Read all gauges."""
-        loads = self._loads()
-        for name, text, value in _LOADS:
+        models = [model for model in self._models() if model.loaded]
+        for name, text, value in _MODEL_GAUGES:
             gauge = GaugeMetricFamily(f"edgerun_{name}", text, labels=["model"])
-            for model, load in loads.items():
-                gauge.add_metric([model], value(load))
+            for model in models:
+                gauge.add_metric([model.id], value(model))
             yield gauge
-        yield GaugeMetricFamily("edgerun_models_loaded", "Models in memory.", len(loads))
+        yield GaugeMetricFamily("edgerun_models_loaded", "Models in memory.", len(models))
         yield GaugeMetricFamily(
             "edgerun_process_resident_memory_bytes", "Memory of the process.", self._process.memory_info().rss
         )

@@ -186,12 +186,6 @@ class ModelPool:
             models = sorted(self._models.values(), key=lambda model: model.used_at)
             return tuple(model.status() for model in models if model.engine is not None or model.attempt is not None)
 
-    def loads(self) -> dict[str, EngineLoad]:
-        """How busy the models in memory are, by their ids."""
-        with self._changed:
-            engines = {id_: model.engine for id_, model in self._models.items() if model.engine is not None}
-        return {id_: engine.load_now() for id_, engine in engines.items()}
-
     def close(self) -> None:
         """End all answers and unload all models; calling it again does nothing. Waits for a load in progress."""
         with self._changed:

@@ -1,0 +1,140 @@
+"""Many clients of all kinds: every text is that of a lone request, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import edgerun
+from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served, wait_until
+
+BUSY = {"temperature": 0, "max_tokens": 24}
+
+
+def ask(server: Served, text: str) -> str:
+    reply = server.post(CHAT, chat_body(text, **BUSY))
+    return str(reply["choices"][0]["message"]["content"])
+
+
+def leave(server: Served, rng: random.Random, *, streams: bool) -> None:
+    """Begin a request and go away after a while, at any point of it."""
+    with server.connected() as connection:
+        request = raw_request(CHAT, chat_body(f"go on {rng.random()}", max_tokens=2000, stream=streams))
+        cut = rng.choice([len(request), len(request), rng.randrange(len(request))])
+        connection.sendall(request[:cut])
+        time.sleep(rng.random() * 0.05)
+        if rng.random() < 0.5:
+            # The connection is reset instead of closed.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.nightly)])
+def test_after_many_cancelled_requests_the_text_is_the_same(endless_server: Served, count: int) -> None:
+    first = ask(endless_server, "a question")
+    rng = random.Random(count)
+    for number in range(count):
+        leave(endless_server, rng, streams=bool(number % 2))
+    wait_until(lambda: endless_server.load() == (0, 0), "all answers have ended")
+    assert ask(endless_server, "a question") == first
+
+
+class Crowd:
+    """Clients of all kinds, for a while."""
+
+    def __init__(self, server: Served, expected: dict[str, str], seconds: float) -> None:
+        self.server = server
+        self.expected = expected
+        self.until = time.monotonic() + seconds
+        self.answered = 0
+        self.problems: list[str] = []
+
+    def run(self, number: int) -> None:
+        rng = random.Random(number)
+        behaviours = [self._ask, self._read_slowly, self._leave, self._send_too_much, self._stay_silent]
+        while time.monotonic() < self.until:
+            try:
+                (behaviours[0] if number < 3 else rng.choice(behaviours))(rng)
+            except Exception as error:  # noqa: BLE001  reported by the test
+                self.problems.append(f"{type(error).__name__}: {error}")
+                return
+
+    def _ask(self, rng: random.Random) -> None:
+        text = rng.choice(list(self.expected))
+        response = self.server.request("POST", CHAT, chat_body(text, **BUSY))
+        if response.status == 429:
+            return
+        assert response.status == 200, response.body
+        assert response.json()["choices"][0]["message"]["content"] == self.expected[text]
+        self.answered += 1
+
+    def _read_slowly(self, rng: random.Random) -> None:
+        with self.server.connected() as connection:
+            body = chat_body(rng.choice(list(self.expected)), **BUSY, stream=True)
+            connection.sendall(raw_request(CHAT, body, {"Connection": "close"}))
+            response = b""
+            while piece := connection.recv(200):
+                response += piece
+                time.sleep(0.005)
+        assert response.startswith(b"HTTP/1.1 429") or b"data: [DONE]" in response
+
+    def _leave(self, rng: random.Random) -> None:
+        leave(self.server, rng, streams=rng.random() < 0.5)
+
+    def _send_too_much(self, rng: random.Random) -> None:
+        with self.server.connected() as connection:
+            body = chat_body("word " * 200_000)
+            connection.sendall(raw_request(CHAT, body, {"Connection": "close"}))
+            assert b"context_length_exceeded" in read_all(connection)
+
+    def _stay_silent(self, rng: random.Random) -> None:
+        with self.server.connected() as connection:
+            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(300.0, marks=pytest.mark.nightly)])
+def test_a_crowd_of_clients(endless_bundle: Path, seconds: float) -> None:
+    texts = [f"question {number}" for number in range(6)]
+    with edgerun.load(endless_bundle, draft=None, cache=False) as engine:
+        expected = {text: engine.generate(chat_body(text)["messages"], **BUSY).text for text in texts}
+    with served([endless_bundle], "--draft", "none", "--prefix-cache", "50MB") as server:
+        assert server.process is not None
+        process = psutil.Process(server.process.pid)
+        # What is allocated once is allocated before the first look.
+        run_crowd(Crowd(server, expected, min(seconds, 60.0)))
+        before = usage(process)
+        crowd = Crowd(server, expected, seconds)
+        run_crowd(crowd)
+        after = usage(process)
+        assert not crowd.problems
+        assert crowd.answered
+        wait_until(lambda: server.load() == (0, 0), "all answers have ended")
+        wait_until(lambda: usage(process)["files"] <= before["files"], "all connections are closed")
+        # A short crowd may be the first one with several prompts of a megabyte at a time.
+        if seconds > 60:
+            assert after["memory"] < before["memory"] + (100 << 20)
+        assert len(server.lines) == 2, server.lines
+        assert ask(server, texts[0]) == expected[texts[0]]
+
+
+def run_crowd(crowd: Crowd) -> None:
+    threads = [threading.Thread(target=crowd.run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S + 300)
+    wait_until(lambda: crowd.server.load() == (0, 0), "all answers have ended")
+
+
+def usage(process: psutil.Process) -> dict[str, Any]:
+    return {
+        "files": process.num_handles() if psutil.WINDOWS else process.num_fds(),
+        "memory": process.memory_info().rss,
+    }
