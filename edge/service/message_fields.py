@@ -90,6 +90,10 @@ class AssistantMessage(_Message, tag="assistant"):
     annotations: Annotated[
         list[Any] | None, Meta(description="Not supported.", extra_json_schema={"enum": [[], None]})
     ] = None
+    provider_specific_fields: Annotated[
+        dict[str, Any] | None,
+        Meta(description="Accepted; LiteLLM adds it to the answers that it returns, and sends it back with them."),
+    ] = None
 
 
 class ToolMessage(_Message, tag="tool"):
@@ -155,7 +159,8 @@ def checked_messages(messages: Sequence[Message], field: str, places: Sequence[s
 def _as_mapping(message: AnyMessage) -> dict[str, Any]:
     """A message with the fields that were given, but for those that the runtime has no use for."""
     fields: dict[str, Any] = msgspec.to_builtins(message)
-    fields.pop("annotations", None)
+    for unused in ("annotations", "provider_specific_fields"):
+        fields.pop(unused, None)
     if isinstance(parts := fields.get("content"), list):
         fields["content"] = [{"type": part["type"], "text": part["text"]} for part in parts]
     return fields

@@ -114,7 +114,14 @@ def test_messages_are_those_that_the_runtime_takes() -> None:
     request = parsed(
         messages=[
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [CALL],
+                "refusal": None,
+                "annotations": [],
+                "provider_specific_fields": {"refusal": None},
+            },
             {"role": "tool", "content": "1", "tool_call_id": "1"},
             {"role": "user", "content": "c", "name": "someone"},
         ]
