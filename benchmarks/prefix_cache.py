@@ -3,8 +3,8 @@
 A client that keeps no state sends the whole conversation with every request. After a request of `--history` tokens, its
 answer and `--new` more tokens follow. Two engines over one graph answer in turn: one keeps the KV caches of finished
 sequences, the other computes every prompt anew. A third request repeats the beginning of the first one and then differs
-(an edited message). Prints times to the first token, the time of a decode pass and of reading the new tokens alone, and
-one JSON line.
+(an edited message). The first two requests are also sent to a server, to whose client the first token comes by HTTP.
+Prints times to the first token, the time of a decode pass and of reading the new tokens alone, and one JSON line.
 
 Example: python benchmarks/prefix_cache.py --history 2000
 """
@@ -16,6 +16,7 @@ import json
 import random
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +27,7 @@ from artifacts import bundle
 from checkpoints import SHAPES
 from edgerun import Engine, GenerateOptions, Reply, Speculation, Stats
 from edgerun.runtime.generation import CachedSequence
+from server_overhead import Client, body, served
 
 
 def answer(engine: Engine, prompt: list[int], tokens: list[int], sequence: CachedSequence | None = None) -> Stats:
@@ -57,6 +59,18 @@ def measure(engine: Engine, rng: random.Random, options: argparse.Namespace) -> 
     }
 
 
+def measure_served(engine: Engine, client: Client, rng: random.Random, options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds to the first event of two requests of a new conversation, at the client of a server."""
+    history = [rng.randrange(engine.graph_io.vocab_size // 2) for _ in range(options.history)]
+    new = [rng.randrange(engine.graph_io.vocab_size // 2) for _ in range(options.new)]
+    waits = []
+    for prompt in (history, [*history, *new]):
+        started = time.monotonic()
+        client.send(body(prompt, 0, options.answer))
+        waits.append((client.times()[0] - started) * 1e3)
+    return {"first, served": waits[0], "second, served": waits[1]}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,10 +88,16 @@ def main() -> None:
         edgerun.load(model, context=limit, learned=False) as cached,
         edgerun.load(model, context=limit, learned=False, prefix_cache=0) as fresh,
     ):
+        engines = {"with": cached, "without": fresh}
         for number in range(options.rounds):
-            engines = {"with": cached, "without": fresh}
             for name in sorted(engines, reverse=bool(number % 2)):
                 runs[name].append(measure(engines[name], random.Random(number), options))
+        for name, engine in engines.items():
+            with served(engine, model) as (port, _):
+                client = Client(port)
+                for number, found in enumerate(runs[name]):
+                    found.update(measure_served(engine, client, random.Random(options.rounds + number), options))
+                client.close()
     medians = {
         name: {key: round(statistics.median(run[key] for run in found), 2) for key in found[0]}
         for name, found in runs.items()

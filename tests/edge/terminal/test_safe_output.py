@@ -41,8 +41,8 @@ SHOWN = "\ufffd[31m\ufffd2J\ufffd"
 """What is shown of its beginning."""
 needs_such_names = pytest.mark.skipif(sys.platform == "win32", reason="file names have no control characters there")
 
-WRITERS = {"terminal/output.py"}
-"""Modules of edge/ that may print."""
+WRITERS = {"terminal/output.py", "rpc/line_transport.py"}
+"""Modules of edge/ that may print; one writes lines of JSON for programs."""
 
 
 def test_the_filter_replaces_what_controls_a_terminal_and_nothing_else() -> None:
