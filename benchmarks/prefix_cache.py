@@ -6,7 +6,7 @@ sequences, the other computes every prompt anew. A third request repeats the beg
 (an edited message). The first two requests are also sent to a server, to whose client the first token comes by HTTP.
 Prints times to the first token, the time of a decode pass and of reading the new tokens alone, and one JSON line.
 
-Example: python benchmarks/prefix_cache.py --history 2000
+Example: python benchmarks/prefix_cache.py --history 2000 --tokenizer DIR/tokenizers/qwen2.5
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=30, help="tokens that the second request adds to the answer")
     parser.add_argument("--answer", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer.json of the shape")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
     options = parser.parse_args()
-    model = bundle(options.work, SHAPES[options.shape], 128)
+    model = bundle(options.work, SHAPES[options.shape], 128, options.tokenizer)
     limit = options.history + 4 * options.answer + 2 * options.new
     runs: dict[str, list[dict[str, float]]] = {"with": [], "without": []}
     with (

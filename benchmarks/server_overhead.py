@@ -151,6 +151,8 @@ def main() -> None:
     if options.client is not None:
         run_client(options.client)
         return
+    if options.tokenizer is None:
+        parser.error("give --tokenizer: with single bytes as tokens, random text has hardly any whole characters")
     model = bundle(options.work, SHAPES[options.shape], 128, options.tokenizer)
     limit = options.prompt + options.tokens + 8
     found: dict[str, list[float]] = {"direct": [], "served": []}

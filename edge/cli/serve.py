@@ -11,12 +11,13 @@ import typer
 
 from ...errors import InputError
 from ...models.byte_sizes import parse_bytes
-from ...models.progress import Progress, ProgressDisplay
+from ...models.progress import ProgressDisplay
 from ...models.text_files import decode_text
 from ...runtime.devices.power import Power
 from ...runtime.scheduling.request_queue import DEFAULT_MAX_WAITING, DEFAULT_PARALLEL
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
+from .pool_options import IdleUnload, Memory, OfferedModels, Parallel, PoolOptions
 from .shared_options import Cache, Context, Debug, Device, Draft, ModelOptions, Offline, PowerMode, PrefixCache, Threads
 
 _KEY_VARIABLE: Final = "EDGERUN_API_KEY"
@@ -24,14 +25,7 @@ _MAX_KEY_BYTES: Final = 4096
 
 
 def serve(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[MODEL]...",
-            help="Models to offer; the first one answers requests that name none.",
-            show_default="the bundled model and those that edge-run models lists",
-        ),
-    ] = None,
+    models: OfferedModels = None,
     host: Annotated[
         str,
         typer.Option(metavar="ADDRESS", help="Address to listen at; one that other machines reach needs an API key."),
@@ -59,24 +53,12 @@ def serve(
             help="A web origin whose pages may use the server, such as https://example.com; may be repeated.",
         ),
     ] = None,
-    parallel: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Answers of a model that are generated at a time.")
-    ] = DEFAULT_PARALLEL,
+    parallel: Parallel = DEFAULT_PARALLEL,
     max_waiting: Annotated[
         int, typer.Option(metavar="N", min=0, help="Further requests to a model that may wait.")
     ] = DEFAULT_MAX_WAITING,
-    idle_unload: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", min=0, help="Unload a model that is unused for this long.", show_default="never"
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory for the weights of loaded models, such as 8GB.", show_default="no limit"
-        ),
-    ] = None,
+    idle_unload: IdleUnload = None,
+    memory: Memory = None,
     prefix_cache: PrefixCache = None,
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB",
     drain: Annotated[
@@ -107,9 +89,6 @@ def serve(
         from ..server.answer_service import AnswerService
         from ..server.server_settings import ServerSettings
         from ..server.uvicorn_server import bound_socket, draining_server
-    from ...runtime.devices.providers import choose_device
-    from ...runtime.engine import Engine
-    from ..service.model_pool import ModelPool
 
     settings = ServerSettings(
         host=host,
@@ -120,30 +99,20 @@ def serve(
     )
     kept = None if prefix_cache is None else parse_bytes(prefix_cache, "--prefix-cache")
 
-    def open_model(path: str, progress: Progress) -> Engine:
-        options = ModelOptions(
-            path,
-            device,
-            threads,
-            context,
-            draft=draft,
-            cache=cache,
-            history=history,
-            prefix_cache=kept,
-            power=power,
-            parallel=parallel,
-            max_waiting=max_waiting,
-        )
-        return options.open(progress)
-
-    pool = ModelPool(
-        models or [],
-        open_model,
-        idle_s=idle_unload,
-        max_bytes=None if memory is None else parse_bytes(memory, "--memory"),
-        kind=choose_device(device).kind,
+    each = ModelOptions(
+        None,
+        device,
+        threads,
+        context,
+        draft=draft,
+        cache=cache,
+        history=history,
+        prefix_cache=kept,
+        power=power,
+        parallel=parallel,
+        max_waiting=max_waiting,
     )
-    with pool, bound_socket(host, port) as listening:
+    with PoolOptions(models or [], each, idle_unload, memory).open() as pool, bound_socket(host, port) as listening:
         if models:
             # What is wrong with the model that most requests will use is said now.
             with ProgressDisplay(transient=True) as progress:
