@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OfferedModels = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[MODEL]...",
+        metavar="MODEL",
         help="Models to offer; the first one answers requests that name none.",
         show_default="the bundled model and those that edge-run models lists",
     ),
