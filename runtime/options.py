@@ -67,7 +67,8 @@ class GenerateOptions:
     template_variables: Mapping[str, Any] | None = None
     """What the chat template reads besides, such as `enable_thinking` or `documents`."""
     speculation: Speculation = Speculation.AUTO
-    """Which drafters to use. The text does not depend on it."""
+    """Which drafters to use. The text does not depend on it, except in near ties where activations have 8 bits: there
+    wide passes differ from narrow ones in the last bits. `exact` answers do not depend on it at all."""
     exact: bool = False
     """Whether the text is that of plain decoding whatever the hardware: near ties are recomputed one token per pass,
     and sampled text is not drafted."""
