@@ -99,7 +99,7 @@ class Crowd:
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("seconds", [1.5, pytest.param(300.0, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(60.0, marks=pytest.mark.nightly)])
 def test_a_crowd_of_clients(endless_bundle: Path, seconds: float) -> None:
     texts = [f"question {number}" for number in range(6)]
     with edgerun.load(endless_bundle, draft=None, cache=False) as engine:
@@ -108,7 +108,7 @@ def test_a_crowd_of_clients(endless_bundle: Path, seconds: float) -> None:
         assert server.process is not None
         process = psutil.Process(server.process.pid)
         # What is allocated once is allocated before the first look.
-        run_crowd(Crowd(server, expected, min(seconds, 60.0)))
+        run_crowd(Crowd(server, expected, min(seconds, 20.0)))
         before = usage(process)
         crowd = Crowd(server, expected, seconds)
         run_crowd(crowd)
@@ -118,7 +118,7 @@ def test_a_crowd_of_clients(endless_bundle: Path, seconds: float) -> None:
         wait_until(lambda: server.load() == (0, 0), "all answers have ended")
         wait_until(lambda: usage(process)["files"] <= before["files"], "all connections are closed")
         # A short crowd may be the first one with several prompts of a megabyte at a time.
-        if seconds > 60:
+        if seconds >= 60:
             assert after["memory"] < before["memory"] + (100 << 20)
         assert len(server.lines) == 2, server.lines
         assert ask(server, texts[0]) == expected[texts[0]]
