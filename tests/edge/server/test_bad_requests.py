@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -127,8 +127,9 @@ def test_a_gigabyte_is_refused_before_it_is_sent(endless_server: Served) -> None
         b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\nConnection: close\r\n\r\n",
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
         b"GET /health HTTP/1.1\r\n\r\n",
-        os.urandom(200) + b"\r\n\r\n",
+        random.Random(0).randbytes(200) + b"\r\n\r\n",
     ],
+    ids=["null byte", "other text", "long header", "negative length", "no host", "random bytes"],
 )
 def test_what_is_not_http_is_refused_and_nothing_else_is_disturbed(
     endless_server: Served, request_bytes: bytes
