@@ -229,18 +229,12 @@ async def work(load: Load, until: float) -> None:
                 load.problems.append(f"request {number}: {type(error).__name__}: {error}")
 
 
-async def watch(process: psutil.Process, until: float) -> list[tuple[float, float, int, int]]:
-    """Sample seconds, resident MiB, descriptors and threads of the server until a time."""
-    samples, started = [], time.monotonic()
+async def watch(process: psutil.Process, until: float) -> list[tuple[float, float, float]]:
+    """Sample resident MiB, descriptors and threads of the server until a time."""
+    samples = []
     while time.monotonic() < until:
-        samples.append(
-            (
-                time.monotonic() - started,
-                process.memory_info().rss / (1 << 20),
-                process.num_fds() if hasattr(process, "num_fds") else process.num_handles(),
-                process.num_threads(),
-            )
-        )
+        descriptors = process.num_handles() if sys.platform == "win32" else process.num_fds()
+        samples.append((process.memory_info().rss / (1 << 20), descriptors, process.num_threads()))
         await asyncio.sleep(SAMPLE_S)
     return samples
 
@@ -263,8 +257,8 @@ async def run(options: argparse.Namespace, base: str, process: psutil.Process) -
     medians: dict[str, list[float]] = {"resident MiB": [], "descriptors": [], "threads": []}
     for part in range(PARTS):
         within = samples[part * len(samples) // PARTS : (part + 1) * len(samples) // PARTS]
-        for name, values in zip(medians, list(zip(*within, strict=True))[1:], strict=True):
-            medians[name].append(round(median(values), 1))
+        for name, sampled in zip(medians, zip(*within, strict=True), strict=True):
+            medians[name].append(round(median(sampled), 1))
     for name, values in medians.items():
         print(f"{name:14} median of each {100 // PARTS} % of the time: {', '.join(f'{value:g}' for value in values)}")
     for name, count in sorted(load.counts.items()):
