@@ -231,12 +231,18 @@ async def work(load: Load, until: float) -> None:
 
 async def watch(process: psutil.Process, until: float) -> list[tuple[float, float, float]]:
     """Sample resident MiB, descriptors and threads of the server until a time."""
-    samples = []
+    samples: list[tuple[float, float, float]] = []
     while time.monotonic() < until:
-        descriptors = process.num_handles() if sys.platform == "win32" else process.num_fds()
-        samples.append((process.memory_info().rss / (1 << 20), descriptors, process.num_threads()))
+        samples.append((process.memory_info().rss / (1 << 20), descriptors(process), process.num_threads()))
         await asyncio.sleep(SAMPLE_S)
     return samples
+
+
+def descriptors(process: psutil.Process) -> int:
+    """Number of open files and connections of a process."""
+    if sys.platform == "win32":
+        return process.num_handles()
+    return process.num_fds()
 
 
 async def run(options: argparse.Namespace, base: str, process: psutil.Process) -> int:
