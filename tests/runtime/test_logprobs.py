@@ -104,7 +104,8 @@ def test_drafting_does_not_change_them(
     check(tiny_bundle, PROMPT, tokens, found)
     assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-4)
     assert drafter.proposals
-    assert widest > 1 or name in ("scattered", "end of text")
+    # A chain keeps one candidate of the many of "wide", which need not be the right one.
+    assert widest > 1 or name in ("scattered", "end of text") or (name == "wide" and not trees)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1e9], ids=["nothing", "some", "everything"])
