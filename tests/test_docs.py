@@ -112,7 +112,7 @@ def test_the_path_of_a_token_is_the_documented_one(capsys: pytest.CaptureFixture
     ours = [stack for stack in stacks if "runtime.generation:generate" in stack]
     until = calls[: calls.index("runtime.sampling.sampler:choose") + 1]
     assert [until.index(name) for name in first] == sorted(until.index(name) for name in first)
-    entry = {"edge.cli.main:main", "edge.cli.app:run_command"}
+    entry = {"edge.cli.main:main", "edge.cli.command_line:run_command"}
     assert set(ours[0]) - entry <= set(first)
     assert set(ours[-1]) - entry - set(first[:2]) <= set(further)
     assert calls[-1 - calls[::-1].index("runtime.sampling.sampler:choose")] == further[-1]

@@ -24,6 +24,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:
         end_on_ctrl_c()
-    from .app import run_command
+    from .command_line import run_command
 
     return run_command(list(sys.argv[1:] if arguments is None else arguments))

@@ -149,7 +149,7 @@ OPERATIONS: dict[str, tuple[list[str], Callable[..., None]]] = {
     "replace_folder": (["edgerun.models.atomic"], replace_folder),
     "write_file": (["edgerun.models.atomic"], write_file),
     "export": (
-        ["edgerun.edge.cli.app", "edgerun.edge.cli.export", "edgerun.export.pipeline", "onnxruntime", "onnx"],
+        ["edgerun.edge.cli.command_line", "edgerun.edge.cli.export", "edgerun.export.pipeline", "onnxruntime", "onnx"],
         export,
     ),
 }
