@@ -26,7 +26,8 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 def test_answering_on_the_command_line_imports_no_decoder_of_request_bodies() -> None:
     program = (
-        "import sys; import edgerun.edge.cli.command_line, edgerun.edge.cli.run, edgerun.runtime.engine; print(*sys.modules)"
+        "import sys; import edgerun.edge.cli.command_line, edgerun.edge.cli.run; "
+        "import edgerun.runtime.engine; print(*sys.modules)"
     )
     assert "msgspec" not in output_of(program)
 
