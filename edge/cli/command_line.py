@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Final
 
 import typer
 from typer.exceptions import Abort, TyperException
 
-from ...errors import EdgeError
+from ...errors import EdgeError, InputError
 from ...runtime.text.panic_messages import panic_messages_hidden
 from ...version import __version__
 from ..terminal.output import showing_warnings, write_error, write_line
@@ -35,6 +37,29 @@ _COMMANDS: Final = {
 }
 """What each command does; the module and the function are named like the command."""
 _DEFAULT_COMMAND: Final = "run"
+_OTHER_NAMES: Final = {
+    "chat": "run",
+    "generate": "run",
+    "list": "models",
+    "ls": "models",
+    "remove": "models --remove",
+    "rm": "models --remove",
+    "download": "pull",
+    "get": "pull",
+    "install": "pull",
+    "server": "serve",
+    "api": "serve",
+    "convert": "export",
+    "quantize": "export",
+    "show": "inspect",
+    "info": "inspect",
+    "benchmark": "bench",
+    "help": "--help",
+    "version": "--version",
+}
+"""What other programs call these commands, and people try first."""
+_SIMILAR: Final = 0.7
+"""Similarity from which a word is taken for a mistyped command, from 0 to 1: one slip in five letters."""
 _GLOBAL_OPTIONS: Final = ("-h", "--help", "--version")
 _HELP: Final = """
 Run language models on this machine: private, fast, no server.
@@ -69,8 +94,10 @@ def run_command(given: list[str]) -> int:
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     if not given or (given[0] not in _COMMANDS and given[0] not in _GLOBAL_OPTIONS):
         given = [_DEFAULT_COMMAND, *given]
-    command_line = _command_line(given[0])
     try:
+        if given[0] == _DEFAULT_COMMAND:
+            _check_mistyped_command(given[1:2])
+        command_line = _command_line(given[0])
         with CommandInterrupts(), showing_warnings(), panic_messages_hidden():
             result = command_line(given, prog_name="edge-run", standalone_mode=False)
     except EdgeError as error:
@@ -87,6 +114,20 @@ def run_command(given: list[str]) -> int:
             write_error(traceback.format_exc().rstrip())
         return _fail(_system_refusal(error), 1)
     return result if isinstance(result, int) else 0
+
+
+def _check_mistyped_command(words: list[str]) -> None:
+    """Check that the first word after `edge-run`, which is taken for a model, was not meant as a command.
+
+    Raises:
+        InputError: there is no file or folder of that name, and a command has a similar one.
+    """
+    if not words or not re.fullmatch("[A-Za-z]+", words[0]) or os.path.lexists(words[0]):
+        return
+    word = words[0].lower()
+    meant = _OTHER_NAMES.get(word) or next(iter(get_close_matches(word, _COMMANDS, n=1, cutoff=_SIMILAR)), None)
+    if meant is not None:
+        raise InputError(f"there is no command or model {words[0]!r}", f"did you mean edge-run {meant}?")
 
 
 def _command_line(chosen: str) -> Callable[..., object]:

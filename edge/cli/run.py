@@ -27,7 +27,7 @@ from ...runtime.speculation.sampled_speculator import DraftSampling
 from ..terminal.chat import TerminalChat
 from ..terminal.explain import show_rounds
 from ..terminal.interrupt import cancelling_on_interrupt
-from ..terminal.output import reply_json, stats_line, write_error, write_json, write_out
+from ..terminal.output import chunk_json, reply_json, stats_line, write_error, write_json, write_out
 from .ctrl_c import INTERRUPTED
 from .shared_options import (
     AsJson,
@@ -62,6 +62,7 @@ class RunOptions:
     system: str | None
     resume: Path | None
     as_json: bool
+    json_stream: bool
     stats: bool
 
 
@@ -173,13 +174,21 @@ def run(
     ] = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     as_json: AsJson = False,
+    json_stream: Annotated[
+        bool,
+        typer.Option(
+            "--json-stream",
+            help="Print JSON lines while the answer is generated: an object for each piece, and at the end that of "
+            "--json.",
+        ),
+    ] = False,
     logprobs: Annotated[
         int | None,
         typer.Option(
             metavar="K",
             min=0,
             max=MAX_ALTERNATIVES,
-            help="With --json, list every token with its log-probability and K alternatives.",
+            help="With --json or --json-stream, list every token with its log-probability and K alternatives.",
         ),
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print statistics of the answer on standard error.")] = False,
@@ -195,7 +204,9 @@ def run(
 
     Example: edge-run my-model -p "Why is the sky blue?" -n 200 --stats
     """
-    if logprobs is not None and not as_json:
+    if as_json and json_stream:
+        raise InputError("--json and --json-stream are both given", "give one of them")
+    if logprobs is not None and not (as_json or json_stream):
         raise InputError("--logprobs lists tokens in the JSON of an answer", "add --json, or leave --logprobs out")
     options = GenerateOptions(
         max_tokens=max_tokens,
@@ -220,7 +231,7 @@ def run(
     )
     chatting = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if chatting:
-        _check_chat(raw=raw, as_json=as_json)
+        _check_chat(raw=raw, as_json=as_json, json_stream=json_stream)
     elif prompt is None:
         prompt = _read_standard_input()
     prompt, system = (None if text is None else unify_line_ends(text) for text in (prompt, system))
@@ -241,7 +252,7 @@ def run(
         prefix_cache=prefix_bytes,
         power=power,
     )
-    request = RunOptions(opened, options, prompt, system, resume, as_json, stats)
+    request = RunOptions(opened, options, prompt, system, resume, as_json, json_stream, stats)
     return _chat(request) if chatting else _answer(request)
 
 
@@ -261,6 +272,7 @@ def _answer(options: RunOptions) -> int:
     engine = options.model.open(progress)
     load_s = time.perf_counter() - started
     pieces = []
+    wanted = options.generate.logprobs is not None
     with engine:
         if options.resume is not None:
             session = engine.session(system=options.system, resume=options.resume)
@@ -270,11 +282,13 @@ def _answer(options: RunOptions) -> int:
         with progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
             for chunk in chunks:
                 pieces.append(chunk)
-                if not options.as_json:
+                if options.json_stream:
+                    if chunk.text or chunk.logprobs:
+                        write_json(chunk_json(chunk, with_logprobs=wanted))
+                elif not options.as_json:
                     write_out(chunk.text)
         reply = Reply.of(pieces)
-        if options.as_json:
-            wanted = options.generate.logprobs is not None
+        if options.as_json or options.json_stream:
             write_json(reply_json(reply, engine, options.generate.speculation, load_s, with_logprobs=wanted))
         elif not reply.text.endswith("\n") and (reply.text or not interrupted()):
             write_out("\n")
@@ -300,9 +314,10 @@ def _logit_bias(given: Sequence[str]) -> dict[int, float] | None:
     return biases or None
 
 
-def _check_chat(*, raw: bool, as_json: bool) -> None:
-    if raw or as_json:
-        raise InputError(f"{'--raw' if raw else '--json'} needs a prompt", "give -p TEXT, or text on standard input")
+def _check_chat(*, raw: bool, as_json: bool, json_stream: bool) -> None:
+    for option, given in (("--raw", raw), ("--json", as_json), ("--json-stream", json_stream)):
+        if given:
+            raise InputError(f"{option} needs a prompt", "give -p TEXT, or text on standard input")
     if not sys.stdout.isatty():
         raise InputError("a chat needs a terminal on standard output", "give -p TEXT, or text on standard input")
 

@@ -23,7 +23,7 @@ from ...models.safe_text import for_terminal, on_one_line
 
 if TYPE_CHECKING:  # `--version`, `--help` and errors in options need no runtime
     from ...runtime.engine import Engine
-    from ...runtime.result import Reply, Stats
+    from ...runtime.result import Chunk, Reply, Stats
     from ...runtime.speculation.choice import Speculation
     from ...runtime.token_logprobs import TokenLogprob
 
@@ -83,8 +83,8 @@ def write_line(line: str) -> None:
 
 
 def write_json(value: Any) -> None:
-    """Write a JSON object on one line; control characters that JSON allows in strings are written as escapes."""
-    print(_escaped(json.dumps(value, ensure_ascii=False)))  # noqa: T201
+    """Write a JSON object on one line and flush it; control characters in strings are written as escapes."""
+    print(_escaped(json.dumps(value, ensure_ascii=False)), flush=True)  # noqa: T201
 
 
 def write_error(text: str) -> None:
@@ -233,6 +233,14 @@ def reply_json(
     }
     if with_logprobs:
         described["logprobs"] = [_token_json(token) for token in reply.logprobs]
+    return described
+
+
+def chunk_json(chunk: Chunk, *, with_logprobs: bool) -> dict[str, Any]:
+    """The object that `--json-stream` prints for a piece of an answer."""
+    described: dict[str, Any] = {"delta": chunk.text}
+    if with_logprobs:
+        described["logprobs"] = [_token_json(token) for token in chunk.logprobs]
     return described
 
 

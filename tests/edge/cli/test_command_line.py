@@ -105,6 +105,58 @@ def test_json_lists_tokens_with_their_log_probabilities(tiny_bundle: Path, capsy
     assert "--logprobs lists tokens in the JSON of an answer; add --json, or leave" in capsys.readouterr().err
 
 
+def test_streamed_json_is_a_line_for_each_piece_and_the_whole_object_last(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(tiny_bundle), "-p", "the", "-n", "20", "--spec", "off"]
+    assert main([*arguments, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--json-stream", "--logprobs", "1"]) == 0
+    out, err = capsys.readouterr()
+    *pieces, last = map(json.loads, out.splitlines())
+    assert err == ""
+    assert len(pieces) > 1
+    assert "".join(piece["delta"] for piece in pieces) == last["text"] == whole["text"]
+    assert [token for piece in pieces for token in piece["logprobs"]] == last.pop("logprobs")
+    assert list(last) == list(whole)
+    assert not any("finish_reason" in piece for piece in pieces)
+    assert "give one of them" in fails(capsys, *arguments, "--json", "--json-stream")
+
+
+def test_streamed_json_reaches_a_pipe_while_the_answer_is_generated(tmp_path: Path) -> None:
+    command = [*EDGE_RUN, str(write_endless_bundle(tmp_path)), "-p", "the", "-t", "1", "--json-stream"]
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for _ in range(3):
+            assert list(json.loads(process.stdout.readline())) == ["delta"]
+        process.stdout.close()
+        assert process.wait(timeout=60) == 1
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("word", "command"),
+    [
+        *(("serv", "serve"), ("servr", "serve"), ("modles", "models"), ("Bench", "bench"), ("exprot", "export")),
+        *(("chat", "run"), ("list", "models"), ("download", "pull"), ("help", "--help")),
+    ],
+)
+def test_a_mistyped_command_gets_a_suggestion(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = f"there is no command or model '{word}'; did you mean edge-run {command}?"
+    assert fails(capsys, word) == expected
+    assert fails(capsys, word, "-p", "a") == expected
+    (tmp_path / word).mkdir()
+    assert "no command" not in fails(capsys, word, "-p", "a")
+
+
+def test_a_word_like_no_command_is_a_model_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys, "mistral", "-p", "a") == "mistral does not exist; give an .onnx file or a model folder"
+
+
 def test_the_prompt_may_come_on_standard_input(
     tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

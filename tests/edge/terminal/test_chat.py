@@ -216,7 +216,7 @@ def test_a_line_that_ends_in_a_backslash_continues(open_chat: OpenTerminal, tiny
     assert chat.end() == 0
 
 
-@pytest.mark.parametrize("options", [["--raw"], ["--json"]])
+@pytest.mark.parametrize("options", [["--raw"], ["--json"], ["--json-stream"]])
 def test_options_that_need_a_prompt_are_refused_in_a_chat(
     open_chat: OpenTerminal, tiny_bundle: Path, options: list[str]
 ) -> None:
