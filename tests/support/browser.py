@@ -1,0 +1,191 @@
+"""The app, as a process, and a real browser that opens it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+
+from support.processes import EDGE_RUN, started
+
+PATIENCE_S = 120.0
+"""Limit of every wait, far above what it takes."""
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_ARGUMENTS = (
+    # Containers run as root and have a small /dev/shm.
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    # Nothing reaches the network, also when a test fails: a request to another host is recorded and then fails.
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
+)
+
+
+def chromium_path() -> str:
+    """Where chromium is; the test is skipped where there is none, unless EDGERUN_BROWSER=1."""
+    found = next(filter(None, map(shutil.which, _NAMES)), None)
+    if found is None:
+        if os.environ.get("EDGERUN_BROWSER") == "1":
+            raise FileNotFoundError("EDGERUN_BROWSER=1, and no chromium is installed")
+        pytest.skip("needs chromium")
+    return found
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """Start a browser; a process has one at a time, with any number of pages."""
+    path = chromium_path()
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=list(_ARGUMENTS))
+        try:
+            yield chromium
+        finally:
+            chromium.close()
+
+
+@dataclass
+class BrowserPage:
+    """A window of the browser, and what went wrong in it."""
+
+    page: Page
+    errors: list[str] = field(default_factory=list)
+    """Console errors and uncaught exceptions; a test that provokes some clears them."""
+    foreign: list[str] = field(default_factory=list)
+    """Requests that left the origin."""
+
+    def assert_quiet(self) -> None:
+        """Fail if there was an error, or a request to another origin."""
+        assert not self.foreign, f"requests left the origin: {self.foreign}"
+        assert not self.errors, f"errors in the browser: {self.errors}"
+
+
+@contextmanager
+def browser_page(
+    base_url: str,
+    *,
+    within: Browser | None = None,
+    size: tuple[int, int] = (1280, 800),
+    **options: Any,
+) -> Iterator[BrowserPage]:
+    """Open an address in a fresh profile; at the end of the block, errors and foreign requests fail the test.
+
+    Args:
+        base_url: the address to open; its origin is the only one that requests may go to.
+        within: the browser; None starts one.
+        size: width and height of the window, in CSS pixels.
+        **options: those of playwright's `Browser.new_context`, such as `color_scheme="dark"`.
+    """
+    with ExitStack() as closing:
+        chromium = within or closing.enter_context(browser())
+        width, height = size
+        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
+        closing.callback(context.close)
+        context.set_default_timeout(PATIENCE_S * 1000)
+        window = BrowserPage(context.new_page())
+        _record(context, window, urlsplit(base_url))
+        window.page.goto(base_url)
+        yield window
+        window.assert_quiet()
+
+
+def _record(context: BrowserContext, window: BrowserPage, origin: Any) -> None:
+    def requested(request: Request) -> None:
+        address = urlsplit(request.url)
+        local = address.scheme in {"data", "blob", "about"}
+        if not local and (address.scheme, address.netloc) != (origin.scheme, origin.netloc):
+            window.foreign.append(request.url)
+
+    def said(message: ConsoleMessage) -> None:
+        if message.type == "error":
+            window.errors.append(f"{message.text} ({message.location.get('url', '')})")
+
+    context.on("request", requested)
+    context.on("console", said)
+    context.on("weberror", lambda error: window.errors.append(str(error.error)))
+
+
+class AppServer:
+    """`edge-run app --no-browser` with a data folder of its own, as a context manager.
+
+    Args:
+        home: the folder of the conversations.
+        models: what the command is given; none means the bundled model.
+        *options: further options of the command.
+        **environment: further environment variables.
+    """
+
+    def __init__(self, home: Path, models: Sequence[str | Path] = (), *options: str, **environment: str) -> None:
+        self.home = home
+        self.lines: list[str] = []
+        """What it wrote to standard error."""
+        self.open_url = ""
+        """The address with the one-time token."""
+        self._command = [*EDGE_RUN, "app", *map(str, models), "--no-browser", "--port", "0", *options]
+        self._environment = {**os.environ, "EDGERUN_HOME": str(home), **environment}
+        self._running = ExitStack()
+
+    @property
+    def base(self) -> str:
+        """Its origin, such as http://127.0.0.1:8080."""
+        parts = urlsplit(self.open_url)
+        return f"{parts.scheme}://{parts.netloc}"
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The running process."""
+        return self._process
+
+    def start(self) -> None:
+        """Start it, and wait until it says its address."""
+        self.open_url = ""
+        options = {"stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "env": self._environment}
+        self._process = process = self._running.enter_context(started(self._command, **options))
+        ready = threading.Event()
+
+        def read() -> None:
+            assert process.stderr is not None
+            for line in process.stderr:
+                self.lines.append(line.decode().rstrip("\r\n"))
+                if found := re.search(r"open (http://\S+/open\?token=\S+)", self.lines[-1]):
+                    self.open_url = found[1]
+                    ready.set()
+            ready.set()
+
+        reading = threading.Thread(target=read, daemon=True)
+        reading.start()
+        # Callbacks run in the reverse order: the process is killed, and then the thread reaches the end of its output.
+        self._running.callback(lambda: (process.kill(), reading.join(PATIENCE_S)))
+        assert ready.wait(PATIENCE_S)
+        assert self.open_url, self.lines
+
+    def kill(self) -> None:
+        """End it at once, as kill -9 does."""
+        self._running.close()
+
+    def interrupt(self) -> int:
+        """End it as Ctrl-C does; returns the exit code."""
+        self._process.send_signal(signal.SIGINT)
+        code = self._process.wait(PATIENCE_S)
+        self._running.close()
+        return code
+
+    def __enter__(self) -> AppServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._running.close()
