@@ -23,6 +23,7 @@ from ..terminal.output import showing_warnings, write_error, write_line
 from .ctrl_c import INTERRUPTED, CommandInterrupts
 
 _COMMANDS: Final = {
+    "app": "Chat with models in the browser.",
     "run": "Chat with a model, or answer one prompt (the default).",
     "export": "Export a model to a folder that edge-run runs.",
     "inspect": "Show what a model is made of.",

@@ -87,6 +87,7 @@ def serve(
     """
     with missing_extra():
         from ..server.answer_service import AnswerService
+        from ..server.asgi_app import asgi_app
         from ..server.server_settings import ServerSettings
         from ..server.uvicorn_server import bound_socket, draining_server
 
@@ -123,8 +124,9 @@ def serve(
         base = f"http://{shown}:{bound_port}"
         write_error(f"edge-run: serving {names} at {base}/v1 (Ctrl-C ends it)")
         write_error(f"edge-run: try: {_curl(base, settings.api_key, api_key_file)}")
+        service = AnswerService(pool, settings)
         with showing_tracebacks(debug):
-            draining_server(AnswerService(pool, settings), drain).run([listening])
+            draining_server(asgi_app(service), service, settings, drain).run([listening])
 
 
 def _api_key(option: str | None, file: Path | None) -> str | None:

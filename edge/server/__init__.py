@@ -13,8 +13,12 @@ _EXTRA: Final = ("starlette", "uvicorn", "h11", "prometheus_client")
 
 
 @contextmanager
-def missing_extra() -> Iterator[None]:
+def missing_extra(what: str = "server", extra: str = "serve") -> Iterator[None]:
     """Within the block, an import that fails for a package of the extra `serve` says how to install it.
+
+    Args:
+        what: what needs the package, for the message.
+        extra: the extra to install, which contains `serve`.
 
     Raises:
         InputError: a package of the extra is missing.
@@ -25,4 +29,4 @@ def missing_extra() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
             raise
-        raise InputError(f"the server needs the package {package}", 'pip install "edge-run[serve]"') from error
+        raise InputError(f"the {what} needs the package {package}", f'pip install "edge-run[{extra}]"') from error

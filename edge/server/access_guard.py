@@ -20,6 +20,8 @@ from .server_settings import MAX_HEADER_BYTES, ServerSettings
 
 OPEN_PATHS: Final = ("/health",)
 """Paths that need no API key: they tell nothing but that the server runs."""
+_WITH_BODY: Final = ("POST", "PUT", "PATCH")
+"""Methods whose requests have a body."""
 
 
 class OriginGuard:
@@ -92,13 +94,19 @@ class KeyGuard:
                     "send it as the header Authorization: Bearer KEY",
                     {"www-authenticate": "Bearer"},
                 )
-        if scope["method"] == "POST":
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                return RefusedError(
-                    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                    "unsupported_content_type",
-                    f"the Content-Type is {kind!r:.100}" if kind else "the header Content-Type is missing",
-                    "send JSON with Content-Type: application/json",
-                )
+        return content_type_refusal(scope)
+
+
+def content_type_refusal(scope: Scope) -> RefusedError | None:
+    """Why a request is refused whose body may be something other than JSON; None for all others."""
+    if scope["method"] not in _WITH_BODY:
         return None
+    kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return None
+    return RefusedError(
+        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        "unsupported_content_type",
+        f"the Content-Type is {kind!r:.100}" if kind else "the header Content-Type is missing",
+        "send JSON with Content-Type: application/json",
+    )

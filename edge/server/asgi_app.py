@@ -76,7 +76,7 @@ def asgi_app(service: AnswerService) -> Starlette:
             Route("/metrics", plain.metrics, methods=["GET"]),
         ],
         middleware=middleware,
-        exception_handlers={HTTPException: _not_routed},
+        exception_handlers={HTTPException: not_routed},
         lifespan=lifespan,
     )
     # A client that follows a redirect would send its body twice.
@@ -114,7 +114,7 @@ class _PlainEndpoints:
         return Response(await asyncio.to_thread(self._service.metrics.text), media_type=CONTENT_TYPE)
 
 
-async def _not_routed(request: Request, error: Exception) -> Response:
+async def not_routed(request: Request, error: Exception) -> Response:
     """The response to a path or a method that the server does not have."""
     assert isinstance(error, HTTPException)  # noqa: S101  registered for this class alone
     status = HTTPStatus(error.status_code)

@@ -13,7 +13,7 @@ from .error_objects import encode_json
 
 DONE: Final = b"data: [DONE]\n\n"
 _COMMENT: Final = b": the answer is being computed\n\n"
-_HEADERS: Final = [
+EVENT_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     # Some reverse proxies hold events back unless they are told not to.
@@ -42,7 +42,7 @@ async def send_events(send: Send, worker: AnswerWorker[bytes], silence_s: float)
     Raises:
         BaseException: what the worker raised, after all of its events were sent.
     """
-    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+    await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
     while events := await _taken_or_comment(worker.take, silence_s):
         await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
 

@@ -14,15 +14,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Final, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from ...errors import InputError
-from .answer_service import AnswerService
-from .asgi_app import asgi_app
 from .guarded_connection import guarded_connection
-from .server_settings import MAX_HEADER_BYTES
+from .server_settings import MAX_HEADER_BYTES, ServerSettings
 
 _TWICE_S: Final = 0.3
 """Signals within this time are one request to end: `timeout` sends one to the process and one to its group."""
@@ -61,19 +60,34 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listening
 
 
-def draining_server(service: AnswerService, drain_s: float) -> DrainingServer:
+class DrainedService(Protocol):
+    """The answers behind an application, as the end of its server sees them."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is in progress."""
+
+    def drain(self) -> None:
+        """Begin no further answers."""
+
+    def cancel_all(self) -> None:
+        """End all answers soon."""
+
+
+def draining_server(app: ASGIApp, service: DrainedService, settings: ServerSettings, drain_s: float) -> DrainingServer:
     """A server that answers requests until a signal; `run` runs it on a socket.
 
     Args:
-        service: closed when the server ends.
+        app: the application, whose lifespan ends with the server.
+        service: its answers.
+        settings: limits of connections.
         drain_s: seconds for which answers that have begun may go on after the signal. A second signal ends the process
             at once.
     """
-    settings = service.settings
     # Its warnings are about requests that are not HTTP, of which anybody can send any number.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
-        asgi_app(service),
+        app,
         http=guarded_connection(settings),
         ws="none",
         lifespan="on",
@@ -92,20 +106,21 @@ def draining_server(service: AnswerService, drain_s: float) -> DrainingServer:
 class DrainingServer(uvicorn.Server):
     """A server whose running answers are finished before it ends."""
 
-    def __init__(self, config: uvicorn.Config, service: AnswerService, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: DrainedService, drain_s: float) -> None:
         super().__init__(config)
         self._service: Final = service
         self._drain_s: Final = drain_s
         self._signalled_at: float | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals within the block, except those that the parent process ignores."""
+        loop = self._loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        loop = asyncio.get_running_loop()
 
         def handle(number: int, _frame: FrameType | None) -> None:
             now = time.monotonic()
@@ -127,6 +142,12 @@ class DrainingServer(uvicorn.Server):
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def end(self) -> None:
+        """Begin to end the server, as a signal does; in any thread."""
+        self.should_exit = self._loop is None
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
         """Begin to end the server; on its event loop."""

@@ -1,0 +1,89 @@
+"""Endpoints of the page's API: a JSON object in, a JSON object out, computed in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ...errors import EdgeError
+from ..server.error_objects import JsonResponse, RefusedError, UnreadBodyResponse, error_response
+from ..server.request_body import ClientGoneError, read_body
+from ..server.server_settings import ServerSettings
+from ..service.body_decoder import decode_body
+from ..service.request_error import ErrorCode, RequestError
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+_log: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ApiCall:
+    """A request to the page's API."""
+
+    path: Mapping[str, str]
+    """Values of the parts of the path that vary."""
+    query: Mapping[str, str]
+    """Parameters after the question mark."""
+    body_bytes: bytes
+
+    def body(self, kind: type[_Body]) -> _Body:
+        """Decode the body; a request without one has no fields.
+
+        Raises:
+            RequestError: a field is unknown, missing or has another form.
+        """
+        return decode_body(self.body_bytes or b"{}", kind)
+
+
+Handler: TypeAlias = Callable[[ApiCall], object]
+"""Answers a request, in a thread: returns what becomes the JSON response, or a response; errors are EdgeErrors."""
+
+
+def api_route(settings: ServerSettings, method: str, path: str, handler: Handler) -> Route:
+    """A route of the page's API.
+
+    Args:
+        settings: limits of the body.
+        method: GET, POST, PUT, PATCH or DELETE.
+        path: the path, with `{name}` for parts that vary.
+        handler: answers the requests.
+    """
+    return Route(path, _ApiEndpoint(settings, handler), methods=[method])
+
+
+class _ApiEndpoint:
+    def __init__(self, settings: ServerSettings, handler: Handler) -> None:
+        self._settings: Final = settings
+        self._handler: Final = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await read_body(scope, receive, self._settings)
+        except ClientGoneError:
+            return
+        except RefusedError as error:
+            await UnreadBodyResponse(error)(scope, receive, send)
+            return
+        request = Request(scope)
+        response = await asyncio.to_thread(self._respond, ApiCall(request.path_params, request.query_params, body))
+        await response(scope, receive, send)
+
+    def _respond(self, call: ApiCall) -> Response:
+        try:
+            result = self._handler(call)
+        except EdgeError as error:
+            return error_response(error)
+        except Exception as error:  # noqa: BLE001  what it is goes to the log
+            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+            what = f"the app failed: {type(error).__name__}"
+            return error_response(RequestError(what, "its log says more", code=ErrorCode.INTERNAL))
+        return result if isinstance(result, Response) else JsonResponse(result)

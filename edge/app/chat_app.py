@@ -1,0 +1,105 @@
+"""The ASGI application of the app: the page, its API, and the OpenAI-compatible API beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..server.access_guard import OriginGuard
+from ..server.asgi_app import asgi_app, not_routed
+from ..server.error_objects import JsonResponse, RefusedError, UnreadBodyResponse
+from .app_access import OPEN_PATH, SESSION_LIFE_S, AppAccess, SessionGuard
+from .app_service import AppService
+from .events_endpoint import EventsEndpoint
+from .page_files import PageFiles, PageHeaders, entrance_page, index_page
+
+_OPENAI_API: Final = "/v1/"
+
+
+def chat_app(service: AppService) -> ASGIApp:
+    """The ASGI application of the app; ending its lifespan closes the service."""
+    context = service.context
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            # Closing waits for the passes in progress.
+            await asyncio.to_thread(service.close)
+
+    entrance = _Entrance(service.access)
+    app = Starlette(
+        routes=[
+            Route("/", index_page, methods=["GET"]),
+            Mount("/page", PageFiles()),
+            Route(OPEN_PATH, entrance.enter, methods=["GET"]),
+            Route(OPEN_PATH, entrance.new_token, methods=["POST"]),
+            Route("/api/events", EventsEndpoint(context), methods=["GET"]),
+        ],
+        middleware=[
+            Middleware(PageHeaders),
+            Middleware(OriginGuard, context.settings),
+            Middleware(SessionGuard, service.access),
+        ],
+        exception_handlers={HTTPException: not_routed},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    return _SideBySide(app, asgi_app(service.requests))
+
+
+class _SideBySide:
+    """An ASGI application of two: the page's, and the one for other programs."""
+
+    def __init__(self, page: ASGIApp, programs: ASGIApp) -> None:
+        self._page: Final = page
+        self._programs: Final = programs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for_programs = scope["type"] == "http" and scope["path"].startswith(_OPENAI_API)
+        await (self._programs if for_programs else self._page)(scope, receive, send)
+
+
+class _Entrance:
+    """The way in: a one-time token becomes a session."""
+
+    def __init__(self, access: AppAccess) -> None:
+        self._access: Final = access
+
+    async def enter(self, request: Request) -> Response:
+        """Let a browser in that has a token, or has been let in before."""
+        if not self._access.take_token(request.query_params.get("token", "")):
+            if self._access.has_session(request.scope):
+                return RedirectResponse("/", HTTPStatus.SEE_OTHER)
+            return entrance_page("This link has been used already, or is more than a few minutes old.")
+        response = RedirectResponse("/", HTTPStatus.SEE_OTHER)
+        response.set_cookie(
+            self._access.cookie_name,
+            self._access.new_session(),
+            max_age=SESSION_LIFE_S,
+            httponly=True,
+            samesite="strict",
+        )
+        return response
+
+    async def new_token(self, request: Request) -> Response:
+        """A token for another process of the same user."""
+        _, _, given = request.headers.get("authorization", "").partition(" ")
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), self._access.owner_key.encode()):
+            return UnreadBodyResponse(
+                RefusedError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", "the key is missing or wrong")
+            )
+        return JsonResponse({"token": self._access.new_token()})

@@ -1,0 +1,127 @@
+"""The files of the page, and the headers that say what the page may do."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+from http import HTTPStatus
+from pathlib import Path
+from typing import Final
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+PAGE_FOLDER: Final = Path(__file__).parent / "page"
+_IMPORT_MAP: Final = re.compile(rb'<script type="importmap">(.*?)</script>', re.DOTALL)
+_TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
+"""Content types by suffix. The system's own table, which Windows keeps in its registry, may call scripts plain text."""
+
+
+def content_security_policy(index: bytes = b"") -> str:
+    """What a page may load: its own files, and nothing from anywhere else.
+
+    Args:
+        index: the HTML file, whose import map may be inline.
+    """
+    maps = [base64.b64encode(hashlib.sha256(found).digest()).decode() for found in _IMPORT_MAP.findall(index)]
+    scripts = " ".join(["'self'", *(f"'sha256-{digest}'" for digest in maps)])
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {scripts}",
+            "style-src 'self'",
+            "img-src 'self' data:",
+            "connect-src 'self'",
+            "font-src 'self'",
+            "base-uri 'none'",
+            "form-action 'self'",
+            "frame-ancestors 'none'",
+        )
+    )
+
+
+class PageHeaders:
+    """Middleware that adds the headers that protect the page, as far as a response does not set them itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app: Final = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Add the headers to the response."""
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+_HEADERS: Final = {
+    "content-security-policy": content_security_policy(),
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+async def index_page(_request: Request) -> Response:
+    """The page."""
+    index = (PAGE_FOLDER / "index.html").read_bytes()
+    return HTMLResponse(index, headers={"content-security-policy": content_security_policy(index)})
+
+
+class PageFiles(StaticFiles):
+    """The files of the page. The browser keeps them, and asks whether they have changed."""
+
+    def __init__(self) -> None:
+        super().__init__(directory=PAGE_FOLDER)
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """Return a file, or that it has not changed."""
+        response = await super().get_response(path, scope)
+        response.headers["cache-control"] = "no-cache"
+        if "content-type" in response.headers:
+            response.headers["content-type"] = _TYPES.get(Path(path).suffix, "application/octet-stream")
+        return response
+
+
+def entrance_page(problem: str, status: int = HTTPStatus.FORBIDDEN) -> Response:
+    """A page that tells how to get in, for browsers that have no session.
+
+    Args:
+        problem: what was wrong with how it was tried.
+        status: the HTTP status.
+    """
+    text = f"<p>{html.escape(problem)}</p>" if problem else ""
+    return HTMLResponse(_ENTRANCE.format(problem=text), status)
+
+
+_ENTRANCE: Final = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>edge-run</title></head>
+<body>
+<h1>edge-run</h1>
+{problem}
+<p>To open the app in this browser, run this command in a terminal and follow the link that it prints:</p>
+<pre>edge-run app</pre>
+</body>
+</html>
+"""

@@ -1,0 +1,191 @@
+"""`edge-run app [MODEL ...]`: the chat app, a page in the browser served by this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import webbrowser
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from ...errors import InputError
+from ...models.byte_sizes import parse_bytes
+from ...runtime.devices.power import Power
+from ...runtime.scheduling.request_queue import DEFAULT_PARALLEL
+from ..conversations.data_folder import data_folder
+from ..server import missing_extra
+from ..terminal.output import showing_tracebacks, write_error
+from .pool_options import IdleUnload, Memory, OfferedModels, Parallel, PoolOptions
+from .shared_options import Cache, Context, Debug, Device, Draft, ModelOptions, Offline, PowerMode, PrefixCache, Threads
+
+if TYPE_CHECKING:
+    import socket
+
+    from ..server.uvicorn_server import DrainingServer
+
+_HOST: Final = "127.0.0.1"
+_PORT: Final = 8642
+_PORTS: Final = 20
+"""Number of ports that are tried where none is given."""
+_END_S: Final = 30.0
+
+
+def app(
+    models: OfferedModels = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=65535,
+            help="Port of the app; 0 for one that is free.",
+            show_default=f"{_PORT}, or the next free one",
+        ),
+    ] = None,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the page in the browser, or only print its address.")
+    ] = True,
+    window: Annotated[
+        bool, typer.Option("--window", help="Open the page in a window of its own (extra window).")
+    ] = False,
+    parallel: Parallel = DEFAULT_PARALLEL,
+    idle_unload: IdleUnload = None,
+    memory: Memory = None,
+    prefix_cache: PrefixCache = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    power: PowerMode = Power.AUTO,
+    context: Context = None,
+    draft: Draft = "auto",
+    history: Annotated[
+        bool, typer.Option("--history", help="Draft from earlier conversations, which are kept for it in the cache.")
+    ] = False,
+    cache: Cache = True,
+    offline: Offline = False,  # noqa: ARG001  its callback acts
+    debug: Debug = False,
+) -> None:
+    """Chat with models in the browser, until Ctrl-C; everything stays on this machine.
+
+    The address that is printed opens the page once, within a few minutes. While the app runs, another edge-run app
+    opens it again. The guide is docs/app.md.
+
+    Example: edge-run app
+    """
+    with missing_extra("app", "app"):
+        from ..app.app_access import AppAccess, session_secret
+        from ..app.app_context import AppContext
+        from ..app.app_service import AppService
+        from ..app.chat_app import chat_app
+        from ..app.event_channel import EventChannel
+        from ..app.running_app import announce, only_app, open_url, url_of_running_app
+        from ..server.server_settings import ServerSettings
+        from ..server.uvicorn_server import draining_server
+    if window:
+        _check_window()
+    folder = data_folder()
+    kept = None if prefix_cache is None else parse_bytes(prefix_cache, "--prefix-cache")
+    each = ModelOptions(
+        None,
+        device,
+        threads,
+        context,
+        draft=draft,
+        cache=cache,
+        history=history,
+        prefix_cache=kept,
+        power=power,
+        parallel=parallel,
+    )
+    with ExitStack() as stack:
+        if not stack.enter_context(only_app(folder)):
+            url = url_of_running_app(folder)
+            write_error("edge-run: the app runs already")
+            _show(url, browser=browser, window=window)
+            return
+        settings = ServerSettings(host=_HOST)
+        pool = stack.enter_context(PoolOptions(models or [], each, idle_unload, memory).open())
+        listening = stack.enter_context(_bound_socket(port))
+        bound_port = listening.getsockname()[1]
+        access = AppAccess(session_secret(folder), bound_port)
+        service = AppService(AppContext(pool, EventChannel(), settings), access)
+        server = draining_server(chat_app(service), service, settings, 0.0)
+        announce(folder, bound_port, access)
+        with showing_tracebacks(debug):
+            url = open_url(bound_port, access.new_token())
+            if window:
+                _run_in_window(server, listening, url)
+            else:
+                _show(url, browser=browser, window=False)
+                server.run([listening])
+
+
+def _bound_socket(port: int | None) -> socket.socket:
+    """A socket at the given port, or else at the first free one from the default on.
+
+    Raises:
+        InputError: there is none.
+    """
+    from ..server.uvicorn_server import bound_socket
+
+    if port is not None:
+        return bound_socket(_HOST, port)
+    for candidate in range(_PORT, _PORT + _PORTS):
+        try:
+            found = bound_socket(_HOST, candidate)
+        except InputError:
+            continue
+        if candidate != _PORT:
+            write_error(f"edge-run: port {_PORT} is in use, so the app is at port {candidate}")
+        return found
+    raise InputError(f"the ports {_PORT} to {_PORT + _PORTS - 1} of {_HOST} are in use", "give another --port")
+
+
+def _show(url: str, *, browser: bool, window: bool) -> None:
+    """Print the address, and open it as was asked for."""
+    write_error(f"edge-run: open {url}")
+    if window:
+        _open_window(url)
+    elif browser and _has_display():
+        # Starting a browser can take seconds, and the page needs the server.
+        threading.Thread(target=webbrowser.open, args=(url,), name="edge-run browser", daemon=True).start()
+
+
+def _has_display() -> bool:
+    """Whether there is a desktop; without one, Python would start a text browser in this terminal."""
+    if sys.platform in {"win32", "darwin"}:
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _check_window() -> None:
+    """Raise if the extra `window` is missing.
+
+    Raises:
+        InputError: it is.
+    """
+    try:
+        import webview  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise InputError("a window needs the package pywebview", 'pip install "edge-run[window]"') from error
+
+
+def _open_window(url: str) -> None:
+    """Show the page in a window of its own until it is closed."""
+    import webview
+
+    webview.create_window("edge-run", url, width=1100, height=800)
+    webview.start()
+
+
+def _run_in_window(server: DrainingServer, listening: socket.socket, url: str) -> None:
+    """Run the server in a thread while the window is open, which has to be in the main thread."""
+    thread = threading.Thread(target=server.run, args=([listening],), name="edge-run app", daemon=True)
+    thread.start()
+    try:
+        _show(url, browser=False, window=True)
+    finally:
+        server.end()
+        thread.join(_END_S)

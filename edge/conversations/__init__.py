@@ -1,0 +1,1 @@
+"""Conversations that the app and the terminal chat keep: trees of messages in SQLite."""

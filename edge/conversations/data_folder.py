@@ -1,0 +1,40 @@
+"""The folder of the user's own data, which cannot be created again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from platformdirs import user_data_path
+
+
+def data_folder() -> Path:
+    """Return the user's data folder, which may not exist; `EDGERUN_HOME` overrides the platform's location."""
+    override = os.environ.get("EDGERUN_HOME")
+    return Path(override) if override else user_data_path("edge-run", appauthor=False)
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create a folder that its owner alone can read, with the folders above it; one that exists stays as it is.
+
+    On Windows it has the permissions of the folder above, which in a user's profile are the user's own.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_private_file(path: Path) -> None:
+    """Create an empty file that its owner alone can read; from one that exists, other users' permissions are taken.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        # Not opened again: closing it would drop the locks that SQLite has on it in this process.
+        if os.name == "posix" and path.stat().st_mode & 0o077:
+            path.chmod(0o600)
