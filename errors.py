@@ -5,7 +5,8 @@
     │   ├── CheckpointError   a Hugging Face checkpoint is missing, damaged or of an unknown architecture
     │   ├── BundleError       a model folder or .onnx file is missing, damaged or not a language model
     │   ├── TemplateError     a chat template cannot be read or rendered
-    │   └── ContextError      the prompt does not fit the model's context
+    │   ├── ContextError      the prompt does not fit the model's context
+    │   └── ConversationError a stored conversation is unknown, deleted, or cannot be read or written
     ├── BusyError             the engine's queue is full
     ├── HubError              the Hugging Face Hub cannot be reached, or does not have the file
     ├── ExportError           an export failed after it had started; nothing was written
@@ -57,6 +58,10 @@ class TemplateError(InputError):
 
 class ContextError(InputError):
     """The prompt does not fit the model's context."""
+
+
+class ConversationError(InputError):
+    """A stored conversation is unknown or deleted, or the file of conversations cannot be read or written."""
 
 
 class BusyError(EdgeError):

@@ -36,11 +36,12 @@ os.environ["COLUMNS"] = "110"
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """No test reads or writes the user's cache."""
+    """No test reads or writes the user's cache, or the user's conversations."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EDGERUN_CACHE", str(folder))
         patch.setenv("HF_HOME", str(folder / "hugging-face"))
+        patch.setenv("EDGERUN_HOME", str(folder / "home"))
         yield folder
 
 

@@ -22,7 +22,7 @@ ONLY_IN = {
     "onnx": ("export/",),
     "huggingface_hub": ("models/hub/client.py",),
     "matplotlib": ("edge/bench/",),
-    "msgspec": ("edge/service/", "edge/server/", "edge/rpc/", "edge/app/"),
+    "msgspec": ("edge/service/", "edge/server/", "edge/rpc/", "edge/app/", "edge/conversations/"),
     "torch": (),
     "transformers": (),
 }

@@ -1,0 +1,291 @@
+"""The database file of the conversations: opening, transactions, damage.
+
+One connection serves all threads of a process, one at a time; other processes may have the file open as well. A file
+that turns out to be damaged is set aside under another name, and a new one takes its place with what could be read.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Final, NoReturn, TypeVar
+
+from ...errors import ConversationError
+from ...models.file_system import move
+from ...models.lock import locked
+from .data_folder import make_private_file, make_private_folder
+from .salvage import salvage
+from .schema import VERSION, is_of_conversations, migrate, version_of
+
+_Result = TypeVar("_Result")
+
+_BUSY_S: Final = 30.0
+"""How long a change waits for those of other processes."""
+_OPENING_S: Final = 60.0
+"""How long opening waits for another process that opens, migrates or salvages the same file."""
+_DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_HINTS: Final = {
+    sqlite3.SQLITE_FULL: ("the disk is full", "free some space and try again"),
+    sqlite3.SQLITE_IOERR: ("the disk refused to read or write", "look at the disk's health and free space"),
+    sqlite3.SQLITE_READONLY: ("it may only be read", "give yourself the permission to write it and its folder"),
+    sqlite3.SQLITE_PERM: ("it may not be opened", "give yourself the permission to write it and its folder"),
+    sqlite3.SQLITE_CANTOPEN: ("it cannot be opened", "give yourself the permission to write it and its folder"),
+    sqlite3.SQLITE_BUSY: ("another program has been writing to it for long", "try again"),
+    sqlite3.SQLITE_LOCKED: ("another program has been writing to it for long", "try again"),
+}
+_FILES: Final = ("-wal", "-shm", "")
+"""Ends of the names of a database's files. The log comes first: beside another database it would be lost."""
+
+
+class ConversationDatabase:
+    """An open database of conversations.
+
+    Args:
+        path: the file, which is created if necessary.
+        notice: called with a sentence for the user when a damaged file was set aside.
+
+    Raises:
+        ConversationError: the file cannot be read or written, is of a newer version, or is not of conversations.
+    """
+
+    def __init__(self, path: Path, notice: Callable[[str], None]) -> None:
+        self.path: Final = path
+        self._notice = notice
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._file: os.stat_result | None = None
+        self._seen = 0
+        self._replaced = False
+        self._closed = False
+        with self._lock:
+            self._guarded(lambda _: None)
+        self.changed_elsewhere()
+
+    def read(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        """Run queries that see one state of the database.
+
+        Raises:
+            ConversationError: `work` raised it, or the file cannot be read.
+        """
+        return self._transaction("BEGIN", work)
+
+    def write(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        """Make a change: all of it or, if `work` raises, nothing. It is on the disk when this returns.
+
+        Raises:
+            ConversationError: `work` raised it, or the file cannot be written.
+        """
+        return self._transaction("BEGIN IMMEDIATE", work)
+
+    def changed_elsewhere(self) -> bool:
+        """Whether another connection has changed the database since the last call."""
+
+        def version(connection: sqlite3.Connection) -> int:
+            return int(connection.execute("PRAGMA data_version").fetchone()[0])
+
+        with self._lock:
+            before, self._seen = self._seen, self._guarded(version)
+            replaced, self._replaced = self._replaced, False
+        return replaced or before != self._seen
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """Close the file; calling it again does nothing."""
+        with self._lock:
+            self._closed = True
+            self._disconnect()
+
+    def _transaction(self, begin: str, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        def run(connection: sqlite3.Connection) -> _Result:
+            if connection.in_transaction:  # Ctrl-C came between a statement and its end
+                connection.execute("ROLLBACK")
+            try:
+                connection.execute(begin)
+                result = work(connection)
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    with suppress(sqlite3.Error):
+                        connection.execute("ROLLBACK")
+                raise
+            return result
+
+        with self._lock:
+            return self._guarded(run)
+
+    def _guarded(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        """Run `work`, and once more if the database turns out to be damaged; errors in words for users."""
+        try:
+            try:
+                return work(self._connected())
+            except sqlite3.DatabaseError as error:
+                if _code(error) not in _DAMAGED:
+                    raise
+                self._set_aside()
+                return work(self._connected())
+        except sqlite3.DatabaseError as error:
+            if _code(error) is None:  # a mistake in the program
+                raise
+            self._refuse(error)
+        except OSError as error:
+            folder, reason = self.path.parent, error.strerror or error
+            raise ConversationError(
+                f"conversations cannot be kept in {folder}: {reason}",
+                "give yourself the permission to write there, or name another folder with EDGERUN_HOME",
+            ) from error
+
+    def _refuse(self, error: sqlite3.DatabaseError) -> NoReturn:
+        code = _code(error)
+        what, hint = _HINTS.get(code or 0, (str(error), ""))
+        if code in _DAMAGED:
+            what, hint = "it is damaged, and so is what was made of it", "restore it from a backup"
+        raise ConversationError(f"{self.path}: {what}", hint) from error
+
+    def _connected(self) -> sqlite3.Connection:
+        """The connection, to the file that now has the path: another process may have set the former one aside."""
+        if self._closed:
+            raise ConversationError("the conversations are closed", "open them again")
+        if self._connection is not None and self._is_at_path():
+            return self._connection
+        self._replaced = self._replaced or self._connection is not None
+        self._disconnect()
+        make_private_folder(self.path.parent)
+        with self._opening():
+            self._complete_replacement()
+            if not self.path.exists() or self.path.stat().st_size == 0:
+                # SQLite deletes the log of an empty database.
+                self._rename_files(self._free_name(), only_log=True)
+            make_private_file(self.path)
+            self._file = self.path.stat()
+            self._connection = connection = connect(self.path)
+            self._require_own(connection)
+            if any(row[0] != "ok" for row in connection.execute("PRAGMA quick_check(1)")):
+                raise _damage()
+            migrate(connection)
+        return connection
+
+    def _require_own(self, connection: sqlite3.Connection) -> None:
+        try:
+            if not is_of_conversations(connection):
+                raise ConversationError(f"{self.path} is a database of another program", "move it elsewhere")
+            if (version := version_of(connection)) > VERSION:
+                raise ConversationError(
+                    f"{self.path} was written by a newer edge-run: its version is {version}, this one reads {VERSION}",
+                    "update edge-run",
+                )
+        except ConversationError:
+            self._disconnect()
+            raise
+
+    def _is_at_path(self) -> bool:
+        try:
+            return self._file is not None and os.path.samestat(self._file, self.path.stat())
+        except OSError:
+            return False
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
+    def _set_aside(self) -> None:
+        """Give the damaged file another name, and put a database with what can be read of it in its place."""
+        self._disconnect()
+        with self._opening():
+            if not self._is_at_path():  # another process has just done it
+                return
+            damaged = self._free_name()
+            partial, replacement = self._replacement(".partial"), self._replacement(".salvaged")
+            for left in (partial, replacement):
+                left.unlink(missing_ok=True)
+            make_private_file(partial)
+            with closing(connect(partial, log=False)) as connection:
+                migrate(connection)
+                conversations, messages = salvage(self.path, connection)
+            move(partial, replacement)
+            self._rename_files(damaged)
+            self._complete_replacement()
+        self._replaced = True
+        self._notice(
+            f"the file of conversations was damaged and is kept as {damaged}; "
+            f"{conversations} conversations with {messages} messages could be read and are here"
+        )
+
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        """Keep other processes from opening the file, or setting it aside, during the block."""
+        path = self.path.with_name(f"{self.path.name}.lock")
+        make_private_file(path)
+        with locked(path, _OPENING_S):
+            yield
+
+    def _complete_replacement(self) -> None:
+        """Put a salvaged database in the place of the one that was set aside, also if a killed process began that."""
+        replacement = self._replacement(".salvaged")
+        if replacement.exists():
+            if self.path.exists():
+                replacement.unlink()
+            else:
+                move(replacement, self.path)
+
+    def _replacement(self, end: str) -> Path:
+        return self.path.with_name(self.path.name + end)
+
+    def _free_name(self) -> Path:
+        """A name for a damaged file that no file has."""
+        stamp = time.strftime("%Y-%m-%d-%H%M%S")
+        for number in count(1):
+            end = f"-{number}" if number > 1 else ""
+            path = self.path.with_name(f"{self.path.stem}.damaged-{stamp}{end}{self.path.suffix}")
+            if not path.exists():
+                break
+        return path
+
+    def _rename_files(self, target: Path, *, only_log: bool = False) -> None:
+        for end in _FILES[:1] if only_log else _FILES:
+            source = self.path.with_name(self.path.name + end)
+            if source.exists() and not (only_log and source.stat().st_size == 0):
+                move(source, target.with_name(target.name + end))
+
+
+def connect(path: Path, *, log: bool = True) -> sqlite3.Connection:
+    """Open a database for all threads, without implicit transactions.
+
+    Args:
+        path: the file.
+        log: whether changes are written to a log beside the file, so that reading goes on while another process writes.
+    """
+    connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    try:
+        connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        connection.execute(f"PRAGMA journal_mode = {'wal' if log else 'delete'}")
+        connection.execute("PRAGMA synchronous = full")
+        connection.execute("PRAGMA foreign_keys = on")
+        connection.execute("PRAGMA secure_delete = on")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _code(error: sqlite3.Error) -> int | None:
+    """The primary error code of SQLite; None for an error of Python's module."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
+
+
+def _damage() -> sqlite3.DatabaseError:
+    error = sqlite3.DatabaseError("quick_check found damage")
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error

@@ -1,0 +1,111 @@
+"""Tables of the database of conversations, and the steps from each version to the next.
+
+    conversation 1 --- n message 1 --- n token_part
+    preset, setting
+
+A message names its parent; several messages with one parent are alternatives. What is deleted has the time of its
+deletion, and a message also the message with which it was deleted, so that undoing brings back exactly these.
+`PRAGMA user_version` has the version. A step never changes once it has been released; what changes is a new step.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Final
+
+APPLICATION_ID: Final = 0x65727563
+"""`PRAGMA application_id` of a database of conversations."""
+
+STEPS: Final[tuple[tuple[str, ...], ...]] = (
+    (
+        """
+        CREATE TABLE conversation (
+            number INTEGER PRIMARY KEY,
+            id TEXT NOT NULL UNIQUE,
+            title TEXT NOT NULL,
+            titled_by_user INTEGER NOT NULL,
+            folder TEXT,
+            pinned INTEGER NOT NULL,
+            system TEXT NOT NULL,
+            sampling TEXT NOT NULL,
+            model TEXT,
+            leaf TEXT REFERENCES message (id) ON DELETE SET NULL,
+            created REAL NOT NULL,
+            updated REAL NOT NULL,
+            deleted REAL
+        )
+        """,
+        """
+        CREATE TABLE message (
+            number INTEGER PRIMARY KEY,
+            id TEXT NOT NULL UNIQUE,
+            conversation TEXT NOT NULL REFERENCES conversation (id) ON DELETE CASCADE,
+            parent TEXT REFERENCES message (id) ON DELETE CASCADE,
+            role TEXT NOT NULL CHECK (role IN ('user', 'assistant')),
+            content TEXT NOT NULL,
+            attachments TEXT,
+            created REAL NOT NULL,
+            model TEXT,
+            state TEXT NOT NULL
+                CHECK (state IN ('complete', 'writing', 'stopped', 'length', 'failed', 'interrupted')),
+            error TEXT,
+            stats TEXT,
+            writer TEXT,
+            deleted REAL,
+            deleted_with TEXT
+        )
+        """,
+        "CREATE INDEX conversation_updated ON conversation (updated)",
+        "CREATE INDEX conversation_leaf ON conversation (leaf)",
+        "CREATE INDEX message_conversation ON message (conversation)",
+        "CREATE INDEX message_parent ON message (parent)",
+        "CREATE INDEX message_writing ON message (writer) WHERE writer IS NOT NULL",
+        "CREATE INDEX message_deleted ON message (deleted) WHERE deleted IS NOT NULL",
+        """
+        CREATE TABLE token_part (
+            message TEXT NOT NULL REFERENCES message (id) ON DELETE CASCADE,
+            start INTEGER NOT NULL,
+            count INTEGER NOT NULL,
+            tokens BLOB NOT NULL,
+            PRIMARY KEY (message, start)
+        )
+        """,
+        "CREATE TABLE preset (name TEXT PRIMARY KEY, system TEXT NOT NULL, sampling TEXT NOT NULL)",
+        "CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    ),
+)
+"""Statements that bring a database from each version to the next; the first step begins with an empty one."""
+VERSION: Final = len(STEPS)
+"""Version of the tables that this program reads and writes."""
+TABLES: Final = ("conversation", "message", "token_part", "preset", "setting")
+"""Tables with what users wrote, in an order in which they can be filled."""
+
+
+def version_of(database: sqlite3.Connection) -> int:
+    """Version of the tables; 0 for an empty database."""
+    return int(database.execute("PRAGMA user_version").fetchone()[0])
+
+
+def is_of_conversations(database: sqlite3.Connection) -> bool:
+    """Whether the database is one of conversations, or has nothing in it."""
+    if database.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID:
+        return True
+    return version_of(database) == 0 and not database.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+
+
+def migrate(database: sqlite3.Connection) -> None:
+    """Bring the tables to the newest version, each step in a transaction of its own."""
+    while (version := version_of(database)) < VERSION:
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            # Another process may have made the step meanwhile.
+            if version_of(database) == version:
+                for statement in STEPS[version]:
+                    database.execute(statement)
+                database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                database.execute(f"PRAGMA user_version = {version + 1}")
+            database.execute("COMMIT")
+        except BaseException:
+            if database.in_transaction:
+                database.execute("ROLLBACK")
+            raise

@@ -1,0 +1,114 @@
+"""Which messages of a conversation fit a model's context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import edgerun
+from edgerun import Engine, GenerateOptions
+from edgerun.edge.conversations.context_fit import ContextFit, fit_context, model_messages
+from edgerun.edge.conversations.records import Attachment, MessageState, Role, StoredMessage
+from edgerun.errors import ContextError
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle: Path) -> Iterator[Engine]:
+    with edgerun.load(tiny_bundle, cache=False, draft=None) as loaded:
+        yield loaded
+
+
+def message(number: int, role: Role, content: str, attachments: tuple[Attachment, ...] = ()) -> StoredMessage:
+    return StoredMessage(
+        str(number), "c", None, role, content, attachments, 0.0, None, MessageState.COMPLETE, None, None, False
+    )
+
+
+def turns(count: int, words: int = 4) -> list[StoredMessage]:
+    """A branch of so many questions, the last one without an answer."""
+    roles = [Role.USER, Role.ASSISTANT] * count
+    return [message(number, role, f"{number} " * words) for number, role in enumerate(roles[:-1])]
+
+
+def prompt_tokens(engine: Engine, system: str, messages: list[StoredMessage]) -> int:
+    return len(engine.encode_chat(model_messages(system, messages)))
+
+
+def smallest_trim(engine: Engine, system: str, messages: list[StoredMessage], reserve: int) -> int:
+    """How many messages the first turns have that must go, tried one by one."""
+    for start in range(0, len(messages), 2):
+        if prompt_tokens(engine, system, messages[start:]) + reserve <= engine.context:
+            return start
+    raise AssertionError("not even the last turn fits")
+
+
+def test_a_short_conversation_is_whole(engine: Engine) -> None:
+    messages = turns(2)
+    fit = fit_context(engine, "Be brief.", messages, GenerateOptions(max_tokens=10))
+    assert fit == ContextFit(
+        tuple(messages), prompt_tokens(engine, "Be brief.", messages), engine.context, reserve=10, trimmed=()
+    )
+
+
+@pytest.mark.parametrize("count", [8, 9, 15, 30, 31, 60])
+def test_the_fewest_whole_turns_are_left_out(engine: Engine, count: int) -> None:
+    messages = turns(count)
+    fit = fit_context(engine, "Be brief.", messages, GenerateOptions())
+    assert fit.reserve == engine.context // 4
+    start = smallest_trim(engine, "Be brief.", messages, fit.reserve)
+    assert fit.messages == tuple(messages[start:])
+    assert fit.trimmed == tuple(each.id for each in messages[:start])
+    assert fit.tokens == prompt_tokens(engine, "Be brief.", list(fit.messages))
+    # The prompt is one that the engine takes, with room for the reserve.
+    reply = engine.generate(model_messages("Be brief.", fit.messages), max_tokens=fit.reserve, ignore_eos=True)
+    assert reply.stats.completion_tokens == fit.reserve
+    assert reply.stats.prompt_tokens == fit.tokens
+
+
+def test_few_turns_of_a_long_conversation_are_tokenized(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    encode = engine.model.encode_request
+
+    def counted(messages: list[dict[str, str]], options: GenerateOptions) -> list[int]:
+        seen.append(len(messages))
+        return encode(messages, options)
+
+    monkeypatch.setattr(engine.model, "encode_request", counted)
+    fit = fit_context(engine, "", turns(2000), GenerateOptions())
+    assert max(seen) <= 4 * len(fit.messages)
+    assert len(seen) < 12
+
+
+def test_a_last_message_with_little_room_gets_what_there_is(engine: Engine) -> None:
+    messages = [*turns(3)[:-1], message(9, Role.USER, "word " * 40)]
+    words = 40
+    while prompt_tokens(engine, "", [message(9, Role.USER, "word " * words)]) < engine.context - 20:
+        words += 1
+    messages[-1] = message(9, Role.USER, "word " * words)
+    fit = fit_context(engine, "", messages, GenerateOptions())
+    assert fit.messages == (messages[-1],)
+    assert fit.reserve == engine.context - fit.tokens
+
+
+def test_a_last_message_that_does_not_fit_is_refused_with_the_numbers(engine: Engine) -> None:
+    long = message(0, Role.USER, "word " * 300)
+    tokens = prompt_tokens(engine, "", [long])
+    said = f"the last message does not fit the context: {tokens} of {engine.context} tokens; shorten it"
+    with pytest.raises(ContextError, match=said):
+        fit_context(engine, "", [long], GenerateOptions())
+
+
+def test_messages_for_the_model_alternate() -> None:
+    messages = [
+        message(0, Role.USER, "one", (Attachment("a`.md", "```\nx\n```"),)),
+        message(1, Role.ASSISTANT, ""),
+        message(2, Role.USER, "two"),
+        message(3, Role.ASSISTANT, "three"),
+    ]
+    assert model_messages("s", messages) == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a`.md\n````\n```\nx\n```\n````\n\none\n\ntwo"},
+        {"role": "assistant", "content": "three"},
+    ]

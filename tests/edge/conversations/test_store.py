@@ -1,0 +1,249 @@
+"""The store of conversations, used as the app and the terminal chat use it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgerun.edge.conversations.data_folder import data_folder
+from edgerun.edge.conversations.records import (
+    Attachment,
+    Change,
+    ChangeKind,
+    MessageState,
+    Preset,
+    Role,
+    as_object,
+    message_text,
+    title_of,
+)
+from edgerun.edge.conversations.store import ConversationStore
+from edgerun.errors import ConversationError
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ConversationStore]:
+    with ConversationStore.open(tmp_path / "home" / "conversations.sqlite3", pytest.fail) as opened:
+        yield opened
+
+
+def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:
+    path = tmp_path / "conversations.sqlite3"
+    with ConversationStore.open(path, pytest.fail) as store:
+        conversation = store.create(system="Be brief.", sampling={"temperature": 0.5}, folder="work", model="m")
+        question = store.add_message(
+            conversation.id, None, "user", "What is this?", attachments=[Attachment("a.py", "print(1)\n")]
+        )
+        answer = store.add_message(conversation.id, question.id, "assistant", "", model="m", state=MessageState.WRITING)
+        store.write_answer(answer.id, "A", [{"id": 1}])
+        store.write_answer(answer.id, "A program", [{"id": 1}, {"id": 2}])
+        finished = store.finish_answer(answer.id, "A program.", MessageState.COMPLETE, stats={"tokens": 3})
+    with ConversationStore.open(path, pytest.fail) as store:
+        (found,) = store.conversations()
+        assert (found.system, found.sampling, found.folder, found.model) == (
+            "Be brief.",
+            {"temperature": 0.5},
+            "work",
+            "m",
+        )
+        assert (found.title, found.titled_by_user, found.leaf) == ("What is this?", False, answer.id)
+        assert store.messages(found.id) == [question, finished]
+        assert finished.content == "A program."
+        assert finished.stats == {"tokens": 3}
+        assert store.tokens(answer.id) == [{"id": 1}, {"id": 2}]
+        assert as_object(question)["attachments"] == ({"name": "a.py", "text": "print(1)\n"},)
+        assert message_text(question) == "a.py\n```\nprint(1)\n```\n\nWhat is this?"
+
+
+def test_alternatives_are_siblings_and_branches_are_chosen(store: ConversationStore) -> None:
+    conversation = store.create()
+    question = store.add_message(conversation.id, None, "user", "q")
+    first = store.add_message(conversation.id, question.id, "assistant", "one")
+    further = store.add_message(conversation.id, first.id, "user", "more")
+    second = store.add_message(conversation.id, question.id, "assistant", "two")
+    assert store.conversation(conversation.id).leaf == second.id
+    assert [message.content for message in store.branch(second.id)] == ["q", "two"]
+    assert store.select_leaf(conversation.id, first.id).leaf == further.id
+    assert [message.content for message in store.branch(further.id)] == ["q", "one", "more"]
+    store.delete_message(first.id)
+    assert store.conversation(conversation.id).leaf == second.id
+    assert [message.content for message in store.messages(conversation.id)] == ["q", "two"]
+    store.restore_message(first.id)
+    assert store.conversation(conversation.id).leaf == further.id
+    assert len(store.messages(conversation.id)) == 4
+
+
+def test_deleting_the_message_in_view_shows_what_is_left(store: ConversationStore) -> None:
+    conversation = store.create()
+    question = store.add_message(conversation.id, None, "user", "q")
+    answer = store.add_message(conversation.id, question.id, "assistant", "a")
+    store.delete_message(answer.id)
+    assert store.conversation(conversation.id).leaf == question.id
+    store.delete_message(question.id)
+    assert store.conversation(conversation.id).leaf is None
+    with pytest.raises(ConversationError, match="restore it first"):
+        store.restore_message(answer.id)
+    store.restore_message(question.id)
+    assert [message.id for message in store.messages(conversation.id)] == [question.id]
+    store.restore_message(answer.id)
+    assert store.conversation(conversation.id).leaf == answer.id
+
+
+def test_titles(store: ConversationStore) -> None:
+    conversation = store.create()
+    message = store.add_message(conversation.id, None, "user", "\n\n## " + "word " * 20 + "\nsecond line")
+    automatic = store.conversation(conversation.id).title
+    assert automatic == ("word " * 12).strip() + "…"
+    assert store.change(conversation.id, title="  Mine\n ").title == "Mine"
+    store.add_message(conversation.id, message.id, "user", "another")
+    assert store.conversation(conversation.id).title == "Mine"
+    assert store.change(conversation.id, title="").title == automatic
+    assert title_of("x" * 300) == "x" * 60 + "…"
+    assert title_of(" \n\t\n") == ""
+
+
+def test_pinned_conversations_come_first_then_the_latest(store: ConversationStore) -> None:
+    first, second, third = (store.create(title=title) for title in ("first", "second", "third"))
+    store.add_message(first.id, None, "user", "x")
+    store.change(second.id, pinned=True)
+    assert [each.id for each in store.conversations()] == [second.id, first.id, third.id]
+    store.delete(second.id)
+    assert [each.id for each in store.conversations(deleted=True)] == [second.id]
+    assert store.folders() == []
+    store.change(first.id, folder="f")
+    assert store.folders() == ["f"]
+    assert store.restore(second.id).pinned
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"colour": "red"}, "a conversation has no field 'colour' to set; fields: title"),
+        ({"pinned": 1}, "pinned is 1; it must be true or false"),
+        ({"title": 1}, "title is int; it must be text"),
+        ({"title": "x" * 300}, "title has 300 characters; at most 200 are kept"),
+        ({"sampling": {"top": 1}}, "sampling has no 'top'; it has temperature"),
+        ({"sampling": {"temperature": -1}}, "sampling: temperature"),
+        ({"sampling": []}, "sampling is list; it must be an object of options"),
+    ],
+)
+def test_fields_that_are_refused(store: ConversationStore, fields: dict[str, object], said: str) -> None:
+    conversation = store.create(title="kept")
+    for attempt in (lambda: store.create(**fields), lambda: store.change(conversation.id, **fields)):
+        with pytest.raises(ConversationError) as caught:
+            attempt()
+        assert str(caught.value).startswith(said)
+    assert store.conversations() == [conversation]
+
+
+def test_what_is_unknown_or_deleted_is_refused(store: ConversationStore) -> None:
+    conversation, other = store.create(), store.create()
+    question = store.add_message(conversation.id, None, "user", "q")
+    answer = store.add_message(conversation.id, question.id, "assistant", "", state=MessageState.WRITING)
+    for attempt in (
+        lambda: store.conversation("none"),
+        lambda: store.messages("none"),
+        lambda: store.message("none"),
+        lambda: store.branch("none"),
+        lambda: store.tokens("none"),
+        lambda: store.add_message("none", None, "user", "x"),
+        lambda: store.add_message(conversation.id, "none", "user", "x"),
+        lambda: store.add_message(other.id, question.id, "user", "x"),
+        lambda: store.add_message(other.id, None, "assistant", "x"),
+        lambda: store.select_leaf(other.id, question.id),
+        lambda: store.rewrite(answer.id, "x"),
+        lambda: store.write_answer(question.id, "x"),
+        lambda: store.finish_answer(answer.id, "x", MessageState.WRITING),
+        lambda: store.delete_preset("none"),
+    ):
+        with pytest.raises(ConversationError):
+            attempt()
+    store.delete_message(question.id)
+    for attempt in (
+        lambda: store.add_message(conversation.id, question.id, "user", "x"),
+        lambda: store.branch(question.id),
+        lambda: store.rewrite(question.id, "x"),
+        lambda: store.write_answer(answer.id, "x"),
+    ):
+        with pytest.raises(ConversationError, match="is deleted; restore it first"):
+            attempt()
+    # The end of an answer that was deleted while it was written is kept for an undo.
+    store.finish_answer(answer.id, "late", MessageState.STOPPED)
+    store.restore_message(question.id)
+    assert store.message(answer.id).content == "late"
+    store.delete(conversation.id)
+    with pytest.raises(ConversationError, match="is deleted; restore it first"):
+        store.add_message(conversation.id, None, "user", "x")
+
+
+def test_a_rewritten_answer_has_no_tokens(store: ConversationStore) -> None:
+    conversation = store.create()
+    question = store.add_message(conversation.id, None, "user", "q")
+    answer = store.add_message(conversation.id, question.id, "assistant", "", state=MessageState.WRITING)
+    assert store.finish_answer(answer.id, "a", MessageState.LENGTH, tokens=[{"id": 7}]).has_tokens
+    after = store.rewrite(answer.id, "b")
+    assert (after.content, after.has_tokens, store.tokens(answer.id)) == ("b", False, [])
+
+
+def test_presets_and_settings(store: ConversationStore) -> None:
+    store.save_preset(Preset("b", "sys", {"top_k": 5}))
+    store.save_preset(Preset("a"))
+    store.save_preset(Preset("b", "other"))
+    assert store.presets() == [Preset("a"), Preset("b", "other")]
+    store.delete_preset("a")
+    assert [preset.name for preset in store.presets()] == ["b"]
+    assert store.setting("theme", "dark") == "dark"
+    store.set_setting("theme", {"name": "light", "n": [1, None]})
+    assert store.setting("theme") == {"name": "light", "n": [1, None]}
+    with pytest.raises(ConversationError, match="not a JSON value"):
+        store.set_setting("theme", float("nan"))
+
+
+def test_listeners_hear_of_changes_until_they_leave(store: ConversationStore) -> None:
+    heard: list[Change] = []
+    end = store.listen(heard.append)
+    conversation = store.create()
+    message = store.add_message(conversation.id, None, "user", "x")
+    store.delete(conversation.id)
+    end()
+    store.restore(conversation.id)
+    assert heard == [
+        Change(ChangeKind.CONVERSATION, conversation.id),
+        Change(ChangeKind.MESSAGE, conversation.id, message.id),
+        Change(ChangeKind.CONVERSATION, conversation.id),
+        Change(ChangeKind.CONVERSATION_DELETED, conversation.id),
+    ]
+
+
+def test_text_that_has_no_utf_8_form_is_kept_readable(store: ConversationStore) -> None:
+    conversation = store.create(title="\ud83d", system="\0")
+    message = store.add_message(conversation.id, None, "user", "half \ude00 and \ud83d\ude00 \0 end")
+    assert message.content == "half \ufffd and \U0001f600 \0 end"
+    assert store.conversation(conversation.id).title == "\ufffd"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions of Windows are those of the user's profile")
+def test_files_are_readable_by_their_owner_alone(store: ConversationStore) -> None:
+    store.create()
+    assert stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700
+    names = [path.name for path in store.path.parent.iterdir()]
+    assert {"conversations.sqlite3", "conversations.sqlite3-wal"} <= set(names)
+    for path in store.path.parent.iterdir():
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+
+
+def test_the_data_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EDGERUN_HOME", raising=False)
+    assert "edge-run" in data_folder().parts
+    monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "mine"))
+    with ConversationStore.open() as store:
+        assert store.path == tmp_path / "mine" / "conversations.sqlite3"
+
+
+def test_roles(store: ConversationStore) -> None:
+    conversation = store.create()
+    assert store.add_message(conversation.id, None, "user", "x").role is Role.USER
