@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .runtime.result import Chunk, Reply, Stats
     from .runtime.scheduling.answer_stream import AnswerStream
     from .runtime.speculation.choice import Speculation
+    from .runtime.speculation.token_origin import OriginKind, TokenOrigin
     from .runtime.token_logprobs import TokenLogprob
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "GenerateOptions",
     "HubError",
     "InputError",
+    "OriginKind",
     "Power",
     "Reply",
     "Session",
@@ -66,6 +68,7 @@ __all__ = [
     "Stats",
     "TemplateError",
     "TokenLogprob",
+    "TokenOrigin",
     "__version__",
     "load",
 ]
@@ -93,6 +96,7 @@ _MODULES = {
     ".runtime.scheduling.answer_stream": ("AnswerStream",),
     ".runtime.speculation.choice": ("Speculation",),
     ".runtime.token_logprobs": ("TokenLogprob",),
+    ".runtime.speculation.token_origin": ("OriginKind", "TokenOrigin"),
 }
 """Names by the module that defines them, which is imported when one of them is first used (PEP 562)."""
 

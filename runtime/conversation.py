@@ -26,6 +26,7 @@ from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .result import Chunk, Reply
 from .scheduling.answer_stream import AnswerStream
+from .text.answer_start import AnswerStart
 from .text.chat_template import Message
 
 _FORMAT: Final = 2
@@ -82,19 +83,25 @@ class Session:
             raise InputError(f"n is {chosen.n}", "a conversation goes on from one answer; generate gives several")
         if chosen.raw or chosen.system is not None:
             raise InputError("raw and system belong to a single answer", "give the session its system message instead")
-        return AnswerStream(self._model.queue, lambda cancelled: self._answer(text, chosen, cancelled), self)
+        start = self._model.answer_start(chosen)
+        return AnswerStream(
+            self._model.queue,
+            lambda cancelled: self._answer(text, chosen, start, cancelled),
+            self,
+            start_text="" if start is None else start.text,
+        )
 
     def _answer(
-        self, text: str, options: GenerateOptions, cancelled: Callable[[], bool]
+        self, text: str, options: GenerateOptions, start: AnswerStart | None, cancelled: Callable[[], bool]
     ) -> Generator[Chunk, None, None]:
         resets = self._resets
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt_ids = self._model.encode_request(messages, options)
+        request = options.request(self._model.encode_request(messages, options), self._model.defaults, start)
+        prompt_ids = request.prompt_ids
         try:
             check_prompt_fits(prompt_ids, self._model.context)
         except ContextError as error:
             raise ContextError(error.what, "start again with reset (/reset in the terminal)") from error
-        request = options.request(prompt_ids, self._model.defaults)
         answer: list[str] = []
         try:
             sequence = self._open_sequence()
@@ -106,7 +113,8 @@ class Session:
         finally:
             # A conversation that was reset in the meantime stays empty.
             if any(answer) and resets == self._resets:
-                self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
+                whole = "".join((*(() if start is None else (start.text,)), *answer))
+                self.messages = [*messages, {"role": "assistant", "content": whole}]
 
     def reset(self) -> None:
         """Forget the conversation; the system message stays."""

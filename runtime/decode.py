@@ -21,6 +21,7 @@ from .sampling.logprobs import LogSoftmax, PositionLogprobs
 from .sampling.sampler import Logits
 from .speculation.near_ties import NearTies
 from .speculation.speculator import Round, RoundTiming, Speculator
+from .speculation.token_origin import DraftOrigin, OriginKind, origins_of
 from .speculation.verification import TokenSampler
 
 
@@ -47,6 +48,8 @@ class Step:
     """Statistics of a round in which drafting was enabled."""
     logprobs: tuple[PositionLogprobs, ...] = ()
     """Log-probabilities at the position of each token, if they were asked for."""
+    origins: tuple[DraftOrigin, ...] = ()
+    """How each token came to be, if log-probabilities were asked for."""
 
     @property
     def produced(self) -> int:
@@ -92,6 +95,8 @@ def decode(
     speculator: Speculator | None = None,
     near_ties: NearTies | None = None,
     log_softmax: LogSoftmax | None = None,
+    *,
+    answer_length: int = 0,
 ) -> Generator[Step, None, None]:
     """Prefill `prompt_ids`, then continue it, and yield one `Step` per round.
 
@@ -104,6 +109,7 @@ def decode(
             wide passes compute the logits of narrow ones.
         near_ties: recomputes near ties, so that the text is the same even where wide passes differ.
         log_softmax: computes the log-probabilities of every step; None for none.
+        answer_length: number of tokens at the end of `prompt_ids` that belong to the answer, for its penalties.
 
     Raises:
         ContextError: the prompt leaves no room for a single new token.
@@ -117,7 +123,10 @@ def decode(
     eos, cancelled = limits.eos, limits.cancelled
     # The last token has to run again even if its slot is cached, or there would be no logits to choose from.
     arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
-    sampler.observe_prompt(prompt_ids)
+    question = len(prompt_ids) - answer_length
+    sampler.observe_prompt(prompt_ids[:question])
+    if answer_length:
+        sampler.observe(prompt_ids[question:])
     passes = 0
     try:
         if near_ties is not None:
@@ -125,7 +134,7 @@ def decode(
             passes = near_ties.passes
         logits, prefill_passes = prefill(bound, prompt_ids, cancelled, limits.progress)
         first = sampler.choose(logits, len(prompt_ids))
-        emitted = _Emitted((first,), (logits,), passes + prefill_passes)
+        emitted = _Emitted((first,), (logits,), passes + prefill_passes, kind=OriginKind.PREFILL)
         if speculator is not None:
             speculator.reset([*prompt_ids, first])
         while True:
@@ -164,14 +173,19 @@ class _Emitted(NamedTuple):
     passes: int
     target_s: float = 0.0
     report: Round | None = None
+    kind: OriginKind = OriginKind.DECODED
+    """How the token of a pass without a report came to be."""
 
     def step(self, finish: FinishReason | None, log_softmax: LogSoftmax | None) -> Step:
         """The step of this round, with log-probabilities if there is a `log_softmax`."""
         tokens = self.tokens[:-1] if finish is FinishReason.STOP else self.tokens
         logprobs: tuple[PositionLogprobs, ...] = ()
+        origins: tuple[DraftOrigin, ...] = ()
         if log_softmax is not None:
             logprobs = tuple(log_softmax.at(*chosen) for chosen in zip(self.logits, tokens, strict=False))
-        return Step(tokens, finish, self.passes, self.target_s, self.report, logprobs)
+            every = (DraftOrigin(self.kind),) if self.report is None else origins_of(self.report, self.tokens)
+            origins = every[: len(tokens)]
+        return Step(tokens, finish, self.passes, self.target_s, self.report, logprobs, origins)
 
 
 def _choose_one(

@@ -202,6 +202,22 @@ class Engine:
         return AsyncAnswerStream(lambda: self.stream(prompt, options, **changes))
 
     @checked_arguments
+    def count_tokens(self, prompt: Prompt, options: GenerateOptions | None = None) -> int:
+        """Number of tokens of the prompt that `stream` would run for these arguments, without running it.
+
+        Args:
+            prompt: a text or a conversation, as for `generate`.
+            options: options of the answer. Its start counts.
+
+        Raises:
+            InputError: a message has another form, or an option does not fit the prompt.
+            TemplateError: the model has no chat template, or it failed.
+        """
+        chosen = options or GenerateOptions()
+        start = self.model.answer_start(chosen)
+        return len(self._prompt_ids(prompt, chosen)) + (0 if start is None else len(start.token_ids))
+
+    @checked_arguments
     def session(self, *, system: str | None = None, resume: str | os.PathLike[str] | None = None) -> Session:
         """Open a conversation with a KV cache of its own: a new one, or one that `Session.save` wrote.
 

@@ -114,9 +114,10 @@ class Generation:
             InputError: a drafter that was asked for is not available.
         """
         sequence, request, tokenizer, recorder = self._sequence, self._request, self._tokenizer, self._recorder
-        decoder = StreamDecoder(tokenizer)
-        matcher = StopMatcher(request.stop_sequences)
-        tokens = None if request.logprobs is None else AnswerTokens(tokenizer.token_bytes)
+        start = request.start
+        decoder = StreamDecoder(tokenizer) if start is None else start.decoder()
+        matcher = StopMatcher(request.stop_sequences, "" if start is None else start.text)
+        tokens = None if request.logprobs is None else AnswerTokens(tokenizer.token_bytes, decoder.held)
         finish = FinishReason.LENGTH
         with sequence.lent_to_prefixes(), self._drafters.answering(request, sequence.arena) as speculator:
             steps = self._decode(speculator)
@@ -129,7 +130,7 @@ class Generation:
                         decoded = decoder.push((token,))
                         text += matcher.push(decoded)
                         if tokens is not None:
-                            tokens.add(step.logprobs[count - 1], decoded)
+                            tokens.add(step.logprobs[count - 1], decoded, step.origins[count - 1])
                         if matcher.stopped:  # tokens after a stop sequence do not belong to the answer
                             produced = count
                             break
@@ -168,7 +169,17 @@ class Generation:
         limits = DecodeLimits(request.max_tokens, eos, self._cancelled, sequence.progress)
         vocab_size = sequence.bound.graph_io.vocab_size
         log_softmax = None if request.logprobs is None else LogSoftmax(request.logprobs, vocab_size)
-        return decode(sequence.bound, prompt_ids, token_sampler, limits, speculator, near_ties, log_softmax)
+        answer_length = 0 if request.start is None else len(request.start.token_ids)
+        return decode(
+            sequence.bound,
+            prompt_ids,
+            token_sampler,
+            limits,
+            speculator,
+            near_ties,
+            log_softmax,
+            answer_length=answer_length,
+        )
 
     def _exact_verification(self, speculator: Speculator | None) -> tuple[Speculator | None, NearTies]:
         """The speculator if an exact answer can be verified, else None, and what recomputes near ties."""

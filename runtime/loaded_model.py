@@ -29,6 +29,7 @@ from .scheduling.request_queue import RequestQueue
 from .speculation.draft_loading import share_cores
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
+from .text.answer_start import AnswerStart
 from .text.chat_template import ChatTemplate, Message, encode_chat, load_template
 from .text.tokenizer import TextTokenizer
 
@@ -156,6 +157,19 @@ class LoadedModel:
         sequence.bound.use(self.prefixes.take(prompt_ids))
         sequence.token_ids = list(prompt_ids[: sequence.arena.length])
 
+    def answer_start(self, options: GenerateOptions) -> AnswerStart | None:
+        """What an answer begins with; None for nothing.
+
+        Raises:
+            InputError: a token id is not one of the model's, or ends the answer.
+        """
+        if not len(options.answer_start):
+            return None
+        vocab_size = self.graph_io.vocab_size
+        return AnswerStart.of(
+            options.answer_start, self.tokenizer, vocab_size=vocab_size, ignore_eos=options.ignore_eos
+        )
+
     def answer(
         self, sequence: CachedSequence | None, prompt_ids: Sequence[int], options: GenerateOptions
     ) -> AnswerStream:
@@ -163,20 +177,30 @@ class LoadedModel:
 
         Args:
             sequence: the cache to continue; None to start from an empty one.
-            prompt_ids: the whole prompt, also the part that the cache holds.
+            prompt_ids: the whole prompt, also the part that the cache holds, without the start of the answer.
             options: options of the answer. Several answers to the prompt need a `sequence` of None.
 
         Raises:
             ContextError: the prompt does not fit the context.
-            InputError: the prompt is empty.
+            InputError: the prompt is empty, or the start of the answer has a token that it cannot have.
         """
-        check_prompt_fits(prompt_ids, self.context)
-        request = options.request(prompt_ids, self.defaults)
+        start = self.answer_start(options)
+        request = options.request(prompt_ids, self.defaults, start)
+        check_prompt_fits(request.prompt_ids, self.context)
+        start_text = "" if start is None else start.text
         if options.n > 1:
             return AnswerStream(
-                self.queue, lambda cancelled: self._choices(request, options.n, cancelled), None, options.n
+                self.queue,
+                lambda cancelled: self._choices(request, options.n, cancelled),
+                choices=options.n,
+                start_text=start_text,
             )
-        return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled), sequence)
+        return AnswerStream(
+            self.queue,
+            lambda cancelled: self.generate(sequence, request, cancelled),
+            sequence,
+            start_text=start_text,
+        )
 
     def replay(
         self,
@@ -195,7 +219,7 @@ class LoadedModel:
             sequence: as for `answer`.
             prompt_ids: as for `answer`.
             answer_ids: tokens of the recorded answer.
-            options: options of the answer.
+            options: options of the answer, which cannot have a start.
             oracle_mode: whether a drafter that knows the answer replaces the others.
 
         Raises:
@@ -205,11 +229,13 @@ class LoadedModel:
         check_prompt_fits(prompt_ids, self.context)
         if not answer_ids:
             raise InputError("the recorded answer is empty", "leave it out")
+        if len(options.answer_start):
+            raise InputError("a recorded answer has a start of its own", "leave answer_start out")
         if min(answer_ids) < 0 or max(answer_ids) >= self.graph_io.vocab_size:
             raise InputError("the recorded answer has tokens that the model does not", "record it with this model")
         max_tokens = min(len(answer_ids), options.max_tokens or len(answer_ids))
         recording = Recording(tuple(answer_ids), oracle_mode)
-        request = options.changed({"max_tokens": max_tokens}).request(prompt_ids, self.defaults, recording)
+        request = options.changed({"max_tokens": max_tokens}).request(prompt_ids, self.defaults, recording=recording)
         return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled), sequence)
 
     def generate(

@@ -18,6 +18,7 @@ from .sampling.sampler import SamplingParams
 from .speculation.choice import Speculation
 from .speculation.replay import Recording
 from .speculation.sampled_speculator import DraftSampling
+from .text.answer_start import AnswerStart
 
 _Number = TypeVar("_Number", int, float)
 _LARGEST = 1e30
@@ -59,6 +60,9 @@ class GenerateOptions:
     """Continue the prompt as it is, without the chat template."""
     system: str | None = None
     """System message."""
+    answer_start: str | Sequence[int] = ""
+    """What the answer begins with: a text, in which special tokens are plain text, or token ids. The model continues
+    it, and only what follows is returned; `AnswerStream.start_text` has the text before that."""
     special_tokens_in_messages: bool = False
     """Whether the text of a special token in a message becomes that token. By default it stays text: only the chat
     template writes control tokens."""
@@ -139,11 +143,19 @@ class GenerateOptions:
         )
 
     def request(
-        self, prompt_ids: Sequence[int], defaults: ModelDefaults, recording: Recording | None = None
+        self,
+        prompt_ids: Sequence[int],
+        defaults: ModelDefaults,
+        start: AnswerStart | None = None,
+        recording: Recording | None = None,
     ) -> GenerationRequest:
-        """The request that these options make of a prompt for a model with these defaults."""
+        """The request that these options make of a prompt and the start of its answer, for a model with these defaults.
+
+        `prompt_ids` does not have the tokens of `start` yet.
+        """
         return GenerationRequest(
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt_ids if start is None else [*prompt_ids, *start.token_ids],
+            start=start,
             sampling=self.sampling(defaults),
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
@@ -162,7 +174,10 @@ class GenerationRequest:
     """One answer to generate: token ids of the prompt, and every option with its value."""
 
     prompt_ids: Sequence[int]
+    """Token ids of the prompt; those of the answer's start are the last of them."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    start: AnswerStart | None = None
+    """What the answer begins with; None for nothing."""
     max_tokens: int | None = None
     """Largest number of tokens to generate; None for the rest of the context."""
     ignore_eos: bool = False

@@ -9,8 +9,8 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from .decode import FinishReason, Step
-from .speculation.choice import SOURCE_NAMES
 from .speculation.speculator import Round
+from .speculation.token_origin import drafter_name
 from .speculation.tree import Source
 from .token_logprobs import TokenLogprob
 
@@ -36,6 +36,7 @@ class Stats:
     """Statistics of one answer, or of several added up. Times are in seconds."""
 
     prompt_tokens: int = 0
+    """Number of tokens of the prompt, those included that the answer was given to begin with."""
     reused_tokens: int = 0
     """Number of prompt tokens whose cache slots were there already."""
     completion_tokens: int = 0
@@ -182,7 +183,7 @@ class StatsRecorder:
             drafted=sum(drafted),
             accepted=sum(accepted),
             by_source={
-                SOURCE_NAMES.get(source, "other"): DraftCounts(drafted[source], accepted[source])
+                drafter_name(source): DraftCounts(drafted[source], accepted[source])
                 for source in Source
                 if drafted[source]
             },

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from .sampling.logprobs import PositionLogprobs
+from .speculation.token_origin import DraftOrigin, TokenOrigin
 from .text.token_bytes import TokenBytes
 
 _REPLACEMENT: Final = "\ufffd"
@@ -30,13 +31,25 @@ class TokenLogprob:
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
     """The most probable tokens at this position, the most probable first, whether or not the token is among them."""
+    origin: TokenOrigin | None = None
+    """How the token came to be; None for an alternative."""
+
+
+class _Position(NamedTuple):
+    """A token of the answer before its text is known."""
+
+    token_id: int
+    logprobs: PositionLogprobs | None = None
+    """None for a token of the answer's start, which is not listed."""
+    origin: DraftOrigin | None = None
 
 
 @dataclass(frozen=True)
 class _Placed:
     """A token of the answer and the place of its text."""
 
-    token: TokenLogprob
+    token: TokenLogprob | None
+    """None for a token of the answer's start."""
     start: int
     """Byte of the answer's text at which the token's text begins."""
     end: int
@@ -48,20 +61,24 @@ class AnswerTokens:
     Text is held back while a character is incomplete, or while a stop sequence may be beginning; its tokens are held
     back with it. At the end, a token is listed if some of its text was shown: where a stop sequence begins inside a
     token, that token is the last one.
+
+    Args:
+        token_bytes: bytes of the tokenizer's tokens.
+        before: tokens before these that have part of a character, which these complete. They are not listed.
     """
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, before: Sequence[int] = ()) -> None:
         self._token_bytes: Final = token_bytes
-        self._undecoded: list[PositionLogprobs] = []
+        self._undecoded = [_Position(token) for token in before]
         self._placed: deque[_Placed] = deque()
         self._decoded = 0
         """Bytes of text that the tokens have decoded to."""
         self._shown = 0
         """Bytes of text that have been shown."""
 
-    def add(self, position: PositionLogprobs, decoded: str) -> None:
+    def add(self, logprobs: PositionLogprobs, decoded: str, origin: DraftOrigin | None = None) -> None:
         """Add a token, and the text that the detokenizer has returned for it and tokens held back before it."""
-        self._undecoded.append(position)
+        self._undecoded.append(_Position(logprobs.token_id, logprobs, origin))
         if decoded:
             self._place(decoded)
 
@@ -71,13 +88,13 @@ class AnswerTokens:
         complete = []
         while self._placed and self._placed[0].end <= self._shown:
             complete.append(self._placed.popleft().token)
-        return tuple(complete)
+        return _listed(complete)
 
     def finish(self, decoded: str, shown: str) -> tuple[TokenLogprob, ...]:
         """The rest of the tokens, given the last text of the detokenizer and the last piece of shown text."""
         self._place(decoded)
         complete = self.take(shown)
-        return (*complete, *(placed.token for placed in self._placed if placed.start < self._shown))
+        return (*complete, *_listed([placed.token for placed in self._placed if placed.start < self._shown]))
 
     def _place(self, decoded: str) -> None:
         """Give every token that was held back its part of their text."""
@@ -106,10 +123,22 @@ class AnswerTokens:
         # A tokenizer whose words depend on their neighbours: the last token has completed the text.
         return [text if index == (texts or [0])[-1] else b"" for index in range(len(parts))]
 
-    def _token(self, position: PositionLogprobs, part: bytes) -> TokenLogprob:
-        token_id, names = position.token_id, self._token_bytes
+    def _token(self, position: _Position, part: bytes) -> TokenLogprob | None:
+        token_id, logprobs, drafted = position
+        if logprobs is None:
+            return None
+        names = self._token_bytes
         shown = part.decode("utf-8", "replace") if part else names.shown(token_id)
         top = tuple(
-            TokenLogprob(other, names.shown(other), names.of(other), logprob) for other, logprob in position.top
+            TokenLogprob(other, names.shown(other), names.of(other), logprob) for other, logprob in logprobs.top
         )
-        return TokenLogprob(token_id, shown, part, position.logprob, top)
+        origin = None
+        if drafted is not None:
+            rejected = None if drafted.rejected is None else names.shown(drafted.rejected)
+            origin = TokenOrigin(drafted.kind, drafted.drafter, rejected)
+        return TokenLogprob(token_id, shown, part, logprobs.logprob, top, origin)
+
+
+def _listed(tokens: Sequence[TokenLogprob | None]) -> tuple[TokenLogprob, ...]:
+    """The tokens without those of the answer's start."""
+    return tuple(token for token in tokens if token is not None)

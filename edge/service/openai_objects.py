@@ -18,11 +18,10 @@ from ...runtime.token_logprobs import TokenLogprob
 from ...version import __version__
 from .chat_body import ChatRequest
 from .completion_body import CompletionRequest
+from .token_objects import json_logprob
 
 _FINGERPRINT: Final = f"edge-run-{__version__}"
 """What OpenAI's API calls the system fingerprint: answers to one seed may differ between releases."""
-
-_IMPOSSIBLE: Final = -9999.0
 
 _FINISH_REASONS: Final = {
     FinishReason.STOP: "stop",
@@ -62,18 +61,13 @@ def _usage(prompts: Iterable[Sequence[Stats]]) -> dict[str, Any]:
     }
 
 
-def token_object(token: TokenLogprob) -> dict[str, Any]:
+def logprob_object(token: TokenLogprob) -> dict[str, Any]:
     """A token with its log-probability, and its likeliest alternatives."""
     return {**_probability(token), "top_logprobs": [_probability(each) for each in token.top]}
 
 
 def _probability(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": _log_probability(token), "bytes": list(token.bytes)}
-
-
-def _log_probability(token: TokenLogprob) -> float:
-    """The log-probability of a token; JSON has no infinite number, so impossible ones have OpenAI's."""
-    return max(token.logprob, _IMPOSSIBLE)
+    return {"token": token.text, "logprob": json_logprob(token), "bytes": list(token.bytes)}
 
 
 def model_object(name: str, created: int) -> dict[str, Any]:
@@ -170,7 +164,7 @@ class ChatCompletionObjects:
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._request.options.logprobs is None:
             return None
-        return {"content": [token_object(token) for token in tokens], "refusal": None}
+        return {"content": [logprob_object(token) for token in tokens], "refusal": None}
 
     def _chunk_object(self, choices: list[dict[str, Any]], used: dict[str, Any] | None) -> dict[str, Any]:
         """A chunk; where the usage is asked for, those before the last one have none."""
@@ -247,8 +241,8 @@ class CompletionObjects:
         self._lengths[index] = offsets.pop()
         return {
             "tokens": texts,
-            "token_logprobs": [_log_probability(token) for token in tokens],
-            "top_logprobs": [{each.text: _log_probability(each) for each in token.top} for token in tokens],
+            "token_logprobs": [json_logprob(token) for token in tokens],
+            "top_logprobs": [{each.text: json_logprob(each) for each in token.top} for token in tokens],
             "text_offset": offsets,
         }
 

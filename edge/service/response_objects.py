@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from ...runtime.decode import FinishReason
 from ...runtime.result import Chunk, Reply, Stats
-from .openai_objects import new_id, token_object
+from .openai_objects import logprob_object, new_id
 from .request_error import ErrorCode, RequestError
 from .responses_body import ResponsesRequest
 
@@ -67,7 +67,7 @@ class ResponseObjects:
         events = []
         if chunk.text or chunk.logprobs:
             self._texts.append(chunk.text)
-            tokens = [token_object(token) for token in chunk.logprobs]
+            tokens = [logprob_object(token) for token in chunk.logprobs]
             self._tokens += tokens
             events.append(self._text_event("response.output_text.delta", delta=chunk.text, logprobs=tokens))
         if chunk.finish_reason is not None and chunk.stats is not None:
@@ -89,7 +89,7 @@ class ResponseObjects:
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         """The object of the whole answer."""
-        part = _text_part(reply.text, [token_object(token) for token in reply.logprobs])
+        part = _text_part(reply.text, [logprob_object(token) for token in reply.logprobs])
         return self._ended(part, reply.finish_reason, reply.stats)
 
     def _ended(self, part: dict[str, Any], reason: FinishReason, stats: Stats) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ..decode import FinishReason
 from ..result import Chunk, Stats
@@ -32,9 +32,21 @@ class AnswerStream(Iterator[Chunk]):
         generate: begins to generate the answer.
         owner: what only one answer may use at a time; see `Ticket`.
         choices: number of answers to the prompt, each of which has a last chunk.
+        start_text: see the attribute.
     """
 
-    def __init__(self, queue: RequestQueue, generate: Generate, owner: object | None = None, choices: int = 1) -> None:
+    def __init__(
+        self,
+        queue: RequestQueue,
+        generate: Generate,
+        owner: object | None = None,
+        *,
+        choices: int = 1,
+        start_text: str = "",
+    ) -> None:
+        self.start_text: Final = start_text
+        """Text of the tokens that the answer begins with (`GenerateOptions.answer_start`), which the chunks do not
+        repeat. Of a character at its end that is not complete the chunks have the whole."""
         self._queue = queue
         self._generate = generate
         self._ticket = Ticket(self, owner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from .tokenizer import TextTokenizer
@@ -40,6 +40,18 @@ class StreamDecoder:
             return ""
         self._start, self._shown = self._shown, len(self._ids)
         return text
+
+    @property
+    def held(self) -> Sequence[int]:
+        """Tokens whose text is held back, without special ones."""
+        return self._ids[self._shown :]
+
+    def copy(self) -> StreamDecoder:
+        """A detokenizer that goes on from here by itself."""
+        other = StreamDecoder(self._tokenizer)
+        # Nothing before the window is read again.
+        other._ids, other._shown = self._ids[self._start :], self._shown - self._start
+        return other
 
     def flush(self) -> str:
         """Return the text held back until now, with U+FFFD for incomplete characters."""

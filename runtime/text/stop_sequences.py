@@ -10,11 +10,17 @@ class StopMatcher:
 
     The first stop sequence is the one that is complete first, so the result does not depend on how the text is split
     into pieces.
+
+    Args:
+        stop_sequences: the stop sequences.
+        before: text that comes before. A stop sequence may begin in it, but not lie in it, and none of it is returned.
     """
 
-    def __init__(self, stop_sequences: Sequence[str]) -> None:
+    def __init__(self, stop_sequences: Sequence[str], before: str = "") -> None:
         self._stop_sequences = tuple(stop for stop in stop_sequences if stop)
-        self._held = ""
+        self._held = self._end_to_hold(before)
+        self._unreturned = len(self._held)
+        """Number of characters at the beginning of `_held` that come before the text."""
         self.stopped = False
         """Whether a stop sequence was found; all later text is dropped."""
 
@@ -23,19 +29,33 @@ class StopMatcher:
         if self.stopped or not self._stop_sequences:
             return "" if self.stopped else text
         text = self._held + text
-        found = [(index + len(stop), index) for stop in self._stop_sequences if (index := text.find(stop)) >= 0]
+        found = [(index + len(stop), index) for stop in self._stop_sequences if (index := self._find(stop, text)) >= 0]
         if found:
             self.stopped, self._held = True, ""
             _, start = min(found)
-            return text[:start]
-        held = max(self._overlap(text, stop) for stop in self._stop_sequences)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+            return self._returned(text[:start])
+        self._held = self._end_to_hold(text)
+        return self._returned(text[: len(text) - len(self._held)])
 
     def flush(self) -> str:
         """Return the text held back until now: no stop sequence will complete it."""
         text, self._held = self._held, ""
-        return text
+        return self._returned(text)
+
+    def _find(self, stop: str, text: str) -> int:
+        """Index of the first `stop` in `text` that ends behind what comes before; negative if there is none."""
+        return text.find(stop, max(self._unreturned - len(stop) + 1, 0))
+
+    def _returned(self, text: str) -> str:
+        """What to return of the beginning of the text: that without what comes before."""
+        skipped = min(self._unreturned, len(text))
+        self._unreturned -= skipped
+        return text[skipped:]
+
+    def _end_to_hold(self, text: str) -> str:
+        """The end of `text` that may be the beginning of a stop sequence."""
+        held = max((self._overlap(text, stop) for stop in self._stop_sequences), default=0)
+        return text[len(text) - held :]
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:

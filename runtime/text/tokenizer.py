@@ -74,6 +74,13 @@ class TextTokenizer:
         self._check_ids(ids)
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which the texts of special tokens are plain text too; errors as for `encode`."""
+        marked = self.mark({"text": text}, "")
+        if marked is None:
+            return self.encode(text, add_special_tokens=False)
+        return self.encode_marked(marked.values["text"], marked.mark)
+
     def mark(self, inputs: Mapping[str, Any], written: str) -> MarkedInputs | None:
         """Mark what looks like a special token in the inputs of a chat template; see `MessageMarks.mark`."""
         return self._marks.mark(inputs, written)

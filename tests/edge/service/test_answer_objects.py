@@ -31,14 +31,15 @@ from edgerun.edge.service.openai_objects import (
     ChatCompletionObjects,
     CompletionObjects,
     embedding_list,
+    logprob_object,
     model_object,
     new_id,
     object_list,
-    token_object,
 )
 from edgerun.edge.service.request_error import ErrorCode, RequestError
 from edgerun.edge.service.response_objects import ResponseObjects
 from edgerun.edge.service.responses_body import ResponsesRequest
+from edgerun.edge.service.token_objects import token_object
 from edgerun.runtime.decode import FinishReason
 from edgerun.runtime.options import GenerateOptions
 from edgerun.runtime.result import Chunk, Reply, Stats
@@ -281,7 +282,7 @@ def test_several_choices_of_several_prompts(client: openai.OpenAI, engine: edger
 
 
 def test_an_impossible_token_has_a_finite_log_probability() -> None:
-    assert token_object(TokenLogprob(1, "a", b"a", -math.inf))["logprob"] == -9999.0
+    assert logprob_object(TokenLogprob(1, "a", b"a", -math.inf))["logprob"] == -9999.0
 
 
 def test_text_completions(client: openai.OpenAI, engine: edgerun.Engine) -> None:
@@ -433,3 +434,24 @@ def test_embeddings(client: openai.OpenAI, encoding: Any) -> None:
 def test_embeddings_and_models_have_the_fields_of_the_client() -> None:
     checked(CreateEmbeddingResponse, embedding_list(VECTORS, "m", as_base64=False, prompt_tokens=2))
     assert object_list([checked(Model, model_object("m", 5))])["object"] == "list"
+
+
+def test_tokens_of_an_answer_as_they_are_kept_with_a_message(engine: edgerun.Engine) -> None:
+    reply = engine.generate(MESSAGES, logprobs=2, max_tokens=20)
+    objects = json.loads(json.dumps([token_object(token) for token in reply.logprobs]))
+    assert [each["id"] for each in objects] == [token.token_id for token in reply.logprobs]
+    for each, token in zip(objects, reply.logprobs, strict=True):
+        assert set(each) == {"id", "text", "logprob", "top", "kind", "drafter", "rejected"}
+        assert token.origin is not None
+        assert (each["text"], each["kind"], each["drafter"], each["rejected"]) == (
+            token.text,
+            str(token.origin.kind),
+            token.origin.drafter,
+            token.origin.rejected,
+        )
+        assert each["logprob"] == token.logprob <= 0
+        assert [set(other) for other in each["top"]] == [{"id", "text", "logprob"}] * 2
+    impossible = TokenLogprob(1, "a", b"a", -math.inf)
+    assert token_object(impossible) == {
+        "id": 1, "text": "a", "logprob": -9999.0, "top": [], "kind": "decoded", "drafter": None, "rejected": None
+    }  # fmt: skip
