@@ -1,0 +1,97 @@
+/** Requests to the app's server: one function each. */
+
+/** An error that the server has answered with, or that kept the request from reaching it. */
+export class ApiError extends Error {
+  /**
+   * @param {string} message one line for people
+   * @param {string} code what programs tell errors by; "unreachable" where no server answered
+   * @param {number} status HTTP status, 0 where no server answered
+   */
+  constructor(message, code, status = 0) {
+    super(message);
+    this.name = "ApiError";
+    this.code = code;
+    this.status = status;
+  }
+}
+
+/** What is shown where no server answers; replaced by the page with a sentence of strings.js. */
+export const messages = { unreachable: "unreachable", unreadable: "unreadable" };
+
+async function errorOf(response) {
+  try {
+    const { error } = await response.json();
+    return new ApiError(error.message, error.code ?? "error", response.status);
+  } catch {
+    return new ApiError(`${response.status} ${response.statusText}`, "error", response.status);
+  }
+}
+
+/**
+ * Sends a request and returns the answer's object.
+ *
+ * @param {string} method
+ * @param {string} path below the origin, such as "/api/state"
+ * @param {object} [body] sent as JSON
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<any>}
+ */
+export async function request(method, path, body, signal) {
+  const options = { method, signal, credentials: "same-origin", cache: "no-store", headers: { accept: "application/json" } };
+  if (body !== undefined) {
+    options.headers["content-type"] = "application/json";
+    options.body = JSON.stringify(body);
+  }
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(messages.unreachable, "unreachable");
+  }
+  if (!response.ok) throw await errorOf(response);
+  if (response.status === 204) return {};
+  try {
+    return await response.json();
+  } catch {
+    throw new ApiError(messages.unreadable, "unreadable", response.status);
+  }
+}
+
+const at = (id) => encodeURIComponent(id);
+
+export const getState = () => request("GET", "/api/state");
+export const changeSettings = (changes) => request("PATCH", "/api/settings", changes);
+
+export const getConversations = (deleted = false) => request("GET", `/api/conversations?deleted=${deleted ? 1 : 0}`);
+export const createConversation = (fields) => request("POST", "/api/conversations", fields);
+export const getConversation = (id) => request("GET", `/api/conversations/${at(id)}`);
+export const changeConversation = (id, changes) => request("PATCH", `/api/conversations/${at(id)}`, changes);
+export const deleteConversation = (id) => request("DELETE", `/api/conversations/${at(id)}`);
+export const restoreConversation = (id) => request("POST", `/api/conversations/${at(id)}/restore`, {});
+
+export const sendMessage = (conversation, message) =>
+  request("POST", `/api/conversations/${at(conversation)}/messages`, message);
+export const editMessage = (id, content, branch) => request("POST", `/api/messages/${at(id)}/edit`, { content, branch });
+export const regenerateMessage = (id) => request("POST", `/api/messages/${at(id)}/regenerate`, {});
+export const continueMessage = (id) => request("POST", `/api/messages/${at(id)}/continue`, {});
+export const stopMessage = (id) => request("POST", `/api/messages/${at(id)}/stop`, {});
+export const branchAtToken = (id, index, alternative) =>
+  request("POST", `/api/messages/${at(id)}/branch`, { index, alternative });
+export const deleteMessage = (id) => request("DELETE", `/api/messages/${at(id)}`);
+export const restoreMessage = (id) => request("POST", `/api/messages/${at(id)}/restore`, {});
+export const getTokens = (id) => request("GET", `/api/messages/${at(id)}/tokens`);
+
+export const measureContext = (conversation, content, attachments, signal) =>
+  request("POST", `/api/conversations/${at(conversation)}/context`, { content, attachments }, signal);
+export const countTokens = (model, text, signal) => request("POST", "/api/tokens", { model, text }, signal);
+
+export const search = (query, signal) => request("GET", `/api/search?q=${encodeURIComponent(query)}`, undefined, signal);
+export const importConversations = (name, content) => request("POST", "/api/import", { name, content });
+export const savePreset = (name, preset) => request("PUT", `/api/presets/${at(name)}`, preset);
+export const deletePreset = (name) => request("DELETE", `/api/presets/${at(name)}`);
+
+/** Addresses that the browser downloads from. */
+export const exportUrl = (id, format) => `/api/conversations/${at(id)}/export?format=${format}`;
+export const EXPORT_ALL_URL = "/api/export";
+export const EVENTS_URL = "/api/events";

@@ -1,0 +1,110 @@
+/** A conversation: its header, its messages and the composer. */
+
+import { html, useEffect, useLayoutEffect } from "edgerun/preact";
+
+import { useFollowScroll } from "../follow_scroll.js";
+import { Icon } from "../icons.js";
+import { attempt, fetchConversation, memo, modelOf, pathOf, set, state, useStore } from "../store.js";
+import { strings } from "../strings.js";
+import { Composer } from "./composer.js";
+import { IconButton } from "./dialogs.js";
+import { Message } from "./message.js";
+import { Welcome } from "./welcome.js";
+
+function Header({ conversation }) {
+  const model = useStore(() => modelOf(conversation));
+  const title = conversation ? conversation.title || strings.sidebar.untitled : strings.chat.newTitle;
+  useEffect(() => {
+    document.title = conversation ? `${title} · edge-run` : "edge-run";
+  }, [title, conversation]);
+  return html`<header class="chat-header">
+    <${IconButton} icon="menu" className="drawer-open" label=${strings.sidebar.show} onClick=${() => set({ drawer: true })} />
+    <h1 title=${title}>${title}</h1>
+    <span class="model-name">${model?.title ?? conversation?.model ?? ""}</span>
+    <${IconButton}
+      icon="sliders"
+      label=${strings.chat.settings}
+      onClick=${() => set({ dialog: { name: "conversation", id: conversation?.id ?? null } })}
+    />
+  </header>`;
+}
+
+// `structure` is a prop so that the list is rendered again when branches come or go.
+const MessageList = memo(function MessageList({ conversation, path }) {
+  const tree = state.trees.get(conversation);
+  const trimmed = useStore((current) => current.trimmed.get(conversation));
+  const lastTrimmed = trimmed ? path.findLastIndex((id) => trimmed.has(id)) : -1;
+  return path.map((id, index) => [
+    html`<${Message} key=${id} conversation=${conversation} id=${id} siblings=${tree.siblings(id)} />`,
+    index === lastTrimmed &&
+      html`<p key="trimmed" class="trimmed-line" role="note">${strings.chat.trimmed(turns(tree, path, trimmed))}</p>`,
+  ]);
+});
+
+function turns(tree, path, trimmed) {
+  return path.filter((id) => trimmed.has(id) && tree.messages.get(id).role === "user").length;
+}
+
+function moveBetweenMessages(event, scroller) {
+  if (!event.altKey || event.ctrlKey || event.metaKey) return;
+  if (event.key !== "ArrowUp" && event.key !== "ArrowDown") return;
+  const items = [...scroller.querySelectorAll("[data-message]")];
+  if (!items.length) return;
+  event.preventDefault();
+  const at = items.indexOf(document.activeElement.closest("[data-message]"));
+  const next = at < 0 ? items.length - 1 : at + (event.key === "ArrowUp" ? -1 : 1);
+  if (next >= items.length) document.querySelector("#composer-text")?.focus();
+  else items[Math.max(0, next)].focus();
+}
+
+/** The chat of the conversation `id`; null is one that is created with its first message. */
+export function Chat({ id }) {
+  const conversation = useStore((current) => current.conversations.find((item) => item.id === id));
+  const tree = useStore((current) => current.trees.get(id));
+  const structure = useStore((current) => current.trees.get(id)?.structure);
+  const failure = useStore((current) => current.failures.get(id));
+  const path = useStore(() => pathOf(id));
+  const target = useStore((current) => current.target);
+  const ready = id === null || (!!tree && !!conversation);
+  const { scroller, content, following, toEnd, toMessage } = useFollowScroll(id, ready);
+  const own = useStore((current) => current.ownAnswer);
+
+  const last = path[path.length - 1];
+  useLayoutEffect(() => {
+    if (own === null || own !== last) return; // another window's question does not move this one's view
+    state.ownAnswer = null;
+    toEnd();
+  }, [own, last]);
+  useLayoutEffect(() => {
+    if (!target || !path.includes(target)) return;
+    state.target = null;
+    toMessage(target);
+    scroller.current.querySelector(`[data-message="${CSS.escape(target)}"]`)?.focus({ preventScroll: true });
+  }, [target, path]);
+  useEffect(() => {
+    const press = (event) => scroller.current && moveBetweenMessages(event, scroller.current);
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, []);
+  useEffect(() => {
+    if (id && !state.trees.has(id)) attempt(() => fetchConversation(id));
+  }, [id]);
+
+  return html`<main class="chat">
+    <${Header} conversation=${conversation} />
+    <div class="scroller" ref=${scroller} tabindex="-1">
+      <div class="column" ref=${content}>
+        ${failure && !tree && html`<p class="failure" role="alert">${failure}</p>`}
+        ${!ready && !failure && html`<p class="quiet" role="status">${strings.chat.loading}</p>`}
+        ${id === null
+          ? html`<${Welcome} />`
+          : tree && html`<${MessageList} conversation=${id} path=${path} structure=${structure} />`}
+      </div>
+    </div>
+    <div class="composer-place">
+      ${!following &&
+      html`<button type="button" class="button to-end" onClick=${toEnd}><${Icon} name="down" />${strings.chat.toEnd}</button>`}
+      <${Composer} key=${id ?? "new"} id=${id} conversation=${conversation} leaf=${last ?? null} />
+    </div>
+  </main>`;
+}

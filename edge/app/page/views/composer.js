@@ -1,0 +1,270 @@
+/** Where a message is written: text, attached files, sending and stopping. */
+
+import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "edgerun/preact";
+
+import { countTokens } from "../api.js";
+import { readDraft, writeDraft } from "../drafts.js";
+import { Icon } from "../icons.js";
+import {
+  answerInProgress,
+  attempt,
+  modelOf,
+  notify,
+  openConversation,
+  pathOf,
+  sendMessage,
+  state,
+  stopAnswer,
+  useStore,
+} from "../store.js";
+import { strings } from "../strings.js";
+import { ContextMeter } from "./context_meter.js";
+import { IconButton } from "./dialogs.js";
+
+const DRAFT_DELAY = 250;
+const LARGEST_FILE = 2_000_000;
+const MOST_FILES = 20;
+const GROWS_BY_ITSELF = CSS.supports("field-sizing", "content");
+
+/** Reads a file as text; raises where it is too large or is not text. */
+async function readTextFile(file) {
+  if (file.size > LARGEST_FILE) throw new Error(strings.composer.tooLarge(file.name, file.size, LARGEST_FILE));
+  const bytes = await file.arrayBuffer();
+  let text;
+  try {
+    text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
+  } catch {
+    throw new Error(strings.composer.notText(file.name));
+  }
+  if (text.includes("\0")) throw new Error(strings.composer.notText(file.name));
+  return { name: file.name, text: text.replaceAll("\r\n", "\n") };
+}
+
+async function tokensOf(conversation, text) {
+  const model = modelOf(conversation);
+  if (!model?.loaded) return null;
+  try {
+    return (await countTokens(model.id, text)).tokens;
+  } catch {
+    return null; // the size in bytes is shown instead
+  }
+}
+
+function Attached({ files, onRemove }) {
+  if (!files.length) return null;
+  return html`<ul class="attached" aria-label=${strings.composer.attachments}>
+    ${files.map(
+      (file, index) =>
+        html`<li key=${`${file.name} ${index}`}>
+          <${Icon} name="attach" /><span class="attached-name">${file.name}</span>
+          <span class="quiet"
+            >${strings.common.size(file.text.length)}${file.tokens != null ? ` · ${strings.common.tokens(file.tokens)}` : ""}</span
+          >
+          <${IconButton} icon="close" label=${strings.composer.removeFile(file.name)} onClick=${() => onRemove(index)} />
+        </li>`,
+    )}
+  </ul>`;
+}
+
+function useDropZone(add) {
+  const [over, setOver] = useState(false);
+  useEffect(() => {
+    const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+    const drag = (event) => {
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      setOver(true);
+    };
+    const leave = (event) => event.relatedTarget === null && setOver(false);
+    const drop = (event) => {
+      setOver(false);
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      add([...event.dataTransfer.files]);
+    };
+    addEventListener("dragover", drag);
+    addEventListener("dragleave", leave);
+    addEventListener("drop", drop);
+    return () => {
+      removeEventListener("dragover", drag);
+      removeEventListener("dragleave", leave);
+      removeEventListener("drop", drop);
+    };
+  }, [add]);
+  return over;
+}
+
+/** The composer of the conversation `id`, or of a new one for null. What is typed is kept until it is sent. */
+export function Composer({ id, conversation, leaf }) {
+  const area = useRef(null);
+  const picker = useRef(null);
+  const draft = useRef(null);
+  draft.current ??= readDraft(id);
+  const [files, setFiles] = useState(draft.current.attachments);
+  const [empty, setEmpty] = useState(!draft.current.text.trim());
+  const [edits, setEdits] = useState(0);
+  const [sending, setSending] = useState(false);
+  const enterSends = useStore((current) => current.settings.enter_sends);
+  const writing = useStore(() => (id ? answerInProgress(id)?.id : undefined));
+  const example = useStore((current) => current.example);
+  const timer = useRef(0);
+
+  const grow = useCallback(() => {
+    if (GROWS_BY_ITSELF) return;
+    area.current.style.setProperty("height", "auto");
+    area.current.style.setProperty("height", `${area.current.scrollHeight + 2}px`);
+  }, []);
+  const keep = useCallback(() => {
+    clearTimeout(timer.current);
+    writeDraft(id, draft.current.text, draft.current.attachments);
+  }, [id]);
+  const change = useCallback(
+    (text, attachments = draft.current.attachments) => {
+      draft.current = { text, attachments };
+      setEmpty(!text.trim() && !attachments.length);
+      clearTimeout(timer.current);
+      timer.current = setTimeout(() => {
+        keep();
+        setEdits((count) => count + 1);
+      }, DRAFT_DELAY);
+    },
+    [keep],
+  );
+  const setText = (text) => {
+    area.current.value = text;
+    grow();
+    change(text);
+  };
+  const changeFiles = useCallback(
+    (next) => {
+      setFiles(next);
+      change(area.current.value, next);
+    },
+    [change],
+  );
+  const add = useCallback(
+    async (chosen) => {
+      for (const file of chosen.slice(0, MOST_FILES)) {
+        try {
+          const read = await readTextFile(file);
+          changeFiles([...draft.current.attachments, { ...read, tokens: await tokensOf(conversation, read.text) }]);
+        } catch (error) {
+          notify({ text: error.message, kind: "error" });
+        }
+      }
+    },
+    [changeFiles, conversation],
+  );
+  const over = useDropZone(add);
+
+  useLayoutEffect(() => {
+    area.current.value = draft.current.text;
+    setEmpty(!draft.current.text.trim() && !draft.current.attachments.length);
+    grow();
+    if (matchMedia("(hover: hover)").matches && !state.dialog) area.current.focus();
+    addEventListener("pagehide", keep);
+    return () => {
+      keep();
+      removeEventListener("pagehide", keep);
+    };
+  }, [keep]);
+  useEffect(() => {
+    if (!example) return;
+    state.example = null;
+    setText(example);
+    area.current.focus();
+  }, [example]);
+
+  const send = async () => {
+    const { text, attachments } = draft.current;
+    if (sending || (!text.trim() && !attachments.length)) return;
+    if (writing) {
+      notify({ text: strings.composer.stopFirst });
+      return;
+    }
+    setSending(true);
+    const sent = await attempt(() =>
+      sendMessage(
+        id,
+        text,
+        attachments.map((file) => ({ name: file.name, text: file.text })),
+      ),
+    );
+    setSending(false);
+    if (!sent) return; // the text stays where it is, with the error beside it
+    draft.current = { text: "", attachments: [] };
+    keep();
+    if (id === null) openConversation(sent);
+    else {
+      setFiles([]);
+      setText("");
+      area.current.focus();
+    }
+  };
+  const press = (event) => {
+    if (event.isComposing) return;
+    if (event.key === "ArrowUp" && !area.current.value && id && !event.altKey) {
+      const tree = state.trees.get(id);
+      const own = pathOf(id).findLast((message) => tree.messages.get(message).role === "user");
+      if (!own) return;
+      event.preventDefault();
+      document.querySelector(`[data-message="${CSS.escape(own)}"]`)?.focus();
+    }
+    if (event.key !== "Enter" || event.altKey) return;
+    const wanted = event.ctrlKey || event.metaKey || (enterSends ? !event.shiftKey : false);
+    if (!wanted) return;
+    event.preventDefault();
+    send();
+  };
+  const paste = (event) => {
+    const chosen = [...event.clipboardData.files];
+    if (!chosen.length || event.clipboardData.types.includes("text/plain")) return;
+    event.preventDefault();
+    add(chosen);
+  };
+  const submit = (event) => {
+    event.preventDefault();
+    send();
+  };
+  const stop = () => attempt(() => stopAnswer(id));
+  return html`<form class=${over ? "composer over" : "composer"} onSubmit=${submit} aria-label=${strings.composer.label}>
+    ${over && html`<div class="drop-hint">${strings.composer.drop}</div>`}
+    <${Attached} files=${files} onRemove=${(index) => changeFiles(files.toSpliced(index, 1))} />
+    <textarea
+      id="composer-text"
+      ref=${area}
+      rows="1"
+      aria-label=${strings.composer.textLabel}
+      placeholder=${strings.composer.placeholder}
+      onInput=${(event) => {
+        grow();
+        change(event.target.value);
+      }}
+      onKeyDown=${press}
+      onPaste=${paste}
+    ></textarea>
+    <div class="composer-bar">
+      <${IconButton} icon="attach" label=${strings.composer.attach} onClick=${() => picker.current.click()} />
+      <input
+        ref=${picker}
+        type="file"
+        multiple
+        hidden
+        aria-label=${strings.composer.attach}
+        onChange=${(event) => {
+          add([...event.target.files]);
+          event.target.value = "";
+        }}
+      />
+      <span class="composer-hint quiet">${enterSends ? strings.composer.hintEnter : strings.composer.hintCtrlEnter}</span>
+      <${ContextMeter} id=${id} leaf=${leaf} draft=${draft} edits=${edits} writing=${writing} />
+      ${writing
+        ? html`<button type="button" class="button primary round" aria-label=${strings.composer.stop} title=${strings.composer.stop} onClick=${stop}>
+            <${Icon} name="stop" />
+          </button>`
+        : html`<button class="button primary round" aria-label=${strings.composer.send} title=${strings.composer.send} disabled=${empty || sending}>
+            <${Icon} name="send" />
+          </button>`}
+    </div>
+  </form>`;
+}

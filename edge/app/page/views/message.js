@@ -1,0 +1,257 @@
+/** One message with its reasoning, state, statistics and actions. */
+
+import { Markdown } from "../markdown.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "edgerun/preact";
+
+import { Icon } from "../icons.js";
+import { splitReasoning } from "../reasoning.js";
+import {
+  attempt,
+  continueAnswer,
+  deleteMessage,
+  editMessage,
+  memo,
+  regenerate,
+  selectBranch,
+  state,
+  useStore,
+} from "../store.js";
+import { strings } from "../strings.js";
+import { CopyButton, IconButton, copyText } from "./dialogs.js";
+
+const FOLDED_FROM = 4000;
+
+function Reasoning({ text, finished, writing }) {
+  const started = useRef(null);
+  const [seconds, setSeconds] = useState(null);
+  const running = writing && !finished;
+  useEffect(() => {
+    if (!running) return undefined;
+    started.current ??= performance.now();
+    const timer = setInterval(() => setSeconds(Math.round((performance.now() - started.current) / 1000)), 1000);
+    return () => clearInterval(timer);
+  }, [running]);
+  const words = useMemo(() => (text.match(/\S+/g) ?? []).length, [text]);
+  return html`<details class="reasoning">
+    <summary>
+      <${Icon} name="right" />${running ? strings.message.thinking(seconds) : strings.message.thought(words, seconds)}
+    </summary>
+    <div class="reasoning-text">${text.trim()}</div>
+  </details>`;
+}
+
+function Attachments({ attachments }) {
+  return html`<ul class="attachments" aria-label=${strings.message.attachments}>
+    ${attachments.map(
+      (file) =>
+        html`<li key=${file.name}>
+          <details>
+            <summary><${Icon} name="attach" />${file.name}<span class="quiet">${strings.common.size(file.text.length)}</span></summary>
+            <pre tabindex="0">${file.text.slice(0, 20000)}</pre>
+          </details>
+        </li>`,
+    )}
+  </ul>`;
+}
+
+function UserText({ text }) {
+  const [whole, setWhole] = useState(text.length < FOLDED_FROM);
+  return html`<div class="user-text">${whole ? text : `${text.slice(0, FOLDED_FROM / 2)} …`}</div>
+    ${!whole &&
+    html`<button type="button" class="button small" onClick=${() => setWhole(true)}>
+      ${strings.message.showAll(text.length)}
+    </button>`}`;
+}
+
+function Editor({ message, onClose }) {
+  const [text, setText] = useState(message.content);
+  const user = message.role === "user";
+  const area = useRef(null);
+  useLayoutEffect(() => {
+    area.current.focus();
+    area.current.setSelectionRange(text.length, text.length);
+  }, []);
+  const save = (branch) => {
+    onClose();
+    attempt(() => editMessage(message, text, branch));
+  };
+  const press = (event) => {
+    if (event.key === "Escape") {
+      event.stopPropagation();
+      event.preventDefault();
+      onClose();
+    } else if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && text.trim()) {
+      event.preventDefault();
+      save(true);
+    }
+  };
+  return html`<div class="editor" onKeyDown=${press}>
+    <textarea
+      ref=${area}
+      aria-label=${strings.message.editLabel}
+      value=${text}
+      onInput=${(event) => setText(event.target.value)}
+    ></textarea>
+    <div class="editor-actions">
+      <span class="quiet">${user ? strings.message.editHint : strings.message.editAnswerHint}</span>
+      <button type="button" class="button small" onClick=${onClose}>${strings.common.cancel}</button>
+      <button type="button" class="button small" disabled=${!text.trim()} onClick=${() => save(false)}>
+        ${strings.message.justSave}
+      </button>
+      <button type="button" class="button small primary" disabled=${!text.trim()} onClick=${() => save(true)}>
+        ${user ? strings.message.saveAndAnswer : strings.message.saveAsBranch}
+      </button>
+    </div>
+  </div>`;
+}
+
+function BranchSwitcher({ message, siblings }) {
+  const at = siblings.indexOf(message.id);
+  const show = (index) => {
+    const other = state.trees.get(message.conversation)?.messages.get(siblings[index]);
+    if (other) attempt(() => selectBranch(other));
+  };
+  return html`<span class="branches" role="group" aria-label=${strings.message.branches}>
+    <${IconButton} icon="left" label=${strings.message.previousBranch} disabled=${at === 0} onClick=${() => show(at - 1)} />
+    <span aria-live="polite"><span aria-hidden="true">${at + 1} / ${siblings.length}</span
+      ><span class="visually-hidden">${strings.message.branchOf(at + 1, siblings.length)}</span></span
+    >
+    <${IconButton}
+      icon="right"
+      label=${strings.message.nextBranch}
+      disabled=${at === siblings.length - 1}
+      onClick=${() => show(at + 1)}
+    />
+  </span>`;
+}
+
+function Progress({ id }) {
+  const progress = useStore((current) => current.progress.get(id));
+  const known = progress?.fraction != null;
+  const percent = known ? Math.floor(progress.fraction * 100) : null;
+  return html`<div class="progress-line">
+    ${known
+      ? html`<progress max="100" value=${percent} aria-label=${strings.message.stage(progress.stage)}></progress>`
+      : html`<span class="typing" aria-hidden="true"><i></i><i></i><i></i></span>`}
+    <span>${progress ? strings.message.stage(progress.stage) : strings.message.waiting}${known ? ` ${percent} %` : ""}</span>
+  </div>`;
+}
+
+function Statistics({ message }) {
+  const shown = useStore((current) => current.settings.show_statistics);
+  const numbers = message.state === "writing" ? message.rate : message.stats;
+  if (!shown || !numbers || !numbers.tokens) return null;
+  return html`<span class="statistics">${strings.message.statistics(numbers)}</span>`;
+}
+
+function Outcome({ message }) {
+  const again = () => attempt(() => continueAnswer(message));
+  const retry = () => attempt(() => regenerate(message));
+  if (!["stopped", "length", "failed", "interrupted"].includes(message.state)) return null;
+  const failed = message.state === "failed";
+  return html`<div class=${`outcome ${message.state}`}>
+    <${Icon} name=${failed ? "warning" : "stop"} />
+    <span>${failed ? message.error || strings.message.failed : strings.message[message.state]}</span>
+    ${failed
+      ? html`<button type="button" class="button small" onClick=${retry}>${strings.message.retry}</button>`
+      : html`<button type="button" class="button small" onClick=${again}>${strings.message.continue}</button>`}
+  </div>`;
+}
+
+function Actions({ message, siblings, onEdit }) {
+  const user = message.role === "user";
+  const content = () => (user ? message.content : splitReasoning(message.content).answer);
+  return html`<div class="actions">
+    ${siblings.length > 1 && html`<${BranchSwitcher} message=${message} siblings=${siblings} />`}
+    <${CopyButton} text=${content} label=${strings.message.copy} />
+    <${IconButton} icon="edit" label=${strings.message.edit} onClick=${onEdit} />
+    ${!user &&
+    html`<${IconButton} icon="redo" label=${strings.message.regenerate} onClick=${() => attempt(() => regenerate(message))} />`}
+    ${message.state === "complete" &&
+    !user &&
+    html`<${IconButton}
+      icon="forward"
+      label=${strings.message.continue}
+      onClick=${() => attempt(() => continueAnswer(message))}
+    />`}
+    <${IconButton} icon="bin" label=${strings.message.delete} onClick=${() => attempt(() => deleteMessage(message))} />
+    <${Statistics} message=${message} />
+  </div>`;
+}
+
+/** What a key does while the message itself has the focus. */
+function messageKey(event, message, siblings, edit) {
+  const at = siblings.indexOf(message.id);
+  const show = (id) => attempt(() => selectBranch(state.trees.get(message.conversation).messages.get(id)));
+  const actions = {
+    e: edit,
+    c: () => copyText(message.content),
+    r: () => message.role === "assistant" && attempt(() => regenerate(message)),
+    Delete: () => attempt(() => deleteMessage(message)),
+    ArrowLeft: () => at > 0 && show(siblings[at - 1]),
+    ArrowRight: () => at < siblings.length - 1 && show(siblings[at + 1]),
+  };
+  const action = event.ctrlKey || event.metaKey || event.altKey ? undefined : actions[event.key];
+  if (!action || message.state === "writing") return;
+  event.preventDefault();
+  action();
+}
+
+/**
+ * A message of the shown branch. It follows its own text, so that a piece of an answer renders nothing else.
+ *
+ * @param {object} props
+ * @param {string} props.conversation
+ * @param {string} props.id
+ * @param {string[]} props.siblings ids of the messages that it can be switched with
+ */
+export const Message = memo(function Message({ conversation, id, siblings }) {
+  const message = useStore((current) => current.trees.get(conversation)?.messages.get(id));
+  const trimmed = useStore((current) => current.trimmed.get(conversation)?.has(id) ?? false);
+  const modelTitle = useStore((current) => current.models.find((model) => model.id === message?.model)?.title);
+  const [editing, setEditing] = useState(false);
+  const article = useRef(null);
+  if (!message) return null;
+  const user = message.role === "user";
+  const writing = message.state === "writing";
+  const { reasoning, finished, answer } = user
+    ? { reasoning: null, finished: true, answer: message.content }
+    : splitReasoning(message.content);
+  const name = user ? strings.message.you : modelTitle || message.model || strings.message.model;
+  const close = () => {
+    setEditing(false);
+    article.current?.focus();
+  };
+  const press = (event) => {
+    if (event.target === article.current) messageKey(event, message, siblings, () => setEditing(true));
+    else if (event.key === "ArrowUp" && event.target.closest(".branches")) article.current.focus();
+  };
+  return html`<article
+    ref=${article}
+    class=${`message ${message.role} ${trimmed ? "trimmed" : ""}`}
+    data-message=${id}
+    data-state=${message.state}
+    tabindex="-1"
+    aria-label=${strings.message.label(name)}
+    aria-busy=${writing}
+    onKeyDown=${press}
+  >
+    <header class="message-header">
+      <span class=${user ? "visually-hidden" : "message-name"}>${name}</span>
+      ${trimmed && html`<span class="trimmed-mark">${strings.message.trimmed}</span>`}
+    </header>
+    ${message.attachments?.length > 0 && html`<${Attachments} attachments=${message.attachments} />`}
+    ${reasoning !== null && html`<${Reasoning} text=${reasoning} finished=${finished} writing=${writing} />`}
+    ${editing
+      ? html`<${Editor} message=${message} onClose=${close} />`
+      : user
+        ? html`<${UserText} text=${message.content} />`
+        : answer && html`<${Markdown} text=${answer} writing=${writing} />`}
+    ${writing && !message.content && html`<${Progress} id=${id} />`}
+    <${Outcome} message=${message} />
+    ${!editing &&
+    (writing
+      ? html`<div class="actions"><${Statistics} message=${message} /></div>`
+      : html`<${Actions} message=${message} siblings=${siblings} onEdit=${() => setEditing(true)} />`)}
+  </article>`;
+});
