@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from ...runtime.options import GenerateOptions
+from ...runtime.text.chat_template import Message
 from .body_decoder import decode_body
 from .generation_fields import (
     AccountFields,
@@ -23,6 +24,7 @@ from .generation_fields import (
     wants_usage,
 )
 from .message_fields import AnyMessage, FunctionTool, conversation, tool_mappings
+from .request_error import ErrorCode, RequestError
 from .strict_json import RequestLimits
 
 
@@ -65,6 +67,13 @@ class ChatBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
         dict[str, Any] | None,
         Meta(description="Extension. What the chat template reads besides, such as enable_thinking."),
     ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        Meta(description="Extension. Whether the answer continues the last message, which is the assistant's."),
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, Meta(description="Extension. false with continue_final_message, as vLLM has it; else true.")
+    ] = None
 
     modalities: Annotated[
         list[str] | None, Meta(description="Answers are text.", extra_json_schema={"enum": [["text"], None]})
@@ -106,6 +115,7 @@ class ChatRequest:
         limits = limits or RequestLimits()
         fields = decode_body(body, ChatBody, limits)
         tools = tool_mappings(fields.tools, limits)
+        messages, answer_start = _continued(fields, conversation(fields.messages, limits))
         options = generate_options(
             fields,
             {
@@ -114,12 +124,41 @@ class ChatRequest:
                 "max_tokens": same(fields, "max_tokens", "max_completion_tokens"),
                 "tools": tools if fields.tool_choice != "none" else (),
                 "template_variables": fields.chat_template_kwargs,
+                "answer_start": answer_start,
             },
         )
         return cls(
             model=fields.model,
-            messages=conversation(fields.messages, limits),
+            messages=messages,
             options=options,
             stream=bool(fields.stream),
             include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
         )
+
+
+def _continued(fields: ChatBody, messages: list[Message]) -> tuple[list[Message], str]:
+    """The messages without the one that the answer continues, and the text of that one; empty if there is none.
+
+    Raises:
+        RequestError: the last message cannot be continued, or the fields that say so contradict each other.
+    """
+    continues = bool(fields.continue_final_message)
+    if fields.add_generation_prompt == continues:
+        both = "add_generation_prompt and continue_final_message are both true"
+        raise RequestError(
+            both if continues else "add_generation_prompt is false without continue_final_message",
+            "an answer either follows the last message or continues it: leave add_generation_prompt out",
+            code=ErrorCode.INVALID_VALUE,
+            param="add_generation_prompt",
+        )
+    if not continues:
+        return messages, ""
+    *others, last = messages
+    if not others or last["role"] != "assistant" or set(last) != {"role", "content"} or not last["content"]:
+        raise RequestError(
+            f"continue_final_message is true, but messages[{len(others)}] is not an answer that can go on",
+            "the last message must be the assistant's, with a text and nothing else, and follow another message",
+            code=ErrorCode.INVALID_VALUE,
+            param=f"messages[{len(others)}]",
+        )
+    return others, last["content"]

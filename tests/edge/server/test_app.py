@@ -34,6 +34,22 @@ def test_an_answer_comes_whole_or_as_events(tiny_app: Starlette) -> None:
     assert whole.json()["usage"]["completion_tokens"] == 9
 
 
+def test_an_answer_continues_the_last_message(tiny_app: Starlette, tiny_bundle: Path) -> None:
+    def answer(body: dict[str, object]) -> str:
+        return str(asked(tiny_app, "POST", CHAT, json=body).json()["choices"][0]["message"]["content"])
+
+    question = chat_body(max_tokens=9, temperature=0)
+    begun = {"role": "assistant", "content": "in the other"}
+    body = {**question, "messages": [*question["messages"], begun]}
+    continued = answer({**body, "continue_final_message": True, "add_generation_prompt": False})
+    with edgerun.load(tiny_bundle, draft=None, cache=False) as engine:
+        expected = engine.generate(question["messages"], answer_start="in the other", max_tokens=9, temperature=0.0)
+    assert continued == expected.text
+    assert continued not in (answer(body), answer(question))
+    refused = asked(tiny_app, "POST", CHAT, json={**question, "continue_final_message": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0]")
+
+
 def test_texts_are_tokenized_and_back(tiny_app: Starlette, tiny_bundle: Path) -> None:
     with edgerun.load(tiny_bundle, draft=None, cache=False) as engine:
         ids = engine.tokenizer.encode("the other", add_special_tokens=False)

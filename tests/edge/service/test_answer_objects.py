@@ -39,7 +39,7 @@ from edgerun.edge.service.openai_objects import (
 from edgerun.edge.service.request_error import ErrorCode, RequestError
 from edgerun.edge.service.response_objects import ResponseObjects
 from edgerun.edge.service.responses_body import ResponsesRequest
-from edgerun.edge.service.token_objects import token_object
+from edgerun.edge.service.token_objects import chosen_object, token_object
 from edgerun.runtime.decode import FinishReason
 from edgerun.runtime.options import GenerateOptions
 from edgerun.runtime.result import Chunk, Reply, Stats
@@ -450,8 +450,33 @@ def test_tokens_of_an_answer_as_they_are_kept_with_a_message(engine: edgerun.Eng
             token.origin.rejected,
         )
         assert each["logprob"] == token.logprob <= 0
-        assert [set(other) for other in each["top"]] == [{"id", "text", "logprob"}] * 2
+        for other, listed in zip(token.top, each["top"], strict=True):
+            special = {"special": True} if other.token_id in engine.tokenizer.special_ids else {}
+            assert listed == {"id": other.token_id, "text": other.text, "logprob": other.logprob, **special}
     impossible = TokenLogprob(1, "a", b"a", -math.inf)
     assert token_object(impossible) == {
         "id": 1, "text": "a", "logprob": -9999.0, "top": [], "kind": "decoded", "drafter": None, "rejected": None
     }  # fmt: skip
+
+
+def test_a_chosen_token_keeps_what_it_was_chosen_from(engine: edgerun.Engine) -> None:
+    reply = engine.generate(MESSAGES, logprobs=4, max_tokens=5)
+    token = token_object(reply.logprobs[2])
+    other = token["top"][3]
+    assert chosen_object(token, other["id"]) == {
+        **other, "top": token["top"], "kind": "chosen", "drafter": None, "rejected": token["text"]
+    }  # fmt: skip
+    with pytest.raises(edgerun.InputError, match="token 999999 is not among the alternatives here; choose one"):
+        chosen_object(token, 999999)
+
+
+def test_special_tokens_are_marked_among_the_alternatives(engine: edgerun.Engine) -> None:
+    (end, *_) = engine.tokenizer.eos
+    reply = engine.generate(MESSAGES, logprobs=1, max_tokens=3, logit_bias={end: -100.0})
+    whole = engine.generate(MESSAGES, answer_start=reply.text, logprobs=20, max_tokens=30, ignore_eos=True)
+    listed = [other for token in whole.logprobs for other in token_object(token)["top"]]
+    assert (
+        {each["id"] for each in listed if each.get("special")}
+        == {each["id"] for each in listed if each["id"] in engine.tokenizer.special_ids}
+        > set()
+    )
