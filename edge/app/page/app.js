@@ -16,6 +16,7 @@ import { Sidebar } from "./views/sidebar.js";
 /** Pages that are fetched when they are first shown, by the first part of the address behind `#/`. */
 const LAZY_PAGES = {
   models: async () => (await import("./views/models.js")).ModelsPage,
+  exports: async () => (await import("./views/export.js")).ExportPage,
   compare: async () => (await import("./views/comparison.js")).ComparisonPage,
   exactness: async () => (await import("./views/exactness.js")).ExactnessPage,
 };

@@ -3,12 +3,15 @@
 export class MessageTree {
   /**
    * @param {object[]} messages as the server gives them
-   * @param {{message: string, sequence: number}[]} writing the answers in progress, with the deltas that are in them
+   * @param {{message: string, sequence: number, rate?: object}[]} writing answers in progress, with the pieces in them
    */
   constructor(messages, writing) {
     /** @type {Map<string, object>} replaced entry by entry, so that a view sees its message change and no other */
     this.messages = new Map(messages.map((message) => [message.id, message]));
     this.sequences = new Map(writing.map(({ message, sequence }) => [message, sequence]));
+    for (const { message, rate } of writing) {
+      if (rate && this.messages.has(message)) this.messages.set(message, { ...this.messages.get(message), rate });
+    }
     this.structure = 0;
     this.paths = new Map();
     this.children = null;
@@ -53,19 +56,19 @@ export class MessageTree {
     return this.children.get(this.messages.get(id)?.parent ?? null) ?? [];
   }
 
-  /** Takes a message as the server has it. Text that has been received since is kept while the answer is written. */
+  /** Takes a message as the server has it. */
   put(message) {
     const known = this.messages.get(message.id);
-    const writing = message.state === "writing";
-    if (writing && known?.state === "writing" && known.content.length > message.content.length) {
-      message = { ...message, content: known.content, rate: known.rate };
-    } else if (writing && known?.state !== "writing") {
-      this.sequences.set(message.id, 0);
-    } else if (!writing) {
-      this.sequences.delete(message.id);
-    }
+    if (message.state !== "writing") this.sequences.delete(message.id);
+    else if (known?.state !== "writing") this.sequences.set(message.id, 0);
     this.messages.set(message.id, message);
     if (!known || known.parent !== message.parent) this.index();
+  }
+
+  /** Marks an answer as being written again, before its first new piece. */
+  resume(id) {
+    const message = this.messages.get(id);
+    if (message && message.state !== "writing") this.put({ ...message, state: "writing", rate: null });
   }
 
   /** Removes a message with everything that follows it. */
@@ -86,12 +89,13 @@ export class MessageTree {
    * @returns {boolean} false where pieces are missing, so that the conversation has to be fetched again
    */
   append(id, sequence, text, rate) {
+    this.resume(id);
     const message = this.messages.get(id);
     const last = this.sequences.get(id) ?? 0;
     if (!message || sequence > last + 1) return false;
     if (sequence <= last) return true;
     this.sequences.set(id, sequence);
-    this.messages.set(id, { ...message, state: "writing", content: message.content + text, rate });
+    this.messages.set(id, { ...message, content: message.content + text, rate });
     return true;
   }
 }

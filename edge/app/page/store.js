@@ -97,6 +97,9 @@ export async function fetchConversation(id) {
   try {
     const got = await api.getConversation(id);
     const tree = new MessageTree(got.messages, got.writing ?? []);
+    for (const { message, stage, fraction } of got.writing ?? []) {
+      if (stage) state.progress.set(message, { stage, fraction });
+    }
     state.trees.set(id, tree);
     state.failures.delete(id);
     if (got.trimmed) state.trimmed.set(id, new Set(got.trimmed));
@@ -159,6 +162,7 @@ const HANDLERS = {
     const tree = state.trees.get(message.conversation);
     const before = tree?.messages.get(message.id);
     if (message.state !== "writing") state.progress.delete(message.id);
+    if (message.stats?.trimmed) state.trimmed.set(message.conversation, new Set(message.stats.trimmed));
     if (tree) {
       tree.put(message);
       setWriting(message.conversation, tree);
@@ -187,8 +191,9 @@ const HANDLERS = {
     if (!tree.append(delta.message, delta.sequence, delta.text, delta.rate)) fetchConversation(delta.conversation);
     changedSoon();
   },
-  progress({ message, stage, fraction }) {
+  progress({ conversation, message, stage, fraction }) {
     state.progress.set(message, { stage, fraction });
+    state.trees.get(conversation)?.resume(message);
     changedSoon();
   },
   trimmed({ conversation, turns }) {
@@ -241,7 +246,7 @@ export function start() {
 
 // ---------------------------------------------------------------- where the page is
 
-const PAGES = new Set(["models", "compare", "exactness", "settings"]);
+const PAGES = new Set(["models", "exports", "compare", "exactness", "settings"]);
 
 function readRoute() {
   const [, page, id] = location.hash.split("/");
@@ -255,6 +260,7 @@ function readRoute() {
 /** Shows a conversation, or a new one for null, or scrolls to one of its messages. */
 export async function openConversation(id, message = null) {
   state.target = message;
+  state.drawer = false;
   const hash = id ? `#/c/${encodeURIComponent(id)}` : "#/";
   if (location.hash === hash) changed();
   else location.hash = hash;
@@ -340,7 +346,14 @@ export async function regenerate(message) {
 
 /** Goes on with an answer that has ended early. */
 export async function continueAnswer(message) {
-  await api.continueMessage(message.id);
+  state.trees.get(message.conversation)?.resume(message.id);
+  changed();
+  try {
+    await api.continueMessage(message.id);
+  } catch (error) {
+    await fetchConversation(message.conversation);
+    throw error;
+  }
 }
 
 /** Branches an answer at a token. */

@@ -102,6 +102,16 @@ export const strings = {
     unreachable: "The edge-run app does not answer; start it again.",
     unreadable: "The edge-run app has sent an answer that cannot be read.",
   },
+  markdown: {
+    code: (language) => (language ? `Code: ${language}` : "Code"),
+    copied: "Copied",
+    copy: "Copy",
+    direction: "contains characters that change the direction of text",
+    imageNotLoaded: "image not loaded",
+    table: "Table",
+    task: (done) => (done ? "done" : "to do"),
+    tooLarge: "Shown as plain text, because it is too large or too deeply nested to be formatted.",
+  },
   message: {
     attachments: "Attached files",
     branches: "Branches",
@@ -187,9 +197,9 @@ export const strings = {
     import: "Import …",
     imported: (number) => `Imported ${count(number, "conversation", "conversations")}`,
     look: "Look",
-    machine: (machine) =>
-      Object.values(machine ?? {})
-        .filter((value) => typeof value === "string")
+    machine: ({ system, cores, memory_bytes: memory }) =>
+      [system, cores && count(cores, "core", "cores"), memory && `${Math.round(memory / 2 ** 30)} GB of memory`]
+        .filter(Boolean)
         .join(" · "),
     open: "Open",
     show_statistics: {

@@ -27,7 +27,7 @@ export function ContextMeter({ id, leaf, draft, edits, writing }) {
     const { text, attachments } = draft.current;
     const files = attachments.map((file) => ({ name: file.name, text: file.text }));
     measureContext(id, text, files, abort.signal).then(
-      (got) => setFit(got.tokens == null ? null : got),
+      (got) => setFit(got.problem ? { error: got.problem } : got.tokens == null ? null : got),
       (error) => error.name !== "AbortError" && setFit(error.code === "unreachable" ? null : { error: error.message }),
     );
     return () => abort.abort();

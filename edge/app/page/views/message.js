@@ -56,7 +56,7 @@ function Attachments({ attachments }) {
 
 function UserText({ text }) {
   const [whole, setWhole] = useState(text.length < FOLDED_FROM);
-  return html`<div class="user-text">${whole ? text : `${text.slice(0, FOLDED_FROM / 2)} …`}</div>
+  return html`<div class="user-text" dir="auto">${whole ? text : `${text.slice(0, FOLDED_FROM / 2)} …`}</div>
     ${!whole &&
     html`<button type="button" class="button small" onClick=${() => setWhole(true)}>
       ${strings.message.showAll(text.length)}

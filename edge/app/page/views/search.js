@@ -9,19 +9,18 @@ import { Dialog } from "./dialogs.js";
 
 const DELAY = 120;
 
-/** The snippet with what was found marked: the server puts it between U+E000 and U+E001. */
-function Snippet({ text }) {
-  return text.split("\ue000").map((part, index) => {
-    if (index === 0) return part;
-    const [found, rest = ""] = part.split("\ue001");
-    return [html`<mark>${found}</mark>`, rest];
-  });
+/** The snippet with the words of the query marked. */
+function Snippet({ text, query }) {
+  const words = query.trim().split(/\s+/).map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+  const pattern = new RegExp(`(${words.join("|")})`, "giu");
+  return text.split(pattern).map((part, index) => (index % 2 ? html`<mark>${part}</mark>` : part));
 }
 
 /** A dialog with a line to type in and what it finds, chosen by arrows and Enter or by a click. */
 export function SearchDialog({ onClose }) {
   const [query, setQuery] = useState("");
   const [hits, setHits] = useState(null);
+  const [found, setFound] = useState("");
   const [at, setAt] = useState(0);
   const list = useId();
   const box = useRef(null);
@@ -34,6 +33,7 @@ export function SearchDialog({ onClose }) {
     const timer = setTimeout(() => {
       search(query, abort.signal).then((got) => {
         setHits(got.hits);
+        setFound(query);
         setAt(0);
       }, reportError);
     }, DELAY);
@@ -59,7 +59,6 @@ export function SearchDialog({ onClose }) {
   return html`<${Dialog} title=${strings.search.title} onClose=${onClose} className="search-dialog">
     <input
       data-autofocus
-      type="search"
       role="combobox"
       aria-expanded=${!!hits?.length}
       aria-controls=${list}
@@ -84,7 +83,7 @@ export function SearchDialog({ onClose }) {
             onClick=${() => open(hit)}
           >
             <strong>${hit.title || strings.sidebar.untitled}</strong>
-            <span><${Snippet} text=${hit.snippet} /></span>
+            <span><${Snippet} text=${hit.snippet} query=${found} /></span>
           </li>`,
       )}
     </ul>

@@ -1,6 +1,6 @@
 /** The list of conversations, with folders, pinned and deleted ones. */
 
-import { html, useMemo, useRef } from "edgerun/preact";
+import { html, useEffect, useMemo, useRef } from "edgerun/preact";
 
 import { exportUrl } from "../api.js";
 import { Icon } from "../icons.js";
@@ -95,6 +95,7 @@ const Row = memo(function Row({ conversation }) {
       href=${`#/c/${encodeURIComponent(id)}`}
       aria-current=${current ? "page" : undefined}
       title=${title}
+      dir="auto"
       onKeyDown=${press}
       >${title}${writing && html`<span class="writing-dot" role="img" aria-label=${strings.sidebar.writing}></span>`}</a
     >
@@ -143,7 +144,15 @@ export function Sidebar() {
   const deleted = useStore((state) => state.deleted);
   const loaded = useStore((state) => state.loaded);
   const groups = useMemo(() => grouped(conversations), [conversations]);
+  const drawer = useStore((state) => state.drawer);
   const list = useRef(null);
+  const closing = useRef(null);
+  useEffect(() => {
+    if (!drawer) return undefined;
+    const opener = document.activeElement;
+    closing.current.base.focus();
+    return () => opener?.isConnected && opener.focus();
+  }, [drawer]);
 
   const move = (event) => {
     if (event.key !== "ArrowDown" && event.key !== "ArrowUp" && event.key !== "Home" && event.key !== "End") return;
@@ -159,6 +168,7 @@ export function Sidebar() {
       <a class="brand" href="#/"><img src="/page/icon.svg" alt="" width="22" height="22" />edge-run</a>
       <${IconButton} icon="search" label=${strings.sidebar.search} onClick=${() => set({ dialog: { name: "search" } })} />
       <${IconButton}
+        ref=${closing}
         icon="close"
         className="drawer-close"
         label=${strings.sidebar.hide}
