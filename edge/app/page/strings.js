@@ -138,10 +138,8 @@ export const strings = {
     showAll: (characters) => `Show all ${characters.toLocaleString("en")} characters`,
     stage: (stage) =>
       ({
-        loading: "Loading the model",
-        prefill: "Reading the conversation",
-        reading: "Reading the conversation",
-        waiting: "Waiting for another answer",
+        "loading the model": "Loading the model",
+        "reading the prompt": "Reading the conversation",
       })[stage] ?? stage,
     statistics: (numbers) =>
       [
