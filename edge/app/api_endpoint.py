@@ -20,6 +20,7 @@ from ..server.request_body import ClientGoneError, read_body
 from ..server.server_settings import ServerSettings
 from ..service.body_decoder import decode_body
 from ..service.request_error import ErrorCode, RequestError
+from ..service.strict_json import RequestLimits
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _log: Final = logging.getLogger(__name__)
@@ -35,13 +36,17 @@ class ApiCall:
     """Parameters after the question mark."""
     body_bytes: bytes
 
-    def body(self, kind: type[_Body]) -> _Body:
+    def body(self, kind: type[_Body], limits: RequestLimits | None = None) -> _Body:
         """Decode the body; a request without one has no fields.
+
+        Args:
+            kind: its fields.
+            limits: how much it may contain.
 
         Raises:
             RequestError: a field is unknown, missing or has another form.
         """
-        return decode_body(self.body_bytes or b"{}", kind)
+        return decode_body(self.body_bytes or b"{}", kind, limits)
 
 
 Handler: TypeAlias = Callable[[ApiCall], object]

@@ -7,30 +7,36 @@ from typing import Final
 from ..server.answer_service import AnswerService
 from .app_access import AppAccess
 from .app_context import AppContext
+from .background_answers import BackgroundAnswers
+from .change_events import ChangeEvents
 
 
 class AppService:
     """The state of one running app.
 
     Args:
-        context: the models and the events; the models are closed with the service.
+        context: the conversations, the models and the windows; the models are closed with the service.
         access: who is let in.
     """
 
     def __init__(self, context: AppContext, access: AppAccess) -> None:
         self.context: Final = context
         self.access: Final = access
+        self.answers: Final = BackgroundAnswers(context)
+        """Answers in conversations."""
+        self._changes: Final = ChangeEvents(context, self.answers)
         self.requests: Final = AnswerService(context.pool, context.settings)
         """Requests of other programs to the OpenAI-compatible API."""
 
     @property
     def busy(self) -> bool:
         """Whether an answer is in progress."""
-        return self.requests.busy
+        return self.requests.busy or self.answers.busy
 
     def drain(self) -> None:
-        """Begin no further answers, and let the windows go."""
+        """Begin no further answers, end those in conversations as interrupted, and let the windows go."""
         self.requests.drain()
+        self.answers.interrupt_all()
         self.context.events.close()
 
     def cancel_all(self) -> None:
@@ -40,4 +46,6 @@ class AppService:
     def close(self) -> None:
         """End all answers, and unload all models."""
         self.drain()
+        self.answers.close()
+        self._changes.close()
         self.requests.close()

@@ -22,8 +22,11 @@ from ..server.asgi_app import asgi_app, not_routed
 from ..server.error_objects import JsonResponse, RefusedError, UnreadBodyResponse
 from .app_access import OPEN_PATH, SESSION_LIFE_S, AppAccess, SessionGuard
 from .app_service import AppService
+from .conversation_endpoints import conversation_routes
 from .events_endpoint import EventsEndpoint
+from .message_endpoints import message_routes
 from .page_files import PageFiles, PageHeaders, entrance_page, index_page
+from .state_endpoints import state_routes
 
 _OPENAI_API: Final = "/v1/"
 
@@ -48,6 +51,9 @@ def chat_app(service: AppService) -> ASGIApp:
             Route(OPEN_PATH, entrance.enter, methods=["GET"]),
             Route(OPEN_PATH, entrance.new_token, methods=["POST"]),
             Route("/api/events", EventsEndpoint(context), methods=["GET"]),
+            *state_routes(context),
+            *conversation_routes(context, service.answers),
+            *message_routes(context, service.answers),
         ],
         middleware=[
             Middleware(PageHeaders),

@@ -16,6 +16,7 @@ from ...models.byte_sizes import parse_bytes
 from ...runtime.devices.power import Power
 from ...runtime.scheduling.request_queue import DEFAULT_PARALLEL
 from ..conversations.data_folder import data_folder
+from ..conversations.store import ConversationStore
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
 from .pool_options import IdleUnload, Memory, OfferedModels, Parallel, PoolOptions
@@ -30,6 +31,8 @@ _HOST: Final = "127.0.0.1"
 _PORT: Final = 8642
 _PORTS: Final = 20
 """Number of ports that are tried where none is given."""
+_MAX_BODY_BYTES: Final = 128 << 20
+"""Largest body of a request: the import of an export of many conversations."""
 _END_S: Final = 30.0
 
 
@@ -105,12 +108,13 @@ def app(
             write_error("edge-run: the app runs already")
             _show(url, browser=browser, window=window)
             return
-        settings = ServerSettings(host=_HOST)
+        settings = ServerSettings(host=_HOST, max_body_bytes=_MAX_BODY_BYTES)
+        store = stack.enter_context(ConversationStore.open(notice=lambda text: write_error(f"edge-run: {text}")))
         pool = stack.enter_context(PoolOptions(models or [], each, idle_unload, memory).open())
         listening = stack.enter_context(_bound_socket(port))
         bound_port = listening.getsockname()[1]
         access = AppAccess(session_secret(folder), bound_port)
-        service = AppService(AppContext(pool, EventChannel(), settings), access)
+        service = AppService(AppContext(store, pool, EventChannel(), settings), access)
         server = draining_server(chat_app(service), service, settings, 0.0)
         announce(folder, bound_port, access)
         with showing_tracebacks(debug):

@@ -1,0 +1,109 @@
+"""An answer that is being generated: its text so far, and what the windows have been told of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ...runtime.result import Chunk
+from ..conversations.records import MessageState, StoredMessage, as_object
+from ..service.cancellation import Cancellation
+from .event_channel import EventChannel
+
+_PROGRESS_S: Final = 0.1
+"""Least time between two events of progress of one stage, in seconds."""
+
+
+class LiveAnswer:
+    """An answer that is being generated in this process. Its text goes to the windows in numbered pieces.
+
+    Args:
+        message: the answer in the store.
+        events: the windows.
+    """
+
+    def __init__(self, message: StoredMessage, events: EventChannel) -> None:
+        self.message: Final = message
+        self.id: Final = message.id
+        self.conversation: Final = message.conversation
+        self.cancellation: Final = Cancellation()
+        self.state_if_cancelled = MessageState.STOPPED
+        """State of the answer if it is cancelled."""
+        self.ended: Final = threading.Event()
+        self._events: Final = events
+        self._lock: Final = threading.Lock()
+        """Guards all that follows, and the order of the events of this answer."""
+        self._published = message.content
+        self._pending = ""
+        self._sequence = 0
+        self._tokens = 0
+        self._started = time.monotonic()
+        self._first_token: float | None = None
+        self._stage: dict[str, Any] = {}
+        self._stage_at = 0.0
+
+    def begin(self, content: str) -> None:
+        """Say what the answer begins with, before its first piece.
+
+        That may differ from what is stored: where an answer goes on in the middle of a character, it is left out.
+        """
+        with self._lock:
+            if content != self._published:
+                self._published = content
+                self._events.publish("message", message={**as_object(self.message), "content": content})
+
+    def add(self, chunk: Chunk) -> bool:
+        """Add a piece; returns whether there is something to publish now, and was not before."""
+        with self._lock:
+            if self._first_token is None:
+                self._first_token = time.monotonic()
+            self._tokens += max(len(chunk.logprobs), bool(chunk.text))
+            first = not self._pending
+            self._pending += chunk.text
+            self._stage = {}
+            return first and bool(chunk.text)
+
+    def publish(self) -> None:
+        """Tell the windows what has been added."""
+        with self._lock:
+            if not self._pending:
+                return
+            self._sequence += 1
+            text, self._pending = self._pending, ""
+            self._published += text
+            self._events.publish(
+                "delta",
+                conversation=self.conversation,
+                message=self.id,
+                sequence=self._sequence,
+                text=text,
+                rate=self._rate(),
+            )
+
+    def progress(self, stage: str, fraction: float) -> None:
+        """Tell the windows what the answer waits for; a `Progress`."""
+        now = time.monotonic()
+        with self._lock:
+            if stage == self._stage.get("stage") and fraction < 1 and now - self._stage_at < _PROGRESS_S:
+                return
+            self._stage, self._stage_at = {"stage": stage, "fraction": fraction}, now
+            self._events.publish("progress", conversation=self.conversation, message=self.id, **self._stage)
+
+    @contextmanager
+    def snapshot(self, message: StoredMessage) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The message as the windows know it, and how far that is; no further piece is published in the block."""
+        with self._lock:
+            known = {**as_object(message), "content": self._published}
+            yield known, {"message": self.id, "sequence": self._sequence, "rate": self._rate(), **self._stage}
+
+    def _rate(self) -> dict[str, Any]:
+        first, now = self._first_token, time.monotonic()
+        seconds = 0.0 if first is None else now - first
+        return {
+            "tokens": self._tokens,
+            "tokens_per_second": (self._tokens - 1) / seconds if seconds > 0 and self._tokens > 1 else 0.0,
+            "first_token_s": None if first is None else first - self._started,
+        }

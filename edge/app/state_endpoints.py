@@ -1,0 +1,75 @@
+"""The page's API for what is not a conversation: version, settings, presets, folders, models."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, Final
+
+import msgspec
+import psutil
+from starlette.routing import Route
+
+from ...runtime.devices.processor import usable_cores
+from ...version import __version__
+from ..conversations.records import Preset, as_object
+from .api_endpoint import ApiCall, api_route
+from .app_context import AppContext
+from .app_settings import SettingsBody, change_settings, read_settings
+from .conversation_endpoints import checked_sampling
+
+
+class PresetBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of a preset."""
+
+    system: str = ""
+    sampling: dict[str, Any] = {}
+    name: str = ""
+    """Not read: the name is in the path."""
+
+
+def state_routes(context: AppContext) -> list[Route]:
+    """The routes of the state and the settings."""
+    endpoints = _StateEndpoints(context)
+    table = (
+        ("GET", "/api/state", endpoints.state),
+        ("PATCH", "/api/settings", endpoints.change),
+        ("PUT", "/api/presets/{name:path}", endpoints.save_preset),
+        ("DELETE", "/api/presets/{name:path}", endpoints.delete_preset),
+    )
+    return [api_route(context.settings, method, path, handler) for method, path, handler in table]
+
+
+class _StateEndpoints:
+    def __init__(self, context: AppContext) -> None:
+        self._context: Final = context
+        self._store: Final = context.store
+
+    def state(self, _call: ApiCall) -> dict[str, Any]:
+        loaded = {status.id for status in self._context.pool.status() if status.loaded}
+        return {
+            "version": __version__,
+            "settings": read_settings(self._store),
+            "presets": [as_object(preset) for preset in self._store.presets()],
+            "folders": self._store.folders(),
+            "models": [{"id": entry.id, "loaded": entry.id in loaded} for entry in self._context.pool.names()],
+            "default_model": self._context.default_model(),
+            "machine": {
+                "system": platform.system(),
+                "cores": usable_cores(),
+                "memory_bytes": psutil.virtual_memory().total,
+            },
+        }
+
+    def change(self, call: ApiCall) -> dict[str, Any]:
+        change_settings(self._store, call.body(SettingsBody))
+        return {"settings": read_settings(self._store)}
+
+    def save_preset(self, call: ApiCall) -> dict[str, Any]:
+        body = call.body(PresetBody)
+        preset = Preset(call.path["name"], body.system, checked_sampling(body.sampling))
+        self._store.save_preset(preset)
+        return {"preset": as_object(preset)}
+
+    def delete_preset(self, call: ApiCall) -> dict[str, Any]:
+        self._store.delete_preset(call.path["name"])
+        return {}

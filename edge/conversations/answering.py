@@ -1,0 +1,113 @@
+"""Keeps an answer in the store while it is generated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ...runtime.decode import FinishReason
+from ...runtime.options import GenerateOptions
+from ...runtime.result import Chunk, Stats
+from ..service.token_objects import token_object
+from .records import MessageState, StoredMessage
+from .store import ConversationStore
+
+CHECKPOINT_S: Final = 1.0
+"""Least time between two checkpoints, in seconds: what a killed process loses of an answer."""
+_STATES: Final = {
+    FinishReason.STOP: MessageState.COMPLETE,
+    FinishReason.LENGTH: MessageState.LENGTH,
+    FinishReason.CANCELLED: MessageState.STOPPED,
+}
+
+
+class AnswerWriter:
+    """Writes the pieces of an answer to the store, in checkpoints.
+
+    Args:
+        store: the store.
+        message_id: the answer, a message in the state `writing` or one that goes on.
+        content: its text so far.
+        tokens: its tokens so far; None to keep none.
+    """
+
+    def __init__(
+        self,
+        store: ConversationStore,
+        message_id: str,
+        content: str = "",
+        tokens: Sequence[Mapping[str, Any]] | None = (),
+    ) -> None:
+        self.message_id: Final = message_id
+        self.content = content
+        self.tokens: list[Mapping[str, Any]] | None = None if tokens is None else list(tokens)
+        self._store: Final = store
+        self._due = time.monotonic() + CHECKPOINT_S
+
+    def add(self, chunk: Chunk) -> None:
+        """Add a piece, and write a checkpoint if the last one is some time ago.
+
+        Raises:
+            ConversationError: the answer was deleted, or the file cannot be written.
+        """
+        self.content += chunk.text
+        if self.tokens is not None:
+            self.tokens += map(token_object, chunk.logprobs)
+        if time.monotonic() >= self._due:
+            self._store.write_answer(self.message_id, self.content, self.tokens)
+            self._due = time.monotonic() + CHECKPOINT_S
+
+    def finish(
+        self, state: MessageState, stats: Mapping[str, Any] | None = None, error: str | None = None
+    ) -> StoredMessage:
+        """Write the whole answer.
+
+        Args:
+            state: how it ended.
+            stats: what `stats_object` returns.
+            error: why it failed, in a sentence.
+
+        Raises:
+            ConversationError: the file cannot be written.
+        """
+        tokens = () if self.tokens is None else self.tokens
+        return self._store.finish_answer(self.message_id, self.content, state, tokens=tokens, stats=stats, error=error)
+
+
+def answer_state(reason: FinishReason) -> MessageState:
+    """The state of an answer that ended for this reason."""
+    return _STATES[reason]
+
+
+def stats_object(stats: Stats, trimmed: Sequence[str] = ()) -> dict[str, Any]:
+    """Statistics of an answer as they are kept with it. Times are in seconds.
+
+    Args:
+        stats: the statistics.
+        trimmed: ids of the messages that were left out of its prompt.
+    """
+    return {
+        "tokens": stats.completion_tokens,
+        "tokens_per_second": stats.decode_tokens_per_second,
+        "first_token_s": stats.first_token_s,
+        "total_s": stats.total_s,
+        "prompt_tokens": stats.prompt_tokens,
+        "reused_tokens": stats.reused_tokens,
+        "tokens_per_pass": stats.tokens_per_pass,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "drafters": {
+            name: {"drafted": counts.drafted, "accepted": counts.accepted} for name, counts in stats.by_source.items()
+        },
+        "trimmed": list(trimmed),
+    }
+
+
+def generate_options(base: GenerateOptions, sampling: Mapping[str, Any]) -> GenerateOptions:
+    """The options of an answer in a conversation: its sampling where it has one, else those given.
+
+    Raises:
+        InputError: an option is unknown, or its value is out of range.
+    """
+    return base.changed(sampling)
