@@ -1,0 +1,77 @@
+/** Shows Markdown of a model's answer: safely, and cheaply while it grows. */
+
+import { Component, h, html, useEffect, useRef, useState } from "edgerun/preact";
+import { BlockSplitter } from "./markdown/blocks.js";
+import { CodeBlock } from "./markdown/code.js";
+import { elementsOf, tooLarge } from "./markdown/elements.js";
+import { Formula } from "./markdown/formula.js";
+import { parseBlock } from "./markdown/parser.js";
+
+/** Length from which a block that grows is not parsed at every change, in characters. */
+const LONG_BLOCK = 8000;
+/** Such a block is parsed again when it has grown by this factor. */
+const GROWTH = 1.05;
+
+/** A block; it is made again only when its source changes. */
+class Block extends Component {
+  #source = null;
+  #parsed = null;
+
+  shouldComponentUpdate({ block, writing }) {
+    return block !== this.props.block || writing !== this.props.writing;
+  }
+
+  render({ block, writing }) {
+    return h("div", { class: "md-block", dir: "auto" }, this.#content(block, writing));
+  }
+
+  #content(block, writing) {
+    if (block.kind === "plain") return tooLarge(block.source);
+    if (block.kind === "code") return h(CodeBlock, { code: block.code, language: block.language, open: writing && !block.closed });
+    if (block.kind === "formula" && block.closed) return h(Formula, { formula: block.formula, display: true });
+    if (block.kind === "formula" && writing) return h("p", { class: "md-unfinished" }, h("code", null, block.formula.trim()));
+    return this.#text(block.source, writing && !block.closed);
+  }
+
+  #text(source, open) {
+    const before = this.#source ?? "";
+    const again = !open || before.length < LONG_BLOCK || source.length > before.length * GROWTH || !source.startsWith(before);
+    if (again) {
+      this.#source = source;
+      this.#parsed = parseBlock(source);
+    }
+    const shown = this.#parsed ? elementsOf(this.#parsed) : tooLarge(this.#source);
+    return again || this.#source === source ? shown : [shown, h("p", { class: "md-raw" }, source.slice(this.#source.length))];
+  }
+}
+
+/** The address of the link under the pointer or the focus, at the lower edge of what is visible of the answer. */
+function LinkAddress({ box }) {
+  const [address, setAddress] = useState("");
+  useEffect(() => {
+    const element = box.current;
+    const show = (event) => setAddress(event.target.closest("a")?.href ?? "");
+    const hide = () => setAddress("");
+    const events = { pointerover: show, focusin: show, pointerleave: hide, focusout: hide };
+    for (const [name, listener] of Object.entries(events)) element.addEventListener(name, listener);
+    return () => Object.entries(events).forEach(([name, listener]) => element.removeEventListener(name, listener));
+  }, []);
+  return address && html`<div class="md-address" aria-hidden="true"><bdi>${address.slice(0, 500)}</bdi></div>`;
+}
+
+/**
+ * A model's answer.
+ *
+ * @param {{text: string, writing?: boolean}} props text: Markdown; writing: whether more of it is to come
+ */
+export function Markdown({ text, writing = false }) {
+  const box = useRef(null);
+  const splitter = useRef(null);
+  splitter.current ??= new BlockSplitter();
+  const blocks = splitter.current.split(text);
+  const last = blocks.length - 1;
+  return html`<div class="md" ref=${box}>
+    ${blocks.map((block, index) => html`<${Block} key=${block.start} block=${block} writing=${writing && index === last} />`)}
+    <${LinkAddress} box=${box} />
+  </div>`;
+}
