@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from edgerun.edge.app.page_files import content_security_policy
+
 PAGE = Path(__file__).resolve().parents[2] / "edge" / "app" / "page"
-_VENDOR = "/page/vendor/"
-IMPORTS = {
-    "edgerun/preact": "/page/preact.js",
-    "preact": f"{_VENDOR}preact/preact.mjs",
-    "preact/hooks": f"{_VENDOR}preact/hooks.mjs",
-    "htm": f"{_VENDOR}htm/htm.mjs",
-    "marked": f"{_VENDOR}marked/marked.esm.js",
-    "dompurify": f"{_VENDOR}dompurify/purify.es.mjs",
-    "highlight.js/core": f"{_VENDOR}highlight.js/core.min.js",
-    "highlight.js/languages/": f"{_VENDOR}highlight.js/languages/",
-    "temml": f"{_VENDOR}temml/temml.mjs",
-}
-"""Addresses of the libraries, as index.html maps them."""
+_START = '<script type="module" src="/page/app.js"></script>'
+"""What starts the app in index.html."""
 _TYPES = {
     ".css": "text/css",
     ".html": "text/html",
@@ -49,19 +39,14 @@ def page_server(script: str, *, body: str = '<main id="root"></main>') -> Iterat
     Yields:
         The address of the document.
     """
-    import_map = json.dumps({"imports": IMPORTS})
+    index = (PAGE / "index.html").read_text(encoding="utf-8")
+    head = index.partition("<head>")[2].partition("</head>")[0]
     document = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>test</title>'
-        '<link rel="icon" href="data:,"><link rel="stylesheet" href="/page/style.css">'
-        '<link rel="stylesheet" href="/page/markdown.css">'
-        f'<script type="importmap">{import_map}</script><script type="module">{script}</script></head>'
-        f"<body>{body}</body></html>"
+        f'<!doctype html><html lang="en"><head>{head.replace(_START, "")}'
+        f'<script type="module">{script}</script></head><body>{body}</body></html>'
     )
-    policy = (
-        f"default-src 'none'; script-src 'self' {_digest(import_map)} {_digest(script)}; style-src 'self'; "
-        "img-src 'self' data:; connect-src 'self'; worker-src 'self'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
+    policy = content_security_policy(document.encode())
+    policy = policy.replace("script-src 'self'", f"script-src 'self' {_digest(script)}")
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -72,8 +57,7 @@ def page_server(script: str, *, body: str = '<main id="root"></main>') -> Iterat
             elif path.startswith("/page/") and file.suffix in _TYPES and file.is_file():
                 self._send(200, _TYPES[file.suffix], file.read_bytes())
             else:
-                # A style sheet that is missing is not what these tests are about.
-                self._send(404 if not path.endswith(".css") else 200, "text/css", b"")
+                self._send(404, "text/plain", b"")
 
         def _send(self, status: int, kind: str, data: bytes) -> None:
             self.send_response(status)

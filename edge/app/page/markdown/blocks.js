@@ -8,6 +8,8 @@
 const FENCE = /^ {0,3}(`{3,}(?!.*`)|~{3,})(.*)$/;
 const INNER_FENCE = /^[\s>]*(?:(?:[-*+]|\d{1,9}[.)])\s+)?(`{3,}(?!.*`)|~{3,})/;
 const LIST_ITEM = /^ {0,3}(?:[-*+]|\d{1,9}[.)])(?:\s|$)/;
+/** A list item that ends a paragraph, and is no row of a table. */
+const FIRST_ITEM = /^ {0,3}(?:[-*+]|1[.)])\s+[^\s|][^|]*$/;
 const INDENTED = /^(?: {2,}|\t)\S/;
 const FORMULA = /^ {0,3}(\$\$|\\\[)/;
 const ENDS = { $$: "$$", "\\[": "\\]" };
@@ -89,7 +91,8 @@ function textEnd(text, start) {
   while (at < text.length) {
     const { line, next } = lineAt(text, at);
     if (at - start > LONG_BLOCK) return at;
-    if (fence) {
+    const inFence = fence !== null;
+    if (inFence) {
       if (new RegExp(`^[\\s>]*${fence[0]}{${fence.length},}\\s*$`).test(line)) fence = null;
     } else if (isBlank(line)) {
       let following = next;
@@ -100,9 +103,9 @@ function textEnd(text, start) {
     } else if (at > start) {
       if (FENCE.test(line) && !(isList && INDENTED.test(line))) return at;
       if (isList && at - start > LONG_LIST && LIST_ITEM.test(line) && !line.startsWith(" ")) return at;
-      if (!isList && FORMULA.test(line) && formulaBlock(text, at)) return at;
+      if (!isList && (FIRST_ITEM.test(line) || (FORMULA.test(line) && formulaBlock(text, at)))) return at;
     }
-    if (!fence && !isBlank(line)) fence = INNER_FENCE.exec(line)?.[1] ?? null;
+    if (!inFence) fence = INNER_FENCE.exec(line)?.[1] ?? null;
     at = next;
   }
   return text.length;

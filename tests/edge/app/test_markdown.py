@@ -1,0 +1,205 @@
+"""Markdown of answers in a real browser: what is made of it, and what is made again while it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator
+
+from support.browser import BrowserPage, browser_page
+from support.page_server import page_server
+
+SHOW = """
+import { html, options, render } from "edgerun/preact";
+import { Markdown } from "/page/markdown.js";
+const root = document.getElementById("root");
+const made = {};
+// What Preact's own hooks are called through before a component renders.
+const before = options.__r;
+options.__r = (node) => {
+  made[node.type.name] = (made[node.type.name] ?? 0) + 1;
+  before?.(node);
+};
+window.show = (text, writing = false) => {
+  for (const name of Object.keys(made)) delete made[name];
+  render(html`<${Markdown} text=${text} writing=${writing} />`, root);
+  return { ...made };
+};
+"""
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[BrowserPage]:
+    with page_server(SHOW) as address, browser_page(address, permissions=["clipboard-read", "clipboard-write"]) as page:
+        page.page.wait_for_function("() => Boolean(window.show)")
+        yield page
+
+
+def shown(window: BrowserPage, text: str, writing: bool = False) -> Locator:
+    """What is made of a text."""
+    window.page.evaluate("([text, writing]) => window.show(text, writing)", [text, writing])
+    return window.page.locator(".md")
+
+
+def made(window: BrowserPage, text: str, writing: bool = True) -> dict[str, Any]:
+    """How many components of each kind were rendered for a text."""
+    return dict(window.page.evaluate("([text, writing]) => window.show(text, writing)", [text, writing]))
+
+
+def html(window: BrowserPage, text: str) -> str:
+    """The HTML of the only block that is made of a text."""
+    return shown(window, text).locator(".md-block").inner_html()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a *b* **c** ~~d~~ `e<f`", "<p>a <em>b</em> <strong>c</strong> <del>d</del> <code>e&lt;f</code></p>"),
+        ("# one", '<h3 class="md-h1">one</h3>'),
+        ("one\ntwo", "<p>one<br>two</p>"),
+        ("- a\n- b", "<ul><li>a</li><li>b</li></ul>"),
+        ("3. a\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
+        ("> a", "<blockquote><p>a</p></blockquote>"),
+        ("&copy; &amp;lt; &nosuch;", "<p>© &amp;lt; &amp;nosuch;</p>"),
+        ("H<sub>2</sub>O<br>x<sup>2</sup>", "<p>H<sub>2</sub>O<br>x<sup>2</sup></p>"),
+        ("---", "<hr>"),
+    ],
+)
+def test_markdown_becomes_elements(window: BrowserPage, text: str, expected: str) -> None:
+    assert html(window, text) == expected
+
+
+def test_tables_have_headings_and_alignment(window: BrowserPage) -> None:
+    table = shown(window, "|a|b|\n|-|-:|\n|1|2|\n").get_by_role("table")
+    assert table.get_by_role("columnheader").all_inner_texts() == ["a", "b"]
+    assert table.get_by_role("cell", name="2").evaluate("cell => getComputedStyle(cell).textAlign") == "end"
+
+
+def test_tasks_say_whether_they_are_done(window: BrowserPage) -> None:
+    tasks = shown(window, "- [x] a\n- [ ] b").get_by_role("img")
+    assert [task.get_attribute("aria-label") for task in tasks.all()] == ["done", "to do"]
+
+
+def test_code_has_colours_a_language_and_a_copy_button(window: BrowserPage) -> None:
+    box = shown(window, "```python\ndef f():\n    return 1\n```")
+    box.locator(".hljs-keyword", has_text="return").wait_for()
+    assert box.locator("pre").inner_text() == "def f():\n    return 1"
+    assert box.get_by_text("python", exact=True).is_visible()
+    box.get_by_role("button", name="Copy").click()
+    box.get_by_role("button", name="Copied").wait_for()
+    assert window.page.evaluate("navigator.clipboard.readText()") == "def f():\n    return 1"
+
+
+@pytest.mark.parametrize(
+    "text", ["$x^2$", "$$x^2$$", r"\(x^2\)", r"\[x^2\]", "$$\nx^2\n$$", "\\[\nx^2\n\\]", "- $x^2$", "a $2^x$ b"]
+)
+def test_formulas_become_mathml(window: BrowserPage, text: str) -> None:
+    box = shown(window, text)
+    box.locator("math msup").wait_for()
+    assert "$" not in box.inner_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["$5 and $6", "$5-$6", "US$5 and US$6", "$ 5 $", "$5, or 6$ with tax", r"\$x\$", "`$x$`", "$100 to $200, $300"],
+)
+def test_prices_stay_text(window: BrowserPage, text: str) -> None:
+    assert shown(window, text).locator(".md-formula").count() == 0
+
+
+def test_a_wrong_formula_shows_its_source(window: BrowserPage) -> None:
+    box = shown(window, r"$x^2$ $\frac{1}{$")
+    box.locator("math msup").wait_for()
+    assert box.locator("code").inner_text() == r"\frac{1}{"
+
+
+def test_unfinished_code_and_formulas_are_shown_as_such(window: BrowserPage) -> None:
+    assert shown(window, "a\n```js\nlet x = 1", True).locator("pre").inner_text() == "let x = 1"
+    assert shown(window, "a\n\n$$\nx +", True).locator(".md-unfinished code").inner_text() == "x +"
+    assert shown(window, "a\n\n$$\nx +", False).locator(".md-unfinished").count() == 0
+
+
+def test_a_text_that_grows_is_the_text_that_was_shown_at_once(window: BrowserPage) -> None:
+    text = (
+        "# One\ntext *a* $x$\n- a\n\n- b\n\n  more\n\n```py\nx = 1\n\ny = 2\n```\nafter\n\n"
+        "1. a\n   ```\n   b\n\n   c\n   ```\n2. b\n\n"
+        "$$\na\n$$\n\n|a|b|\n|-|-|\n|1|2|\n\n> q\n> r\n\nlast `x"
+    )
+    whole = shown(window, text, True).inner_text()
+    shown(window, "", True)
+    for end in range(len(text) + 1):
+        window.page.evaluate("([text]) => window.show(text, true)", [text[:end]])
+    assert window.page.locator(".md").inner_text() == whole
+    assert len(window.page.locator(".md-block").all_inner_texts()) == 9
+
+
+def test_a_delta_renders_the_last_block_alone(window: BrowserPage) -> None:
+    text = "\n\n".join(f"Paragraph **{number}** with `code`." for number in range(200)) + "\n\nThe last"
+    assert made(window, text)["Block"] > 1
+    assert made(window, f"{text} one")["Block"] == 1
+    assert made(window, f"{text} one grows")["Block"] == 1
+    assert made(window, f"{text} one grows\n\nAnd ends")["Block"] <= 2
+
+
+def test_a_long_block_is_not_parsed_at_every_delta(window: BrowserPage) -> None:
+    rows = "|a|b|\n|-|-|\n" + "|one|two|\n" * 1200
+    box = shown(window, rows, True)
+    assert box.get_by_role("row").count() == 1201
+    shown(window, f"{rows}|x|y|\n", True)
+    assert box.get_by_role("row").count() == 1201
+    assert "|x|y|" in box.inner_text()
+    shown(window, f"{rows}|x|y|\n", False)
+    assert box.get_by_role("row").count() == 1202
+
+
+def test_links_open_apart_and_show_where_they_lead(window: BrowserPage) -> None:
+    box = shown(
+        window, "[a](https://one.example/x) [https://bank.example](https://evil.example/x) [b](mailto:c@d.example)"
+    )
+    first = box.get_by_role("link", name="a", exact=True)
+    assert first.get_attribute("rel") == "noopener noreferrer nofollow"
+    assert first.get_attribute("target") == "_blank"
+    assert "(evil.example)" in box.inner_text()
+    assert "one.example" not in box.inner_text()
+    first.focus()
+    assert box.locator(".md-address").inner_text() == "https://one.example/x"
+    box.get_by_role("link", name="bank").hover()
+    assert box.locator(".md-address").inner_text() == "https://evil.example/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("[google.com](https://google.com.evil.example/)", "google.com.evil.example"),
+        ("[log in](https://google.com@evil.example/)", "evil.example"),
+        ("[x](https://\u0430pple.com/)", "xn--pple-43d.com"),
+        ("[help@bank.example](mailto:thief@evil.example)", "thief@evil.example"),
+    ],
+)
+def test_the_host_is_shown_where_the_text_hides_it(window: BrowserPage, text: str, host: str) -> None:
+    assert f"({host})" in shown(window, text).inner_text()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["javascript:alert(1)", "data:text/html,x", "vbscript:x", "file:///etc", "/api/state", "#/models", "blob:x"],
+)
+def test_other_addresses_are_text(window: BrowserPage, address: str) -> None:
+    box = shown(window, f"[here]({address}) <{address}>")
+    assert box.locator("a").count() == 0
+    assert f"here ({address})" in box.inner_text()
+
+
+PIXEL = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+def test_only_images_that_the_answer_holds_are_shown(window: BrowserPage) -> None:
+    box = shown(window, f"![dot]({PIXEL}) ![far](https://far.example/a.png) ![s](data:image/svg+xml;base64,PHN2Zy8+)")
+    assert box.locator("img").count() == 1
+    assert box.get_by_role("img", name="dot").evaluate("image => image.src") == PIXEL
+    assert "far https://far.example/a.png (image not loaded)" in box.inner_text()
