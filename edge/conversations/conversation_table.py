@@ -56,7 +56,7 @@ def read_conversation(database: sqlite3.Connection, conversation_id: str, *, liv
 
 def create_conversation(database: sqlite3.Connection, fields: Mapping[str, Any]) -> Conversation:
     """Add a conversation; errors as for `change_conversation`."""
-    values: dict[str, Any] = {"title": "", "pinned": False, "system": "", "sampling": "{}", **_checked_fields(fields)}
+    values: dict[str, Any] = {"title": "", "pinned": False, "system": "", "sampling": "{}", **checked_fields(fields)}
     now = time.time()
     values |= {"id": new_id(), "titled_by_user": bool(values["title"]), "created": now, "updated": now}
     insert_row(database, "conversation", values)
@@ -70,7 +70,7 @@ def change_conversation(database: sqlite3.Connection, conversation_id: str, fiel
         ConversationError: there is no such conversation, it is deleted, a field is unknown, or its value is not valid.
     """
     read_conversation(database, conversation_id, live=True)
-    values = _checked_fields(fields)
+    values = checked_fields(fields)
     if "title" in values:
         values["titled_by_user"] = bool(values["title"])
         values["title"] = values["title"] or _automatic_title(database, conversation_id)
@@ -110,7 +110,11 @@ def put_preset(database: sqlite3.Connection, preset: Preset) -> None:
     """
     if not preset.name.strip():
         raise ConversationError("the preset has no name", "give it one")
-    values = (_line(preset.name, "the name of a preset"), _text(preset.system, "system"), _sampling(preset.sampling))
+    values = (
+        checked_line(preset.name, "the name of a preset"),
+        _text(preset.system, "system"),
+        _sampling(preset.sampling),
+    )
     database.execute("INSERT OR REPLACE INTO preset (name, system, sampling) VALUES (?, ?, ?)", values)
 
 
@@ -170,8 +174,12 @@ def as_json(value: Any, name: str) -> str:
         raise ConversationError(f"{name} is not a JSON value: {error}") from error
 
 
-def _checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that users set, as columns."""
+def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that users set, as columns.
+
+    Raises:
+        ConversationError: a field is unknown, or its value is not valid.
+    """
     if unknown := sorted(set(fields) - set(_FIELDS)):
         raise ConversationError(f"a conversation has no field {unknown[0]!r} to set", f"fields: {', '.join(_FIELDS)}")
     values: dict[str, Any] = {}
@@ -183,13 +191,18 @@ def _checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConversationError(f"pinned is {value!r}", "it must be true or false")
             values[name] = value
         elif name in {"folder", "model"}:
-            values[name] = None if value is None else _line(value, name) or None
+            values[name] = None if value is None else checked_line(value, name) or None
         else:
-            values[name] = _line(value, name) if name == "title" else _text(value, name)
+            values[name] = checked_line(value, name) if name == "title" else _text(value, name)
     return values
 
 
-def _line(value: Any, name: str) -> str:
+def checked_line(value: Any, name: str) -> str:
+    """A text of one line, as it is stored.
+
+    Raises:
+        ConversationError: it is not text, or too long.
+    """
     line = " ".join(_text(value, name).split())
     if len(line) > MAX_TITLE:
         raise ConversationError(f"{name} has {len(line)} characters", f"at most {MAX_TITLE} are kept")

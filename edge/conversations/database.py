@@ -129,7 +129,7 @@ class ConversationDatabase:
             try:
                 return work(self._connected())
             except sqlite3.DatabaseError as error:
-                if _code(error) not in _DAMAGED:
+                if not _is_damage(error):
                     raise
                 self._set_aside()
                 return work(self._connected())
@@ -273,16 +273,27 @@ def connect(path: Path, *, log: bool = True) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = full")
         connection.execute("PRAGMA foreign_keys = on")
         connection.execute("PRAGMA secure_delete = on")
+        connection.create_function("holds", 2, _holds, deterministic=True)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
+def _holds(text: str, word: str) -> bool:
+    """Whether a text contains a word; upper and lower case are the same. LIKE knows the case of ASCII alone."""
+    return word.lower() in text.lower()
+
+
 def _code(error: sqlite3.Error) -> int | None:
     """The primary error code of SQLite; None for an error of Python's module."""
     code = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the database is damaged, and not just a full-text index, which can be made again."""
+    return _code(error) in _DAMAGED and error.sqlite_errorcode != sqlite3.SQLITE_CORRUPT_VTAB
 
 
 def _damage() -> sqlite3.DatabaseError:

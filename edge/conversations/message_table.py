@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from ...errors import ConversationError
-from .conversation_table import insert_row, parsed, read_conversation
+from .conversation_table import checked_line, insert_row, parsed, read_conversation
 from .records import (
     MAX_ATTACHMENTS,
     MAX_TEXT,
@@ -98,10 +98,10 @@ def insert_message(
     role: Role,
     content: str,
     *,
-    attachments: Sequence[Attachment],
-    model: str | None,
-    state: MessageState,
-    writer: Writer,
+    attachments: Sequence[Attachment] = (),
+    model: str | None = None,
+    state: MessageState = MessageState.COMPLETE,
+    writer: Writer | None = None,
 ) -> StoredMessage:
     """Add a message, make it the leaf, and title an untitled conversation after it.
 
@@ -123,7 +123,7 @@ def insert_message(
         "content": checked_content(content),
         "attachments": encoded_attachments(attachments),
         "created": time.time(),
-        "model": model,
+        "model": None if model is None else checked_line(model, "model"),
         "state": state.value,
         "writer": str(writer) if state is MessageState.WRITING else None,
     }
@@ -158,7 +158,7 @@ def show_branch(database: sqlite3.Connection, conversation_id: str, message_id: 
     """
     if read_message(database, message_id, live=True).conversation != conversation_id:
         raise ConversationError(f"the message {message_id!r} is of another conversation")
-    _show(database, conversation_id, _newest_leaf(database, message_id))
+    _show(database, conversation_id, newest_leaf(database, message_id))
     return read_conversation(database, conversation_id)
 
 
@@ -199,14 +199,15 @@ def unmark_message(database: sqlite3.Connection, message_id: str) -> StoredMessa
     if parent is not None:
         read_message(database, parent, live=True)
     database.execute("UPDATE message SET deleted = NULL, deleted_with = NULL WHERE deleted_with = ?", (group,))
-    _show(database, message.conversation, _newest_leaf(database, message_id))
+    _show(database, message.conversation, newest_leaf(database, message_id))
     return message
 
 
-def purge(database: sqlite3.Connection, before: float) -> None:
-    """Remove for good what was deleted before a time."""
-    database.execute("DELETE FROM conversation WHERE deleted < ?", (before,))
-    database.execute("DELETE FROM message WHERE deleted < ?", (before,))
+def purge(database: sqlite3.Connection, before: float) -> bool:
+    """Remove for good what was deleted before a time; whether there was anything."""
+    conversations = database.execute("DELETE FROM conversation WHERE deleted < ?", (before,)).rowcount
+    messages = database.execute("DELETE FROM message WHERE deleted < ?", (before,)).rowcount
+    return conversations + messages > 0
 
 
 def as_message(row: Sequence[Any]) -> StoredMessage:
@@ -266,7 +267,7 @@ def touch(database: sqlite3.Connection, conversation_id: str) -> None:
     database.execute("UPDATE conversation SET updated = ? WHERE id = ?", (time.time(), conversation_id))
 
 
-def _newest_leaf(database: sqlite3.Connection, message_id: str) -> str:
+def newest_leaf(database: sqlite3.Connection, message_id: str) -> str:
     """The message that is reached by following the newest message from each one on."""
     leaf = message_id
     while row := database.execute(
@@ -279,9 +280,9 @@ def _newest_leaf(database: sqlite3.Connection, message_id: str) -> str:
 def _nearest_leaf(database: sqlite3.Connection, message: StoredMessage) -> str | None:
     """The newest leaf beside a deleted message, or the message before it if there is none."""
     if message.parent is not None:
-        return _newest_leaf(database, message.parent)
+        return newest_leaf(database, message.parent)
     row = database.execute(
         "SELECT id FROM message WHERE conversation = ? AND parent IS NULL AND deleted IS NULL ORDER BY number DESC",
         (message.conversation,),
     ).fetchone()
-    return None if row is None else _newest_leaf(database, row[0])
+    return None if row is None else newest_leaf(database, row[0])

@@ -2,6 +2,7 @@
 
     conversation 1 --- n message 1 --- n token_part
     preset, setting
+    unindexed: messages that the full-text index (message_search.py) does not have as they are
 
 A message names its parent; several messages with one parent are alternatives. What is deleted has the time of its
 deletion, and a message also the message with which it was deleted, so that undoing brings back exactly these.
@@ -72,6 +73,24 @@ STEPS: Final[tuple[tuple[str, ...], ...]] = (
         """,
         "CREATE TABLE preset (name TEXT PRIMARY KEY, system TEXT NOT NULL, sampling TEXT NOT NULL)",
         "CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    ),
+    (
+        "CREATE TABLE unindexed (message INTEGER PRIMARY KEY)",
+        """
+        CREATE TRIGGER message_added AFTER INSERT ON message BEGIN
+            INSERT OR IGNORE INTO unindexed VALUES (new.number);
+        END
+        """,
+        """
+        CREATE TRIGGER message_changed AFTER UPDATE OF content, deleted ON message BEGIN
+            INSERT OR IGNORE INTO unindexed VALUES (new.number);
+        END
+        """,
+        """
+        CREATE TRIGGER message_removed AFTER DELETE ON message BEGIN
+            INSERT OR IGNORE INTO unindexed VALUES (old.number);
+        END
+        """,
     ),
 )
 """Statements that bring a database from each version to the next; the first step begins with an empty one."""

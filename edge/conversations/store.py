@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any, Final, Self
 from . import answer_table, conversation_table, message_table
 from .data_folder import data_folder
 from .database import ConversationDatabase
-from .message_search import search_messages
+from .markdown_transfer import as_markdown, read_markdown
+from .message_search import search_messages, update_index
 from .records import (
     Attachment,
     Change,
@@ -53,7 +55,8 @@ class ConversationStore:
         self._listeners: list[Callable[[Change], None]] = []
         self._listeners_lock = threading.Lock()
         try:
-            self._database.write(lambda database: message_table.purge(database, time.time() - KEPT_DAYS * 86_400))
+            if self._database.write(lambda database: message_table.purge(database, time.time() - KEPT_DAYS * 86_400)):
+                update_index(self._database)
             self._database.write(lambda database: answer_table.interrupt_abandoned(database, self._writer))
         except BaseException:
             self._database.close()
@@ -267,7 +270,7 @@ class ConversationStore:
 
     def search(self, text: str, limit: int = 50) -> list[SearchHit]:
         """Titles, then messages that contain all words of `text`, newest first; any text is a valid query."""
-        return self._database.read(lambda database: search_messages(database, text, limit))
+        return search_messages(self._database, text, limit)
 
     def presets(self) -> list[Preset]:
         """All presets, by name."""
@@ -291,6 +294,71 @@ class ConversationStore:
         """Set a JSON value."""
         self._database.write(lambda database: conversation_table.put_setting(database, name, value))
         self._tell(ChangeKind.SETTINGS)
+
+    # Export and import
+
+    def export_markdown(self, conversation_id: str) -> str:
+        """The branch that is shown, as Markdown; attachments are part of their messages."""
+
+        def export(database: sqlite3.Connection) -> str:
+            conversation = conversation_table.read_conversation(database, conversation_id)
+            leaf = conversation.leaf
+            return as_markdown(conversation, () if leaf is None else message_table.list_branch(database, leaf))
+
+        return self._database.read(export)
+
+    def export_json(self, ids: Sequence[str] | None = None, *, tokens: bool = False) -> str:
+        """Conversations with all their branches, as JSON.
+
+        Args:
+            ids: the conversations; None for all that are not deleted.
+            tokens: whether to write the tokens of answers, too; they are many times larger than the text.
+        """
+        from .json_transfer import as_json_file  # noqa: PLC0415  msgspec is needed for this alone
+
+        def export(database: sqlite3.Connection) -> str:
+            chosen = ids
+            if chosen is None:
+                chosen = [each.id for each in conversation_table.list_conversations(database, deleted=False)]
+            return as_json_file(database, chosen, tokens=tokens)
+
+        return self._database.read(export)
+
+    def import_json(self, text: str) -> list[Conversation]:
+        """Add the conversations of a text that `export_json` wrote: all of them or, if one is not valid, none."""
+        from .json_transfer import insert_json_file  # noqa: PLC0415  msgspec is needed for this alone
+
+        def insert(database: sqlite3.Connection) -> list[Conversation]:
+            ids = insert_json_file(database, text)
+            return [conversation_table.read_conversation(database, conversation_id) for conversation_id in ids]
+
+        conversations = self._database.write(insert)
+        for conversation in conversations:
+            self._tell(ChangeKind.CONVERSATION, conversation.id)
+        return conversations
+
+    def import_markdown(self, text: str, name: str) -> Conversation:
+        """Add a conversation from Markdown with headings as `export_markdown` writes them.
+
+        Args:
+            text: the text.
+            name: name of the file, which is the title if the text has none.
+        """
+        read = read_markdown(text, name)
+
+        def insert(database: sqlite3.Connection) -> Conversation:
+            fields = {"title": read.title, "system": read.system}
+            conversation_id = conversation_table.create_conversation(database, fields).id
+            parent = None
+            for message in read.messages:
+                parent = message_table.insert_message(
+                    database, conversation_id, parent, message.role, message.content, model=message.model
+                ).id
+            return conversation_table.read_conversation(database, conversation_id)
+
+        conversation = self._database.write(insert)
+        self._tell(ChangeKind.CONVERSATION, conversation.id)
+        return conversation
 
     # Windows
 

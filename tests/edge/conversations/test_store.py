@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,6 @@ from edgerun.edge.conversations.records import (
 )
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.errors import ConversationError
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ConversationStore]:
-    with ConversationStore.open(tmp_path / "home" / "conversations.sqlite3", pytest.fail) as opened:
-        yield opened
 
 
 def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""Writes whole conversations as JSON, and reads such files: strictly, all or nothing, with new ids."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ...errors import ConversationError
+from .answer_table import insert_tokens, read_tokens
+from .conversation_table import as_json, checked_fields, insert_row, read_conversation
+from .message_table import checked_content, encoded_attachments, list_messages, newest_leaf
+from .records import MAX_TEXT, MAX_TITLE, Attachment, MessageState, Role, as_object, new_id, valid_text
+
+_FORMAT: Final = "edge-run conversations"
+_VERSION: Final = 1
+_MAX_CHARACTERS: Final = 200_000_000
+_Id = Annotated[str, Meta(min_length=1, max_length=100)]
+_Line = Annotated[str, Meta(max_length=MAX_TITLE)]
+_Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+_Time = Annotated[float, Meta(ge=0, le=1e11)]
+_NOT_EXPORTED: Final = {"conversation": ("id", "deleted"), "message": ("conversation", "has_tokens")}
+
+
+class _Attachment(msgspec.Struct, forbid_unknown_fields=True):
+    name: _Line
+    text: _Text
+
+
+class _Message(msgspec.Struct, forbid_unknown_fields=True):
+    id: _Id
+    role: Role
+    content: _Text
+    created: _Time
+    parent: _Id | None = None
+    attachments: list[_Attachment] = []
+    model: _Line | None = None
+    state: MessageState = MessageState.COMPLETE
+    error: _Text | None = None
+    stats: dict[str, Any] | None = None
+    tokens: list[dict[str, Any]] | None = None
+
+
+class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
+    title: _Line
+    created: _Time
+    updated: _Time
+    messages: list[_Message]
+    titled_by_user: bool = True
+    folder: _Line | None = None
+    pinned: bool = False
+    system: _Text = ""
+    sampling: dict[str, Any] = {}
+    model: _Line | None = None
+    leaf: _Id | None = None
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    format: Literal["edge-run conversations"]
+    version: Literal[1]
+    conversations: list[_Conversation]
+
+
+def as_json_file(database: sqlite3.Connection, ids: Sequence[str], *, tokens: bool) -> str:
+    """Conversations with all their branches as a JSON text.
+
+    Raises:
+        ConversationError: there is no such conversation.
+    """
+    conversations = [_exported(database, conversation_id, tokens) for conversation_id in ids]
+    return json.dumps({"format": _FORMAT, "version": _VERSION, "conversations": conversations}, ensure_ascii=False)
+
+
+def insert_json_file(database: sqlite3.Connection, text: str) -> list[str]:
+    """Add the conversations of a JSON text; return their ids, which are new.
+
+    Raises:
+        ConversationError: the text is not such a file, or something in it is not valid.
+    """
+    if len(text) > _MAX_CHARACTERS:
+        raise ConversationError(f"the file has {len(text)} characters", f"at most {_MAX_CHARACTERS} are read")
+    hint = "import a file that edge-run exported"
+    try:
+        file = msgspec.json.decode(valid_text(text).encode(), type=_File)
+    except msgspec.DecodeError as error:
+        reason = str(error).removesuffix(".")
+        what = "does not fit" if isinstance(error, msgspec.ValidationError) else "is not valid JSON"
+        raise ConversationError(f"the file {what}: {reason}", hint) from error
+    except RecursionError as error:
+        raise ConversationError("the file is nested too deeply", hint) from error
+    return [_insert(database, each, f"conversations[{index}]") for index, each in enumerate(file.conversations)]
+
+
+def _exported(database: sqlite3.Connection, conversation_id: str, tokens: bool) -> dict[str, Any]:
+    conversation = as_object(read_conversation(database, conversation_id))
+    conversation["messages"] = []
+    for message in list_messages(database, conversation_id):
+        fields = as_object(message)
+        if tokens and message.has_tokens:
+            fields["tokens"] = read_tokens(database, message.id)
+        conversation["messages"].append(_without(fields, "message"))
+    return _without(conversation, "conversation")
+
+
+def _without(fields: dict[str, Any], kind: str) -> dict[str, Any]:
+    """An exported object without ids that say nothing elsewhere, and without what is empty."""
+    left_out = _NOT_EXPORTED[kind]
+    return {name: value for name, value in fields.items() if name not in left_out and value not in (None, (), {})}
+
+
+def _insert(database: sqlite3.Connection, conversation: _Conversation, where: str) -> str:
+    fields = {
+        name: getattr(conversation, name) for name in ("title", "folder", "pinned", "system", "sampling", "model")
+    }
+    values = checked_fields(fields) | {
+        "id": new_id(),
+        "titled_by_user": conversation.titled_by_user,
+        "created": conversation.created,
+        "updated": conversation.updated,
+    }
+    insert_row(database, "conversation", values)
+    ids: dict[str, str] = {}
+    for index, message in enumerate(conversation.messages):
+        path = f"{where}.messages[{index}]"
+        if message.id in ids:
+            raise ConversationError(f"{path}: two messages have the id {message.id!r}", "ids must differ")
+        if message.parent is not None and message.parent not in ids:
+            raise ConversationError(
+                f"{path}: no message before it has the id {message.parent!r}", "a parent comes before its children"
+            )
+        ids[message.id] = _insert_message(database, values["id"], message, ids)
+    if conversation.leaf is not None and conversation.leaf not in ids:
+        raise ConversationError(f"{where}: leaf is {conversation.leaf!r}", "it must be the id of one of its messages")
+    leaf = ids.get(conversation.leaf or "") or next(reversed(ids.values()), None)
+    if leaf is not None:
+        leaf = newest_leaf(database, leaf)
+        database.execute("UPDATE conversation SET leaf = ? WHERE id = ?", (leaf, values["id"]))
+    return str(values["id"])
+
+
+def _insert_message(database: sqlite3.Connection, conversation_id: str, message: _Message, ids: dict[str, str]) -> str:
+    state = MessageState.INTERRUPTED if message.state is MessageState.WRITING else message.state
+    values: dict[str, Any] = {
+        "id": new_id(),
+        "conversation": conversation_id,
+        "parent": None if message.parent is None else ids[message.parent],
+        "role": message.role.value,
+        "content": checked_content(message.content),
+        "attachments": encoded_attachments([Attachment(each.name, each.text) for each in message.attachments]),
+        "created": message.created,
+        "model": message.model,
+        "state": state.value,
+        "error": message.error,
+        "stats": None if message.stats is None else as_json(message.stats, "stats"),
+    }
+    insert_row(database, "message", values)
+    insert_tokens(database, values["id"], 0, message.tokens or ())
+    return str(values["id"])

@@ -1,0 +1,95 @@
+"""Writes the branch of a conversation as Markdown, and reads such texts.
+
+    # Title
+
+    ## System
+
+    ## User
+
+    ## Assistant (model)
+
+A line of a message that looks like one of the lower headings gets a backslash in front, which Markdown does not show,
+and so does one that has backslashes there already.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ...errors import ConversationError
+from .records import MAX_TITLE, Conversation, Role, StoredMessage, message_text
+
+_FLAGS: Final = re.IGNORECASE | re.MULTILINE | re.ASCII
+_HEADING: Final = re.compile(r"^## (System|User|Assistant)(?: \((.{1,200})\))?[ \t]*$", _FLAGS)
+_LOOKS_LIKE_HEADING: Final = re.compile(r"^(?=\\*## (?:System|User|Assistant)\b)", _FLAGS)
+_ESCAPED: Final = re.compile(r"^\\(?=\\*## (?:System|User|Assistant)\b)", _FLAGS)
+_TITLE: Final = re.compile(r"^# (.+)$", re.MULTILINE)
+_MAX_CHARACTERS: Final = 50_000_000
+
+
+@dataclass(frozen=True)
+class MarkdownMessage:
+    """A message of a Markdown text."""
+
+    role: Role
+    content: str
+    model: str | None
+
+
+@dataclass(frozen=True)
+class MarkdownConversation:
+    """What a Markdown text says."""
+
+    title: str
+    system: str
+    messages: tuple[MarkdownMessage, ...]
+
+
+def as_markdown(conversation: Conversation, branch: Sequence[StoredMessage]) -> str:
+    """A branch as Markdown: headings for the title and for who wrote each message."""
+    parts = [f"# {conversation.title}"] if conversation.title else []
+    if conversation.system:
+        parts += ["## System", _escaped(conversation.system)]
+    for message in branch:
+        heading = f"## {message.role.value.capitalize()}"
+        parts += [f"{heading} ({message.model})" if message.model else heading, _escaped(message_text(message))]
+    return "\n\n".join(parts) + "\n"
+
+
+def read_markdown(text: str, name: str) -> MarkdownConversation:
+    """Read a Markdown text with headings as `as_markdown` writes them.
+
+    Args:
+        text: the text.
+        name: name of the file, which is the title if the text has none.
+
+    Raises:
+        ConversationError: the text has no message of a user, or is too long.
+    """
+    if len(text) > _MAX_CHARACTERS:
+        raise ConversationError(f"{name} has {len(text)} characters", f"at most {_MAX_CHARACTERS} are read")
+    text = text.replace("\r\n", "\n").removeprefix("\ufeff")
+    headings = list(_HEADING.finditer(text))
+    starts = [*(heading.start() for heading in headings), len(text)]
+    title = _TITLE.search(text, 0, starts[0])
+    system = ""
+    messages: list[MarkdownMessage] = []
+    for heading, end in zip(headings, starts[1:], strict=True):
+        role, content = heading[1].lower(), _ESCAPED.sub("", text[heading.end() : end].strip("\n"))
+        if role == "system":
+            system = content
+        else:
+            messages.append(MarkdownMessage(Role(role), content, heading[2]))
+    if not any(message.role is Role.USER for message in messages):
+        raise ConversationError(
+            f"{name} has no message of a user", "messages follow the headings '## User' and '## Assistant'"
+        )
+    name = title[1] if title is not None else name.removesuffix(".md")
+    return MarkdownConversation(name[:MAX_TITLE], system, tuple(messages))
+
+
+def _escaped(text: str) -> str:
+    return _LOOKS_LIKE_HEADING.sub(r"\\", text)

@@ -1,0 +1,144 @@
+"""Searching conversations."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgerun.edge.conversations import message_search
+from edgerun.edge.conversations.message_search import full_text_available
+from edgerun.edge.conversations.store import ConversationStore
+
+TEXTS = (
+    "How do I list files?",
+    "Use `ls -la`, or find . -name '*.py' for Python files.",
+    "Größe der Straße: ÜBER alles",
+    "日本語のテキストを検索する",
+    'He said "NOT (a OR b*)" and left 100% done_now',
+    "x\0after the end",
+    "emoji 😀😀 here",
+)
+
+
+@pytest.fixture(params=["index", "no index"], autouse=True)
+def index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs with the full-text index, and as in a build of Python without it."""
+    if request.param == "no index":
+        monkeypatch.setattr(message_search, "full_text_available", lambda: False)
+    elif not full_text_available():
+        pytest.skip("this build of Python has no FTS5")
+    return str(request.param)
+
+
+@pytest.fixture
+def filled(store: ConversationStore) -> ConversationStore:
+    conversation = store.create(title="About files")
+    for text in TEXTS:
+        store.add_message(conversation.id, None, "user", text)
+    return store
+
+
+def found(store: ConversationStore, text: str) -> list[str]:
+    """Contents of the messages that are found."""
+    return [store.message(hit.message).content for hit in store.search(text) if hit.message is not None]
+
+
+@pytest.mark.parametrize(
+    ("query", "numbers"),
+    [
+        ("files", [1, 0]),
+        ("FILES python", [1]),
+        ("ile", [1, 0]),
+        ("ls", [1]),
+        ("ls files", [1]),
+        ("straße", [2]),
+        ("über", [2]),
+        ("検索", [3]),
+        ("テキスト", [3]),
+        ('"NOT', [4]),
+        ("(a OR b*)", [4]),
+        ("100%", [4]),
+        ("done_now", [4]),
+        ("doneXnow", []),
+        ("after", [5]),
+        ("x\0after", [5]),
+        ("😀😀", [6]),
+        ("a-z", []),
+        ("", []),
+        ("  \n ", []),
+    ],
+)
+def test_messages_with_all_words_are_found_newest_first(
+    filled: ConversationStore, query: str, numbers: list[int]
+) -> None:
+    assert found(filled, query) == [TEXTS[number] for number in numbers]
+
+
+def test_titles_are_found_first(filled: ConversationStore) -> None:
+    (conversation,) = filled.conversations()
+    hit = filled.search("about files")[0]
+    assert (hit.conversation, hit.message, hit.snippet) == (conversation.id, None, "About files")
+    assert len(filled.search("files", limit=2)) == 2
+    assert filled.search("files", limit=0) == []
+
+
+def test_a_snippet_shows_the_first_place(store: ConversationStore) -> None:
+    conversation = store.create(title="t")
+    store.add_message(conversation.id, None, "user", "word " * 100 + "\nneedle\t" + "tail " * 100)
+    (hit,) = store.search("NEEDLE tail")
+    assert hit.snippet.startswith("…")
+    assert "word needle tail" in hit.snippet
+    assert hit.snippet.endswith("…")
+    assert len(hit.snippet) < 200
+
+
+def test_what_changed_is_found_as_it_is_now(store: ConversationStore) -> None:
+    conversation = store.create(title="t")
+    message = store.add_message(conversation.id, None, "user", "before")
+    assert len(store.search("before")) == 1
+    store.rewrite(message.id, "afterwards")
+    assert (found(store, "before"), found(store, "afterwards")) == ([], ["afterwards"])
+    store.delete_message(message.id)
+    assert store.search("afterwards") == []
+    store.restore_message(message.id)
+    assert found(store, "afterwards") == ["afterwards"]
+    store.delete(conversation.id)
+    assert store.search("afterwards") == []
+    store.restore(conversation.id)
+    assert found(store, "afterwards") == ["afterwards"]
+
+
+@given(query=st.text() | st.text("\"*()^:{}+-NEARORANDT '\\%_\0", max_size=30))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_query_finds_the_text_that_contains_it(store: ConversationStore, query: str) -> None:
+    conversation = store.create(title="\u2603")
+    message = store.add_message(conversation.id, None, "user", f"a {query} b")
+    hits = [hit.message for hit in store.search(query)]
+    assert hits[:1] == ([message.id] if message_search.query_words(query) else [])
+
+
+def test_a_damaged_index_is_made_again(filled: ConversationStore, index: str) -> None:
+    if index == "no index":
+        pytest.skip("there is no index")
+    assert len(filled.search("files")) == 3
+    with closing(sqlite3.connect(filled.path)) as connection:
+        connection.execute("DELETE FROM message_index_data WHERE id > 10")
+        connection.commit()
+    for _ in range(2):
+        assert found(filled, "files") == [TEXTS[1], TEXTS[0]]
+
+
+def test_an_index_comes_back_after_a_program_without_it(filled: ConversationStore, tmp_path: Path) -> None:
+    if not full_text_available():
+        pytest.skip("this build of Python has no FTS5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(message_search, "full_text_available", lambda: False)
+        (conversation,) = filled.conversations()
+        filled.add_message(conversation.id, None, "user", "written without an index")
+        assert found(filled, "written without") == ["written without an index"]
+    assert found(filled, "written without") == ["written without an index"]

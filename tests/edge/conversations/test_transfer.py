@@ -1,0 +1,181 @@
+"""Export and import of conversations."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgerun.edge.conversations.markdown_transfer import as_markdown, read_markdown
+from edgerun.edge.conversations.records import (
+    Attachment,
+    Conversation,
+    MessageState,
+    Role,
+    StoredMessage,
+    as_object,
+)
+from edgerun.edge.conversations.store import ConversationStore
+from edgerun.errors import ConversationError
+
+
+@pytest.fixture
+def tree(store: ConversationStore) -> Conversation:
+    """A conversation with alternatives, tokens and attachments."""
+    conversation = store.create(
+        title="A tree", folder="work", pinned=True, system="Be brief.", sampling={"temperature": 0.5, "stop": ["x"]}
+    )
+    question = store.add_message(conversation.id, None, "user", "q", attachments=[Attachment("a.txt", "text\n")])
+    first = store.add_message(conversation.id, question.id, "assistant", "", model="m", state=MessageState.WRITING)
+    store.finish_answer(first.id, "one", MessageState.LENGTH, tokens=[{"id": 1, "text": "one"}], stats={"n": 1})
+    store.add_message(conversation.id, first.id, "user", "more")
+    second = store.add_message(conversation.id, question.id, "assistant", "", model="m", state=MessageState.WRITING)
+    store.finish_answer(second.id, "", MessageState.FAILED, error="too bad")
+    store.delete_message(store.add_message(conversation.id, second.id, "user", "gone").id)
+    store.select_leaf(conversation.id, first.id)
+    return store.conversation(conversation.id)
+
+
+def shape(store: ConversationStore, conversation: Conversation) -> tuple[Any, ...]:
+    """Everything about a conversation but its ids, which are replaced by the numbers of messages."""
+    messages = store.messages(conversation.id)
+    numbers = {message.id: number for number, message in enumerate(messages)}
+    fields = as_object(conversation)
+    fields |= {"id": None, "leaf": numbers.get(conversation.leaf or "")}
+    objects = []
+    for message in messages:
+        own = {"id": None, "conversation": None, "parent": numbers.get(message.parent or "")}
+        objects.append(as_object(message) | own | {"tokens": store.tokens(message.id)})
+    return fields, objects
+
+
+def test_json_brings_back_the_whole_tree_under_new_ids(store: ConversationStore, tree: Conversation) -> None:
+    (copy,) = store.import_json(store.export_json([tree.id], tokens=True))
+    assert copy.id != tree.id
+    assert shape(store, copy) == shape(store, tree)
+    assert len(store.messages(copy.id)) == 4
+    (plain,) = store.import_json(store.export_json([tree.id]))
+    assert not any(message.has_tokens for message in store.messages(plain.id))
+    assert len(json.loads(store.export_json())["conversations"]) == 3
+
+
+def test_an_answer_in_progress_is_imported_as_interrupted(store: ConversationStore) -> None:
+    conversation = store.create()
+    question = store.add_message(conversation.id, None, "user", "q")
+    store.add_message(conversation.id, question.id, "assistant", "so f", state=MessageState.WRITING)
+    (copy,) = store.import_json(store.export_json([conversation.id]))
+    assert store.messages(copy.id)[1].state is MessageState.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("format", "other", "the file does not fit: Invalid enum value 'other' - at `$.format`"),
+        ("version", 2, "the file does not fit: Invalid enum value 2 - at `$.version`"),
+        ("extra", 1, "the file does not fit: Object contains unknown field `extra`"),
+        ("conversations.0.title", 5, "the file does not fit: Expected `str`, got `int`"),
+        ("conversations.0.title", "x" * 201, "the file does not fit: Expected `str` of length <= 200"),
+        ("conversations.0.created", -1, "the file does not fit: Expected `float` >= 0.0"),
+        ("conversations.0.sampling", {"logit_bias": {}}, "sampling has no 'logit_bias'"),
+        ("conversations.0.sampling", {"top_p": 7}, "sampling: top-p is 7"),
+        ("conversations.0.leaf", "none", "conversations[0]: leaf is 'none'; it must be the id of one of its messages"),
+        ("conversations.0.messages.0.role", "system", "the file does not fit: Invalid enum value 'system'"),
+        ("conversations.0.messages.1.state", "done", "the file does not fit: Invalid enum value 'done'"),
+        ("conversations.0.messages.0.parent", "later", "conversations[0].messages[0]: no message before it has the id"),
+        ("conversations.0.messages.1.id", "a", "conversations[0].messages[1]: two messages have the id 'a'"),
+        ("conversations.0.messages.0.attachments", [{"name": "x", "text": ""}] * 33, "the message has 33 attachments"),
+    ],
+)
+def test_an_import_is_checked_and_leaves_nothing_behind(
+    store: ConversationStore, path: str, value: object, said: str
+) -> None:
+    messages = [
+        {"id": "a", "role": "user", "content": "q", "created": 1.0},
+        {"id": "b", "role": "assistant", "content": "r", "created": 2.0, "parent": "a"},
+    ]
+    good: dict[str, Any] = {"title": "good", "created": 1, "updated": 2, "messages": messages}
+    file: dict[str, Any] = {"format": "edge-run conversations", "version": 1, "conversations": [good]}
+    assert [each.title for each in store.import_json(json.dumps(file))] == ["good"]
+    file["conversations"].append(json.loads(json.dumps(good)))
+    file["conversations"].reverse()
+    *parents, last = path.split(".")
+    target: Any = file
+    for name in parents:
+        target = target[int(name) if name.isdecimal() else name]
+    target[last] = value
+    with pytest.raises(ConversationError) as caught:
+        store.import_json(json.dumps(file))
+    assert str(caught.value).startswith(said)
+    assert len(store.conversations()) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"format": NaN}', "\ud800", "[]"])
+def test_other_texts_are_refused_in_one_line(store: ConversationStore, text: str) -> None:
+    with pytest.raises(ConversationError, match="^the file .*; import a file that edge-run exported$"):
+        store.import_json(text)
+
+
+def test_markdown_shows_the_branch_in_view(store: ConversationStore, tree: Conversation) -> None:
+    assert store.export_markdown(tree.id) == (
+        "# A tree\n\n## System\n\nBe brief.\n\n## User\n\na.txt\n```\ntext\n```\n\nq\n\n"
+        "## Assistant (m)\n\none\n\n## User\n\nmore\n"
+    )
+    copy = store.import_markdown(store.export_markdown(tree.id), "tree.md")
+    assert (copy.title, copy.system) == ("A tree", "Be brief.")
+    assert store.export_markdown(copy.id) == store.export_markdown(tree.id)
+
+
+def test_markdown_of_other_editors(store: ConversationStore) -> None:
+    copy = store.import_markdown("\ufeffnotes\r\n## user\r\nhello\r\n\r\n## ASSISTANT\r\nhi\r\n", "chat of today.md")
+    assert copy.title == "chat of today"
+    assert [message.content for message in store.messages(copy.id)] == ["hello", "hi"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("just text", "x.md has no message of a user; messages follow the headings '## User' and '## Assistant'"),
+        ("## Assistant\nhi", "x.md has no message of a user"),
+        ("## Assistant\nhi\n## User\nho", "an answer needs the message that it answers"),
+    ],
+)
+def test_markdown_that_is_refused(store: ConversationStore, text: str, said: str) -> None:
+    with pytest.raises(ConversationError) as caught:
+        store.import_markdown(text, "x.md")
+    assert str(caught.value).startswith(said)
+    assert store.conversations() == []
+
+
+LINES = st.lists(
+    st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
+    | st.sampled_from(["## User", "\\## assistant", "\\\\## System (x)", "# Title", "", "```", "## Useful"])
+).map("\n".join)
+
+
+@given(st.lists(LINES, min_size=1, max_size=4), LINES)
+def test_markdown_keeps_every_line_of_messages(contents: list[str], system: str) -> None:
+    branch = [
+        StoredMessage(
+            str(number),
+            "c",
+            None,
+            Role.ASSISTANT if number % 2 else Role.USER,
+            content,
+            (),
+            0.0,
+            None,
+            MessageState.COMPLETE,
+            None,
+            None,
+            False,
+        )
+        for number, content in enumerate(contents)
+    ]
+    conversation = Conversation("c", "Title", True, None, False, system, {}, None, None, 0.0, 0.0, None)
+    read = read_markdown(as_markdown(conversation, branch), "x.md")
+    assert [message.content for message in read.messages] == [content.strip("\n") for content in contents]
+    assert [message.role for message in read.messages] == [message.role for message in branch]
+    assert (read.title, read.system) == ("Title", system.strip("\n"))
