@@ -45,6 +45,11 @@ class AnswerStart:
     """The model whose tokens these are."""
 
 
+def text_of(tokens: Sequence[Mapping[str, Any]]) -> str:
+    """The text of stored tokens; special tokens have none."""
+    return "".join(token["text"] for token in tokens if not token.get("special"))
+
+
 def writing_error() -> RefusedError:
     """The error for a change of an answer that is being written."""
     return RefusedError(HTTPStatus.CONFLICT, "writing", "the answer is being written", "stop it first")
@@ -137,6 +142,7 @@ class BackgroundAnswers:
             raise writing_error()
         store.write_answer(message.id, message.content, None)
         message = replace(store.message(message.id), model=model or self._context.default_model())
+        self._context.events.publish("message", message=as_object(message))
         self._begin(message, question, start)
         return message
 
@@ -282,7 +288,7 @@ class _AnswerWork:
         *tokens, last = self._start.tokens or [{}]
         if not self._is_of_model or last.get("id") not in engine.tokenizer.eos:
             return None
-        return AnswerWriter(self._context.store, self._live.id, "".join(each["text"] for each in tokens), tokens)
+        return AnswerWriter(self._context.store, self._live.id, text_of(tokens), tokens)
 
     @property
     def _is_of_model(self) -> bool:

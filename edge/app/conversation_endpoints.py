@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Annotated, Any, Final
+from urllib.parse import quote
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from starlette.responses import Response
 from starlette.routing import Route
 
 from ...errors import ContextError
@@ -23,11 +28,15 @@ from ..conversations.records import (
     as_object,
 )
 from ..service.request_error import ErrorCode, RequestError
+from ..service.strict_json import RequestLimits
 from .api_endpoint import ApiCall, api_route
 from .app_context import AppContext
 from .background_answers import BackgroundAnswers
 
 _MAX_HITS: Final = 200
+_IMPORT_LIMITS: Final = RequestLimits(characters=64_000_000)
+_UNSAFE: Final = re.compile(r"[^\w .,()-]+")
+"""What file names of exports do not have."""
 
 
 class AttachmentBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +83,14 @@ class TokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
 
 
+class ImportBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of an import."""
+
+    name: str
+    """Name of the file."""
+    content: str
+
+
 def checked_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
     """The options that have a value.
 
@@ -102,6 +119,9 @@ def conversation_routes(context: AppContext, answers: BackgroundAnswers) -> list
         ("DELETE", conversation, endpoints.delete),
         ("POST", f"{conversation}/restore", endpoints.restore),
         ("POST", f"{conversation}/context", endpoints.context),
+        ("GET", f"{conversation}/export", endpoints.export),
+        ("GET", "/api/export", endpoints.export_all),
+        ("POST", "/api/import", endpoints.import_file),
         ("GET", "/api/search", endpoints.search),
         ("POST", "/api/tokens", endpoints.count_tokens),
     )
@@ -216,6 +236,34 @@ class _ConversationEndpoints:
             )
         return {"hits": [as_object(hit) for hit in self._store.search(call.query.get("q", ""), int(limit))]}
 
+    def export(self, call: ApiCall) -> Response:
+        conversation = self._store.conversation(call.path["id"])
+        name = conversation.title or "conversation"
+        match call.query.get("format", "markdown"):
+            case "markdown":
+                return _file(f"{name}.md", self._store.export_markdown(conversation.id), "text/markdown")
+            case "json":
+                return _file(f"{name}.json", self._store.export_json([conversation.id]), "application/json")
+            case other:
+                raise RequestError(
+                    f"format is {other!r:.50}",
+                    "it must be markdown or json",
+                    code=ErrorCode.INVALID_VALUE,
+                    param="format",
+                )
+
+    def export_all(self, _call: ApiCall) -> Response:
+        name = time.strftime("edge-run conversations %Y-%m-%d.json")
+        return _file(name, self._store.export_json(), "application/json")
+
+    def import_file(self, call: ApiCall) -> dict[str, Any]:
+        body = call.body(ImportBody, _IMPORT_LIMITS)
+        if body.name.lower().endswith(".json"):
+            found = self._store.import_json(body.content)
+        else:
+            found = [self._store.import_markdown(body.content, body.name)]
+        return {"conversations": [as_object(each) for each in found]}
+
 
 def _object(conversation: Conversation) -> dict[str, Any]:
     return {"conversation": as_object(conversation)}
@@ -237,3 +285,11 @@ def _draft(conversation: Conversation, body: ContextBody) -> StoredMessage:
         stats=None,
         has_tokens=False,
     )
+
+
+def _file(name: str, text: str, kind: str) -> Response:
+    """A response that the browser saves as a file."""
+    safe = _UNSAFE.sub("_", name)[-120:].strip(" .") or "export"
+    plain = safe.encode("ascii", "replace").decode().replace("?", "_")
+    disposition = f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(safe)}"
+    return Response(text, HTTPStatus.OK, {"content-disposition": disposition}, kind)

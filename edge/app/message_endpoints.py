@@ -10,13 +10,11 @@ from starlette.routing import Route
 
 from ..conversations.records import MAX_ATTACHMENTS, Role, StoredMessage, as_object
 from ..service.request_error import ErrorCode, RequestError
+from ..service.token_objects import chosen_object
 from .api_endpoint import ApiCall, api_route
 from .app_context import AppContext
-from .background_answers import AnswerStart, BackgroundAnswers, writing_error
+from .background_answers import AnswerStart, BackgroundAnswers, text_of, writing_error
 from .conversation_endpoints import AttachmentBody, attachments_of
-
-CHOSEN: Final = "chosen"
-"""Kind of a token that the user has chosen instead of the model's."""
 
 
 class NewMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -116,18 +114,8 @@ class _MessageEndpoints:
                 code=ErrorCode.INVALID_VALUE,
                 param="index",
             )
-        replaced = tokens[body.index]
-        chosen = next((each for each in replaced["top"] if each["id"] == body.alternative), None)
-        if chosen is None:
-            raise RequestError(
-                f"alternative is {body.alternative}, which is not one of the token's",
-                f"they are {', '.join(str(each['id']) for each in replaced['top'])}",
-                code=ErrorCode.INVALID_VALUE,
-                param="alternative",
-            )
-        token = {**replaced, **chosen, "kind": CHOSEN, "drafter": None, "rejected": replaced["text"]}
-        kept = [*tokens[: body.index], token]
-        start = AnswerStart("".join(each["text"] for each in kept), kept, message.model)
+        kept = [*tokens[: body.index], chosen_object(tokens[body.index], body.alternative)]
+        start = AnswerStart(text_of(kept), kept, message.model)
         return {"answer": as_object(self._answers.answer(question, start))}
 
     def stop(self, call: ApiCall) -> dict[str, Any]:

@@ -2,97 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from support.app_server import PATIENCE_S, RunningApp, running_app
+from support.app_windows import Window, messages_of, new_conversation, post, read, send, window
 from support.waiting import wait_until
-
-Json = dict[str, Any]
-
-
-class Window:
-    """A window that shows the page: a client, and the events that it has seen."""
-
-    def __init__(self, client: httpx.Client) -> None:
-        self.client = client
-        self.events: list[Json] = []
-        self._changed = threading.Condition()
-
-    def see(self, event: Json) -> None:
-        with self._changed:
-            self.events.append(event)
-            self._changed.notify_all()
-
-    def of(self, kind: str, message: str | None = None) -> list[Json]:
-        """The events of a type, or those of a message."""
-        return [
-            event
-            for event in list(self.events)
-            if event["type"] == kind and (message is None or message in (event.get("message"), id_of(event)))
-        ]
-
-    def wait(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait until the events make a condition true."""
-        with self._changed:
-            assert self._changed.wait_for(condition, PATIENCE_S), what
-
-    def wait_for_end(self, message: str) -> Json:
-        """Wait for the end of an answer, and return it."""
-
-        def ends() -> list[Json]:
-            return [event["message"] for event in self.of("message", message) if event["message"]["state"] != "writing"]
-
-        self.wait(ends, "the answer ends")
-        return ends()[-1]
-
-    def text(self, message: str) -> str:
-        """The text of an answer as the events tell it."""
-        pieces = self.of("delta", message)
-        assert [piece["sequence"] for piece in pieces] == list(range(1, len(pieces) + 1))
-        return "".join(piece["text"] for piece in pieces)
-
-
-def id_of(event: Json) -> str | None:
-    message = event.get("message")
-    return message["id"] if isinstance(message, dict) else None
-
-
-@contextmanager
-def window(app: RunningApp, cookies: httpx.Cookies) -> Iterator[Window]:
-    """Open a window, which listens when this returns."""
-    with httpx.Client(base_url=app.base, cookies=cookies, timeout=PATIENCE_S, trust_env=False) as client:
-        seen = Window(client)
-        ready = threading.Event()
-        with client.stream("GET", "/api/events") as response:
-            assert response.status_code == 200
-
-            def read() -> None:
-                try:
-                    for line in response.iter_lines():
-                        if line.startswith("data: "):
-                            seen.see(json.loads(line.removeprefix("data: ")))
-                        ready.set()
-                except (httpx.HTTPError, httpx.StreamError):
-                    pass
-
-            thread = threading.Thread(target=read, daemon=True)
-            thread.start()
-            assert ready.wait(PATIENCE_S)
-            try:
-                yield seen
-            finally:
-                response.close()
-        thread.join(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -112,34 +33,6 @@ def cookies(endless_app: RunningApp) -> httpx.Cookies:
 def page(endless_app: RunningApp, cookies: httpx.Cookies) -> Iterator[Window]:
     with window(endless_app, cookies) as opened:
         yield opened
-
-
-def post(client: httpx.Client, path: str, status: int = 200, **body: Any) -> Any:
-    response = client.post(path, json=body)
-    assert response.status_code == status, response.text
-    return response.json()
-
-
-def new_conversation(client: httpx.Client, **fields: Any) -> str:
-    return str(post(client, "/api/conversations", **fields)["conversation"]["id"])
-
-
-def send(client: httpx.Client, conversation: str, content: str, parent: str | None = None) -> Json:
-    """Send a message; returns the answer that has begun."""
-    sent = post(client, f"/api/conversations/{conversation}/messages", parent=parent, content=content)
-    assert sent["message"]["content"] == content
-    answer: Json = sent["answer"]
-    assert (answer["state"], answer["parent"]) == ("writing", sent["message"]["id"])
-    return answer
-
-
-def read(client: httpx.Client, conversation: str) -> Json:
-    got: Json = client.get(f"/api/conversations/{conversation}").json()
-    return got
-
-
-def messages_of(client: httpx.Client, conversation: str) -> dict[str, Json]:
-    return {message["id"]: message for message in read(client, conversation)["messages"]}
 
 
 def test_an_answer_goes_on_while_no_window_is_open(endless_app: RunningApp, cookies: httpx.Cookies) -> None:
@@ -175,7 +68,7 @@ def test_two_windows_see_the_same(endless_app: RunningApp, cookies: httpx.Cookie
         assert ended["state"] == "length"
         assert second.wait_for_end(answer) == ended
         assert first.text(answer) == second.text(answer) == ended["content"]
-        assert first.events == second.events
+        wait_until(lambda: first.events == second.events)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends signals of POSIX systems")
