@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import signal
-import subprocess
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
 
-from support.processes import EDGE_RUN, started
+from support.app_server import RunningApp, running_app
 
 PATIENCE_S = 120.0
 """Limit of every wait, far above what it takes."""
@@ -117,10 +113,10 @@ def _record(context: BrowserContext, window: BrowserPage, origin: Any) -> None:
 
 
 class AppServer:
-    """`edge-run app --no-browser` with a data folder of its own, as a context manager.
+    """An app that a test can end and start again, as a context manager.
 
     Args:
-        home: the folder of the conversations.
+        home: the folder of its data.
         models: what the command is given; none means the bundled model.
         *options: further options of the command.
         **environment: further environment variables.
@@ -128,58 +124,39 @@ class AppServer:
 
     def __init__(self, home: Path, models: Sequence[str | Path] = (), *options: str, **environment: str) -> None:
         self.home = home
-        self.lines: list[str] = []
-        """What it wrote to standard error."""
-        self.open_url = ""
-        """The address with the one-time token."""
-        self._command = [*EDGE_RUN, "app", *map(str, models), "--no-browser", "--port", "0", *options]
-        self._environment = {**os.environ, "EDGERUN_HOME": str(home), **environment}
+        self._arguments = (*models, *options)
+        self._environment = environment
         self._running = ExitStack()
+        self._app: RunningApp | None = None
+
+    @property
+    def app(self) -> RunningApp:
+        """The app that runs, or that ran last."""
+        assert self._app is not None
+        return self._app
+
+    @property
+    def open_url(self) -> str:
+        """The address with the one-time token."""
+        return self.app.url
 
     @property
     def base(self) -> str:
         """Its origin, such as http://127.0.0.1:8080."""
-        parts = urlsplit(self.open_url)
-        return f"{parts.scheme}://{parts.netloc}"
+        return self.app.base
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
-        """The running process."""
-        return self._process
+    def lines(self) -> list[str]:
+        """What it wrote to standard error."""
+        return self.app.lines
 
     def start(self) -> None:
         """Start it, and wait until it says its address."""
-        self.open_url = ""
-        options = {"stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "env": self._environment}
-        self._process = process = self._running.enter_context(started(self._command, **options))
-        ready = threading.Event()
-
-        def read() -> None:
-            assert process.stderr is not None
-            for line in process.stderr:
-                self.lines.append(line.decode().rstrip("\r\n"))
-                if found := re.search(r"open (http://\S+/open\?token=\S+)", self.lines[-1]):
-                    self.open_url = found[1]
-                    ready.set()
-            ready.set()
-
-        reading = threading.Thread(target=read, daemon=True)
-        reading.start()
-        # Callbacks run in the reverse order: the process is killed, and then the thread reaches the end of its output.
-        self._running.callback(lambda: (process.kill(), reading.join(PATIENCE_S)))
-        assert ready.wait(PATIENCE_S)
-        assert self.open_url, self.lines
+        self._app = self._running.enter_context(running_app(self.home, *self._arguments, **self._environment))
 
     def kill(self) -> None:
         """End it at once, as kill -9 does."""
         self._running.close()
-
-    def interrupt(self) -> int:
-        """End it as Ctrl-C does; returns the exit code."""
-        self._process.send_signal(signal.SIGINT)
-        code = self._process.wait(PATIENCE_S)
-        self._running.close()
-        return code
 
     def __enter__(self) -> AppServer:
         self.start()
