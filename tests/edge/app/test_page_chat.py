@@ -1,0 +1,292 @@
+"""The page of the app in a real browser: messages, answers, branches, drafts, scrolling, keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the app extra")
+pytest.importorskip("playwright", reason="needs playwright")
+pytest.importorskip("support.tiny_models", reason="needs the export extra")
+
+from playwright.sync_api import Browser, expect
+
+from support.browser import AppServer, browser
+from support.chat_page import ChatPage, OpenedApp, opened
+
+QUESTION = "find files larger than 100 MB"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for all tests of this module."""
+    with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[OpenedApp]:
+    """An app with the bundled model."""
+    with AppServer(tmp_path_factory.mktemp("home")) as server, opened(server, chromium) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def endless(
+    tmp_path_factory: pytest.TempPathFactory, chromium: Browser, endless_bundle: Path
+) -> Iterator[OpenedApp]:
+    """An app with a model that never ends an answer."""
+    server = AppServer(tmp_path_factory.mktemp("home"), [endless_bundle], "--draft", "none")
+    with server, opened(server, chromium) as app:
+        yield app
+
+
+@pytest.fixture
+def chat(bundled: OpenedApp) -> Iterator[ChatPage]:
+    """A window in the app with the bundled model."""
+    with bundled.window() as chat:
+        yield chat
+
+
+@pytest.fixture
+def long_answer(endless: OpenedApp) -> Iterator[ChatPage]:
+    """A window in which an answer is being written that does not end; it is stopped at the end of the test."""
+    with endless.window() as chat:
+        chat.send("hello")
+        chat.begun()
+        yield chat
+        if chat.answers.last.get_attribute("data-state") == "writing":
+            chat.page.keyboard.press("Escape")
+            chat.in_state("stopped")
+
+
+def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Browser) -> None:
+    with AppServer(tmp_path) as server, opened(server, chromium) as app, app.window() as chat:
+        introduction = chat.page.get_by_role("region", name="About edge-run")
+        expect(introduction).to_contain_text("Everything stays on this machine")
+        expect(introduction).to_contain_text("not a chat model")
+        expect(introduction.get_by_role("link", name="Get a chat model")).to_have_attribute("href", "#/models")
+        chat.page.get_by_role("button", name=QUESTION).click()
+        expect(chat.composer).to_have_value(QUESTION)
+        expect(chat.composer).to_be_focused()
+        chat.composer.press("Enter")
+        answer = chat.in_state("complete")
+        expect(answer).to_contain_text("find")
+        expect(answer.locator(".statistics")).to_have_text(re.compile(r"\d+ tokens? · [\d.]+ tokens/s · first token after"))
+        expect(chat.rows).to_have_text([QUESTION])
+        assert chat.id()
+
+        chat.new_chat()
+        chat.page.get_by_role("button", name="Understood").click()
+        expect(introduction).to_have_count(0)
+        chat.page.reload()
+        expect(chat.page.get_by_role("button", name=QUESTION)).to_be_visible()
+        expect(introduction).to_have_count(0)
+
+
+def test_an_answer_is_stopped_and_goes_on(long_answer: ChatPage) -> None:
+    chat = long_answer
+    chat.page.keyboard.press("Escape")
+    answer = chat.in_state("stopped")
+    expect(answer).to_contain_text("Stopped.")
+    first = answer.locator(".md").inner_text()
+    answer.get_by_role("button", name="Continue").click()
+    expect(answer).to_have_attribute("data-state", "writing")
+    chat.page.wait_for_function("length => document.querySelector('.assistant .md').innerText.length > length", arg=len(first))
+    chat.page.get_by_role("button", name="Stop the answer (Esc)").click()
+    chat.in_state("stopped")
+    assert answer.locator(".md").inner_text().startswith(first.rstrip()[:40])
+
+
+def test_edits_make_branches_and_branches_are_switched(chat: ChatPage) -> None:
+    chat.ask(QUESTION)
+    chat.ask("list all folders")
+    first = chat.messages.first
+    first.hover()
+    first.get_by_role("button", name="Edit").click()
+    chat.page.get_by_role("textbox", name="Text of the message").fill("show the free space")
+    chat.page.get_by_role("button", name="Save as branch and answer").click()
+    expect(chat.messages).to_have_count(2)
+    chat.in_state("complete")
+    expect(first.locator(".branches")).to_contain_text("2 / 2")
+
+    first.get_by_role("button", name="Previous branch").click()
+    expect(chat.messages).to_have_count(4)  # what followed the old question is still there
+    expect(chat.messages.nth(2)).to_contain_text("list all folders")
+    first.focus()
+    first.press("ArrowRight")
+    expect(chat.messages.first).to_contain_text("show the free space")
+
+    chat.messages.first.focus()
+    chat.messages.first.press("e")
+    chat.page.get_by_role("textbox", name="Text of the message").fill("show the free disk space")
+    chat.page.get_by_role("button", name="Just save").click()
+    expect(chat.messages.first).to_contain_text("show the free disk space")
+    expect(chat.messages).to_have_count(2)
+    expect(chat.messages.first.locator(".branches")).to_contain_text("2 / 2")
+
+
+def test_an_answer_is_written_again_beside_the_first(chat: ChatPage) -> None:
+    answer = chat.ask(QUESTION)
+    answer.get_by_role("button", name="Regenerate").click()
+    expect(chat.answers.last.locator(".branches")).to_contain_text("2 / 2")
+    chat.in_state("complete")
+    chat.answers.last.get_by_role("button", name="Previous branch").click()
+    expect(chat.answers.last.locator(".branches")).to_contain_text("1 / 2")
+    chat.page.reload()
+    expect(chat.answers.last.locator(".branches")).to_contain_text("1 / 2")
+
+
+def test_a_deleted_message_comes_back(chat: ChatPage) -> None:
+    chat.ask(QUESTION)
+    chat.ask("list all folders")
+    third = chat.messages.nth(2)
+    third.focus()
+    third.press("Delete")
+    expect(chat.messages).to_have_count(2)
+    chat.notice.get_by_role("button", name="Undo").click()
+    expect(chat.messages).to_have_count(4)
+    expect(chat.messages.nth(2)).to_contain_text("list all folders")
+
+
+def test_drafts_are_kept_for_each_conversation(chat: ChatPage) -> None:
+    chat.ask(QUESTION)
+    url = chat.page.url
+    chat.composer.fill("half a tho")
+    chat.new_chat()
+    expect(chat.composer).to_have_value("")
+    chat.composer.fill("another thought")
+    chat.page.set_input_files("input[type=file]", [{"name": "notes.txt", "mimeType": "text/plain", "buffer": b"some notes"}])
+    expect(chat.page.locator(".attached")).to_contain_text("notes.txt")
+    chat.page.reload()
+    expect(chat.composer).to_have_value("another thought")
+    expect(chat.page.locator(".attached")).to_contain_text("notes.txt")
+    chat.page.goto(url)
+    expect(chat.composer).to_have_value("half a tho")
+    chat.ask("half a thought")
+    expect(chat.composer).to_have_value("")
+    chat.page.reload()
+    expect(chat.messages).to_have_count(4)
+    expect(chat.composer).to_have_value("")
+
+
+def test_files_are_attached_and_others_refused(chat: ChatPage) -> None:
+    files = [
+        {"name": "list.csv", "mimeType": "text/csv", "buffer": "größe,zahl\n1,2\n".encode()},
+        {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\x00\xff"},
+    ]
+    chat.page.set_input_files("input[type=file]", files)
+    expect(chat.notice).to_contain_text("picture.png is not a text file in UTF-8")
+    expect(chat.page.locator(".attached li")).to_have_count(1)
+    chat.ask("count the lines")
+    question = chat.messages.first
+    expect(question).to_contain_text("list.csv")
+    question.get_by_text("list.csv").click()
+    expect(question.locator("pre")).to_have_text("größe,zahl\n1,2\n")
+
+
+def test_a_long_message_is_pasted_whole(chat: ChatPage) -> None:
+    text = "\n".join(f"line {number} of what is pasted" for number in range(60))
+    chat.composer.focus()
+    chat.page.keyboard.insert_text(text)
+    expect(chat.composer).to_have_value(text)
+    chat.composer.press("Shift+Enter")
+    chat.page.keyboard.insert_text("end")
+    expect(chat.composer).to_have_value(f"{text}\nend")
+    expect(chat.messages).to_have_count(0)
+
+
+def test_the_view_follows_only_while_it_is_at_the_end(long_answer: ChatPage) -> None:
+    page = long_answer.page
+    scroller = page.locator(".chat .scroller")
+    distance = "element => element.scrollHeight - element.scrollTop - element.clientHeight"
+    page.wait_for_function(
+        "() => { const box = document.querySelector('.chat .scroller'); return box.scrollHeight > 2 * box.clientHeight; }"
+    )
+    assert scroller.evaluate(distance) < 100
+    scroller.hover()
+    page.mouse.wheel(0, -150)
+    to_end = page.get_by_role("button", name="Jump to the latest")
+    expect(to_end).to_be_visible()
+    height = scroller.evaluate("element => element.scrollHeight")
+    top = page.evaluate(
+        """async () => {
+            const box = document.querySelector('.chat .scroller');
+            await new Promise((done) => {
+                let last = box.scrollTop, quiet = 0;
+                const look = () => { quiet = box.scrollTop === last ? quiet + 1 : 0; last = box.scrollTop;
+                                     if (quiet > 20) done(); else requestAnimationFrame(look); };
+                look();
+            });
+            return box.scrollTop;
+        }"""
+    )  # the wheel has come to rest
+    page.wait_for_function("height => document.querySelector('.chat .scroller').scrollHeight > height + 200", arg=height)
+    assert scroller.evaluate("element => element.scrollTop") == top
+    to_end.click()
+    expect(to_end).to_have_count(0)
+    height = scroller.evaluate("element => element.scrollHeight")
+    page.wait_for_function("height => document.querySelector('.chat .scroller').scrollHeight > height + 100", arg=height)
+    expect(to_end).to_have_count(0)
+
+
+def test_turns_that_do_not_fit_are_said_to_be_left_out(
+    tmp_path: Path, chromium: Browser, tiny_bundle: Path
+) -> None:
+    server = AppServer(tmp_path, [tiny_bundle], "--draft", "none")
+    with server, opened(server, chromium) as app, app.window() as chat:
+        for number in range(3):
+            chat.send(f"question {number}: " + "ab " * 30)
+            expect(chat.answers).to_have_count(number + 1)
+            expect(chat.answers.last).not_to_have_attribute("data-state", "writing")
+        expect(chat.page.locator(".trimmed-line")).to_contain_text("does not see the messages above any more")
+        expect(chat.messages.first).to_contain_text("not seen by the model")
+        expect(chat.messages.last).not_to_contain_text("not seen by the model")
+        chat.page.reload()
+        expect(chat.messages.first).to_contain_text("not seen by the model")
+
+
+def test_everything_is_reached_by_keys(chat: ChatPage) -> None:
+    page, keys = chat.page, chat.page.keyboard
+    keys.press("Control+Shift+O")
+    expect(chat.composer).to_be_focused()
+    keys.type("show the date")
+    keys.press("Enter")
+    chat.in_state("complete")
+    keys.press("Alt+ArrowUp")
+    expect(chat.answers.last).to_be_focused()
+    keys.press("Alt+ArrowUp")
+    expect(chat.messages.first).to_be_focused()
+    keys.press("e")
+    keys.press("Control+A")
+    keys.type("show the time")
+    keys.press("Control+Enter")
+    expect(chat.messages.first).to_contain_text("show the time")
+    chat.in_state("complete")
+    keys.press("Control+K")
+    keys.type("show the date")
+    expect(page.get_by_role("option").first).to_be_visible()
+    keys.press("Enter")
+    expect(chat.messages.first).to_contain_text("show the date")
+    keys.press("?")
+    shortcuts = page.get_by_role("dialog", name="Keyboard")
+    expect(shortcuts).to_be_visible()
+    keys.press("Escape")
+    expect(shortcuts).to_have_count(0)
+    keys.press("/")
+    expect(chat.composer).to_be_focused()
+    keys.press("Control+Shift+S")
+    settings = page.get_by_role("dialog", name="Settings of this conversation")
+    settings.get_by_label("Title").focus()
+    keys.press("Control+A")
+    keys.type("By keys alone")
+    keys.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("By keys alone")
+    chat.row("By keys alone").focus()
+    keys.press("Delete")
+    expect(chat.row("By keys alone")).to_have_count(0)
+    keys.press("Control+Z")
+    expect(chat.row("By keys alone")).to_be_visible()

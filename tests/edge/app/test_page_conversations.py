@@ -1,0 +1,218 @@
+"""The page of the app in a real browser: the list of conversations, settings, several windows, restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the app extra")
+pytest.importorskip("playwright", reason="needs playwright")
+pytest.importorskip("support.tiny_models", reason="needs the export extra")
+
+from playwright.sync_api import Browser, expect
+
+from support.browser import AppServer, browser, browser_page
+from support.chat_page import ChatPage, OpenedApp, opened
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for all tests of this module."""
+    with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[OpenedApp]:
+    """An app with the bundled model."""
+    with AppServer(tmp_path_factory.mktemp("home")) as server, opened(server, chromium) as app:
+        yield app
+
+
+@pytest.fixture
+def chat(bundled: OpenedApp) -> Iterator[ChatPage]:
+    """A window in the app with the bundled model."""
+    with bundled.window() as chat:
+        yield chat
+
+
+def test_search_finds_a_message_and_goes_to_it(chat: ChatPage) -> None:
+    chat.ask("count the words in zebrafish.txt")
+    chat.ask("list the largest files")
+    chat.new_chat()
+    chat.page.keyboard.press("Control+K")
+    box = chat.page.get_by_role("combobox", name="Words to search for")
+    box.fill("Zebrafish")
+    hit = chat.page.get_by_role("option").filter(has_text="count the words").first
+    expect(hit.locator("mark").first).to_have_text("zebrafish")
+    box.fill("zebrafish words")
+    expect(hit).to_be_visible()
+    hit.click()
+    expect(chat.messages).to_have_count(4)
+    expect(chat.page.get_by_role("dialog")).to_have_count(0)
+    chat.page.keyboard.press("Control+K")
+    box.fill("no such thing at all")
+    expect(chat.page.get_by_text("Nothing found")).to_be_visible()
+
+
+def test_conversations_are_renamed_pinned_moved_deleted_and_restored(chat: ChatPage) -> None:
+    page = chat.page
+    chat.ask("print the current folder")
+    chat.menu("print the current folder", "Rename …")
+    page.get_by_role("dialog").get_by_role("textbox").fill("Where am I")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Where am I")
+    chat.menu("Where am I", "Move to folder …")
+    page.get_by_role("dialog").get_by_role("combobox").fill("Shell")
+    page.keyboard.press("Enter")
+    folder = page.locator("details.folder").filter(has_text="Shell")
+    expect(folder.get_by_role("link", name="Where am I")).to_be_visible()
+    chat.menu("Where am I", "Pin")
+    pinned = page.locator(".group").filter(has_text="Pinned")
+    expect(pinned.get_by_role("link", name="Where am I")).to_be_visible()
+    page.reload()
+    expect(pinned.get_by_role("link", name="Where am I")).to_be_visible()
+
+    chat.menu("Where am I", "Delete")
+    expect(chat.row("Where am I")).to_have_count(0)
+    chat.notice.get_by_role("button", name="Undo").click()
+    expect(chat.row("Where am I")).to_be_visible()
+    expect(chat.messages).to_have_count(2)
+    chat.menu("Where am I", "Delete")
+    expect(chat.row("Where am I")).to_have_count(0)
+    page.get_by_role("button", name="Deleted", exact=True).click()
+    page.locator("li.row").filter(has_text="Where am I").get_by_role("button", name="Restore").click()
+    page.get_by_role("button", name="Deleted", exact=True).click()
+    chat.row("Where am I").click()
+    expect(chat.messages).to_have_count(2)
+
+
+def test_two_windows_show_the_same(bundled: OpenedApp) -> None:
+    with bundled.window() as one:
+        one.ask("show my user name")
+        with bundled.window(path=f"/#/c/{one.id()}") as two:
+            expect(two.messages).to_have_count(2)
+            two.ask("show the host name")
+            expect(one.messages).to_have_count(4)
+            expect(one.answers.last).to_have_attribute("data-state", "complete")
+            assert one.answers.last.locator(".md").inner_text() == two.answers.last.locator(".md").inner_text()
+            one.answers.last.get_by_role("button", name="Regenerate").click()
+            expect(two.answers.last.locator(".branches")).to_contain_text("2 / 2")
+            two.menu("show my user name", "Rename …")
+            two.page.get_by_role("dialog").get_by_role("textbox").fill("Names")
+            two.page.keyboard.press("Enter")
+            expect(one.page.get_by_role("heading", level=1)).to_have_text("Names")
+            two.menu("Names", "Delete")
+            expect(one.row("Names")).to_have_count(0)
+
+
+def test_settings_of_a_conversation_are_checked_and_kept(chat: ChatPage) -> None:
+    page = chat.page
+    chat.ask("show all processes")
+    page.get_by_role("button", name="Settings of this conversation").click()
+    dialog = page.get_by_role("dialog", name="Settings of this conversation")
+    dialog.get_by_label("Temperature").fill("7")
+    expect(dialog.get_by_text("This must be from 0 to 5.")).to_be_visible()
+    dialog.get_by_role("button", name="Save", exact=True).click()
+    expect(dialog.get_by_label("Temperature")).to_be_focused()
+    dialog.get_by_label("Temperature").fill("0.5")
+    dialog.get_by_label("Longest answer").fill("3")
+    dialog.get_by_label("System prompt").fill("Answer briefly.")
+    dialog.get_by_role("button", name="Save as preset …").click()
+    page.get_by_role("dialog", name="Save as preset …").get_by_role("textbox").fill("Brief")
+    page.keyboard.press("Enter")
+    expect(dialog.get_by_label("Preset", exact=True)).to_have_value("Brief")
+    dialog.get_by_role("button", name="Save", exact=True).click()
+    expect(dialog).to_have_count(0)
+    chat.send("show all processes of root")
+    answer = chat.in_state("length")
+    expect(answer).to_contain_text("The limit of tokens is reached.")
+
+    chat.new_chat()
+    page.get_by_role("button", name="Settings of this conversation").click()
+    expect(dialog.get_by_label("Longest answer")).to_have_value("")
+    dialog.get_by_label("Preset", exact=True).select_option("Brief")
+    dialog.get_by_role("button", name="Apply").click()
+    expect(dialog.get_by_label("Longest answer")).to_have_value("3")
+    expect(dialog.get_by_label("System prompt")).to_have_value("Answer briefly.")
+    dialog.get_by_role("button", name="Save", exact=True).click()
+    expect(dialog).to_have_count(0)
+    chat.send("show all processes of root")
+    chat.in_state("length")
+
+
+def test_settings_of_the_app_hold_in_every_window(bundled: OpenedApp) -> None:
+    with bundled.window(path="/#/settings") as one, bundled.window() as two:
+        one.page.get_by_label("Dark").check()
+        expect(two.page.locator("html")).to_have_attribute("data-theme", "dark")
+        one.page.get_by_label("Ctrl+Enter sends, Enter begins a line").check()
+        expect(two.page.get_by_text("Ctrl+Enter sends")).to_be_visible()
+        two.composer.fill("first line")
+        two.composer.press("Enter")
+        expect(two.composer).to_have_value("first line\n")
+        two.composer.press("Control+Enter")
+        two.in_state("complete")
+        one.page.get_by_label("As the system").check()
+        one.page.get_by_label("Enter sends, Shift+Enter begins a line").check()
+        expect(two.page.get_by_text("Enter sends, Shift+Enter begins a line")).to_be_visible()
+
+
+def test_a_conversation_is_exported_and_imported(chat: ChatPage, tmp_path: Path) -> None:
+    page = chat.page
+    chat.ask("rename all jpeg files")
+    chat.row("rename all jpeg files").hover()
+    page.get_by_role("button", name="Actions for rename all jpeg files").click()
+    with page.expect_download() as downloading:
+        page.get_by_role("menuitem", name="Export as JSON").click()
+    file = tmp_path / downloading.value.suggested_filename
+    downloading.value.save_as(file)
+    chat.menu("rename all jpeg files", "Delete")
+    expect(chat.row("rename all jpeg files")).to_have_count(0)
+    page.get_by_role("link", name="Settings").click()
+    page.set_input_files("input[type=file]", file)
+    page.locator(".notice", has_text="Imported 1 conversation").get_by_role("button", name="Open").click()
+    expect(chat.messages).to_have_count(2)
+    expect(chat.messages.first).to_contain_text("rename all jpeg files")
+
+
+def test_nothing_is_lost_when_the_app_ends_and_starts_again(
+    tmp_path: Path, chromium: Browser, endless_bundle: Path
+) -> None:
+    options = ("--draft", "none")
+    with AppServer(tmp_path, [endless_bundle], *options) as server, browser_page(server.open_url, within=chromium) as window:
+        chat = ChatPage(window.page)
+        chat.send("hello")
+        chat.begun()
+        written = "length => document.querySelector('.assistant .md').innerText.length > length"
+        chat.page.wait_for_function(written, arg=200)
+        port = server.base.rpartition(":")[2]
+        server.kill()
+        banner = chat.page.get_by_role("alert").filter(has_text="The edge-run app has ended; start it again.")
+        expect(banner).to_be_visible()
+        chat.composer.fill("a thought meanwhile")
+        with AppServer(tmp_path, [endless_bundle], *options, "--port", port):
+            expect(banner).to_have_count(0)
+            answer = chat.in_state("interrupted")
+            expect(answer.get_by_role("button", name="Continue")).to_be_visible()
+            expect(chat.messages.first).to_contain_text("hello")
+            expect(chat.composer).to_have_value("a thought meanwhile")
+            chat.page.reload()
+            expect(chat.answers.last).to_have_attribute("data-state", "interrupted")
+            expect(chat.composer).to_have_value("a thought meanwhile")
+            window.errors.clear()  # the browser reports every connection that failed
+
+
+def test_the_sidebar_is_a_drawer_on_a_phone(bundled: OpenedApp) -> None:
+    with bundled.window(size=(390, 844)) as chat:
+        chat.ask("show the kernel version")
+        expect(chat.row("show the kernel version")).not_to_be_visible()
+        opener = chat.page.get_by_role("button", name="Show the sidebar")
+        opener.click()
+        expect(chat.row("show the kernel version")).to_be_visible()
+        expect(chat.page.get_by_role("button", name="Hide the sidebar")).to_be_focused()
+        chat.page.keyboard.press("Escape")
+        expect(chat.row("show the kernel version")).not_to_be_visible()
+        expect(opener).to_be_focused()
+        assert chat.page.evaluate("document.documentElement.scrollWidth") <= 390

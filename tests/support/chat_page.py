@@ -1,0 +1,97 @@
+"""The app's page in a browser: what its users do, and what they see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from playwright.sync_api import Browser, Locator, Page, StorageState, expect
+
+from support.browser import PATIENCE_S, AppServer, browser_page
+
+expect.set_options(timeout=PATIENCE_S * 1000)
+
+
+class ChatPage:
+    """A window with the chat app.
+
+    Args:
+        page: the window.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.composer = page.get_by_role("textbox", name="Message", exact=True)
+        self.messages = page.locator("[data-message]")
+        self.answers = page.locator(".message.assistant")
+        self.notice = page.locator(".notice")
+        self.rows = page.locator("a.row-link")
+
+    def send(self, text: str) -> None:
+        """Write a message and send it by Enter."""
+        self.composer.fill(text)
+        self.composer.press("Enter")
+
+    def ask(self, text: str) -> Locator:
+        """Send a message and wait until its answer is finished; returns the answer."""
+        before = self.answers.count()
+        self.send(text)
+        expect(self.answers).to_have_count(before + 1)
+        return self.in_state("complete")
+
+    def in_state(self, state: str) -> Locator:
+        """The last answer, once it has a state."""
+        answer = self.answers.last
+        expect(answer).to_have_attribute("data-state", state)
+        return answer
+
+    def begun(self) -> Locator:
+        """The last answer, once it has text and is still being written."""
+        answer = self.answers.last
+        expect(answer.locator(".md")).not_to_be_empty()
+        expect(answer).to_have_attribute("data-state", "writing")
+        return answer
+
+    def new_chat(self) -> None:
+        """Go to a new chat."""
+        self.page.get_by_role("button", name="New chat").click()
+        expect(self.page.get_by_role("heading", level=1)).to_have_text("New chat")
+
+    def menu(self, title: str, item: str) -> None:
+        """Choose an item of a conversation's menu in the sidebar."""
+        self.row(title).hover()
+        self.page.get_by_role("button", name=f"Actions for {title}", exact=True).click()
+        self.page.get_by_role("menuitem", name=item).click()
+
+    def row(self, title: str) -> Locator:
+        """The link to a conversation in the sidebar."""
+        return self.page.get_by_role("link", name=title, exact=True)
+
+    def id(self) -> str:
+        """Id of the conversation that is shown."""
+        return self.page.url.partition("#/c/")[2]
+
+
+@dataclass
+class OpenedApp:
+    """An app and the session of a browser in it, so that several windows can be opened."""
+
+    server: AppServer
+    browser: Browser
+    session: StorageState
+
+    @contextmanager
+    def window(self, *, size: tuple[int, int] = (1280, 800), path: str = "/") -> Iterator[ChatPage]:
+        """Open a window in a fresh profile that is let in."""
+        with browser_page(self.server.base + path, within=self.browser, size=size, storage_state=self.session) as window:
+            yield ChatPage(window.page)
+
+
+@contextmanager
+def opened(server: AppServer, browser: Browser) -> Iterator[OpenedApp]:
+    """Use the one-time token of an app that runs."""
+    with browser_page(server.open_url, within=browser) as window:
+        expect(window.page.get_by_role("textbox", name="Message", exact=True)).to_be_visible()
+        session = window.page.context.storage_state()
+    yield OpenedApp(server, browser, session)
