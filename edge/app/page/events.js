@@ -3,7 +3,7 @@
 import { EVENTS_URL } from "./api.js";
 
 const FIRST_DELAY = 300;
-const LONGEST_DELAY = 5000;
+const LONGEST_DELAY = 2000; // the app is on this machine: asking costs nothing
 
 /**
  * Follows the app's events for as long as the page lives.

@@ -4,6 +4,7 @@ import { Component, h, useLayoutEffect, useRef, useState } from "edgerun/preact"
 
 /** Containers are changed in place, what is in them is replaced: views compare what they select by identity. */
 export const state = {
+  /** "opening", "open", "lost" (no app answers) or "refused" (the app does not know this browser) */
   connection: "opening",
   loaded: false,
   version: "",

@@ -34,6 +34,7 @@ export function reportError(error) {
   if (error.name === "AbortError") return;
   if (error.name !== "ApiError") console.error(error);
   if (error.code === "unreachable") set({ connection: "lost" });
+  else if (error.status === 401) set({ connection: "refused" });
   else notify({ text: error.message, kind: "error" });
 }
 
@@ -155,7 +156,8 @@ export function answerInProgress(id) {
 const HANDLERS = {
   conversation: ({ conversation }) => replaceConversation(conversation),
   conversation_deleted({ id }) {
-    set({ conversations: state.conversations.filter((conversation) => conversation.id !== id) });
+    const conversation = conversationOf(id);
+    if (conversation) forgetConversation(conversation);
     if (state.deleted) attempt(() => showDeleted(true));
   },
   message({ message }) {
@@ -235,13 +237,22 @@ export async function refreshAll() {
   });
 }
 
+/** Finds out why the channel of events is closed: the app has ended, or does not know this browser. */
+async function lost() {
+  try {
+    await api.getState();
+  } catch (error) {
+    set({ connection: error.status === 401 || error.status === 403 ? "refused" : "lost" });
+  }
+}
+
 /** Begins to follow the app and the address of the page. */
 export function start() {
   api.messages.unreachable = strings.errors.unreachable;
   api.messages.unreadable = strings.errors.unreadable;
   addEventListener("hashchange", readRoute);
   readRoute();
-  followEvents({ event: receive, open: refreshAll, lost: () => set({ connection: "lost" }) });
+  followEvents({ event: receive, open: refreshAll, lost });
 }
 
 // ---------------------------------------------------------------- where the page is
@@ -281,11 +292,11 @@ export async function changeConversation(id, changes) {
   }
 }
 
-/** Deletes a conversation, with a notice that undoes it. */
-export async function deleteConversation(conversation) {
-  await api.deleteConversation(conversation.id);
+/** Takes a deleted conversation out of the list, with a notice that restores it where it was shown. */
+function forgetConversation(conversation, noticed = state.route.id === conversation.id) {
   set({ conversations: state.conversations.filter((other) => other.id !== conversation.id) });
   if (state.route.id === conversation.id) openConversation(null);
+  if (!noticed) return;
   const restore = async () => {
     await restoreConversation(conversation.id);
     openConversation(conversation.id);
@@ -294,6 +305,12 @@ export async function deleteConversation(conversation) {
     text: strings.notices.conversationDeleted(conversation.title || strings.sidebar.untitled),
     action: { label: strings.notices.undo, run: () => attempt(restore) },
   });
+}
+
+/** Deletes a conversation, with a notice that undoes it. */
+export async function deleteConversation(conversation) {
+  await api.deleteConversation(conversation.id);
+  forgetConversation(conversation, true);
 }
 
 /** Restores a deleted conversation. */

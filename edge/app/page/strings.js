@@ -55,8 +55,14 @@ export const strings = {
     tooLarge: (name, bytes, most) => `${name} has ${size(bytes)}, more than the ${size(most)} that can be taken`,
   },
   connection: {
-    kept: "Everything so far is kept; this page goes on by itself when the app is back.",
-    lost: "The edge-run app has ended; start it again.",
+    lost: {
+      what: "The edge-run app has ended; start it again.",
+      more: "Everything so far is kept; this page goes on by itself when the app is back.",
+    },
+    refused: {
+      what: "The edge-run app does not know this browser any more.",
+      more: "Run edge-run app, and open the address that it prints.",
+    },
   },
   conversation: {
     apply: "Apply",
@@ -139,6 +145,7 @@ export const strings = {
     stage: (stage) =>
       ({
         "loading the model": "Loading the model",
+        "measuring the speed of this model": "Measuring once how fast this model is here",
         "reading the prompt": "Reading the conversation",
       })[stage] ?? stage,
     statistics: (numbers) =>

@@ -65,7 +65,7 @@ def test_conversations_are_renamed_pinned_moved_deleted_and_restored(chat: ChatP
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text("Where am I")
     chat.menu("Where am I", "Move to folder …")
-    page.get_by_role("dialog").get_by_role("combobox").fill("Shell")
+    page.get_by_role("dialog").get_by_label("Folder").fill("Shell")
     page.keyboard.press("Enter")
     folder = page.locator("details.folder").filter(has_text="Shell")
     expect(folder.get_by_role("link", name="Where am I")).to_be_visible()
@@ -106,6 +106,9 @@ def test_two_windows_show_the_same(bundled: OpenedApp) -> None:
             expect(one.page.get_by_role("heading", level=1)).to_have_text("Names")
             two.menu("Names", "Delete")
             expect(one.row("Names")).to_have_count(0)
+            one.notice.get_by_role("button", name="Undo").click()
+            expect(two.row("Names")).to_be_visible()
+            expect(one.messages).to_have_count(4)
 
 
 def test_settings_of_a_conversation_are_checked_and_kept(chat: ChatPage) -> None:

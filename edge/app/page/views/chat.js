@@ -4,7 +4,7 @@ import { html, useEffect, useLayoutEffect } from "edgerun/preact";
 
 import { useFollowScroll } from "../follow_scroll.js";
 import { Icon } from "../icons.js";
-import { attempt, fetchConversation, memo, modelOf, pathOf, set, state, useStore } from "../store.js";
+import { memo, modelOf, pathOf, set, state, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { Composer } from "./composer.js";
 import { IconButton } from "./dialogs.js";
@@ -86,9 +86,6 @@ export function Chat({ id }) {
     addEventListener("keydown", press);
     return () => removeEventListener("keydown", press);
   }, []);
-  useEffect(() => {
-    if (id && !state.trees.has(id)) attempt(() => fetchConversation(id));
-  }, [id]);
 
   return html`<main class="chat">
     <${Header} conversation=${conversation} />

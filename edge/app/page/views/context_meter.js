@@ -3,7 +3,7 @@
 import { html, useEffect, useState } from "edgerun/preact";
 
 import { measureContext } from "../api.js";
-import { state, useStore } from "../store.js";
+import { conversationOf, state, useStore } from "../store.js";
 import { strings } from "../strings.js";
 
 const NEARLY_FULL = 0.85;
@@ -21,8 +21,9 @@ const NEARLY_FULL = 0.85;
 export function ContextMeter({ id, leaf, draft, edits, writing }) {
   const [fit, setFit] = useState(null);
   const models = useStore((current) => current.models);
+  const known = useStore(() => conversationOf(id) !== undefined);
   useEffect(() => {
-    if (!id || writing) return undefined;
+    if (!known || writing) return undefined;
     const abort = new AbortController();
     const { text, attachments } = draft.current;
     const files = attachments.map((file) => ({ name: file.name, text: file.text }));
@@ -31,8 +32,8 @@ export function ContextMeter({ id, leaf, draft, edits, writing }) {
       (error) => error.name !== "AbortError" && setFit(error.code === "unreachable" ? null : { error: error.message }),
     );
     return () => abort.abort();
-  }, [id, leaf, edits, writing, models]);
-  if (!fit || !id) return null;
+  }, [id, known, leaf, edits, writing, models]);
+  if (!fit || !known) return null;
   if (fit.error) return html`<span class="meter full" role="status" title=${fit.error}>${fit.error}</span>`;
   const share = Math.min(1, (fit.tokens + (fit.reserve ?? 0)) / fit.context);
   const tree = state.trees.get(id);

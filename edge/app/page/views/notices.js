@@ -40,7 +40,7 @@ export function Notices() {
   latest.current = notices;
   useEffect(() => {
     const undo = (event) => {
-      if (event.key !== "z" || !(event.ctrlKey || event.metaKey) || event.shiftKey || event.altKey) return;
+      if (event.key.toLowerCase() !== "z" || !(event.ctrlKey || event.metaKey) || event.shiftKey || event.altKey) return;
       if (event.target.closest?.("input, textarea") && event.target.value) return; // text has its own undo
       const notice = latest.current.findLast((shown) => shown.action);
       if (!notice) return;
@@ -58,18 +58,19 @@ export function Notices() {
 
 /** Says that the app's process does not answer; goes away by itself when it does again. */
 export function ConnectionBanner() {
-  const lost = useStore((state) => state.connection === "lost");
+  const connection = useStore((state) => state.connection);
+  const words = strings.connection[connection];
   const [shown, setShown] = useState(false);
   useEffect(() => {
-    if (!lost) {
+    if (!words) {
       setShown(false);
       return undefined;
     }
     const timer = setTimeout(() => setShown(true), LOST_AFTER_MS); // a short break is not worth a word
     return () => clearTimeout(timer);
-  }, [lost]);
+  }, [words]);
   return html`<div class="banner-place" role="alert">
-    ${shown && html`<div class="banner"><strong>${strings.connection.lost}</strong> ${strings.connection.kept}</div>`}
+    ${shown && words && html`<div class="banner"><strong>${words.what}</strong> ${words.more}</div>`}
   </div>`;
 }
 

@@ -146,11 +146,11 @@ export function Sidebar() {
   const groups = useMemo(() => grouped(conversations), [conversations]);
   const drawer = useStore((state) => state.drawer);
   const list = useRef(null);
-  const closing = useRef(null);
+  const sidebar = useRef(null);
   useEffect(() => {
     if (!drawer) return undefined;
     const opener = document.activeElement;
-    closing.current.base.focus();
+    sidebar.current.querySelector(".drawer-close").focus();
     return () => opener?.isConnected && opener.focus();
   }, [drawer]);
 
@@ -163,12 +163,11 @@ export function Sidebar() {
     const next = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: links.length - 1 }[event.key];
     links[Math.max(0, Math.min(next, links.length - 1))].focus();
   };
-  return html`<aside class="sidebar" aria-label=${strings.sidebar.label}>
+  return html`<aside ref=${sidebar} class="sidebar" aria-label=${strings.sidebar.label}>
     <div class="sidebar-top">
       <a class="brand" href="#/"><img src="/page/icon.svg" alt="" width="22" height="22" />edge-run</a>
       <${IconButton} icon="search" label=${strings.sidebar.search} onClick=${() => set({ dialog: { name: "search" } })} />
       <${IconButton}
-        ref=${closing}
         icon="close"
         className="drawer-close"
         label=${strings.sidebar.hide}
