@@ -84,7 +84,9 @@ class OpenedApp:
     @contextmanager
     def window(self, *, size: tuple[int, int] = (1280, 800), path: str = "/") -> Iterator[ChatPage]:
         """Open a window in a fresh profile that is let in."""
-        with browser_page(self.server.base + path, within=self.browser, size=size, storage_state=self.session) as window:
+        with browser_page(
+            self.server.base + path, within=self.browser, size=size, storage_state=self.session
+        ) as window:
             yield ChatPage(window.page)
 
 

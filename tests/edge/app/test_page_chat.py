@@ -35,9 +35,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iter
 
 
 @pytest.fixture(scope="module")
-def endless(
-    tmp_path_factory: pytest.TempPathFactory, chromium: Browser, endless_bundle: Path
-) -> Iterator[OpenedApp]:
+def endless(tmp_path_factory: pytest.TempPathFactory, chromium: Browser, endless_bundle: Path) -> Iterator[OpenedApp]:
     """An app with a model that never ends an answer."""
     server = AppServer(tmp_path_factory.mktemp("home"), [endless_bundle], "--draft", "none")
     with server, opened(server, chromium) as app:
@@ -69,13 +67,12 @@ def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Brow
         expect(introduction).to_contain_text("Everything stays on this machine")
         expect(introduction).to_contain_text("not a chat model")
         expect(introduction.get_by_role("link", name="Get a chat model")).to_have_attribute("href", "#/models")
-        chat.page.get_by_role("button", name=QUESTION).click()
-        expect(chat.composer).to_have_value(QUESTION)
-        expect(chat.composer).to_be_focused()
-        chat.composer.press("Enter")
+        chat.send(QUESTION)
         answer = chat.in_state("complete")
         expect(answer).to_contain_text("find")
-        expect(answer.locator(".statistics")).to_have_text(re.compile(r"\d+ tokens? · [\d.]+ tokens/s · first token after"))
+        expect(answer.locator(".statistics")).to_have_text(
+            re.compile(r"\d+ tokens? · [\d.]+ tokens/s · first token after")
+        )
         expect(chat.rows).to_have_text([QUESTION])
         assert chat.id()
 
@@ -83,7 +80,7 @@ def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Brow
         chat.page.get_by_role("button", name="Understood").click()
         expect(introduction).to_have_count(0)
         chat.page.reload()
-        expect(chat.page.get_by_role("button", name=QUESTION)).to_be_visible()
+        expect(chat.page.get_by_role("list", name="Examples")).to_be_visible()
         expect(introduction).to_have_count(0)
 
 
@@ -95,7 +92,9 @@ def test_an_answer_is_stopped_and_goes_on(long_answer: ChatPage) -> None:
     first = answer.locator(".md").inner_text()
     answer.get_by_role("button", name="Continue").click()
     expect(answer).to_have_attribute("data-state", "writing")
-    chat.page.wait_for_function("length => document.querySelector('.assistant .md').innerText.length > length", arg=len(first))
+    chat.page.wait_for_function(
+        "length => document.querySelector('.assistant .md').innerText.length > length", arg=len(first)
+    )
     chat.page.get_by_role("button", name="Stop the answer (Esc)").click()
     chat.in_state("stopped")
     assert answer.locator(".md").inner_text().startswith(first.rstrip()[:40])
@@ -159,7 +158,9 @@ def test_drafts_are_kept_for_each_conversation(chat: ChatPage) -> None:
     chat.new_chat()
     expect(chat.composer).to_have_value("")
     chat.composer.fill("another thought")
-    chat.page.set_input_files("input[type=file]", [{"name": "notes.txt", "mimeType": "text/plain", "buffer": b"some notes"}])
+    chat.page.set_input_files(
+        "input[type=file]", [{"name": "notes.txt", "mimeType": "text/plain", "buffer": b"some notes"}]
+    )
     expect(chat.page.locator(".attached")).to_contain_text("notes.txt")
     chat.page.reload()
     expect(chat.composer).to_have_value("another thought")
@@ -224,18 +225,20 @@ def test_the_view_follows_only_while_it_is_at_the_end(long_answer: ChatPage) -> 
             return box.scrollTop;
         }"""
     )  # the wheel has come to rest
-    page.wait_for_function("height => document.querySelector('.chat .scroller').scrollHeight > height + 200", arg=height)
+    page.wait_for_function(
+        "height => document.querySelector('.chat .scroller').scrollHeight > height + 200", arg=height
+    )
     assert scroller.evaluate("element => element.scrollTop") == top
     to_end.click()
     expect(to_end).to_have_count(0)
     height = scroller.evaluate("element => element.scrollHeight")
-    page.wait_for_function("height => document.querySelector('.chat .scroller').scrollHeight > height + 100", arg=height)
+    page.wait_for_function(
+        "height => document.querySelector('.chat .scroller').scrollHeight > height + 100", arg=height
+    )
     expect(to_end).to_have_count(0)
 
 
-def test_turns_that_do_not_fit_are_said_to_be_left_out(
-    tmp_path: Path, chromium: Browser, tiny_bundle: Path
-) -> None:
+def test_turns_that_do_not_fit_are_said_to_be_left_out(tmp_path: Path, chromium: Browser, tiny_bundle: Path) -> None:
     server = AppServer(tmp_path, [tiny_bundle], "--draft", "none")
     with server, opened(server, chromium) as app, app.window() as chat:
         for number in range(3):

@@ -184,7 +184,10 @@ def test_nothing_is_lost_when_the_app_ends_and_starts_again(
     tmp_path: Path, chromium: Browser, endless_bundle: Path
 ) -> None:
     options = ("--draft", "none")
-    with AppServer(tmp_path, [endless_bundle], *options) as server, browser_page(server.open_url, within=chromium) as window:
+    with (
+        AppServer(tmp_path, [endless_bundle], *options) as server,
+        browser_page(server.open_url, within=chromium) as window,
+    ):
         chat = ChatPage(window.page)
         chat.send("hello")
         chat.begun()
