@@ -205,7 +205,7 @@ def test_the_view_follows_only_while_it_is_at_the_end(long_answer: ChatPage) -> 
     scroller = page.locator(".chat .scroller")
     distance = "element => element.scrollHeight - element.scrollTop - element.clientHeight"
     page.wait_for_function(
-        "() => { const box = document.querySelector('.chat .scroller'); return box.scrollHeight > box.clientHeight + 300; }"
+        "() => { const box = document.querySelector('.scroller'); return box.scrollHeight > box.clientHeight + 300; }"
     )
     assert scroller.evaluate(distance) < 100
     scroller.hover()
