@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ...errors import ConversationError, InputError
-from ...runtime.options import GenerateOptions, ModelDefaults
 from .records import MAX_TEXT, MAX_TITLE, SAMPLING_FIELDS, Conversation, Preset, new_id, title_of, valid_text
 
 _COLUMNS: Final = "id, title, titled_by_user, folder, pinned, system, sampling, model, leaf, created, updated, deleted"
@@ -224,6 +223,11 @@ def _sampling(value: Any) -> str:
     given = {name: each for name, each in value.items() if each is not None}
     if unknown := sorted(str(name) for name in given if name not in SAMPLING_FIELDS):
         raise ConversationError(f"sampling has no {unknown[0]!r}", f"it has {', '.join(SAMPLING_FIELDS)}")
+    if not given:
+        return "{}"
+    # The runtime takes long to import, and listing conversations does not need it.
+    from ...runtime.options import GenerateOptions, ModelDefaults  # noqa: PLC0415
+
     try:
         GenerateOptions(**given).sampling(ModelDefaults())
     except InputError as error:

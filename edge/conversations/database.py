@@ -10,7 +10,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -39,8 +39,8 @@ _HINTS: Final = {
     sqlite3.SQLITE_BUSY: ("another program has been writing to it for long", "try again"),
     sqlite3.SQLITE_LOCKED: ("another program has been writing to it for long", "try again"),
 }
-_FILES: Final = ("-wal", "-shm", "")
-"""Ends of the names of a database's files. The log comes first: beside another database it would be lost."""
+_LOG: Final = ("-wal", "-shm")
+"""Ends of the names of a database's log and of the index of the log."""
 
 
 class ConversationDatabase:
@@ -60,6 +60,7 @@ class ConversationDatabase:
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._file: os.stat_result | None = None
+        self._log_file: os.stat_result | None = None
         self._seen = 0
         self._replaced = False
         self._closed = False
@@ -162,9 +163,7 @@ class ConversationDatabase:
         make_private_folder(self.path.parent)
         with self._opening():
             self._complete_replacement()
-            if not self.path.exists() or self.path.stat().st_size == 0:
-                # SQLite deletes the log of an empty database.
-                self._rename_files(self._free_name(), only_log=True)
+            self._set_stale_log_aside()
             make_private_file(self.path)
             self._file = self.path.stat()
             self._connection = connection = connect(self.path)
@@ -172,7 +171,21 @@ class ConversationDatabase:
             if any(row[0] != "ok" for row in connection.execute("PRAGMA quick_check(1)")):
                 raise _damage()
             migrate(connection)
+            self._log_file = _stat(self.path.with_name(self.path.name + _LOG[0]))
         return connection
+
+    def _set_stale_log_aside(self) -> None:
+        """Rename a log that belongs to another database than the one that has the path now.
+
+        SQLite would write the pages in it into that database, or delete it if the database is empty.
+        """
+        log, file = _stat(self.path.with_name(self.path.name + _LOG[0])), _stat(self.path)
+        if log is not None and (
+            file is None
+            or (file.st_size == 0 and log.st_size > 0)
+            or (self._log_file is not None and os.path.samestat(log, self._log_file))
+        ):
+            self._rename_files(self._free_name(), _LOG)
 
     def _require_own(self, connection: sqlite3.Connection) -> None:
         try:
@@ -188,10 +201,8 @@ class ConversationDatabase:
             raise
 
     def _is_at_path(self) -> bool:
-        try:
-            return self._file is not None and os.path.samestat(self._file, self.path.stat())
-        except OSError:
-            return False
+        file = _stat(self.path)
+        return file is not None and self._file is not None and os.path.samestat(self._file, file)
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -214,7 +225,8 @@ class ConversationDatabase:
                 migrate(connection)
                 conversations, messages = salvage(self.path, connection)
             move(partial, replacement)
-            self._rename_files(damaged)
+            # The log comes first: beside another database it would be lost.
+            self._rename_files(damaged, (*_LOG, ""))
             self._complete_replacement()
         self._replaced = True
         self._notice(
@@ -252,10 +264,10 @@ class ConversationDatabase:
                 break
         return path
 
-    def _rename_files(self, target: Path, *, only_log: bool = False) -> None:
-        for end in _FILES[:1] if only_log else _FILES:
+    def _rename_files(self, target: Path, ends: Sequence[str]) -> None:
+        for end in ends:
             source = self.path.with_name(self.path.name + end)
-            if source.exists() and not (only_log and source.stat().st_size == 0):
+            if source.exists():
                 move(source, target.with_name(target.name + end))
 
 
@@ -268,7 +280,6 @@ def connect(path: Path, *, log: bool = True) -> sqlite3.Connection:
     """
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
-        connection.text_factory = lambda data: data.decode("utf-8", "replace")
         connection.execute(f"PRAGMA journal_mode = {'wal' if log else 'delete'}")
         connection.execute("PRAGMA synchronous = full")
         connection.execute("PRAGMA foreign_keys = on")
@@ -278,6 +289,13 @@ def connect(path: Path, *, log: bool = True) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def _holds(text: str, word: str) -> bool:
@@ -293,7 +311,9 @@ def _code(error: sqlite3.Error) -> int | None:
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
     """Whether the database is damaged, and not just a full-text index, which can be made again."""
-    return _code(error) in _DAMAGED and error.sqlite_errorcode != sqlite3.SQLITE_CORRUPT_VTAB
+    if (code := _code(error)) is None:
+        return str(error).startswith("Could not decode to UTF-8")
+    return code in _DAMAGED and error.sqlite_errorcode != sqlite3.SQLITE_CORRUPT_VTAB
 
 
 def _damage() -> sqlite3.DatabaseError:

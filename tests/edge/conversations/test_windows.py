@@ -1,0 +1,105 @@
+"""Several processes with one file of conversations."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from edgerun.edge.conversations.store import ConversationStore
+from edgerun.errors import ConversationError
+from support.conversation_writers import writing_process
+
+
+@pytest.mark.parametrize(
+    ("processes", "messages"), [(2, 30), pytest.param(6, 300, marks=pytest.mark.nightly)], ids=["few", "many"]
+)
+def test_no_message_of_several_processes_is_lost(store: ConversationStore, processes: int, messages: int) -> None:
+    conversation = store.create(title="shared")
+    assert not store.changed_elsewhere()
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                writing_process("add_messages", store.path, conversation.id, f"writer{number}", str(messages))
+            )
+            for number in range(processes)
+        ]
+        for number in range(messages):  # this process writes, too
+            leaf = store.conversation(conversation.id).leaf
+            store.add_message(conversation.id, leaf, "user", f"here {number}")
+        outputs = [writer.communicate()[0] for writer in writers]
+        assert [writer.returncode for writer in writers] == [0] * processes
+    stored = {message.id: message for message in store.messages(conversation.id)}
+    assert len(stored) == (processes + 1) * messages
+    for output in outputs:
+        acknowledged = [json.loads(line)["message"] for line in output.splitlines()]
+        assert len(acknowledged) == messages
+        assert set(acknowledged) <= set(stored)
+    contents = {message.content for message in stored.values()}
+    assert {f"writer0 {number}{'!' * (number % 5 == 4)}" for number in range(messages)} <= contents
+    # It is one tree, whose branches end at what is shown.
+    assert all(message.parent is None or message.parent in stored for message in stored.values())
+    leaf = store.conversation(conversation.id).leaf
+    assert leaf is not None
+    assert leaf not in {message.parent for message in stored.values()}
+    assert len(store.search("writer0", limit=10_000)) == messages
+    assert store.changed_elsewhere()
+    assert not store.changed_elsewhere()
+
+
+def test_two_windows_see_what_the_other_writes(store: ConversationStore) -> None:
+    with ConversationStore.open(store.path, pytest.fail) as other:
+        store.changed_elsewhere()
+        conversation = other.create(title="theirs")
+        assert store.changed_elsewhere()
+        assert not store.changed_elsewhere()
+        assert store.conversations() == [conversation]
+        message = store.add_message(conversation.id, None, "user", "mine")
+        assert not store.changed_elsewhere()
+        assert other.changed_elsewhere()
+        other.delete_message(message.id)
+        for attempt in (
+            lambda: store.add_message(conversation.id, message.id, "assistant", "x"),
+            lambda: store.rewrite(message.id, "x"),
+            lambda: store.select_leaf(conversation.id, message.id),
+        ):
+            with pytest.raises(ConversationError, match="is deleted"):
+                attempt()
+        other.delete(conversation.id)
+        with pytest.raises(ConversationError, match="is deleted"):
+            store.change(conversation.id, title="x")
+
+
+def test_threads_share_a_store(store: ConversationStore) -> None:
+    conversation = store.create(title="shared")
+
+    def work(name: str) -> int:
+        for number in range(20):
+            store.add_message(conversation.id, None, "user", f"{name} {number}")
+            store.messages(conversation.id)
+        return len(store.search(name))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, ["first", "second", "third", "fourth"])) == [20] * 4
+    assert len(store.messages(conversation.id)) == 80
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files in use cannot be replaced")
+def test_a_file_that_is_replaced_is_opened_again(store: ConversationStore, tmp_path: Path) -> None:
+    backup = tmp_path / "backup.sqlite3"
+    with ConversationStore.open(backup, pytest.fail) as other:
+        other.create(title="from the backup")
+    store.create(title="before")
+    store.changed_elsewhere()
+    backup.replace(store.path)
+    assert store.changed_elsewhere()
+    assert [each.title for each in store.conversations()] == ["from the backup"]
+    store.path.unlink()
+    assert store.conversations() == []
+    store.create(title="new")
+    with ConversationStore.open(store.path, pytest.fail) as other:
+        assert [each.title for each in other.conversations()] == ["new"]
