@@ -1,6 +1,6 @@
 /** Shows Markdown of a model's answer: safely, and cheaply while it grows. */
 
-import { Component, h, html, useEffect, useRef, useState } from "edgerun/preact";
+import { Component, h, html, useEffect, useMemo, useRef, useState } from "edgerun/preact";
 import { BlockSplitter } from "./markdown/blocks.js";
 import { CodeBlock } from "./markdown/code.js";
 import { elementsOf, tooLarge } from "./markdown/elements.js";
@@ -11,6 +11,8 @@ import { parseBlock } from "./markdown/parser.js";
 const LONG_BLOCK = 8000;
 /** Such a block is parsed again when it has grown by this factor. */
 const GROWTH = 1.05;
+/** Number of blocks that are compared, and left out of the layout while they are not visible, together. */
+const PART = 40;
 
 /** A block; it is made again only when its source changes. */
 class Block extends Component {
@@ -45,6 +47,24 @@ class Block extends Component {
   }
 }
 
+/** Neighbouring blocks; they are looked at again only when one of them has changed. */
+class Part extends Component {
+  shouldComponentUpdate({ blocks, writing, last }) {
+    const { props } = this;
+    const same = blocks.length === props.blocks.length && blocks.every((block, index) => block === props.blocks[index]);
+    return !same || writing !== props.writing || last !== props.last;
+  }
+
+  render({ blocks, writing, last }) {
+    const end = blocks.length - 1;
+    return h(
+      "div",
+      { class: last ? "md-part" : "md-part md-apart" },
+      blocks.map((block, index) => h(Block, { key: block.start, block, writing: writing && last && index === end })),
+    );
+  }
+}
+
 /** The address of the link under the pointer or the focus, at the lower edge of what is visible of the answer. */
 function LinkAddress({ box }) {
   const [address, setAddress] = useState("");
@@ -69,9 +89,13 @@ export function Markdown({ text, writing = false }) {
   const splitter = useRef(null);
   splitter.current ??= new BlockSplitter();
   const blocks = splitter.current.split(text);
-  const last = blocks.length - 1;
+  const address = useMemo(() => h(LinkAddress, { box }), []);
+  const parts = [];
+  for (let at = 0; at < blocks.length; at += PART) {
+    parts.push(h(Part, { key: at, blocks: blocks.slice(at, at + PART), writing, last: at + PART >= blocks.length }));
+  }
   return html`<div class="md" ref=${box}>
-    ${blocks.map((block, index) => html`<${Block} key=${block.start} block=${block} writing=${writing && index === last} />`)}
-    <${LinkAddress} box=${box} />
+    ${parts}
+    ${address}
   </div>`;
 }

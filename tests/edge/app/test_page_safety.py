@@ -28,8 +28,8 @@ LAYOUT = """() => {
 """What is shown around the messages, and traces of a script that ran."""
 ESCAPED = """() => {
   const allowed = new Set(
-    ("a bdi blockquote br button code del div em h3 h4 h5 h6 hr img kbd li ol p pre span strong sub sup table tbody " +
-      "td th thead tr ul").split(" "));
+    ("a bdi blockquote br button code del div em h2 h3 h4 h5 h6 hr img kbd li ol p pre span strong sub sup table " +
+      "tbody td th thead tr ul").split(" "));
   const found = [];
   for (const element of document.querySelectorAll(".message.assistant .md *")) {
     const inFormula = element.closest("math");

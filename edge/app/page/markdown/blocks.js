@@ -21,7 +21,7 @@ const LONG_BLOCK = 100_000;
 /** Longest formula with lines of its own, in characters. */
 const LONG_FORMULA = 10_000;
 /** Number of blocks after which the rest is one block of plain text. */
-export const MAX_BLOCKS = 3000;
+export const MAX_BLOCKS = 10_000;
 
 /** The line that begins at `at`: without its end, and where the next one begins. */
 function lineAt(text, at) {

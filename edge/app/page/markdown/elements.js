@@ -127,8 +127,8 @@ function blockElement(token, context) {
     case "paragraph":
       return h("p", null, inlineElements(token.tokens, deeper(context)));
     case "heading":
-      // The page's own headings come first in its outline.
-      return h(`h${Math.min(token.depth + 2, 6)}`, { class: `md-h${token.depth}` }, inlineElements(token.tokens, deeper(context)));
+      // The page's own heading comes first in its outline.
+      return h(`h${Math.min(token.depth + 1, 6)}`, { class: `md-h${token.depth}` }, inlineElements(token.tokens, deeper(context)));
     case "code":
       return h(CodeBlock, { code: token.text, language: (token.lang ?? "").trim().split(/\s+/)[0] });
     case "blockquote":
