@@ -27,6 +27,7 @@ const PATHS = {
   send: "M12 19V5M6 11l6-6 6 6",
   sliders: "M4 7h10M18 7h2M4 17h2M10 17h10M14 5v4M8 15v4",
   stop: "M7 7h10v10H7z",
+  tokens: "M4 5h6v5H4zM14 5h6v5h-6zM4 14h3v5H4zM11 14h9v5h-9z",
   warning: "M12 4l9 16H3zM12 10v4M12 17h.01",
 };
 

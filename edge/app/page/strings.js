@@ -10,6 +10,14 @@ function size(bytes) {
   return `${(bytes / 1e9).toFixed(1)} GB`;
 }
 
+/** A probability from 0 to 1; one that is not certain is never shown as 100 %. */
+function percent(probability) {
+  const value = 100 * probability;
+  if (value > 99.95) return value < 100 ? "99.9\u00a0%" : "100\u00a0%";
+  if (value < 0.05) return "below 0.1\u00a0%";
+  return `${value < 10 || value > 99 ? value.toFixed(1) : Math.round(value)}\u00a0%`;
+}
+
 const seconds = (value) => (value < 10 ? `${value.toFixed(1)} s` : `${Math.round(value)} s`);
 
 export const strings = {
@@ -245,6 +253,7 @@ export const strings = {
           ["E", "On a message: edit"],
           ["R", "On an answer: regenerate"],
           ["C", "On a message: copy"],
+          ["T", "On an answer: look inside, token by token"],
           ["Delete", "On a message: delete, with what follows"],
           ["↑", "In an empty composer: go to your last message"],
         ],
@@ -296,6 +305,57 @@ export const strings = {
     week: "Previous 7 days",
     writing: "is being answered",
     yesterday: "Yesterday",
+  },
+  tokens: {
+    acceptedFrom: (drafter) => `accepted from ${drafter}`,
+    alternative: (text, percent, note) => (note ? `“${text}”, ${percent}, ${note}` : `Branch here with “${text}”, ${percent}`),
+    alternatives: "Choose another token to branch here:",
+    branch: (text) => `Branch here with “${text}”`,
+    chosen: "chosen by you",
+    colourBy: "Colour by",
+    corrected: "corrected by the model",
+    details: (text) => `Token “${text}”`,
+    drafters: {
+      suffix: "suffix look-up",
+      history: "look-up in earlier conversations",
+      ngram: "the n-gram table",
+      recycle: "recycled candidates",
+      model: "the draft model",
+      other: "another drafter",
+    },
+    ids: (ids) => `${ids.length > 1 ? "ids" : "id"} ${ids.join(", ")}`,
+    keys: "Arrow keys go from token to token, Enter goes to the alternatives, Esc closes.",
+    label: (text, percent, origin) => `“${text}”, ${percent}. ${origin}`,
+    legend: "Meaning of the colours",
+    levels: ["90 % and more", "from 70 %", "from 50 %", "from 30 %", "from 10 %", "below 10 %"],
+    list: "Tokens of the answer",
+    modes: { probability: "probability", origin: "origin" },
+    none: "No details of the tokens were kept for this answer. The settings say whether they are kept.",
+    origin: {
+      prefill: () => "The first token, from the pass that read the prompt.",
+      decoded: () => "Decoded by the model in a pass of its own, without a draft.",
+      accepted: (drafter) => `Drafted by ${drafter} and accepted.`,
+      corrected: (drafter, rejected) => `The draft by ${drafter} said “${rejected}”; the model corrected it.`,
+      bonus: () => "The model's own token behind an accepted draft, from the same pass.",
+      chosen: (_, rejected) => `Chosen by you in place of “${rejected}”.`,
+    },
+    own: "the model's own",
+    parts: (number) => `${number} tokens make up these characters; their probabilities are multiplied.`,
+    percent,
+    show: "Look inside: tokens and probabilities",
+    special: "control token",
+    specialToken: (text) => `control token ${text}`,
+    summary: ({ tokens, accepted, passes, mean }) =>
+      [
+        count(tokens, "token", "tokens"),
+        accepted
+          ? `${accepted.toLocaleString("en")} accepted from drafts (${percent(accepted / tokens)}): ${count(passes, "pass", "passes")} instead of ${(passes + accepted).toLocaleString("en")}`
+          : `none from drafts: ${count(passes, "pass", "passes")}`,
+        `mean probability ${percent(mean)}`,
+      ].join(" · "),
+    title: "Tokens of this answer",
+    unknown: "No details were kept for this part.",
+    written: "written",
   },
   welcome: {
     bundled:

@@ -7,6 +7,7 @@ import { Icon } from "../icons.js";
 import { splitReasoning } from "../reasoning.js";
 import {
   attempt,
+  branchAtToken,
   continueAnswer,
   deleteMessage,
   editMessage,
@@ -18,6 +19,7 @@ import {
 } from "../store.js";
 import { strings } from "../strings.js";
 import { CopyButton, IconButton, copyText } from "./dialogs.js";
+import { TokenView } from "./tokens.js";
 
 const FOLDED_FROM = 4000;
 
@@ -158,7 +160,7 @@ function Outcome({ message }) {
   </div>`;
 }
 
-function Actions({ message, siblings, onEdit }) {
+function Actions({ message, siblings, onEdit, inspecting, onInspect }) {
   const user = message.role === "user";
   const content = () => (user ? message.content : splitReasoning(message.content).answer);
   return html`<div class="actions">
@@ -174,18 +176,26 @@ function Actions({ message, siblings, onEdit }) {
       label=${strings.message.continue}
       onClick=${() => attempt(() => continueAnswer(message))}
     />`}
+    ${message.has_tokens &&
+    html`<${IconButton}
+      icon="tokens"
+      label=${strings.tokens.show}
+      aria-pressed=${inspecting}
+      onClick=${onInspect}
+    />`}
     <${IconButton} icon="bin" label=${strings.message.delete} onClick=${() => attempt(() => deleteMessage(message))} />
     <${Statistics} message=${message} />
   </div>`;
 }
 
 /** What a key does while the message itself has the focus. */
-function messageKey(event, message, siblings, edit) {
+function messageKey(event, message, siblings, edit, inspect) {
   const at = siblings.indexOf(message.id);
   const show = (id) => attempt(() => selectBranch(state.trees.get(message.conversation).messages.get(id)));
   const actions = {
     e: edit,
     c: () => copyText(message.content),
+    t: () => message.has_tokens && inspect(),
     r: () => message.role === "assistant" && attempt(() => regenerate(message)),
     Delete: () => attempt(() => deleteMessage(message)),
     ArrowLeft: () => at > 0 && show(siblings[at - 1]),
@@ -210,6 +220,7 @@ export const Message = memo(function Message({ conversation, id, siblings }) {
   const trimmed = useStore((current) => current.trimmed.get(conversation)?.has(id) ?? false);
   const modelTitle = useStore((current) => current.models.find((model) => model.id === message?.model)?.title);
   const [editing, setEditing] = useState(false);
+  const [inspected, setInspected] = useState(false);
   const article = useRef(null);
   if (!message) return null;
   const user = message.role === "user";
@@ -222,8 +233,11 @@ export const Message = memo(function Message({ conversation, id, siblings }) {
     setEditing(false);
     article.current?.focus();
   };
+  const inspecting = Boolean(inspected && message.has_tokens && !writing);
+  const inspect = () => setInspected(!inspecting);
+  const branch = (index, alternative) => attempt(() => branchAtToken(message, index, alternative));
   const press = (event) => {
-    if (event.target === article.current) messageKey(event, message, siblings, () => setEditing(true));
+    if (event.target === article.current) messageKey(event, message, siblings, () => setEditing(true), inspect);
     else if (event.key === "ArrowUp" && event.target.closest(".branches")) article.current.focus();
   };
   return html`<article
@@ -241,17 +255,25 @@ export const Message = memo(function Message({ conversation, id, siblings }) {
       ${trimmed && html`<span class="trimmed-mark">${strings.message.trimmed}</span>`}
     </header>
     ${message.attachments?.length > 0 && html`<${Attachments} attachments=${message.attachments} />`}
-    ${reasoning !== null && html`<${Reasoning} text=${reasoning} finished=${finished} writing=${writing} />`}
+    ${reasoning !== null && !inspecting && html`<${Reasoning} text=${reasoning} finished=${finished} writing=${writing} />`}
     ${editing
       ? html`<${Editor} message=${message} onClose=${close} />`
       : user
         ? html`<${UserText} text=${message.content} />`
-        : answer && html`<${Markdown} text=${answer} writing=${writing} />`}
+        : inspecting
+          ? html`<${TokenView} message=${message} onBranch=${branch} />`
+          : answer && html`<${Markdown} text=${answer} writing=${writing} />`}
     ${writing && !message.content && html`<${Progress} id=${id} />`}
     <${Outcome} message=${message} />
     ${!editing &&
     (writing
       ? html`<div class="actions"><${Statistics} message=${message} /></div>`
-      : html`<${Actions} message=${message} siblings=${siblings} onEdit=${() => setEditing(true)} />`)}
+      : html`<${Actions}
+          message=${message}
+          siblings=${siblings}
+          onEdit=${() => setEditing(true)}
+          inspecting=${inspecting}
+          onInspect=${inspect}
+        />`)}
   </article>`;
 });
