@@ -308,12 +308,13 @@ export const strings = {
   },
   tokens: {
     acceptedFrom: (drafter) => `accepted from ${drafter}`,
-    alternative: (text, percent, note) => (note ? `“${text}”, ${percent}, ${note}` : `Branch here with “${text}”, ${percent}`),
+    alternative: (text, percent, note) => `Branch here with “${text}”, ${percent}${note && `, ${note}`}`,
     alternatives: "Choose another token to branch here:",
     branch: (text) => `Branch here with “${text}”`,
     chosen: "chosen by you",
     colourBy: "Colour by",
     corrected: "corrected by the model",
+    current: (text, percent) => `“${text}”, ${percent}, written`,
     details: (text) => `Token “${text}”`,
     drafters: {
       suffix: "suffix look-up",

@@ -1,6 +1,6 @@
 /** What is known about one token: its probability, how it came to be, and its alternatives. */
 
-import { createPortal, html, useEffect, useLayoutEffect, useRef } from "edgerun/preact";
+import { createPortal, html, useLayoutEffect, useRef } from "edgerun/preact";
 
 import { strings } from "../strings.js";
 import { probabilityOf } from "../token_pieces.js";
@@ -36,9 +36,9 @@ function Alternative({ token, current, onChoose }) {
     <button
       type="button"
       class="token-alternative"
-      disabled=${current || token.special}
-      aria-label=${strings.tokens.alternative(text, percent, note)}
-      title=${note || strings.tokens.branch(text)}
+      disabled=${current}
+      aria-label=${current ? strings.tokens.current(text, percent) : strings.tokens.alternative(text, percent, note)}
+      title=${current ? note : strings.tokens.branch(text)}
       onClick=${() => onChoose(token.id)}
     >
       <code dir="auto">${text}</code>${note && html`<span class="quiet">${note}</span>`}
@@ -94,10 +94,11 @@ function place(box, anchor) {
 export function TokenDetails({ piece, anchor, pinned, focus, onChoose, onClose, onHover }) {
   const box = useRef(null);
   useLayoutEffect(() => place(box.current, anchor), [piece, anchor]);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (focus) box.current.querySelector("button:enabled")?.focus();
   }, [focus, piece]);
-  useEffect(() => {
+  // Not after the next frame: the details may be closed by then.
+  useLayoutEffect(() => {
     const moved = () => (pinned && anchor.isConnected ? place(box.current, anchor) : onClose(false));
     const pressed = (event) => {
       const inside = box.current.contains(event.target) || event.target.closest?.(".token-text") === anchor.parentNode;
