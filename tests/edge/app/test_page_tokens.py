@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
 
-from support.browser import BrowserPage, browser_page
+pytest.importorskip("starlette", reason="needs the app extra")
+pytest.importorskip("playwright", reason="needs playwright")
+
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from support.browser import AppServer, BrowserPage, browser, browser_page
+from support.chat_page import opened
 from support.page_server import page_server
 
 SHOW = """
@@ -84,8 +91,15 @@ CONTENT = "A hash table is 🎉!\n\n\tdef f    <b onclick=alert(1)>"
 
 
 @pytest.fixture(scope="module")
-def window() -> Iterator[BrowserPage]:
-    with page_server(SHOW, body=BODY) as address, browser_page(address) as page:
+def chromium() -> Iterator[Browser]:
+    """A browser for all tests of this module."""
+    with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module")
+def window(chromium: Browser) -> Iterator[BrowserPage]:
+    with page_server(SHOW, body=BODY) as address, browser_page(address, within=chromium) as page:
         page.page.wait_for_function("() => Boolean(window.show)")
         yield page
 
@@ -330,3 +344,43 @@ def test_details_stay_within_a_small_window(window: BrowserPage, page: Page) -> 
             assert box["y"] + box["height"] <= height + 0.5
             page.keyboard.press("Escape")
     page.set_viewport_size({"width": 1280, "height": 800})
+
+
+def test_another_token_of_a_real_answer_makes_another_answer(tmp_path: Path, chromium: Browser) -> None:
+    """From the question to the branch, in the app with the bundled model."""
+    with AppServer(tmp_path) as server, opened(server, chromium) as app, app.window() as chat:
+        page = chat.page
+        answer = chat.ask("find files larger than 100 MB")
+        content = page.evaluate(
+            "async (id) => (await (await fetch(`/api/conversations/${id}`)).json()).messages[1].content", chat.id()
+        )
+        answer.get_by_role("button", name="Look inside: tokens and probabilities").click()
+        listed = answer.get_by_role("listbox", name="Tokens of the answer")
+        expect(listed).to_have_text(content, use_inner_text=False)
+        expect(answer.locator(".token-summary")).to_have_text(re.compile(r"^\d+ tokens · .* mean probability \d+"))
+        pieces = listed.locator(".token").all_text_contents()
+        listed.locator(".token").nth(2).click()
+        other = details(page).locator(".token-alternative:enabled code").first
+        chosen = other.inner_text().replace("·", " ")
+        other.click()
+        expect(answer.get_by_text("Branch 2 of 2")).to_be_attached()
+        branched = chat.in_state("complete")
+        branched.focus()
+        page.keyboard.press("t")
+        expect(listed.locator(".is-chosen")).to_have_text(chosen)
+        assert listed.locator(".token").all_text_contents()[:3] == [*pieces[:2], chosen]
+        answer.get_by_role("button", name="Previous branch").click()
+        expect(answer.get_by_text("Branch 1 of 2")).to_be_attached()
+        answer.get_by_role("button", name="Look inside").click()
+        expect(listed).to_have_text(content)
+
+        page.evaluate(
+            """() => fetch("/api/settings", {
+              method: "PATCH",
+              headers: { "content-type": "application/json" },
+              body: JSON.stringify({ token_details: false }),
+            })"""
+        )
+        without = chat.ask("list all folders")
+        expect(without.get_by_role("button", name="Regenerate")).to_be_attached()
+        expect(without.get_by_role("button", name="Look inside")).to_have_count(0)
