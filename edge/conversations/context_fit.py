@@ -56,7 +56,7 @@ def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], 
 
     def tokens_of(kept: int) -> int:
         last = [message for turn in turns[len(turns) - kept :] for message in turn]
-        return len(engine.model.encode_request(model_messages(system, last), options))
+        return engine.count_tokens(model_messages(system, last), options)
 
     # Twice as many turns each time until they do not fit, then the number between by bisection.
     kept, tokens = 1, tokens_of(1)
