@@ -140,7 +140,8 @@ class Generation:
                     elif step.finish is not None:
                         finish = step.finish
                     if text:
-                        yield Chunk(text, logprobs=() if tokens is None else tokens.take(text))
+                        listed = () if tokens is None else tokens.take(text)
+                        yield Chunk(text, logprobs=listed, completion_tokens=recorder.completion_tokens)
                     if matcher.stopped:
                         break
             decoded = decoder.flush()
@@ -148,7 +149,7 @@ class Generation:
             rest = () if tokens is None else tokens.finish(decoded, remainder)
             stats = recorder.stats(keep_rounds=request.keep_rounds)
             self._drafters.store_conversation(sequence.token_ids[self._kept :])
-        yield Chunk(remainder, finish, stats, rest)
+        yield Chunk(remainder, finish, stats, rest, completion_tokens=recorder.completion_tokens)
 
     def _decode(self, speculator: Speculator | None) -> Generator[Step, None, None]:
         """Begin to decode the sequence, which is the request's prompt from now on."""

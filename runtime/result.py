@@ -213,6 +213,8 @@ class Chunk:
     in a later chunk."""
     index: int = 0
     """Which answer it belongs to, if several to one prompt were asked for; every one has a last chunk."""
+    completion_tokens: int = 0
+    """Number of tokens that the model has produced for the answer so far, as `Stats` counts them."""
 
 
 @dataclass(frozen=True)

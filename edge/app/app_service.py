@@ -34,18 +34,19 @@ class AppService:
         return self.requests.busy or self.answers.busy
 
     def drain(self) -> None:
-        """Begin no further answers, end those in conversations as interrupted, and let the windows go."""
+        """Begin no further answers, and end those in progress after their current pass, as interrupted."""
         self.requests.drain()
+        self.requests.cancel_all()
         self.answers.interrupt_all()
-        self.context.events.close()
 
     def cancel_all(self) -> None:
-        """End all answers after their current pass."""
-        self.requests.cancel_all()
+        """Let the windows go, which have been told how their answers ended."""
+        self.context.events.close()
 
     def close(self) -> None:
         """End all answers, and unload all models."""
         self.drain()
         self.answers.close()
+        self.context.events.close()
         self._changes.close()
         self.requests.close()

@@ -138,8 +138,9 @@ class BackgroundAnswers:
         question = store.message(message.parent)
         start = AnswerStart(message.content, store.tokens(message.id), message.model)
         model = message.model if self._offers(message.model) else store.conversation(message.conversation).model
-        if self.live(message.id) is not None:
-            raise writing_error()
+        if (before := self.live(message.id)) is not None:
+            # The windows are told of the end of an answer a moment before its thread ends.
+            before.ended.wait(_JOIN_S)
         store.write_answer(message.id, message.content, None)
         message = replace(store.message(message.id), model=model or self._context.default_model())
         self._context.events.publish("message", message=as_object(message))
@@ -223,7 +224,8 @@ class _AnswerWork:
         self._question: Final = question
         self._start: Final = start
         self._pending: Final = pending
-        self._writer = AnswerWriter(context.store, live.id, start.text, None)
+        # What an answer began with is kept where it cannot go on.
+        self._writer = AnswerWriter(context.store, live.id, start.text, start.tokens)
         self._stats: dict[str, Any] | None = None
 
     def run(self) -> None:
@@ -288,7 +290,8 @@ class _AnswerWork:
         *tokens, last = self._start.tokens or [{}]
         if not self._is_of_model or last.get("id") not in engine.tokenizer.eos:
             return None
-        return AnswerWriter(self._context.store, self._live.id, text_of(tokens), tokens)
+        text = engine.tokenizer.decode([token["id"] for token in tokens])
+        return AnswerWriter(self._context.store, self._live.id, text, tokens)
 
     @property
     def _is_of_model(self) -> bool:

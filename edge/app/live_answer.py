@@ -60,7 +60,7 @@ class LiveAnswer:
         with self._lock:
             if self._first_token is None:
                 self._first_token = time.monotonic()
-            self._tokens += max(len(chunk.logprobs), bool(chunk.text))
+            self._tokens = chunk.completion_tokens
             first = not self._pending
             self._pending += chunk.text
             self._stage = {}

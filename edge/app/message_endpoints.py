@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
-from ..conversations.records import MAX_ATTACHMENTS, Role, StoredMessage, as_object
+from ..conversations.records import MAX_ATTACHMENTS, MessageState, Role, StoredMessage, as_object
 from ..service.request_error import ErrorCode, RequestError
 from ..service.token_objects import chosen_object
 from .api_endpoint import ApiCall, api_route
@@ -145,7 +145,7 @@ class _MessageEndpoints:
             RefusedError: it is.
         """
         message = self._store.message(call.path["id"])
-        if self._answers.live(message.id) is not None:
+        if message.state is MessageState.WRITING:
             raise writing_error()
         return message
 

@@ -33,6 +33,8 @@ _PORTS: Final = 20
 """Number of ports that are tried where none is given."""
 _MAX_BODY_BYTES: Final = 128 << 20
 """Largest body of a request: the import of an export of many conversations."""
+_DRAIN_S: Final = 10.0
+"""Seconds within which the passes in progress have to end when the app is ended."""
 _END_S: Final = 30.0
 
 
@@ -115,7 +117,7 @@ def app(
         bound_port = listening.getsockname()[1]
         access = AppAccess(session_secret(folder), bound_port)
         service = AppService(AppContext(store, pool, EventChannel(), settings), access)
-        server = draining_server(chat_app(service), service, settings, 0.0)
+        server = draining_server(chat_app(service), service, settings, _DRAIN_S)
         announce(folder, bound_port, access)
         with showing_tracebacks(debug):
             url = open_url(bound_port, access.new_token())

@@ -131,6 +131,20 @@ def test_continuing_a_rewritten_answer_begins_with_its_text(page: Window) -> Non
     assert tokens_of(page.client, answer) == []
 
 
+def test_an_answer_that_cannot_go_on_keeps_what_it_has(page: Window) -> None:
+    conversation = new_conversation(page.client, sampling={"max_tokens": 200})
+    answer = answered(page, conversation)
+    tokens = tokens_of(page.client, answer["id"])
+    assert len(tokens) == 200
+    page.client.patch(f"/api/conversations/{conversation}", json={"system": "a long text " * 20})
+    post(page.client, f"/api/messages/{answer['id']}/continue")
+    page.wait(lambda: page.of("message", answer["id"])[-1]["message"]["state"] == "failed", "it fails")
+    kept = messages_of(page.client, conversation)[answer["id"]]
+    assert "does not fit the context" in kept["error"]
+    assert kept["content"] == answer["content"]
+    assert tokens_of(page.client, answer["id"]) == tokens
+
+
 def test_a_branch_begins_with_the_chosen_token(page: Window) -> None:
     conversation = new_conversation(page.client, sampling={"max_tokens": 6})
     answer = answered(page, conversation)

@@ -1,0 +1,147 @@
+"""The command `edge-run app`: its port, its window, its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgerun.edge.cli.main import main
+from support.app_server import RunningApp, running_app
+from support.app_windows import new_conversation, send, window
+from support.processes import EDGE_RUN
+
+WEBVIEW = """
+from pathlib import Path
+from urllib.request import HTTPCookieProcessor, build_opener
+
+opened = []
+
+def create_window(title, url, **size):
+    opened.append(url)
+
+def start():
+    opener = build_opener(HTTPCookieProcessor())
+    opener.open(opened[0]).read()
+    page = opener.open(opened[0].partition("/open")[0] + "/api/state").read()
+    Path("seen.json").write_bytes(page)
+"""
+"""A stand-in for pywebview, whose window opens the page, and is then closed by its user."""
+
+
+def test_a_port_in_use_is_skipped(tmp_path: Path, tiny_bundle: Path) -> None:
+    command = [*EDGE_RUN, "app", "--no-browser", str(tiny_bundle)]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [*command, "--port", str(port)],
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
+            env={**os.environ, "EDGERUN_HOME": str(tmp_path)},
+        )
+        assert done.returncode == 2
+        assert f"port {port} of 127.0.0.1 is in use" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_without_a_port_the_next_free_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgerun.edge.cli import app
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(app, "_PORT", port)
+        try:
+            with app._bound_socket(None) as found:
+                assert port < found.getsockname()[1] < port + app._PORTS
+        except OSError:
+            pytest.skip("the ports above are in use")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends signals of POSIX systems")
+def test_ctrl_c_ends_the_app_with_open_windows(tmp_path: Path, endless_bundle: Path) -> None:
+    with running_app(tmp_path, endless_bundle, "--draft", "none") as app, app.entered() as client:
+        with window(app, client.cookies) as page:
+            answer = send(client, new_conversation(client), "hello")["id"]
+            page.wait(lambda: page.of("delta", answer), "the answer begins")
+            assert app.end() == 0
+            assert page.wait_for_end(answer)["state"] == "interrupted"
+        assert len(app.lines) == 1, app.lines
+
+
+def test_a_window_of_its_own(tmp_path: Path, tiny_bundle: Path) -> None:
+    (tmp_path / "webview.py").write_text(WEBVIEW, encoding="utf-8")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [*EDGE_RUN, "app", "--window", "--port", "0", str(tiny_bundle)],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "EDGERUN_HOME": str(tmp_path / "home"), "PYTHONPATH": paths},
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    assert '"default_model":"bundle"' in (tmp_path / "seen.json").read_text(encoding="utf-8")
+    assert not (tmp_path / "home" / "app.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("missing", "options", "line"),
+    [
+        ("uvicorn", [], 'the app needs the package uvicorn; pip install "edge-run[app]"'),
+        ("webview", ["--window"], 'a window needs the package pywebview; pip install "edge-run[window]"'),
+    ],
+)
+def test_a_missing_extra_is_named(tmp_path: Path, missing: str, options: list[str], line: str) -> None:
+    hide = f"import sys; sys.modules[{missing!r}] = None; from edgerun.edge.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", hide, "app", *options],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+        env={**os.environ, "EDGERUN_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"edge-run: error: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["no-such-model"], "no-such-model"),
+        (["--port", "70000"], "--port"),
+        (["--memory", "lots"], "--memory is 'lots'"),
+        (["--device", "toaster"], "toaster"),
+    ],
+)
+def test_bad_options_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("EDGERUN_HOME", str(tmp_path))
+    assert main(["app", "--offline", "--no-browser", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_damaged_endpoint_file_is_reported(
+    app: RunningApp, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EDGERUN_HOME", str(app.home))
+    monkeypatch.setattr("edgerun.edge.app.running_app._START_S", 0.2)
+    endpoint = app.home / "app.json"
+    kept = endpoint.read_bytes()
+    for damaged in (b"{", b"[]", b'{"port": 1, "owner_key": "x"}', b""):
+        endpoint.write_bytes(damaged)
+        assert main(["app", "--no-browser"]) == 1
+        assert re.search("runs already, and does not answer; end it", capsys.readouterr().err)
+    endpoint.write_bytes(kept)

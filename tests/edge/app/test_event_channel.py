@@ -1,0 +1,69 @@
+"""The queue of events of each window: in order, bounded, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+from edgerun.edge.app.event_channel import MAX_BYTES, MAX_EVENTS, EventChannel, EventListener
+
+
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(part.removeprefix(b"data: ")) for part in data.split(b"\n\n") if part]
+
+
+async def all_of(listener: EventListener) -> list[dict[str, Any]]:
+    events = []
+    while data := await listener.take():
+        events += events_of(data)
+    return events
+
+
+def test_events_of_other_threads_come_in_order() -> None:
+    async def listen() -> list[dict[str, Any]]:
+        channel = EventChannel()
+        assert not channel.listening
+        channel.publish("nobody listens")
+        with channel.listen() as first, channel.listen() as second:
+            assert channel.listening
+
+            def publish() -> None:
+                for number in range(1000):
+                    channel.publish("count", number=number)
+                channel.close()
+
+            thread = threading.Thread(target=publish)
+            thread.start()
+            taken = [await all_of(first), await all_of(second)]
+            thread.join()
+        assert not channel.listening
+        assert taken[0] == taken[1]
+        return taken[0]
+
+    assert asyncio.run(listen()) == [{"type": "count", "number": number} for number in range(1000)]
+
+
+def test_a_window_that_does_not_read_is_told_to_fetch_everything() -> None:
+    async def listen(count: int, text: str) -> list[dict[str, Any]]:
+        channel = EventChannel()
+        with channel.listen() as listener:
+            for number in range(count):
+                channel.publish("count", number=number, text=text)
+            return events_of(await listener.take())
+
+    many = asyncio.run(listen(MAX_EVENTS + 3, ""))
+    assert [event["type"] for event in many] == ["reload", "count", "count"]
+    large = asyncio.run(listen(5, "x" * (MAX_BYTES // 4)))
+    assert [event["type"] for event in large] == ["reload", "count"]
+
+
+def test_a_closed_channel_ends_what_listens_later() -> None:
+    async def listen() -> bytes:
+        channel = EventChannel()
+        channel.close()
+        with channel.listen() as listener:
+            return await listener.take()
+
+    assert asyncio.run(listen()) == b""
