@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
@@ -15,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError
+from ...runtime.graph.memory import trim_heap
 from ..server.error_objects import JsonResponse, RefusedError, UnreadBodyResponse, error_response
 from ..server.request_body import ClientGoneError, read_body
 from ..server.server_settings import ServerSettings
@@ -24,6 +26,10 @@ from ..service.strict_json import RequestLimits
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _log: Final = logging.getLogger(__name__)
+_QUICK: Final = ThreadPoolExecutor(8, "edge-run api")
+_SLOW: Final = ThreadPoolExecutor(2, "edge-run api, slow")
+_LARGE_BODY: Final = 64 << 10
+"""Bytes of a body from which on the memory that it took goes back to the system."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ Handler: TypeAlias = Callable[[ApiCall], object]
 """Answers a request, in a thread: returns what becomes the JSON response, or a response; errors are EdgeErrors."""
 
 
-def api_route(settings: ServerSettings, method: str, path: str, handler: Handler) -> Route:
+def api_route(settings: ServerSettings, method: str, path: str, handler: Handler, *, slow: bool = False) -> Route:
     """A route of the page's API.
 
     Args:
@@ -61,14 +67,17 @@ def api_route(settings: ServerSettings, method: str, path: str, handler: Handler
         method: GET, POST, PUT, PATCH or DELETE.
         path: the path, with `{name}` for parts that vary.
         handler: answers the requests.
+        slow: whether that may take seconds, such as tokenizing a long text. Only two of such requests are answered at a
+            time, so that they do not keep others waiting.
     """
-    return Route(path, _ApiEndpoint(settings, handler), methods=[method])
+    return Route(path, _ApiEndpoint(settings, handler, _SLOW if slow else _QUICK), methods=[method])
 
 
 class _ApiEndpoint:
-    def __init__(self, settings: ServerSettings, handler: Handler) -> None:
+    def __init__(self, settings: ServerSettings, handler: Handler, threads: ThreadPoolExecutor) -> None:
         self._settings: Final = settings
         self._handler: Final = handler
+        self._threads: Final = threads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -79,7 +88,8 @@ class _ApiEndpoint:
             await UnreadBodyResponse(error)(scope, receive, send)
             return
         request = Request(scope)
-        response = await asyncio.to_thread(self._respond, ApiCall(request.path_params, request.query_params, body))
+        call = ApiCall(request.path_params, request.query_params, body)
+        response = await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, call)
         await response(scope, receive, send)
 
     def _respond(self, call: ApiCall) -> Response:
@@ -91,4 +101,7 @@ class _ApiEndpoint:
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
             what = f"the app failed: {type(error).__name__}"
             return error_response(RequestError(what, "its log says more", code=ErrorCode.INTERNAL))
+        finally:
+            if len(call.body_bytes) >= _LARGE_BODY:
+                trim_heap()
         return result if isinstance(result, Response) else JsonResponse(result)

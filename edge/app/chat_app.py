@@ -25,7 +25,7 @@ from .app_service import AppService
 from .conversation_endpoints import conversation_routes
 from .events_endpoint import EventsEndpoint
 from .message_endpoints import message_routes
-from .page_files import PageFiles, PageHeaders, entrance_page, index_page
+from .page_files import PageFiles, PageHeaders, entrance_page, index_page, passage_page
 from .state_endpoints import state_routes
 
 _OPENAI_API: Final = "/v1/"
@@ -91,7 +91,8 @@ class _Entrance:
             if self._access.has_session(request.scope):
                 return RedirectResponse("/", HTTPStatus.SEE_OTHER)
             return entrance_page("This link has been used already, or is more than a few minutes old.")
-        response = RedirectResponse("/", HTTPStatus.SEE_OTHER)
+        foreign = request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}
+        response = passage_page() if foreign else RedirectResponse("/", HTTPStatus.SEE_OTHER)
         response.set_cookie(
             self._access.cookie_name,
             self._access.new_session(),

@@ -118,14 +118,20 @@ def conversation_routes(context: AppContext, answers: BackgroundAnswers) -> list
         ("PATCH", conversation, endpoints.change),
         ("DELETE", conversation, endpoints.delete),
         ("POST", f"{conversation}/restore", endpoints.restore),
+        ("GET", "/api/search", endpoints.search),
+    )
+    slow = (
         ("POST", f"{conversation}/context", endpoints.context),
+        ("POST", "/api/tokens", endpoints.count_tokens),
         ("GET", f"{conversation}/export", endpoints.export),
         ("GET", "/api/export", endpoints.export_all),
         ("POST", "/api/import", endpoints.import_file),
-        ("GET", "/api/search", endpoints.search),
-        ("POST", "/api/tokens", endpoints.count_tokens),
     )
-    return [api_route(context.settings, method, path, handler) for method, path, handler in table]
+    settings = context.settings
+    return [
+        *(api_route(settings, method, path, handler) for method, path, handler in table),
+        *(api_route(settings, method, path, handler, slow=True) for method, path, handler in slow),
+    ]
 
 
 class _ConversationEndpoints:

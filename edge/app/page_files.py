@@ -114,6 +114,21 @@ def entrance_page(problem: str, status: int = HTTPStatus.FORBIDDEN) -> Response:
     return HTMLResponse(_ENTRANCE.format(problem=text), status)
 
 
+def passage_page() -> HTMLResponse:
+    """A page that goes on to the app by itself.
+
+    A browser that follows a link of another site, such as a terminal in a web page, sends no SameSite=Strict cookies
+    with the requests that the link is redirected to; it does with those that a page of the app makes.
+    """
+    return HTMLResponse(_PASSAGE)
+
+
+_PASSAGE: Final = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>edge-run</title></head>
+<body><p><a href="/">Open edge-run</a></p></body>
+</html>
+"""
 _ENTRANCE: Final = """<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>edge-run</title></head>
@@ -122,6 +137,7 @@ _ENTRANCE: Final = """<!doctype html>
 {problem}
 <p>To open the app in this browser, run this command in a terminal and follow the link that it prints:</p>
 <pre>edge-run app</pre>
+<p>If the app has been opened in this browser before, <a href="/">go on to it</a>.</p>
 </body>
 </html>
 """

@@ -107,7 +107,8 @@ def app(
     with ExitStack() as stack:
         if not stack.enter_context(only_app(folder)):
             url = url_of_running_app(folder)
-            write_error("edge-run: the app runs already")
+            with_models = ", with the models that it was started with" if models else ""
+            write_error(f"edge-run: the app runs already{with_models}")
             _show(url, browser=browser, window=window)
             return
         settings = ServerSettings(host=_HOST, max_body_bytes=_MAX_BODY_BYTES)

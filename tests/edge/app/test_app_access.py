@@ -67,6 +67,15 @@ def test_a_token_opens_the_page_once(app: RunningApp) -> None:
         assert late.get("/api/nothing").status_code == 401
 
 
+def test_a_link_of_another_site_opens_the_page_without_a_redirect(app: RunningApp) -> None:
+    token = second_start(app).stderr.split("token=")[1].strip()
+    with app.client() as client:
+        response = client.get("/open", params={"token": token}, headers={"sec-fetch-site": "cross-site"})
+        assert response.status_code == 200
+        assert 'http-equiv="refresh" content="0; url=/"' in response.text
+        assert client.get("/").status_code == 200
+
+
 @pytest.mark.parametrize("token", ["", "wrong", "ä"])
 def test_a_wrong_token_opens_nothing(app: RunningApp, token: str) -> None:
     with app.client() as client:
@@ -123,8 +132,9 @@ def test_requests_of_other_sites_are_refused(inside: httpx.Client) -> None:
 
 
 def test_the_headers_of_the_page(inside: httpx.Client) -> None:
-    script = inside.get("/page/preact.js")
-    for response in (script, inside.get("/api/nothing")):
+    index, script = inside.get("/"), inside.get("/page/preact.js")
+    assert re.search(r"script-src 'self' 'sha256-[\w+/]{43}=';", index.headers["content-security-policy"])
+    for response in (index, script, inside.get("/api/nothing")):
         policy = response.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
@@ -147,6 +157,9 @@ def test_the_second_start_finds_the_first(app: RunningApp) -> None:
     assert done.returncode == 0
     assert re.fullmatch(
         rf"edge-run: the app runs already\nedge-run: open http://127\.0\.0\.1:{app.port}/open\?token=\S+\n", done.stderr
+    )
+    assert second_start(app, "another-model").stderr.startswith(
+        "edge-run: the app runs already, with the models that it was started with\n"
     )
     with app.client() as client:
         for key in ("", "Bearer wrong"):
