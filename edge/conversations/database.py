@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Final, NoReturn, TypeVar
@@ -29,6 +29,7 @@ _BUSY_S: Final = 30.0
 """How long a change waits for those of other processes."""
 _OPENING_S: Final = 60.0
 """How long opening waits for another process that opens, migrates or salvages the same file."""
+_ATTEMPTS: Final = 3
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _HINTS: Final = {
     sqlite3.SQLITE_FULL: ("the disk is full", "free some space and try again"),
@@ -112,6 +113,9 @@ class ConversationDatabase:
                 connection.execute("ROLLBACK")
             try:
                 connection.execute(begin)
+                if self._file is not None and not self._is_at_path():
+                    # It was set aside while this waited for its lock; a change would be made in the wrong file.
+                    raise _ReplacedError(f"{self.path} was replaced several times")
                 result = work(connection)
                 connection.execute("COMMIT")
             except BaseException:
@@ -125,15 +129,18 @@ class ConversationDatabase:
             return self._guarded(run)
 
     def _guarded(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
-        """Run `work`, and once more if the database turns out to be damaged; errors in words for users."""
+        """Run `work`, again if the database is replaced or turns out to be damaged; errors in words for users."""
         try:
-            try:
-                return work(self._connected())
-            except sqlite3.DatabaseError as error:
-                if not _is_damage(error):
-                    raise
-                self._set_aside()
-                return work(self._connected())
+            for _ in range(_ATTEMPTS - 1):
+                try:
+                    return work(self._connected())
+                except _ReplacedError:
+                    continue
+                except sqlite3.DatabaseError as error:
+                    if not _is_damage(error):
+                        raise
+                    self._set_aside()
+            return work(self._connected())
         except sqlite3.DatabaseError as error:
             if _code(error) is None:  # a mistake in the program
                 raise
@@ -166,12 +173,17 @@ class ConversationDatabase:
             self._set_stale_log_aside()
             make_private_file(self.path)
             self._file = self.path.stat()
-            self._connection = connection = connect(self.path)
-            self._require_own(connection)
-            if any(row[0] != "ok" for row in connection.execute("PRAGMA quick_check(1)")):
-                raise _damage()
-            migrate(connection)
+            connection = connect(self.path)
+            try:
+                self._require_own(connection)
+                if any(row[0] != "ok" for row in connection.execute("PRAGMA quick_check(1)")):
+                    raise _damage()
+                migrate(connection)
+            except BaseException:
+                connection.close()
+                raise
             self._log_file = _stat(self.path.with_name(self.path.name + _LOG[0]))
+            self._connection = connection
         return connection
 
     def _set_stale_log_aside(self) -> None:
@@ -188,17 +200,13 @@ class ConversationDatabase:
             self._rename_files(self._free_name(), _LOG)
 
     def _require_own(self, connection: sqlite3.Connection) -> None:
-        try:
-            if not is_of_conversations(connection):
-                raise ConversationError(f"{self.path} is a database of another program", "move it elsewhere")
-            if (version := version_of(connection)) > VERSION:
-                raise ConversationError(
-                    f"{self.path} was written by a newer edge-run: its version is {version}, this one reads {VERSION}",
-                    "update edge-run",
-                )
-        except ConversationError:
-            self._disconnect()
-            raise
+        if not is_of_conversations(connection):
+            raise ConversationError(f"{self.path} is a database of another program", "move it elsewhere")
+        if (version := version_of(connection)) > VERSION:
+            raise ConversationError(
+                f"{self.path} was written by a newer edge-run: its version is {version}, this one reads {VERSION}",
+                "update edge-run",
+            )
 
     def _is_at_path(self) -> bool:
         file = _stat(self.path)
@@ -213,9 +221,13 @@ class ConversationDatabase:
     def _set_aside(self) -> None:
         """Give the damaged file another name, and put a database with what can be read of it in its place."""
         self._disconnect()
-        with self._opening():
+        with self._opening(), ExitStack() as writing:
             if not self._is_at_path():  # another process has just done it
                 return
+            # Others wait with their changes, if the damage allows it, and make them in the replacement.
+            holder = writing.enter_context(closing(sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)))
+            with suppress(sqlite3.Error):
+                holder.execute("BEGIN IMMEDIATE")
             damaged = self._free_name()
             partial, replacement = self._replacement(".partial"), self._replacement(".salvaged")
             for left in (partial, replacement):
@@ -225,6 +237,8 @@ class ConversationDatabase:
                 migrate(connection)
                 conversations, messages = salvage(self.path, connection)
             move(partial, replacement)
+            if os.name == "nt":  # open files cannot be renamed there
+                writing.close()
             # The log comes first: beside another database it would be lost.
             self._rename_files(damaged, (*_LOG, ""))
             self._complete_replacement()
@@ -269,6 +283,10 @@ class ConversationDatabase:
             source = self.path.with_name(self.path.name + end)
             if source.exists():
                 move(source, target.with_name(target.name + end))
+
+
+class _ReplacedError(OSError):
+    """The file was set aside after it had been opened."""
 
 
 def connect(path: Path, *, log: bool = True) -> sqlite3.Connection:

@@ -98,15 +98,15 @@ class StoredMessage:
     """The message before it; None for a first message."""
     role: Role
     content: str
-    attachments: tuple[Attachment, ...]
-    created: float
-    model: str | None
+    attachments: tuple[Attachment, ...] = ()
+    created: float = 0.0
+    model: str | None = None
     """The model that wrote it, or None."""
-    state: MessageState
-    error: str | None
-    stats: Mapping[str, Any] | None
+    state: MessageState = MessageState.COMPLETE
+    error: str | None = None
+    stats: Mapping[str, Any] | None = None
     """Statistics of an answer: a JSON object."""
-    has_tokens: bool
+    has_tokens: bool = False
     """Whether `ConversationStore.tokens` has its tokens."""
 
 

@@ -26,7 +26,7 @@ def writing_process(operation: str, path: Path, *arguments: str) -> Iterator[sub
     program = f"import sys; from support.conversation_writers import {operation}; {operation}(*sys.argv[1:])"
     command = [sys.executable, "-c", program, str(path), *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with started(command, stdout=subprocess.PIPE, env=environment) as process:
+    with started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         yield process
 
 
@@ -77,6 +77,17 @@ def add_messages(path: str, conversation_id: str, name: str, count: str) -> None
                 store.search(name)
                 store.rewrite(message.id, f"{name} {number}!")
             acknowledge(message=message.id)
+
+
+def open_and_add(path: str) -> None:
+    """Wait for a line, open the store and add a conversation; say which, and what the notices were."""
+    from edgerun.edge.conversations.store import ConversationStore
+
+    sys.stdin.readline()
+    notices: list[str] = []
+    with ConversationStore.open(Path(path), notices.append) as store:
+        acknowledge(conversation=store.create(title="new").id, notices=notices)
+        sys.stdin.read()
 
 
 def acknowledge(**fields: Any) -> None:

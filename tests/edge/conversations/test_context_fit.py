@@ -10,7 +10,7 @@ import pytest
 import edgerun
 from edgerun import Engine, GenerateOptions
 from edgerun.edge.conversations.context_fit import ContextFit, fit_context, model_messages
-from edgerun.edge.conversations.records import Attachment, MessageState, Role, StoredMessage
+from edgerun.edge.conversations.records import Attachment, Role, StoredMessage
 from edgerun.errors import ContextError
 
 
@@ -21,9 +21,7 @@ def engine(tiny_bundle: Path) -> Iterator[Engine]:
 
 
 def message(number: int, role: Role, content: str, attachments: tuple[Attachment, ...] = ()) -> StoredMessage:
-    return StoredMessage(
-        str(number), "c", None, role, content, attachments, 0.0, None, MessageState.COMPLETE, None, None, False
-    )
+    return StoredMessage(str(number), "c", None, role, content, attachments)
 
 
 def turns(count: int, words: int = 4) -> list[StoredMessage]:

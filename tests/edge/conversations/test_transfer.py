@@ -157,22 +157,10 @@ LINES = st.lists(
 
 @given(st.lists(LINES, min_size=1, max_size=4), LINES)
 def test_markdown_keeps_every_line_of_messages(contents: list[str], system: str) -> None:
+    roles = [Role.USER, Role.ASSISTANT] * len(contents)
     branch = [
-        StoredMessage(
-            str(number),
-            "c",
-            None,
-            Role.ASSISTANT if number % 2 else Role.USER,
-            content,
-            (),
-            0.0,
-            None,
-            MessageState.COMPLETE,
-            None,
-            None,
-            False,
-        )
-        for number, content in enumerate(contents)
+        StoredMessage(str(number), "c", None, role, content)
+        for number, (role, content) in enumerate(zip(roles, contents, strict=False))
     ]
     conversation = Conversation("c", "Title", True, None, False, system, {}, None, None, 0.0, 0.0, None)
     read = read_markdown(as_markdown(conversation, branch), "x.md")

@@ -103,3 +103,21 @@ def test_a_file_that_is_replaced_is_opened_again(store: ConversationStore, tmp_p
     store.create(title="new")
     with ConversationStore.open(store.path, pytest.fail) as other:
         assert [each.title for each in other.conversations()] == ["new"]
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["new", "damaged"])
+def test_several_processes_open_a_file_at_the_same_moment(tmp_path: Path, damaged: bool) -> None:
+    path = tmp_path / "conversations.sqlite3"
+    if damaged:
+        path.write_bytes(b"not a database" * 1000)
+    with ExitStack() as stack:
+        processes = [stack.enter_context(writing_process("open_and_add", path)) for _ in range(3)]
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+        outputs = [json.loads(process.communicate()[0]) for process in processes]
+    assert sum(len(output["notices"]) for output in outputs) == damaged
+    assert len(list(tmp_path.glob("*.damaged-*"))) == damaged
+    with ConversationStore.open(path, pytest.fail) as store:
+        assert {each.id for each in store.conversations()} == {output["conversation"] for output in outputs}
