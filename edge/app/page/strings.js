@@ -14,7 +14,7 @@ function size(bytes) {
 function percent(probability) {
   const value = 100 * probability;
   if (value > 99.95) return value < 100 ? "99.9\u00a0%" : "100\u00a0%";
-  if (value < 0.05) return "below 0.1\u00a0%";
+  if (value < 0.05) return "<\u00a00.1\u00a0%";
   return `${value < 10 || value > 99 ? value.toFixed(1) : Math.round(value)}\u00a0%`;
 }
 
@@ -336,7 +336,7 @@ export const strings = {
       prefill: () => "The first token, from the pass that read the prompt.",
       decoded: () => "Decoded by the model in a pass of its own, without a draft.",
       accepted: (drafter) => `Drafted by ${drafter} and accepted.`,
-      corrected: (drafter, rejected) => `The draft by ${drafter} said “${rejected}”; the model corrected it.`,
+      corrected: (drafter, rejected) => `The draft said “${rejected}” (from ${drafter}); the model corrected it.`,
       bonus: () => "The model's own token behind an accepted draft, from the same pass.",
       chosen: (_, rejected) => `Chosen by you in place of “${rejected}”.`,
     },

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -189,7 +189,7 @@ def test_colours_say_how_probable_tokens_are_or_where_they_come_from(page: Page)
     [
         (0, ["95\u00a0%", "The first token, from the pass that read the prompt."]),
         (1, ["75\u00a0%", "Drafted by suffix look-up and accepted."]),
-        (3, ["35\u00a0%", "The draft by the draft model said “·was”; the model corrected it."]),
+        (3, ["35\u00a0%", "The draft said “·was” (from the draft model); the model corrected it."]),
         (4, ["45\u00a0%", "2 tokens make up these characters"]),
         (5, ["15\u00a0%", "The model's own token behind an accepted draft, from the same pass."]),
         (6, ["5.0\u00a0%", "Decoded by the model in a pass of its own, without a draft."]),
@@ -344,6 +344,22 @@ def test_details_stay_within_a_small_window(window: BrowserPage, page: Page) -> 
             assert box["y"] + box["height"] <= height + 0.5
             page.keyboard.press("Escape")
     page.set_viewport_size({"width": 1280, "height": 800})
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_fault(page: Page, scheme: Literal["light", "dark"]) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs the dev extra")
+    page.emulate_media(color_scheme=scheme)
+    listed = shown(page)
+    for mode in ("probability", "origin"):
+        page.get_by_label(mode).check()
+        listed.get_by_role("option").nth(1).click()
+        expect(details(page)).to_be_visible()
+        found = axe.Axe().run(page).response["violations"]
+        faults = [f"{fault['id']}: {node['html']}" for fault in found for node in fault["nodes"]]
+        assert faults == []
+        page.keyboard.press("Escape")
+    page.emulate_media(color_scheme="no-preference")
 
 
 def test_another_token_of_a_real_answer_makes_another_answer(tmp_path: Path, chromium: Browser) -> None:

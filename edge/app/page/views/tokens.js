@@ -54,7 +54,13 @@ function Text({ text }) {
 const Pieces = memo(function Pieces({ pieces }) {
   return pieces.map(
     (piece, at) =>
-      html`<span key=${piece.index} class=${classOf(piece)} role="option" aria-selected="false" data-piece=${at}
+      html`<span
+        key=${piece.index}
+        class=${classOf(piece)}
+        role="option"
+        aria-selected="false"
+        aria-label=${piece.text.trim() ? undefined : visible(piece.text)}
+        data-piece=${at}
         ><${Text} text=${piece.text}
       /></span>`,
   );
