@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..server.access_guard import OriginGuard
 from ..server.asgi_app import asgi_app, not_routed
 from ..server.error_objects import JsonResponse, RefusedError, UnreadBodyResponse
-from .app_access import OPEN_PATH, SESSION_LIFE_S, AppAccess, SessionGuard
+from .app_access import OPEN_PATH, SESSION_LIFE_S, SessionGuard
 from .app_service import AppService
 from .conversation_endpoints import conversation_routes
 from .events_endpoint import EventsEndpoint
@@ -43,7 +43,7 @@ def chat_app(service: AppService) -> ASGIApp:
             # Closing waits for the passes in progress.
             await asyncio.to_thread(service.close)
 
-    entrance = _Entrance(service.access)
+    entrance = _Entrance(service)
     app = Starlette(
         routes=[
             Route("/", index_page, methods=["GET"]),
@@ -82,8 +82,9 @@ class _SideBySide:
 class _Entrance:
     """The way in: a one-time token becomes a session."""
 
-    def __init__(self, access: AppAccess) -> None:
-        self._access: Final = access
+    def __init__(self, service: AppService) -> None:
+        self._service: Final = service
+        self._access: Final = service.access
 
     async def enter(self, request: Request) -> Response:
         """Let a browser in that has a token, or has been let in before."""
@@ -109,4 +110,7 @@ class _Entrance:
             return UnreadBodyResponse(
                 RefusedError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", "the key is missing or wrong")
             )
+        if self._service.requests.draining:
+            refusal = RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down", "the app is ending")
+            return UnreadBodyResponse(refusal)
         return JsonResponse({"token": self._access.new_token()})

@@ -90,15 +90,19 @@ def open_url(port: int, token: str) -> str:
     return f"http://127.0.0.1:{port}{OPEN_PATH}?token={token}"
 
 
-def url_of_running_app(folder: Path) -> str:
-    """A new address that opens the app that runs already.
+def join_running_app(stack: ExitStack, folder: Path) -> str | None:
+    """Become the only app of this user until `stack` is closed, or find the one that runs.
+
+    Returns:
+        None if this process is the app now, else a new address that opens the other one.
 
     Raises:
-        EdgeError: it does not answer.
+        EdgeError: another app runs, and does not answer.
+        OSError: the folder cannot be written.
     """
     until = time.monotonic() + _START_S
-    while True:
-        # An app that has just started, or is ending, has no file.
+    while not stack.enter_context(only_app(folder)):
+        # An app that has just started has no file yet, and one that is ending gives out no tokens.
         with suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads((folder / _ENDPOINT_FILE).read_text(encoding="utf-8"))
             endpoint = Endpoint(int(found["port"]), str(found["owner_key"]))
@@ -106,3 +110,4 @@ def url_of_running_app(folder: Path) -> str:
         if time.monotonic() >= until:
             raise EdgeError("edge-run app runs already, and does not answer", f"end it; its folder is {folder}")
         time.sleep(_POLL_S)
+    return None

@@ -85,7 +85,7 @@ def app(
         from ..app.app_service import AppService
         from ..app.chat_app import chat_app
         from ..app.event_channel import EventChannel
-        from ..app.running_app import announce, only_app, open_url, url_of_running_app
+        from ..app.running_app import announce, join_running_app, open_url
         from ..server.server_settings import ServerSettings
         from ..server.uvicorn_server import draining_server
     if window:
@@ -105,11 +105,10 @@ def app(
         parallel=parallel,
     )
     with ExitStack() as stack:
-        if not stack.enter_context(only_app(folder)):
-            url = url_of_running_app(folder)
+        if (running := join_running_app(stack, folder)) is not None:
             with_models = ", with the models that it was started with" if models else ""
             write_error(f"edge-run: the app runs already{with_models}")
-            _show(url, browser=browser, window=window)
+            _show(running, browser=browser, window=window)
             return
         settings = ServerSettings(host=_HOST, max_body_bytes=_MAX_BODY_BYTES)
         store = stack.enter_context(ConversationStore.open(notice=lambda text: write_error(f"edge-run: {text}")))

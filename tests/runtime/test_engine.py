@@ -42,6 +42,14 @@ def test_generate_and_stream_give_the_same_text(engine: Engine) -> None:
     assert 0 < stats.prefill_s <= stats.first_token_s
 
 
+def test_chunks_count_the_tokens_so_far(engine: Engine) -> None:
+    *chunks, last = engine.stream("hello", max_tokens=20)
+    counts = [chunk.completion_tokens for chunk in chunks]
+    assert counts == sorted(set(counts))
+    assert last.stats is not None
+    assert 0 < counts[0] <= last.completion_tokens == last.stats.completion_tokens
+
+
 def test_an_answer_does_not_depend_on_earlier_ones(engine: Engine) -> None:
     first = engine.generate("in the", max_tokens=15).text
     engine.generate("in the other", max_tokens=15)

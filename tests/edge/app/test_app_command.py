@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -72,6 +73,17 @@ def test_ctrl_c_ends_the_app_with_open_windows(tmp_path: Path, endless_bundle: P
             assert app.end() == 0
             assert page.wait_for_end(answer)["state"] == "interrupted"
         assert len(app.lines) == 1, app.lines
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends signals of POSIX systems")
+def test_an_app_that_is_ending_is_waited_for(tmp_path: Path, tiny_bundle: Path) -> None:
+    with running_app(tmp_path, tiny_bundle, "--draft", "none") as first:
+        with first.entered():
+            first.process.send_signal(signal.SIGTERM)
+        with running_app(tmp_path, tiny_bundle, "--draft", "none") as second, second.entered() as client:
+            assert client.get("/api/state").status_code == 200
+            assert second.lines == [f"edge-run: open {second.url}"]
+        assert first.process.wait() == 0
 
 
 def test_a_window_of_its_own(tmp_path: Path, tiny_bundle: Path) -> None:
