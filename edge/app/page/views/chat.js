@@ -11,6 +11,9 @@ import { IconButton } from "./dialogs.js";
 import { Message } from "./message.js";
 import { Welcome } from "./welcome.js";
 
+/** Messages at the end whose text is formatted at once. */
+const EAGER = 6;
+
 function Header({ conversation }) {
   const model = useStore(() => modelOf(conversation));
   const title = conversation ? conversation.title || strings.sidebar.untitled : strings.chat.newTitle;
@@ -35,7 +38,13 @@ const MessageList = memo(function MessageList({ conversation, path }) {
   const trimmed = useStore((current) => current.trimmed.get(conversation));
   const lastTrimmed = trimmed ? path.findLastIndex((id) => trimmed.has(id)) : -1;
   return path.map((id, index) => [
-    html`<${Message} key=${id} conversation=${conversation} id=${id} siblings=${tree.siblings(id)} />`,
+    html`<${Message}
+      key=${id}
+      conversation=${conversation}
+      id=${id}
+      siblings=${tree.siblings(id)}
+      eager=${index >= path.length - EAGER}
+    />`,
     index === lastTrimmed &&
       html`<p key="trimmed" class="trimmed-line" role="note">${strings.chat.trimmed(turns(tree, path, trimmed))}</p>`,
   ]);

@@ -151,7 +151,7 @@ export function ConversationSettings({ id, onClose }) {
       <div class="field-row">
         <label class="field"
           ><span>${strings.conversation.name}</span>
-          <input value=${title} maxlength="200" placeholder=${strings.conversation.nameByItself} onInput=${(event) => setTitle(event.target.value)} />
+          <input data-autofocus value=${title} maxlength="200" placeholder=${strings.conversation.nameByItself} onInput=${(event) => setTitle(event.target.value)} />
         </label>
         <label class="field"
           ><span>${strings.conversation.folder}</span>

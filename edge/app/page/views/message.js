@@ -1,9 +1,10 @@
 /** One message with its reasoning, state, statistics and actions. */
 
-import { Markdown } from "../markdown.js";
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "edgerun/preact";
 
 import { Icon } from "../icons.js";
+import { CodeBlock } from "../markdown/code.js";
+import { Markdown } from "../markdown.js";
 import { splitReasoning } from "../reasoning.js";
 import {
   attempt,
@@ -22,6 +23,43 @@ import { CopyButton, IconButton, copyText } from "./dialogs.js";
 import { TokenView } from "./tokens.js";
 
 const FOLDED_FROM = 4000;
+const NEAR = "1500px 0px";
+
+/** @type {WeakMap<Element, {observer: IntersectionObserver, calls: Map<Element, () => void>}>} by scrolling element */
+const watched = new WeakMap();
+
+/** Calls `seen` once, when an element is in the view of its scrolling element or not far from it. */
+function whenNear(element, seen) {
+  const root = element.closest(".scroller");
+  if (!watched.has(root)) {
+    const calls = new Map();
+    const arrived = (entries) => {
+      for (const entry of entries) if (entry.isIntersecting) calls.get(entry.target)?.();
+    };
+    watched.set(root, { observer: new IntersectionObserver(arrived, { root, rootMargin: NEAR }), calls });
+  }
+  const { observer, calls } = watched.get(root);
+  calls.set(element, seen);
+  observer.observe(element);
+  return () => {
+    calls.delete(element);
+    observer.unobserve(element);
+  };
+}
+
+/**
+ * The text of an answer. Far from the view it is plain text, which can be searched: formatting hundreds of messages
+ * that nobody looks at would hold up the first look.
+ */
+function Answer({ text, writing, bundled, eager }) {
+  const [near, setNear] = useState(eager || writing);
+  const plain = useRef(null);
+  useLayoutEffect(() => (near ? undefined : whenNear(plain.current, () => setNear(true))), [near]);
+  if (!near) return html`<div class="plain" ref=${plain}>${text}</div>`;
+  // The bundled model writes shell commands: as Markdown, their asterisks would be emphasis.
+  if (bundled) return html`<div class="md"><${CodeBlock} code=${text.trim()} language="bash" open=${writing} /></div>`;
+  return html`<${Markdown} text=${text} writing=${writing} />`;
+}
 
 function Reasoning({ text, finished, writing }) {
   const started = useRef(null);
@@ -214,11 +252,12 @@ function messageKey(event, message, siblings, edit, inspect) {
  * @param {string} props.conversation
  * @param {string} props.id
  * @param {string[]} props.siblings ids of the messages that it can be switched with
+ * @param {boolean} props.eager whether its text is formatted at once
  */
-export const Message = memo(function Message({ conversation, id, siblings }) {
+export const Message = memo(function Message({ conversation, id, siblings, eager }) {
   const message = useStore((current) => current.trees.get(conversation)?.messages.get(id));
   const trimmed = useStore((current) => current.trimmed.get(conversation)?.has(id) ?? false);
-  const modelTitle = useStore((current) => current.models.find((model) => model.id === message?.model)?.title);
+  const model = useStore((current) => current.models.find((item) => item.id === message?.model));
   const [editing, setEditing] = useState(false);
   const [inspected, setInspected] = useState(false);
   const article = useRef(null);
@@ -228,7 +267,7 @@ export const Message = memo(function Message({ conversation, id, siblings }) {
   const { reasoning, finished, answer } = user
     ? { reasoning: null, finished: true, answer: message.content }
     : splitReasoning(message.content);
-  const name = user ? strings.message.you : modelTitle || message.model || strings.message.model;
+  const name = user ? strings.message.you : model?.title || message.model || strings.message.model;
   const close = () => {
     setEditing(false);
     article.current?.focus();
@@ -262,7 +301,7 @@ export const Message = memo(function Message({ conversation, id, siblings }) {
         ? html`<${UserText} text=${message.content} />`
         : inspecting
           ? html`<${TokenView} message=${message} onBranch=${branch} />`
-          : answer && html`<${Markdown} text=${answer} writing=${writing} />`}
+          : answer && html`<${Answer} text=${answer} writing=${writing} bundled=${model?.bundled} eager=${eager} />`}
     ${writing && !message.content && html`<${Progress} id=${id} />`}
     <${Outcome} message=${message} />
     ${!editing &&
