@@ -257,7 +257,10 @@ function messageKey(event, message, siblings, edit, inspect) {
 export const Message = memo(function Message({ conversation, id, siblings, eager }) {
   const message = useStore((current) => current.trees.get(conversation)?.messages.get(id));
   const trimmed = useStore((current) => current.trimmed.get(conversation)?.has(id) ?? false);
-  const model = useStore((current) => current.models.find((item) => item.id === message?.model));
+  const [modelTitle, bundled] = useStore((current) => {
+    const model = current.models.find((item) => item.id === message?.model);
+    return [model?.title, model?.bundled];
+  });
   const [editing, setEditing] = useState(false);
   const [inspected, setInspected] = useState(false);
   const article = useRef(null);
@@ -267,7 +270,7 @@ export const Message = memo(function Message({ conversation, id, siblings, eager
   const { reasoning, finished, answer } = user
     ? { reasoning: null, finished: true, answer: message.content }
     : splitReasoning(message.content);
-  const name = user ? strings.message.you : model?.title || message.model || strings.message.model;
+  const name = user ? strings.message.you : modelTitle || message.model || strings.message.model;
   const close = () => {
     setEditing(false);
     article.current?.focus();
@@ -301,7 +304,7 @@ export const Message = memo(function Message({ conversation, id, siblings, eager
         ? html`<${UserText} text=${message.content} />`
         : inspecting
           ? html`<${TokenView} message=${message} onBranch=${branch} />`
-          : answer && html`<${Answer} text=${answer} writing=${writing} bundled=${model?.bundled} eager=${eager} />`}
+          : answer && html`<${Answer} text=${answer} writing=${writing} bundled=${bundled} eager=${eager} />`}
     ${writing && !message.content && html`<${Progress} id=${id} />`}
     <${Outcome} message=${message} />
     ${!editing &&
