@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NoReturn, TypeVar
 
 from ...errors import ConversationError
-from ...models.file_system import move
+from ...models.file_system import is_in_use, move
 from ...models.lock import locked
 from .data_folder import make_private_file, make_private_folder
 from .salvage import salvage
@@ -146,6 +146,10 @@ class ConversationDatabase:
                 raise
             self._refuse(error)
         except OSError as error:
+            if is_in_use(error):
+                raise ConversationError(
+                    f"{self.path} is damaged, and other programs use it", "end them, and open the conversations again"
+                ) from error
             folder, reason = self.path.parent, error.strerror or error
             raise ConversationError(
                 f"conversations cannot be kept in {folder}: {reason}",
@@ -237,10 +241,14 @@ class ConversationDatabase:
                 migrate(connection)
                 conversations, messages = salvage(self.path, connection)
             move(partial, replacement)
-            if os.name == "nt":  # open files cannot be renamed there
-                writing.close()
             # The log comes first: beside another database it would be lost.
-            self._rename_files(damaged, (*_LOG, ""))
+            try:
+                self._rename_files(damaged, (*_LOG, ""))
+            except OSError as error:
+                if not is_in_use(error):
+                    raise
+                writing.close()  # Windows does not rename open files
+                self._rename_files(damaged, (*_LOG, ""))
             self._complete_replacement()
         self._replaced = True
         self._notice(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import ConversationError
 from .answer_table import insert_tokens, read_tokens
@@ -22,6 +22,8 @@ _MAX_CHARACTERS: Final = 200_000_000
 _Id = Annotated[str, Meta(min_length=1, max_length=100)]
 _Line = Annotated[str, Meta(max_length=MAX_TITLE)]
 _Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+_Measure = Annotated[float, Meta(ge=0)]
 _Time = Annotated[float, Meta(ge=0, le=1e11)]
 _NOT_EXPORTED: Final = {"conversation": ("id", "deleted"), "message": ("conversation", "has_tokens")}
 
@@ -29,6 +31,41 @@ _NOT_EXPORTED: Final = {"conversation": ("id", "deleted"), "message": ("conversa
 class _Attachment(msgspec.Struct, forbid_unknown_fields=True):
     name: _Line
     text: _Text
+
+
+class _Alternative(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    id: _Count
+    text: _Text
+    logprob: float
+    special: bool = False
+
+
+class _Token(_Alternative, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    top: list[_Alternative]
+    kind: _Line
+    drafter: _Line | None
+    rejected: _Text | None
+
+
+class _DraftCounts(msgspec.Struct, forbid_unknown_fields=True):
+    drafted: _Count
+    accepted: _Count
+
+
+class _Stats(msgspec.Struct, forbid_unknown_fields=True):
+    """What `stats_object` writes; the page calculates with it."""
+
+    tokens: _Count | UnsetType = UNSET
+    tokens_per_second: _Measure | UnsetType = UNSET
+    first_token_s: _Measure | UnsetType = UNSET
+    total_s: _Measure | UnsetType = UNSET
+    prompt_tokens: _Count | UnsetType = UNSET
+    reused_tokens: _Count | UnsetType = UNSET
+    tokens_per_pass: _Measure | UnsetType = UNSET
+    drafted: _Count | UnsetType = UNSET
+    accepted: _Count | UnsetType = UNSET
+    drafters: dict[_Line, _DraftCounts] | UnsetType = UNSET
+    trimmed: list[_Id] | UnsetType = UNSET
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,8 +78,8 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     model: _Line | None = None
     state: MessageState = MessageState.COMPLETE
     error: _Text | None = None
-    stats: dict[str, Any] | None = None
-    tokens: list[dict[str, Any]] | None = None
+    stats: _Stats | None = None
+    tokens: list[_Token] = []
 
 
 class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
@@ -155,8 +192,16 @@ def _insert_message(database: sqlite3.Connection, conversation_id: str, message:
         "model": message.model,
         "state": state.value,
         "error": message.error,
-        "stats": None if message.stats is None else as_json(message.stats, "stats"),
+        "stats": None if message.stats is None else as_json(_stats(message.stats, ids), "stats"),
     }
     insert_row(database, "message", values)
-    insert_tokens(database, values["id"], 0, message.tokens or ())
+    insert_tokens(database, values["id"], 0, msgspec.to_builtins(message.tokens))
     return str(values["id"])
+
+
+def _stats(stats: _Stats, ids: Mapping[str, str]) -> dict[str, Any]:
+    """Statistics with the new ids of messages."""
+    if stats.trimmed is not UNSET:
+        stats.trimmed = [ids[message] for message in stats.trimmed if message in ids]
+    built: dict[str, Any] = msgspec.to_builtins(stats)
+    return built

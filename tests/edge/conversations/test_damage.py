@@ -19,6 +19,7 @@ from edgerun.edge.conversations.store import ConversationStore
 from edgerun.errors import ConversationError
 
 PAGE = 4096
+WINDOWS_RULES = sys.platform == "win32" or "EDGERUN_WINDOWS_FILES" in os.environ
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,8 @@ def fill(path: Path, conversations: int) -> None:
                 question = store.add_message(conversation.id, parent, "user", f"question {turn} " * 20)
                 answer = store.add_message(conversation.id, question.id, "assistant", f"answer {turn} " * 20)
                 parent = answer.id
-        store.finish_answer(answer.id, "with tokens", MessageState.COMPLETE, tokens=[{"id": 1}])
+        token = {"id": 1, "text": "x", "logprob": 0.0, "top": [], "kind": "decoded", "drafter": None, "rejected": None}
+        store.finish_answer(answer.id, "with tokens", MessageState.COMPLETE, tokens=[token])
 
 
 def overwrite(path: Path, start: int, data: bytes) -> None:
@@ -114,6 +116,7 @@ def test_what_can_be_read_of_a_damaged_file_is_there(path: Path, seed: int) -> N
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 
 
+@pytest.mark.skipif(WINDOWS_RULES, reason="files in use cannot be replaced")
 def test_damage_that_is_found_while_running(path: Path) -> None:
     notices: list[str] = []
     with ConversationStore.open(path, notices.append) as store, closing(sqlite3.connect(path)) as other:
@@ -132,6 +135,17 @@ def test_damage_that_is_found_while_running(path: Path) -> None:
         assert len(list(path.parent.glob("conversations.damaged-*.sqlite3"))) == 1
 
 
+@pytest.mark.skipif(not WINDOWS_RULES, reason="files in use can be replaced")
+def test_a_damaged_file_that_another_program_uses_stays(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("SELECT count(*) FROM message").fetchone()
+        overwrite(path, 0, b"not a database!!")
+        with pytest.raises(ConversationError, match="is damaged, and other programs use it; end them"):
+            ConversationStore.open(path, pytest.fail)
+    opened_after_damage(path)[0].close()
+
+
+@pytest.mark.skipif(WINDOWS_RULES, reason="files in use cannot be replaced")
 def test_text_that_cannot_be_decoded_is_damage(path: Path) -> None:
     notices: list[str] = []
     with ConversationStore.open(path, notices.append) as store, closing(sqlite3.connect(path)) as other:

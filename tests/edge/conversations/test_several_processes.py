@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +14,8 @@ import pytest
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.errors import ConversationError
 from support.conversation_writers import writing_process
+
+WINDOWS_RULES = sys.platform == "win32" or "EDGERUN_WINDOWS_FILES" in os.environ
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_threads_share_a_store(store: ConversationStore) -> None:
     assert len(store.messages(conversation.id)) == 80
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="files in use cannot be replaced")
+@pytest.mark.skipif(WINDOWS_RULES, reason="files in use cannot be replaced")
 def test_a_file_that_is_replaced_is_opened_again(store: ConversationStore, tmp_path: Path) -> None:
     backup = tmp_path / "backup.sqlite3"
     with ConversationStore.open(backup, pytest.fail) as other:

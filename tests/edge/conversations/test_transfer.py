@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import edgerun
+from edgerun.edge.conversations.answering import stats_object
 from edgerun.edge.conversations.markdown_transfer import as_markdown, read_markdown
 from edgerun.edge.conversations.records import (
     Attachment,
@@ -19,7 +22,18 @@ from edgerun.edge.conversations.records import (
     as_object,
 )
 from edgerun.edge.conversations.store import ConversationStore
+from edgerun.edge.service.token_objects import token_object
 from edgerun.errors import ConversationError
+
+TOKEN: Final = {
+    "id": 1,
+    "text": "one",
+    "logprob": -0.25,
+    "top": [{"id": 2, "text": "", "logprob": -9999.0, "special": True}],
+    "kind": "corrected",
+    "drafter": "suffix",
+    "rejected": "two",
+}
 
 
 @pytest.fixture
@@ -30,7 +44,7 @@ def tree(store: ConversationStore) -> Conversation:
     )
     question = store.add_message(conversation.id, None, "user", "q", attachments=[Attachment("a.txt", "text\n")])
     first = store.add_message(conversation.id, question.id, "assistant", "", model="m", state=MessageState.WRITING)
-    store.finish_answer(first.id, "one", MessageState.LENGTH, tokens=[{"id": 1, "text": "one"}], stats={"n": 1})
+    store.finish_answer(first.id, "one", MessageState.LENGTH, tokens=[TOKEN], stats={"tokens": 1, "total_s": 0.5})
     store.add_message(conversation.id, first.id, "user", "more")
     second = store.add_message(conversation.id, question.id, "assistant", "", model="m", state=MessageState.WRITING)
     store.finish_answer(second.id, "", MessageState.FAILED, error="too bad")
@@ -62,6 +76,47 @@ def test_json_brings_back_the_whole_tree_under_new_ids(store: ConversationStore,
     assert len(json.loads(store.export_json())["conversations"]) == 3
 
 
+def test_what_answers_are_stored_with_can_be_imported(store: ConversationStore, tiny_bundle: Path) -> None:
+    with edgerun.load(tiny_bundle, cache=False, draft=None) as engine:
+        reply = engine.generate("a b a b a b a b", max_tokens=20, logprobs=3, ignore_eos=True)
+    conversation = store.create(title="answered")
+    first = store.add_message(conversation.id, None, "user", "q")
+    answer = store.add_message(conversation.id, first.id, "assistant", "", state=MessageState.WRITING)
+    tokens = [token_object(token) for token in reply.logprobs]
+    stats = stats_object(reply.stats, [first.id, "deleted"])
+    store.finish_answer(answer.id, reply.text, MessageState.COMPLETE, tokens=tokens, stats=stats)
+    (copy,) = store.import_json(store.export_json([conversation.id], tokens=True))
+    question, copied = store.messages(copy.id)
+    assert store.tokens(copied.id) == tokens
+    assert copied.stats == {**stats, "trimmed": [question.id]}
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@given(turns=st.lists(st.tuples(st.integers(0, 20), TEXTS, st.sampled_from([*MessageState])), max_size=12), title=TEXTS)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_json_brings_back_every_tree(
+    store: ConversationStore, turns: list[tuple[int, str, MessageState]], title: str
+) -> None:
+    conversation = store.create(title=title, system=title)
+    messages: list[StoredMessage | None] = [None]
+    for number, content, state in turns:
+        parent = messages[number % len(messages)]
+        if parent is None or parent.role is Role.ASSISTANT:
+            files = [Attachment(content.strip()[:5], content)] * (number % 3)
+            added = store.add_message(conversation.id, parent and parent.id, "user", content, attachments=files)
+        else:
+            added = store.add_message(conversation.id, parent.id, "assistant", "", state=MessageState.WRITING)
+            ended = MessageState.COMPLETE if state is MessageState.WRITING else state
+            store.finish_answer(added.id, content, ended, tokens=[TOKEN] * (number % 3), error=content or None)
+        messages.append(added)
+        if number % 7 == 0:
+            store.select_leaf(conversation.id, messages[1].id)
+    (copy,) = store.import_json(store.export_json([conversation.id], tokens=True))
+    assert shape(store, copy) == shape(store, store.conversation(conversation.id))
+
+
 def test_an_answer_in_progress_is_imported_as_interrupted(store: ConversationStore) -> None:
     conversation = store.create()
     question = store.add_message(conversation.id, None, "user", "q")
@@ -86,6 +141,13 @@ def test_an_answer_in_progress_is_imported_as_interrupted(store: ConversationSto
         ("conversations.0.messages.1.state", "done", "the file does not fit: Invalid enum value 'done'"),
         ("conversations.0.messages.0.parent", "later", "conversations[0].messages[0]: no message before it has the id"),
         ("conversations.0.messages.1.id", "a", "conversations[0].messages[1]: two messages have the id 'a'"),
+        ("conversations.0.messages.1.stats", {"tokens": "<b>"}, "the file does not fit: Expected `int`, got `str`"),
+        (
+            "conversations.0.messages.1.stats",
+            {"other": 1},
+            "the file does not fit: Object contains unknown field `other`",
+        ),
+        ("conversations.0.messages.1.tokens", [{"id": 1}], "the file does not fit: Object missing required field"),
         ("conversations.0.messages.0.attachments", [{"name": "x", "text": ""}] * 33, "the message has 33 attachments"),
     ],
 )
