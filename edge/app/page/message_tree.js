@@ -4,17 +4,22 @@ export class MessageTree {
   /**
    * @param {object[]} messages as the server gives them
    * @param {{message: string, sequence: number, rate?: object}[]} writing answers in progress, with the pieces in them
+   * @param {MessageTree} [before] what was known: messages that are as they were stay the same objects
    */
-  constructor(messages, writing) {
+  constructor(messages, writing, before) {
+    const kept = (message) => {
+      const known = before?.messages.get(message.id);
+      return known && JSON.stringify(known) === JSON.stringify(message) ? known : message;
+    };
     /** @type {Map<string, object>} replaced entry by entry, so that a view sees its message change and no other */
-    this.messages = new Map(messages.map((message) => [message.id, message]));
+    this.messages = new Map(messages.map((message) => [message.id, kept(message)]));
     this.sequences = new Map(writing.map(({ message, sequence }) => [message, sequence]));
     for (const { message, rate } of writing) {
       if (rate && this.messages.has(message)) this.messages.set(message, { ...this.messages.get(message), rate });
     }
     this.structure = 0;
     this.paths = new Map();
-    this.children = null;
+    this.children = before?.children ?? null;
     this.index();
   }
 

@@ -97,7 +97,7 @@ export async function fetchConversation(id) {
   fetching.set(id, job);
   try {
     const got = await api.getConversation(id);
-    const tree = new MessageTree(got.messages, got.writing ?? []);
+    const tree = new MessageTree(got.messages, got.writing ?? [], state.trees.get(id));
     for (const { message, stage, fraction } of got.writing ?? []) {
       if (stage) state.progress.set(message, { stage, fraction });
     }

@@ -118,6 +118,7 @@ def test_edits_make_branches_and_branches_are_switched(chat: ChatPage) -> None:
     first.focus()
     first.press("ArrowRight")
     expect(chat.messages.first).to_contain_text("show the free space")
+    expect(chat.messages.first).to_be_focused()
 
     chat.messages.first.focus()
     chat.messages.first.press("e")
@@ -146,6 +147,7 @@ def test_a_deleted_message_comes_back(chat: ChatPage) -> None:
     third.focus()
     third.press("Delete")
     expect(chat.messages).to_have_count(2)
+    expect(chat.messages.last).to_be_focused()
     chat.notice.get_by_role("button", name="Undo").click()
     expect(chat.messages).to_have_count(4)
     expect(chat.messages.nth(2)).to_contain_text("list all folders")

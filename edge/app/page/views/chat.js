@@ -1,6 +1,6 @@
 /** A conversation: its header, its messages and the composer. */
 
-import { html, useEffect, useLayoutEffect } from "edgerun/preact";
+import { html, useEffect, useLayoutEffect, useRef } from "edgerun/preact";
 
 import { useFollowScroll } from "../follow_scroll.js";
 import { Icon } from "../icons.js";
@@ -66,6 +66,24 @@ function moveBetweenMessages(event, scroller) {
   else items[Math.max(0, next)].focus();
 }
 
+/** Keeps the focus in its place when the message that has it is replaced by another of its branches, or deleted. */
+function useKeptFocus(content, path) {
+  const place = useRef(-1);
+  useLayoutEffect(() => {
+    if (place.current < 0 || document.activeElement !== document.body) return;
+    const items = content.current.querySelectorAll("[data-message]");
+    items[Math.min(place.current, items.length - 1)]?.focus({ preventScroll: true });
+  }, [path]);
+  return {
+    onFocusIn: (event) => {
+      place.current = path.indexOf(event.target.closest("[data-message]")?.dataset.message);
+    },
+    onFocusOut: (event) => {
+      if (event.relatedTarget && !content.current.contains(event.relatedTarget)) place.current = -1;
+    },
+  };
+}
+
 /** The chat of the conversation `id`; null is one that is created with its first message. */
 export function Chat({ id }) {
   const conversation = useStore((current) => current.conversations.find((item) => item.id === id));
@@ -78,6 +96,7 @@ export function Chat({ id }) {
   const { scroller, content, following, toEnd, toMessage } = useFollowScroll(id, ready);
   const own = useStore((current) => current.ownAnswer);
 
+  const focusing = useKeptFocus(content, path);
   const last = path[path.length - 1];
   useLayoutEffect(() => {
     if (own === null || own !== last) return; // another window's question does not move this one's view
@@ -99,7 +118,7 @@ export function Chat({ id }) {
   return html`<main class="chat">
     <${Header} conversation=${conversation} />
     <div class="scroller" ref=${scroller} tabindex="-1">
-      <div class="column" ref=${content}>
+      <div class="column" ref=${content} ...${focusing}>
         ${failure && !tree && html`<p class="failure" role="alert">${failure}</p>`}
         ${!ready && !failure && html`<p class="quiet" role="status">${strings.chat.loading}</p>`}
         ${id === null
