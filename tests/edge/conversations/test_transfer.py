@@ -218,6 +218,7 @@ LINES = st.lists(
 
 
 @given(st.lists(LINES, min_size=1, max_size=4), LINES)
+@settings(max_examples=40)
 def test_markdown_keeps_every_line_of_messages(contents: list[str], system: str) -> None:
     roles = [Role.USER, Role.ASSISTANT] * len(contents)
     branch = [
