@@ -65,6 +65,8 @@ class BackgroundAnswers:
     def __init__(self, context: AppContext) -> None:
         self._context: Final = context
         self._lock: Final = threading.Lock()
+        self._beginning: Final = threading.RLock()
+        """Held from the moment when windows are told of an answer until it is in `_live`, where it can be stopped."""
         self._live: Final[dict[str, LiveAnswer]] = {}
         self._ending = False
         self._pending: Final = threading.Event()
@@ -81,8 +83,9 @@ class BackgroundAnswers:
         return self._live.get(message_id)
 
     def of_conversation(self, conversation_id: str) -> list[LiveAnswer]:
-        """Answers of a conversation that are in progress."""
-        return [answer for answer in self.all() if answer.conversation == conversation_id]
+        """Answers of a conversation that are in progress, also one that is beginning."""
+        with self._beginning:
+            return [answer for answer in self.all() if answer.conversation == conversation_id]
 
     def all(self) -> list[LiveAnswer]:
         """All answers in progress."""
@@ -113,15 +116,16 @@ class BackgroundAnswers:
             RefusedError: no further answer can be begun.
             ConversationError: the message was deleted.
         """
-        self.check_room()
         store = self._context.store
         conversation = store.conversation(question.conversation)
         model = start.model if start is not None and self._offers(start.model) else conversation.model
         model = model or self._context.default_model()
-        message = store.add_message(
-            question.conversation, question.id, "assistant", "", model=model, state=MessageState.WRITING
-        )
-        self._begin(message, question, start)
+        with self._beginning:
+            self.check_room()
+            message = store.add_message(
+                question.conversation, question.id, "assistant", "", model=model, state=MessageState.WRITING
+            )
+            self._begin(message, question, start)
         return message
 
     def resume(self, message: StoredMessage) -> StoredMessage:
@@ -131,7 +135,6 @@ class BackgroundAnswers:
             RefusedError: no further answer can be begun, or it is in progress.
             ConversationError: the message was deleted, or another process writes it.
         """
-        self.check_room()
         store = self._context.store
         if message.parent is None:
             raise InputError("the answer has no question", "write a message")
@@ -141,20 +144,25 @@ class BackgroundAnswers:
         if (before := self.live(message.id)) is not None:
             # The windows are told of the end of an answer a moment before its thread ends.
             before.ended.wait(_JOIN_S)
-        store.write_answer(message.id, message.content, None)
-        message = replace(store.message(message.id), model=model or self._context.default_model())
-        self._context.events.publish("message", message=as_object(message))
-        self._begin(message, question, start)
+        with self._beginning:
+            self.check_room()
+            store.write_answer(message.id, message.content, None)
+            message = replace(store.message(message.id), model=model or self._context.default_model())
+            self._context.events.publish("message", message=as_object(message))
+            self._begin(message, question, start)
         return message
 
     def stop(self, message_id: str) -> None:
         """End an answer after its current pass; one that has ended stays as it is."""
-        if (answer := self.live(message_id)) is not None:
+        with self._beginning:
+            answer = self.live(message_id)
+        if answer is not None:
             answer.cancellation.cancel()
 
     def interrupt_all(self) -> None:
         """Begin no further answers, and end those in progress as interrupted."""
-        self._ending = True
+        with self._beginning:
+            self._ending = True
         for answer in self.all():
             answer.state_if_cancelled = MessageState.INTERRUPTED
             answer.cancellation.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from support.app_server import PATIENCE_S, RunningApp, running_app
-from support.app_windows import Window, messages_of, new_conversation, post, read, send, window
+from support.app_windows import Json, Window, messages_of, new_conversation, post, read, send, window
 from support.waiting import wait_until
 
 
@@ -58,6 +59,28 @@ def test_an_answer_goes_on_while_no_window_is_open(endless_app: RunningApp, cook
         assert ended["stats"]["tokens"] > 0
         assert ended["stats"]["tokens_per_second"] > 0
         assert read(second.client, conversation)["writing"] == []
+
+
+def test_an_answer_can_be_stopped_as_soon_as_a_window_knows_of_it(
+    endless_app: RunningApp, cookies: httpx.Cookies
+) -> None:
+    with window(endless_app, cookies) as page, window(endless_app, cookies) as other:
+        conversation = new_conversation(page.client)
+        answer = None
+        for number in range(12):
+            seen = len(other.of("message"))
+            sending = threading.Thread(target=send, args=(page.client, conversation, f"hello {number}", answer))
+            sending.start()
+
+            def begun() -> list[Json]:
+                new = [event["message"] for event in other.of("message")[seen:]]  # noqa: B023  called in this round
+                return [message for message in new if message["role"] == "assistant"]
+
+            other.wait(begun, "the window is told")
+            answer = begun()[0]["id"]
+            post(other.client, f"/api/messages/{answer}/stop")
+            assert other.wait_for_end(answer)["state"] == "stopped"
+            sending.join()
 
 
 def test_two_windows_see_the_same(endless_app: RunningApp, cookies: httpx.Cookies) -> None:
