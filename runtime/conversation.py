@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -115,6 +115,27 @@ class Session:
             if any(answer) and resets == self._resets:
                 whole = "".join((*(() if start is None else (start.text,)), *answer))
                 self.messages = [*messages, {"role": "assistant", "content": whole}]
+
+    @checked_arguments
+    def continue_from(self, messages: Sequence[Message]) -> None:
+        """Replace the conversation by other messages; the system message stays.
+
+        What the engine's prefix cache has of them is taken over, so that it is not computed again.
+
+        Args:
+            messages: roles (user and assistant) and contents, in order.
+
+        Raises:
+            EdgeError: this thread has not finished an answer of this conversation.
+            TemplateError: the template refuses the messages.
+        """
+        self.reset()
+        self.messages += [dict(message) for message in messages]
+        unanswered = bool(messages) and messages[-1]["role"] == "user"
+        next_message = [] if unanswered else [{"role": "user", "content": ""}]
+        prompt_ids = self._model.encode_chat([*self.messages, *next_message])
+        with self._model.queue.reserved(self):
+            self._model.continue_prefix(self._open_sequence(), prompt_ids)
 
     def reset(self) -> None:
         """Forget the conversation; the system message stays."""

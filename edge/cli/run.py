@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -15,16 +15,16 @@ import typer
 
 from ...errors import InputError
 from ...models.byte_sizes import parse_bytes
-from ...models.progress import ProgressDisplay
+from ...models.progress import Progress, ProgressDisplay
 from ...models.text_files import decode_text, unify_line_ends
 from ...runtime.decode import FinishReason
 from ...runtime.devices.power import Power
+from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ...runtime.sampling.logprobs import MAX_ALTERNATIVES
 from ...runtime.speculation.choice import Speculation
 from ...runtime.speculation.sampled_speculator import DraftSampling
-from ..terminal.chat import TerminalChat
 from ..terminal.explain import show_rounds
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import chunk_json, reply_json, stats_line, write_error, write_json, write_out
@@ -61,6 +61,12 @@ class RunOptions:
     """The prompt to answer; None for a chat."""
     system: str | None
     resume: Path | None
+    conversation: str | None
+    """Id of the stored conversation that a chat goes on with."""
+    latest: bool
+    """Whether a chat goes on with the latest conversation."""
+    saving: bool
+    """Whether a chat is kept."""
     as_json: bool
     json_stream: bool
     stats: bool
@@ -172,6 +178,19 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Continue a conversation that /save wrote.")
     ] = None,
+    continue_: Annotated[
+        bool,
+        typer.Option("-c", "--continue", help="Go on with the latest conversation, with its model if none is named."),
+    ] = False,
+    conversation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID", help="Go on with a conversation of this id, as /conversations and the app list them."
+        ),
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save/--no-save", help="Keep the conversations of a chat, and what is typed, on disk.")
+    ] = True,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     as_json: AsJson = False,
     json_stream: Annotated[
@@ -202,7 +221,9 @@ def run(
 ) -> int:
     """Chat with MODEL, or answer one prompt given with -p or on standard input.
 
-    Example: edge-run my-model -p "Why is the sky blue?" -n 200 --stats
+    A chat keeps its conversations, which edge-run app shows too, and takes commands: /help lists them.
+
+    Examples: edge-run my-model -p "Why is the sky blue?" -n 200 --stats; edge-run my-model --continue
     """
     if as_json and json_stream:
         raise InputError("--json and --json-stream are both given", "give one of them")
@@ -232,6 +253,9 @@ def run(
     chatting = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if chatting:
         _check_chat(raw=raw, as_json=as_json, json_stream=json_stream)
+    elif continue_ or conversation is not None:
+        name = "--continue" if continue_ else "--conversation"
+        raise InputError(f"{name} goes on with a chat, but there is a prompt to answer", f"leave out {name}")
     elif prompt is None:
         prompt = _read_standard_input()
     prompt, system = (None if text is None else unify_line_ends(text) for text in (prompt, system))
@@ -252,16 +276,32 @@ def run(
         prefix_cache=prefix_bytes,
         power=power,
     )
-    request = RunOptions(opened, options, prompt, system, resume, as_json, json_stream, stats)
+    request = RunOptions(
+        opened, options, prompt, system, resume, conversation, continue_, save, as_json, json_stream, stats
+    )
     return _chat(request) if chatting else _answer(request)
 
 
 def _chat(options: RunOptions) -> int:
-    with ProgressDisplay(transient=True) as progress, options.model.open(progress) as engine:
-        chat = TerminalChat(
-            engine, options.generate, progress, system=options.system, resume=options.resume, show_stats=options.stats
-        )
-        return chat.run()
+    from ..terminal.chat.opening import ChatSettings, open_chat
+
+    def open_model(name: str | None, progress: Progress) -> Engine:
+        named = options.model
+        if name != named.model:  # these belong to the model that was named with them
+            draft = None if named.draft is None else "auto"
+            named = replace(named, model=name, tokenizer=None, draft=draft)
+        return named.open(progress)
+
+    settings = ChatSettings(
+        options.generate,
+        options.system,
+        options.resume,
+        options.conversation,
+        latest=options.latest,
+        saving=options.saving,
+        show_stats=options.stats,
+    )
+    return open_chat(open_model, options.model.model, settings)
 
 
 def _answer(options: RunOptions) -> int:

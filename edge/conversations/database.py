@@ -42,6 +42,8 @@ _HINTS: Final = {
 }
 _LOG: Final = ("-wal", "-shm")
 """Ends of the names of a database's log and of the index of the log."""
+_IN_MEMORY: Final = Path(":memory:")
+"""SQLite's name for a database in memory."""
 
 
 class ConversationDatabase:
@@ -295,6 +297,22 @@ class ConversationDatabase:
 
 class _ReplacedError(OSError):
     """The file was set aside after it had been opened."""
+
+
+class MemoryDatabase(ConversationDatabase):
+    """A database in memory, which is gone when it is closed; nothing of it is written to a disk."""
+
+    def __init__(self) -> None:
+        super().__init__(_IN_MEMORY, lambda _: None)
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._closed:
+            raise ConversationError("the conversations are closed", "open them again")
+        if self._connection is None:
+            self._connection = connect(self.path)
+            self._connection.execute("PRAGMA temp_store = memory")
+            migrate(self._connection)
+        return self._connection
 
 
 def connect(path: Path, *, log: bool = True) -> sqlite3.Connection:

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 from . import answer_table, conversation_table, message_table
 from .data_folder import data_folder
-from .database import ConversationDatabase
+from .database import ConversationDatabase, MemoryDatabase
 from .markdown_transfer import as_markdown, read_markdown
 from .message_search import search_messages, update_index
 from .records import (
@@ -44,13 +44,19 @@ class ConversationStore:
     Args:
         path: the file; None for `conversations.sqlite3` in the user's data folder.
         notice: called with a sentence for the user, such as where a damaged file was set aside to.
+        database: an open database in place of the file.
 
     Raises:
         ConversationError: the file cannot be read or written, was written by a newer edge-run, or is another program's.
     """
 
-    def __init__(self, path: Path | None = None, notice: Callable[[str], None] = _log.warning) -> None:
-        self._database = ConversationDatabase(data_folder() / FILE_NAME if path is None else path, notice)
+    def __init__(
+        self,
+        path: Path | None = None,
+        notice: Callable[[str], None] = _log.warning,
+        database: ConversationDatabase | None = None,
+    ) -> None:
+        self._database = database or ConversationDatabase(data_folder() / FILE_NAME if path is None else path, notice)
         self._writer: Final = Writer.of_this_process()
         self._listeners: list[Callable[[Change], None]] = []
         self._listeners_lock = threading.Lock()
@@ -71,9 +77,14 @@ class ConversationStore:
         """
         return cls(path, notice)
 
+    @classmethod
+    def in_memory(cls) -> Self:
+        """A store that is gone when it is closed; nothing of it is written to a disk."""
+        return cls(database=MemoryDatabase())
+
     @property
     def path(self) -> Path:
-        """The file."""
+        """The file; `:memory:` for a store in memory."""
         return self._database.path
 
     # Conversations

@@ -1,27 +1,36 @@
 """Everything that is printed: the only module of edge/ that writes to standard output and standard error.
 
 Names, notes and errors come from model files and libraries, so all that is printed passes `for_terminal`. An answer
-that goes to a file or a pipe is written as it is.
+that goes to a file or a pipe is written as it is. The prompt of the chat draws through `prompt_output`, and an answer
+that is drawn again while it grows through `LiveView`.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
+import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
+from rich.text import Text
+from rich.theme import Theme
 
 from ...models.safe_text import for_terminal, on_one_line
 
-if TYPE_CHECKING:  # `--version`, `--help` and errors in options need no runtime
+if TYPE_CHECKING:  # `--version`, `--help` and errors in options need no runtime, and only a chat has a prompt
+    from prompt_toolkit.output import Output
+    from rich.live import Live
+
     from ...runtime.engine import Engine
     from ...runtime.result import Chunk, Reply, Stats
     from ...runtime.speculation.choice import Speculation
@@ -31,6 +40,12 @@ _SHORTEST_SHOWN_S: Final = 0.0005
 """Shorter parts of the time to the first token would be shown as 0 ms."""
 _PIPE_WIDTH: Final = 110
 """Width of tables where standard output is not a terminal, at least."""
+_PATIENCE_S: Final = 0.3
+"""Seconds after which it is shown what the program waits for."""
+_THEME: Final = Theme({"markdown.code": "bold cyan", "markdown.code_block": "none", "markdown.item.number": "bold"})
+"""Styles that suit dark and light backgrounds."""
+_DUMB: Final = ("dumb", "unknown")
+"""Values of the environment variable TERM for terminals that understand no escape sequences."""
 _FIGURE_NAMES: Final = {
     "max_abs_diff": "largest logit difference",
     "mean_kl": "mean KL",
@@ -47,7 +62,7 @@ class SafeConsole(Console):
     """
 
     def __init__(self, *, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, theme=_THEME)
         if not self.is_terminal:
             self.width = max(self.width, _PIPE_WIDTH)
         self.push_render_hook(_SafeText())
@@ -69,6 +84,104 @@ class _Filtered:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for segment in console.render(self._renderable, options):
             yield segment if segment.control else Segment(for_terminal(segment.text), segment.style)
+
+
+class _LastLines:
+    """Renders the last lines of another renderable, as many as the terminal has room for."""
+
+    def __init__(self, renderable: ConsoleRenderable) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self._renderable, options.update(height=None), pad=False)
+        for line in lines[-max(console.height - 1, 1) :]:
+            yield from line
+            yield Segment.line()
+
+
+class LiveView:
+    """What stands below everything printed, and is drawn again when it changes; it vanishes at the end of the block.
+
+    Within the block, print to the same console only.
+    """
+
+    def __init__(self, console: SafeConsole) -> None:
+        from rich.live import Live  # noqa: PLC0415
+
+        self._live: Live = Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="visible",
+        )
+
+    def show(self, renderable: ConsoleRenderable) -> None:
+        """Draw this in place of what was drawn before: its last lines, if it is higher than the terminal."""
+        # The hook of a console does not see what its live display shows.
+        self._live.update(_Filtered(_LastLines(renderable)), refresh=True)
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._live.update(Text(""))
+        self._live.stop()
+
+
+@contextmanager
+def waiting_shown(text: str) -> Iterator[None]:
+    """Show on standard error what the program waits for, if the block lasts."""
+    console = SafeConsole(stderr=True)
+    if not (console.is_terminal and can_draw()):
+        yield
+        return
+    status = console.status(on_one_line(text))
+    timer = threading.Timer(_PATIENCE_S, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
+
+
+class _SafeOutput:
+    """The output of prompt_toolkit with the text that it writes filtered; escape sequences it writes separately."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+
+    def write(self, data: str) -> None:
+        """Write text. Carriage returns move the cursor; those of the text itself arrive as `^M`."""
+        self._output.write("\r".join(map(for_terminal, data.split("\r"))))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
+
+
+def prompt_output() -> Output:
+    """The output that a prompt of prompt_toolkit draws through: standard output, behind the filter."""
+    from prompt_toolkit.output import Output, create_output  # noqa: PLC0415
+
+    Output.register(_SafeOutput)
+    return cast(Output, _SafeOutput(create_output(sys.stdout)))
+
+
+def can_draw() -> bool:
+    """Whether standard input and output are a terminal on which text can be drawn again in place."""
+    streams = (sys.stdin, sys.stdout)
+    return all(stream is not None and stream.isatty() for stream in streams) and os.environ.get("TERM") not in _DUMB
+
+
+def set_clipboard(text: str) -> None:
+    """Ask the terminal to put text into the clipboard (OSC 52); terminals that do not know how ignore it."""
+    sys.stdout.write(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\x07")
+    sys.stdout.flush()
 
 
 def write_out(text: str) -> None:

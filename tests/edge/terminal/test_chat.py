@@ -1,4 +1,4 @@
-"""The chat on a pseudo-terminal."""
+"""The chat on a terminal that cannot be drawn on (TERM=dumb), with its plain prompt."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_conversation_with_every_command(open_chat: OpenTerminal, tiny_bundle:
     assert "/help for help" in chat.until("\n" + PROMPT)
     assert "/save PATH" in chat.say("/help")
     assert "no answer yet" in chat.say("/stats")
-    first = chat.say("the other")
+    first = chat.say("the other is that the other")
     assert first
     shown = chat.say("/stats")
     assert "8 tokens at" in shown
@@ -110,22 +110,25 @@ def test_a_conversation_with_every_command(open_chat: OpenTerminal, tiny_bundle:
     chat.say("again")
     assert "reused" in chat.say("/stats")
     assert "new conversation" in chat.say("/reset")
-    assert chat.say("the other") == first
+    assert chat.say("the other is that the other") == first
     assert "saved; continue with --resume" in chat.say(f"/save {tmp_path / 'chat.kv'}")
     assert (tmp_path / "chat.kv").is_file()
     assert "system message: none" in chat.say("/system")
-    assert "new conversation" in chat.say("/system speak up")
+    assert "system message: speak up" in chat.say("/system speak up")
     assert "system message: speak up" in chat.say("/system")
     assert "unknown command /dance; /help lists the commands" in chat.say("/dance")
+    assert "unknown command /regenrate; did you mean /regenerate?" in chat.say("/regenrate")
     chat.type("x" * 300 + "\n")
-    chat.until("start again with reset (/reset in the terminal)")
+    chat.until("shorten it or its attachments, or load the model with a longer context")
     chat.until("\n" + PROMPT)
     assert chat.say("the other")
     chat.type("/quit\n")
     assert chat.end() == 0
 
-    resumed = open_chat(str(tiny_bundle), "-n", "8", "--resume", str(tmp_path / "chat.kv"))
-    assert "2 messages in the conversation" in resumed.until("\n" + PROMPT)
+    resumed = open_chat(str(tiny_bundle), "-n", "8", "--resume", str(tmp_path / "chat.kv"), "--no-save")
+    resumed.until(f"> the other is that the other\n{first}\n" + PROMPT)
+    resumed.say("again")
+    assert "reused" in resumed.say("/stats")
     resumed.type("\x04")
     assert resumed.end() == 0
 

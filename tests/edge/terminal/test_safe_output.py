@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,8 +19,9 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 import edgerun
 from edgerun.edge.cli.main import main
-from edgerun.edge.terminal.chat import TerminalChat
-from edgerun.edge.terminal.output import SafeConsole, showing_warnings, write_json, write_line
+from edgerun.edge.terminal.chat.answer_view import MarkdownView
+from edgerun.edge.terminal.chat.opening import ChatSettings, open_chat
+from edgerun.edge.terminal.output import SafeConsole, prompt_output, showing_warnings, write_json, write_line
 from edgerun.models.manifest import Calibration, Manifest
 from edgerun.models.progress import ProgressDisplay
 from edgerun.models.safe_text import for_terminal, on_one_line
@@ -201,16 +203,51 @@ def test_listings_of_the_hub_are_shown_as_text(
 def test_the_chat_shows_hostile_names_as_text(
     hostile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = iter([f"/system {TEXT}", "/system", f"/save {hostile / NAME / NAME}", f"/{TEXT}", "the", "/quit"])
+    lines = iter([f"/system {TEXT}", f"/title {TEXT}", f"/save {hostile / NAME / NAME}", f"/{TEXT}", "the", "/quit"])
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
-    with edgerun.load(hostile) as engine:
-        chat = TerminalChat(
-            engine, GenerateOptions(max_tokens=2), ProgressDisplay(), system=None, resume=None, show_stats=True
-        )
-        assert chat.run() == 0
+    settings = ChatSettings(GenerateOptions(max_tokens=2), saving=False, show_stats=True)
+    assert open_chat(lambda name, progress: edgerun.load(name, progress=progress), str(hostile), settings) == 0
     captured = capsys.readouterr()
     assert not CONTROLS.intersection(captured.err) - {"\n"}
-    assert captured.err.count(SHOWN) == 5
+    assert captured.err.count(SHOWN) == 6
+
+
+ANSWERS = {
+    "text": TEXT,
+    "heading": f"# {TEXT}",
+    "list": f"- {TEXT}",
+    "code": f"```{TEXT}\n{TEXT}\n```",
+    "inline code": f"`{TEXT}`",
+    "table": f"| {TEXT} |\n|---|\n| {TEXT} |",
+    "link": f"[{TEXT}](http://{TEXT}) [x](<http://{TEXT}>) ![x](y{TEXT})",
+    "html": f"<b>{TEXT}</b>\n\n<div>{TEXT}</div>",
+    "entities": "&#27;[31m &#x9b;2J &#8238; [x](http://&#27;]0;owned&#7;)",
+    "escapes": "\\\x1b[31m \\\x9b2J \u202e",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_rendered_answers_control_no_terminal(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    view = MarkdownView(SafeConsole())
+    for piece in answer:
+        view.write(piece)
+    view.close()
+    sent = re.sub(r"\x1b\[[0-9;]*[mAK]|\x1b\[\?25[hl]|\r", "", screen.getvalue())  # styles, and the cursor
+    assert not CONTROLS.intersection(sent) - {"\n"}, sent
+    assert "\x1b[31m" not in screen.getvalue()
+
+
+def test_what_a_prompt_draws_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    output = prompt_output()
+    output.write(f"a\r\n{TEXT}")
+    output.cursor_up(2)
+    output.flush()
+    assert screen.getvalue() == f"a\r\n{for_terminal(TEXT)}\x1b[2A"
 
 
 def test_logged_warnings_are_one_filtered_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""The chat in the terminal: its prompt, its commands, and how answers are shown."""

@@ -1,0 +1,353 @@
+"""What a chat does: answers messages, and shows answers while they are generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.text import Text
+
+from ....errors import ContextError, EdgeError
+from ....models.safe_text import on_one_line
+from ....runtime.conversation import Session
+from ....runtime.options import GenerateOptions
+from ....runtime.result import Stats
+from ...conversations.answering import AnswerWriter, answer_state, generate_options, stats_object
+from ...conversations.context_fit import ContextFit, fit_context, model_messages
+from ...conversations.records import Attachment, Conversation, MessageState, Role, StoredMessage
+from ...conversations.store import ConversationStore
+from ..explain import show_rounds
+from ..interrupt import ChatInterrupts
+from ..output import SafeConsole, can_draw, stats_line
+from .answer_view import AnswerMarkdown, MarkdownView, RawView
+from .chat_conversation import ChatConversation
+from .chat_model import INTRODUCTION, NO_CHAT, ChatModel, is_bundled, is_here, is_small_talk, model_name_of, short_name
+from .prompt_reader import CONTINUATION, PROMPT, PlainReader, PromptReader
+
+_SHOWN_MESSAGES: Final = 4
+"""Number of messages that are shown of a conversation that goes on."""
+_SHOWN_LINES: Final = 8
+"""Number of lines that are shown of a message in it."""
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """What a chat begins with."""
+
+    options: GenerateOptions
+    system: str | None = None
+    resume: Path | None = None
+    """A file that `/save` wrote, to go on with."""
+    conversation: str | None = None
+    """Id of the stored conversation to go on with."""
+    latest: bool = False
+    """Whether to go on with the latest conversation."""
+    saving: bool = True
+    """Whether conversations and what is typed are kept."""
+    show_stats: bool = False
+
+
+class Chat:
+    """A conversation with a model in the terminal.
+
+    Args:
+        model: the model that answers.
+        store: where the conversation is kept.
+        interrupts: gives Ctrl-C to what the chat is doing.
+        settings: how the chat begins.
+        stored: the stored conversation to go on with.
+
+    Raises:
+        EdgeError: the conversation to go on with cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: ChatModel,
+        store: ConversationStore,
+        interrupts: ChatInterrupts,
+        settings: ChatSettings,
+        stored: Conversation | None = None,
+    ) -> None:
+        self.model: Final = model
+        self.store: Final = store
+        self.settings: Final = settings
+        self.console: Final = SafeConsole()
+        self.interrupts: Final = interrupts
+        self.attachments: list[Attachment] = []
+        """Files that go with the next message."""
+        self.last_stats: Stats | None = None
+        self.raw: bool = not can_draw() or is_bundled(model.engine)
+        """Whether answers are shown as they are; the bundled model writes commands, not Markdown."""
+        self.saved_session: Session | None = None
+        """Keeps the KV cache of a file that was resumed or saved, from which answers continue."""
+        self._messages: Final = SafeConsole(stderr=True)
+        self._used_tokens: int | None = None
+        """Tokens of the conversation, once they have been counted."""
+        self._trimmed = 0
+        self._explained = False
+        self.draft = ""
+        """What the next prompt begins with."""
+        self.conversation = self._first_conversation(stored)
+        self.reader: PromptReader = PlainReader(interrupts)
+        """What the user types is read from it."""
+
+    def say(self, text: str) -> None:
+        """Answer a message of the user.
+
+        Raises:
+            EdgeError: it cannot be answered; the conversation is as before.
+        """
+        branch = self.conversation.branch()
+        attachments, self.attachments = self.attachments, []
+        try:
+            self.send(text, attachments, branch[-1].id if branch else None)
+        except ContextError:
+            self.attachments = attachments
+            raise
+        if is_bundled(self.model.engine) and is_small_talk(text) and not self._explained:
+            self._explained = True
+            self.note(NO_CHAT)
+
+    def send(self, content: str, attachments: Sequence[Attachment], parent: str | None) -> None:
+        """Add a message of the user after another one, and answer it.
+
+        Raises:
+            EdgeError: it cannot be answered; the conversation is as before.
+        """
+        question = self.conversation.add_question(content, attachments, parent, model_name_of(self.model.engine))
+        try:
+            self.answer(question)
+        except ContextError:
+            self.draft = content
+            raise
+        finally:
+            branch = self.conversation.branch()
+            if branch and branch[-1].id == question.id:  # an answer that has not begun leaves nothing
+                self.store.delete_message(question.id)
+
+    def answer(self, question: StoredMessage) -> None:
+        """Generate an answer to a message of the user, beside those that it has.
+
+        Raises:
+            EdgeError: it cannot be answered.
+        """
+        fit = self._fit(self.store.branch(question.id), self.options())
+        message = self.conversation.add_answer(question, model_name_of(self.model.engine))
+        writer = AnswerWriter(self.store, message.id, tokens=None)
+        self._generate(fit, writer, self.options())
+        if not writer.content and self.store.message(message.id).state is not MessageState.COMPLETE:
+            self.store.delete_message(message.id)
+
+    def continue_answer(self, answer: StoredMessage) -> None:
+        """Let an answer go on where it ended.
+
+        Raises:
+            EdgeError: it cannot go on.
+        """
+        options = self.options().changed({"answer_start": answer.content})
+        fit = self._fit(self.store.branch(answer.id)[:-1], options)
+        self.show_message(answer)
+        self._generate(fit, AnswerWriter(self.store, answer.id, answer.content, tokens=None), options)
+
+    def options(self) -> GenerateOptions:
+        """The options of an answer in this conversation."""
+        return generate_options(self.settings.options, self.conversation.sampling)
+
+    def open(self, conversation: ChatConversation) -> None:
+        """Go on with a conversation, and show its last messages."""
+        self.conversation = conversation
+        self.attachments = []
+        self._trimmed = 0
+        self.count_tokens()
+        branch = conversation.branch()
+        if not branch:
+            return
+        earlier = len(branch) - _SHOWN_MESSAGES
+        stored = conversation.stored
+        if stored is not None and (stored.titled_by_user or earlier > 0):  # other titles are the first message
+            self.console.print(on_one_line(stored.title), style="bold", soft_wrap=True)
+        if earlier > 0:
+            self.note(f"... {earlier} earlier messages")
+        for message in branch[-_SHOWN_MESSAGES:]:
+            self.show_message(message)
+        model = next((each.model for each in reversed(branch) if each.model), None)
+        if model is not None and model != model_name_of(self.model.engine):
+            hint = f"; /model {model} goes on with that" if is_here(model) else ""
+            self.note(f"the answers are of {short_name(model)}; {self.model.name} answers now{hint}")
+
+    def show_message(self, message: StoredMessage) -> None:
+        """Show a message that is stored already, the beginning of a long one."""
+        if message.role is Role.USER:
+            for attachment in message.attachments:
+                self.note(f"[{on_one_line(attachment.name)}]")
+        lines = message.content.rstrip("\n").split("\n")
+        text = "\n".join(lines[:_SHOWN_LINES])
+        if message.role is Role.USER:
+            self.console.print(Text(PROMPT + text.replace("\n", f"\n{CONTINUATION}"), "bold"))
+        elif self.raw:
+            self.console.print(text, soft_wrap=True)
+        else:
+            self.console.print(AnswerMarkdown(text))
+        if len(lines) > _SHOWN_LINES:
+            self.note(f"... {len(lines) - _SHOWN_LINES} more lines")
+
+    def count_tokens(self) -> None:
+        """Count the tokens of the conversation for the line below the prompt."""
+        branch = self.conversation.branch()
+        self._used_tokens = 0
+        if branch:
+            messages = model_messages(self.conversation.system, branch)
+            try:
+                self._used_tokens = len(self.model.engine.encode_chat(messages))
+            except EdgeError:  # what is wrong is said when it is answered
+                self._used_tokens = None
+
+    def status(self, columns: int) -> str:
+        """The line below the prompt: the model, how full the context is, and the speed of the last answer."""
+        engine = self.model.engine
+        parts = [on_one_line(self.model.name)]
+        if self._used_tokens is not None:
+            parts.append(f"{self._used_tokens} of {engine.context} tokens ({self._used_tokens / engine.context:.0%})")
+        if self.last_stats is not None and self.last_stats.decode_tokens:
+            parts.append(f"{self.last_stats.decode_tokens_per_second:.0f} tokens/s")
+        if self.attachments:
+            parts.append(f"{len(self.attachments)} file{'s' * (len(self.attachments) > 1)} attached")
+        if not self.settings.saving:
+            parts.append("not saved")
+        while len(parts) > 2 and len(" | ".join(parts)) > columns:
+            parts.pop()
+        line = " | ".join(parts)
+        return line if len(line) <= columns else parts[-1][:columns]
+
+    def model_changed(self) -> None:
+        """Take account of another model."""
+        self.raw = not can_draw() or is_bundled(self.model.engine)
+        self.saved_session = self.last_stats = None
+        self._trimmed = 0
+        self.count_tokens()
+        self._introduce_model()
+
+    def introduce_model(self) -> None:
+        """Say what the bundled model is."""
+        self.note(INTRODUCTION)
+
+    def note(self, text: str) -> None:
+        """Show a remark."""
+        self._messages.print(text, style="dim", soft_wrap=not can_draw())
+
+    def show_error(self, text: str) -> None:
+        """Show what went wrong."""
+        self._messages.print(text, style="red", soft_wrap=not can_draw())
+
+    def show_stats(self) -> None:
+        """Show the statistics of the last answer."""
+        self.note("no answer yet" if self.last_stats is None else stats_line(self.last_stats, self.model.engine))
+
+    def _first_conversation(self, stored: Conversation | None) -> ChatConversation:
+        """The conversation to go on with, or a new one.
+
+        Raises:
+            EdgeError: the file that holds it cannot be opened.
+        """
+        system = self.settings.system
+        if self.settings.resume is not None:
+            self.saved_session = self.model.engine.session(system=system, resume=self.settings.resume)
+            return self._imported(self.saved_session)
+        conversation = ChatConversation(self.store, system or "", stored)
+        if stored is not None and system is not None:
+            conversation.change(system=system)
+        return conversation
+
+    def _imported(self, session: Session) -> ChatConversation:
+        """A new conversation with the messages of a file that `/save` wrote."""
+        model = model_name_of(self.model.engine)
+        conversation = ChatConversation(self.store, session.system or "")
+        question: StoredMessage | None = None
+        parent: str | None = None
+        for message in session.messages:
+            if message["role"] == Role.USER:
+                question = conversation.add_question(message["content"], (), parent, model)
+                parent = question.id
+            elif message["role"] == Role.ASSISTANT and question is not None:
+                answer = conversation.add_answer(question, model)
+                parent = self.store.finish_answer(answer.id, message["content"], MessageState.COMPLETE).id
+        return conversation
+
+    def introduce(self) -> None:
+        """Show what the user talks to, and the last messages of a conversation that goes on."""
+        self._introduce_model()
+        self.open(self.conversation)
+
+    def _introduce_model(self) -> None:
+        banner = Text(on_one_line(self.model.name), "bold")
+        banner.append(f" on {self.model.engine.device}. /help for help, /quit to leave.", "not bold")
+        self._messages.print(banner)
+        if is_bundled(self.model.engine):
+            self.introduce_model()
+
+    def _fit(self, branch: Sequence[StoredMessage], options: GenerateOptions) -> ContextFit:
+        """The messages that fit the context; says when older ones are left out.
+
+        Raises:
+            EdgeError: the last one does not fit, or the template refuses them.
+        """
+        fit = fit_context(self.model.engine, self.conversation.system, branch, options)
+        if len(fit.trimmed) > self._trimmed:
+            count = len(fit.trimmed)
+            self.note(
+                f"the conversation is longer than the context of {fit.context} tokens: the model no longer reads the "
+                f"first {count} messages"
+            )
+        self._trimmed = len(fit.trimmed)
+        return fit
+
+    def _generate(self, fit: ContextFit, writer: AnswerWriter, options: GenerateOptions) -> None:
+        """Generate an answer, show it, and keep it.
+
+        Raises:
+            EdgeError: it failed; what was generated is kept.
+        """
+        engine = self.model.engine
+        stream = engine.stream(model_messages(self.conversation.system, fit.messages), options)
+        view = RawView() if self.raw else MarkdownView(self.console)
+        state, stats, error = MessageState.INTERRUPTED, None, None
+        described: dict[str, Any] | None = None
+        try:
+            with (
+                self.model.progress,
+                closing(stream),
+                closing(view),
+                self.interrupts.calling(stream.cancel),
+            ):
+                for chunk in stream:
+                    view.write(chunk.text)
+                    writer.add(chunk)
+                    if chunk.stats is not None and chunk.finish_reason is not None:
+                        stats, state = chunk.stats, answer_state(chunk.finish_reason)
+                        described = stats_object(chunk.stats, fit.trimmed)
+        except EdgeError as problem:
+            state, error = MessageState.FAILED, str(problem)
+            raise
+        finally:
+            self.interrupts.take()
+            writer.finish(state, described, error)
+        self._report(state, stats, options)
+
+    def _report(self, state: MessageState, stats: Stats | None, options: GenerateOptions) -> None:
+        """Say how an answer ended."""
+        if state is MessageState.STOPPED:
+            self.note("stopped")
+        elif state is MessageState.LENGTH and options.max_tokens is None:
+            self.note("the context is full; /continue goes on with less of what was said before")
+        if stats is None:
+            return
+        self.last_stats = stats
+        self._used_tokens = stats.prompt_tokens + stats.completion_tokens
+        if options.explain:
+            show_rounds(stats.rounds, self.model.engine.graph_io)
+        if self.settings.show_stats:
+            self.show_stats()

@@ -1,0 +1,113 @@
+"""The conversation that the chat is in, and the tree of its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....errors import ConversationError
+from ...conversations.records import Attachment, Conversation, MessageState, Role, StoredMessage
+from ...conversations.store import ConversationStore
+
+
+@dataclass(frozen=True)
+class BranchPoint:
+    """Messages that follow the same one, of which one is shown."""
+
+    before: StoredMessage | None
+    """The message that they follow; None for first messages."""
+    alternatives: tuple[StoredMessage, ...]
+    shown: int
+    """Index of the one that is shown."""
+
+
+class ChatConversation:
+    """A conversation of the store, or a new one, which is stored with its first message.
+
+    Args:
+        store: the store.
+        system: system message of a new conversation.
+        conversation: the conversation to go on with; None for a new one.
+    """
+
+    def __init__(self, store: ConversationStore, system: str = "", conversation: Conversation | None = None) -> None:
+        self._store = store
+        self._id = None if conversation is None else conversation.id
+        self._fields: dict[str, Any] = {"system": system, "sampling": {}, "title": ""}
+        """Fields of a conversation that is not stored yet."""
+
+    @property
+    def stored(self) -> Conversation | None:
+        """What is stored of it; None for a new one."""
+        return None if self._id is None else self._store.conversation(self._id)
+
+    @property
+    def system(self) -> str:
+        """The system message; empty for none."""
+        return str(self._field("system"))
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """Options of its answers."""
+        sampling: Mapping[str, Any] = self._field("sampling")
+        return sampling
+
+    @property
+    def title(self) -> str:
+        """The title; empty if it has none yet."""
+        return str(self._field("title"))
+
+    def change(self, **fields: Any) -> None:
+        """Set `title`, `system` or `sampling`."""
+        if self._id is None:
+            self._fields |= fields
+        else:
+            self._store.change(self._id, **fields)
+
+    def branch(self) -> list[StoredMessage]:
+        """The messages that are shown, the first one first."""
+        conversation = self.stored
+        return [] if conversation is None or conversation.leaf is None else self._store.branch(conversation.leaf)
+
+    def add_question(
+        self, content: str, attachments: Sequence[Attachment], parent: str | None, model: str
+    ) -> StoredMessage:
+        """Add a message of the user after `parent`."""
+        if self._id is None:
+            self._id = self._store.create(model=model, **self._fields).id
+        return self._store.add_message(self._id, parent, Role.USER, content, attachments=attachments)
+
+    def add_answer(self, question: StoredMessage, model: str) -> StoredMessage:
+        """Add an answer that is going to be written."""
+        return self._store.add_message(
+            question.conversation, question.id, Role.ASSISTANT, "", model=model, state=MessageState.WRITING
+        )
+
+    def last(self, role: Role) -> StoredMessage:
+        """The last message of the user, or the last answer.
+
+        Raises:
+            ConversationError: there is none.
+        """
+        found = next((message for message in reversed(self.branch()) if message.role is role), None)
+        if found is None:
+            what = "message" if role is Role.USER else "answer"
+            raise ConversationError(f"there is no {what} yet", "write a message first")
+        return found
+
+    def branch_points(self) -> list[BranchPoint]:
+        """Where the conversation has alternatives to what is shown, the last place first."""
+        branch = self.branch()
+        messages = self._store.messages(branch[0].conversation) if branch else []
+        points = []
+        for before, message in zip([None, *branch], branch, strict=False):
+            alternatives = tuple(each for each in messages if each.parent == message.parent)
+            if len(alternatives) > 1:
+                shown = [each.id for each in alternatives].index(message.id)
+                points.append(BranchPoint(before, alternatives, shown))
+        return points[::-1]
+
+    def _field(self, name: str) -> Any:
+        stored = self.stored
+        return self._fields[name] if stored is None else getattr(stored, name)

@@ -1,0 +1,135 @@
+"""The model of a chat: its name, its introduction, and another in its place."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ....errors import BundleError, EdgeError
+from ....models.find import BUNDLED_MODEL, bundled_folder, find_model, is_on_hub
+from ....models.hub.local_store import read_downloaded
+from ....models.progress import Progress, ProgressDisplay
+from ....models.safe_text import on_one_line
+from ....runtime.engine import Engine
+from ...service.offered_models import OfferedModels
+from ..output import waiting_shown
+
+OpenModel: TypeAlias = Callable[[str | None, Progress], Engine]
+"""Loads the model of a name, None for the bundled one; its answers report their progress."""
+
+_CHAT_MODEL: Final = "onnx-community/Qwen2.5-0.5B-Instruct"
+INTRODUCTION: Final = f"""\
+This small model comes with edge-run. It turns a request into a shell command, and it does not chat.
+Ask for a command: find files larger than 100 MB
+To get a model that chats: edge-run pull {_CHAT_MODEL}
+and then: edge-run {_CHAT_MODEL}"""
+NO_CHAT: Final = (
+    "this model writes shell commands only, whatever it is asked; try: list open ports. /help says how to get another"
+)
+_SMALL_TALK: Final = re.compile(
+    r"(hi+|hello|hey|yo|thanks?|thank you|good (morning|evening|night|day)|bye|ok(ay)?|please|help|test(ing)?|"
+    r"(how|who|what) are you|what can you do|what is this|tell me .*|why .*|write .* (poem|story|essay).*)"
+    r"( there| you| edge-run| all)?[\s.!?]*",
+    re.IGNORECASE,
+)
+
+
+def model_name_of(engine: Engine) -> str:
+    """The name by which a conversation remembers its model: that of the app, or a path."""
+    folder = engine.bundle.folder
+    if is_bundled(engine):
+        return BUNDLED_MODEL
+    downloaded = read_downloaded(folder)
+    return str(folder.resolve()) if downloaded is None else downloaded.id
+
+
+def short_name(name: str) -> str:
+    """A model's name without the folders or the organization before it."""
+    return Path(name).name or name
+
+
+def is_bundled(engine: Engine) -> bool:
+    """Whether this is the model that comes with edge-run."""
+    return engine.bundle.folder.resolve() == bundled_folder().resolve()
+
+
+def is_small_talk(text: str) -> bool:
+    """Whether a message is none that a model for shell commands can do anything with."""
+    return _SMALL_TALK.fullmatch(text.strip()) is not None
+
+
+def local_models() -> list[str]:
+    """Names of the models on this machine."""
+    return [entry.id for entry in OfferedModels([]).entries()]
+
+
+def source_of(name: str) -> str:
+    """What `edgerun.load` opens for a name: that of a model on this machine, a path or an id on the hub.
+
+    Raises:
+        EdgeError: there is no such model.
+    """
+    for entry in OfferedModels([]).entries():
+        if name in (entry.id, *entry.aliases) and not os.path.lexists(name):
+            return entry.source
+    if not is_on_hub(name) and not find_model(name).exists():
+        raise BundleError(f"there is no model {name!r:.200}", f"on this machine are: {', '.join(local_models())}")
+    return name
+
+
+def is_here(name: str) -> bool:
+    """Whether the model that a conversation remembers is on this machine."""
+    return name in local_models() or (Path(name).is_absolute() and Path(name).exists())
+
+
+class ChatModel:
+    """The model that answers, which can be replaced by another.
+
+    Args:
+        open_model: loads a model.
+        name: the first model; None for the bundled one.
+        progress: shows what an answer waits for.
+
+    Raises:
+        EdgeError: it cannot be loaded.
+    """
+
+    def __init__(self, open_model: OpenModel, name: str | None, progress: ProgressDisplay) -> None:
+        self.progress: Final = progress
+        self._open_model = open_model
+        self._source = name
+        self.engine = self._open(name)
+
+    def switch(self, name: str) -> None:
+        """Load another model in place of this one, which is loaded again if that fails.
+
+        Raises:
+            EdgeError: it cannot be loaded.
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        source = source_of(name)
+        find_model(source)
+        self.engine.close()
+        try:
+            self.engine = self._open(source)
+            self._source = source
+        except (EdgeError, KeyboardInterrupt):
+            self.engine = self._open(self._source)
+            raise
+
+    @property
+    def name(self) -> str:
+        """Its name for people."""
+        return short_name(model_name_of(self.engine))
+
+    def close(self) -> None:
+        """Free its memory."""
+        self.engine.close()
+
+    def _open(self, name: str | None) -> Engine:
+        find_model(name)  # a download shows its own progress
+        with waiting_shown(f"loading {on_one_line(short_name(name or BUNDLED_MODEL))}"):
+            return self._open_model(name, self.progress)

@@ -1,0 +1,174 @@
+"""The prompt of the chat: editing over several lines, pasted text, history, completion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import Completer
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.history import History
+from prompt_toolkit.input import create_input
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.layout.processors import TabsProcessor
+from prompt_toolkit.output import ColorDepth
+from prompt_toolkit.styles import Style
+
+from ....models.text_files import unify_line_ends
+from ..interrupt import ChatInterrupts
+from ..output import prompt_output
+from .prompt_reader import CONTINUATION, PROMPT
+
+_SHOWN_LINES: Final = 4
+"""Largest number of lines that a pasted text shows as it is; a longer one is shown as one line."""
+_SHOWN_CHARACTERS: Final = 600
+_MENU_LINES: Final = 6
+_STYLE: Final = Style.from_dict(
+    {
+        "bottom-toolbar": "noreverse ansibrightblack",
+        "completion-menu": "noinherit",
+        "completion-menu.completion": "noinherit",
+        "completion-menu.completion.current": "noinherit reverse",
+        "completion-menu.meta.completion": "noinherit ansibrightblack",
+        "completion-menu.meta.completion.current": "noinherit reverse",
+    }
+)
+
+
+class PastedTexts:
+    """Long texts that were pasted, and the words that stand for them at the prompt."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def shown(self, text: str) -> str:
+        """What the prompt shows for a pasted text: the text, or a few words in its place if it is long."""
+        lines = len(text.removesuffix("\n").split("\n"))
+        if lines <= _SHOWN_LINES and len(text) <= _SHOWN_CHARACTERS:
+            return text
+        amount = f"{lines} lines" if lines > 1 else f"{len(text)} characters"
+        words = f"[pasted text {len(self._texts) + 1}: {amount}]"
+        self._texts[words] = text
+        return words
+
+    def at_end(self, line: str) -> str:
+        """The words for a pasted text that `line` ends with; empty if it ends with others."""
+        return next((words for words in self._texts if line.endswith(words)), "")
+
+    def expanded(self, typed: str) -> str:
+        """Put the texts back in place of the words for them."""
+        for words, text in self._texts.items():
+            typed = typed.replace(words, text, 1)
+        return typed
+
+
+class LineEditor:
+    """Reads messages at the prompt of a terminal that can be drawn on.
+
+    Enter sends; Alt+Enter, Ctrl-J, and Enter after a backslash begin a new line. A long pasted text is shown as a few
+    words, and sent whole.
+
+    Args:
+        interrupts: what Ctrl-C is given by.
+        history: what was typed before.
+        completer: completes commands.
+        status: the line below the prompt, for a number of columns.
+    """
+
+    end_key: Final = "Ctrl-D"
+
+    def __init__(
+        self, interrupts: ChatInterrupts, history: History, completer: Completer, status: Callable[[int], str]
+    ) -> None:
+        self._interrupts = interrupts
+        self._pasted = PastedTexts()
+        output = prompt_output()
+        terminal: dict[str, Any] = {
+            "input": create_input(),
+            "output": output,
+            "style": _STYLE,
+            "color_depth": ColorDepth.DEPTH_1_BIT if os.environ.get("NO_COLOR") else None,
+        }
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            prompt_continuation=CONTINUATION,
+            multiline=True,
+            history=history,
+            completer=completer,
+            complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
+            reserve_space_for_menu=_MENU_LINES,
+            key_bindings=self._key_bindings(),
+            input_processors=[TabsProcessor(char1=" ", char2=" ")],
+            bottom_toolbar=lambda: status(output.get_size().columns),
+            **terminal,
+        )
+        self._question: PromptSession[str] = PromptSession(**terminal)
+
+    def read(self, default: str = "") -> str:
+        """Read a message.
+
+        Args:
+            default: text that is there to be edited.
+
+        Raises:
+            EOFError: the input ended.
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        self._pasted = PastedTexts()
+        return self._run(self._session, default=default)
+
+    def ask(self, question: str) -> str:
+        """Read the answer to a question, which is not kept in the history; errors as for `read`."""
+        return self._run(self._question, message=question)
+
+    def _run(self, session: PromptSession[str], **arguments: Any) -> str:
+        app = session.app
+
+        def end_if_interrupted() -> None:
+            if app.is_running and not app.is_done and self._interrupts.take():
+                app.exit(exception=KeyboardInterrupt(), style="class:aborting")
+
+        def interrupt() -> None:
+            loop = app.loop
+            if loop is not None:
+                with suppress(RuntimeError):  # the prompt has just ended: the next one sees it
+                    loop.call_soon_threadsafe(end_if_interrupted)
+
+        with self._interrupts.calling(interrupt):
+            return session.prompt(handle_sigint=False, pre_run=interrupt, **arguments)
+
+    def _key_bindings(self) -> KeyBindings:
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def _send(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            if buffer.document.text_before_cursor.endswith("\\"):
+                buffer.delete_before_cursor()
+                buffer.newline(copy_margin=False)
+                return
+            text = self._pasted.expanded(buffer.text)
+            history = buffer.history.get_strings()
+            if text.strip() not in {"", "/quit", "/exit"} and text not in history[-1:]:
+                buffer.history.append_string(text)
+            event.app.exit(result=text, style="class:accepted")
+
+        @keys.add("escape", "enter")
+        @keys.add("c-j")
+        def _new_line(event: KeyPressEvent) -> None:
+            event.current_buffer.newline(copy_margin=False)
+
+        @keys.add(Keys.BracketedPaste)
+        def _paste(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text(self._pasted.shown(unify_line_ends(event.data)))
+
+        @keys.add("backspace")
+        def _erase(event: KeyPressEvent) -> None:
+            before = event.current_buffer.document.text_before_cursor
+            event.current_buffer.delete_before_cursor(max(len(self._pasted.at_end(before)), 1) * event.arg)
+
+        return keys

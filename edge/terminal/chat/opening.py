@@ -1,0 +1,110 @@
+"""Opens a chat, with its conversation and its model, and reads what the user types."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+
+from ....errors import ConversationError, EdgeError, InputError
+from ....models.find import BUNDLED_MODEL
+from ....models.progress import ProgressDisplay
+from ...conversations.records import Conversation
+from ...conversations.store import ConversationStore
+from ..interrupt import ChatInterrupts
+from ..output import can_draw, write_warning
+from .chat import Chat, ChatSettings
+from .chat_model import ChatModel, OpenModel, is_here, source_of
+from .commands import ChatCommands
+from .prompt_reader import keys_kept_for_the_prompt
+
+__all__ = ["ChatSettings", "open_chat"]
+
+
+def open_chat(open_model: OpenModel, model: str | None, settings: ChatSettings) -> int:
+    """Chat until the user leaves; returns the exit code.
+
+    Args:
+        open_model: loads a model.
+        model: the model that is named; None for that of the conversation, or the bundled one.
+        settings: what the chat begins with.
+
+    Raises:
+        EdgeError: the model or the conversation cannot be opened.
+    """
+    if sum(map(bool, (settings.resume, settings.conversation, settings.latest))) > 1:
+        raise InputError("more than one conversation is named", "give one of --resume, --continue and --conversation")
+    if not settings.saving and (settings.conversation or settings.latest):
+        raise InputError("a conversation that is kept cannot go on without being saved", "leave out --no-save")
+    with ExitStack() as stack:
+        interrupts = stack.enter_context(ChatInterrupts())
+        stack.enter_context(keys_kept_for_the_prompt())
+        store = stack.enter_context(_open_store(settings))
+        conversation = _conversation(store, settings)
+        if conversation is not None and model is None:
+            model = _model_of(conversation)
+        progress = stack.enter_context(ProgressDisplay(transient=True))
+        with interrupts.raising():
+            chat_model = stack.enter_context(closing(ChatModel(open_model, model, progress)))
+        return _until_left(Chat(chat_model, store, interrupts, settings, conversation))
+
+
+def _until_left(chat: Chat) -> int:
+    """Read messages and commands until `/quit` or the end of the input; returns the exit code."""
+    commands = ChatCommands(chat)
+    if can_draw():
+        from .command_completion import ChatCompleter  # noqa: PLC0415  a plain prompt needs none of it
+        from .line_editor import LineEditor  # noqa: PLC0415
+        from .prompt_history import PromptHistory, history_path  # noqa: PLC0415
+
+        history = PromptHistory(history_path(), writing=chat.settings.saving)
+        chat.reader = LineEditor(chat.interrupts, history, ChatCompleter(commands.by_name), chat.status)
+    chat.introduce()
+    while True:
+        try:
+            draft, chat.draft = chat.draft, ""
+            text = chat.reader.read(draft).strip()
+            if text.split(" ")[0] in {"/quit", "/exit"}:
+                return 0
+            if text and not commands.run(text):
+                chat.say(text)
+        except EOFError:
+            return 0
+        except KeyboardInterrupt:
+            chat.interrupts.take()
+            chat.note(f"to leave: /quit or {chat.reader.end_key}")
+        except EdgeError as error:
+            chat.show_error(str(error))
+
+
+def _open_store(settings: ChatSettings) -> ConversationStore:
+    """The store of conversations; one in memory if nothing is to be kept, or nothing can be."""
+    if not settings.saving:
+        return ConversationStore.in_memory()
+    try:
+        return ConversationStore.open(notice=write_warning)
+    except ConversationError as error:
+        if settings.conversation is not None or settings.latest:
+            raise
+        write_warning(f"this chat is not saved: {error}")
+        return ConversationStore.in_memory()
+
+
+def _conversation(store: ConversationStore, settings: ChatSettings) -> Conversation | None:
+    """The stored conversation that the settings name.
+
+    Raises:
+        ConversationError: there is none.
+    """
+    if settings.conversation is not None:
+        return store.conversation(settings.conversation)
+    if not settings.latest:
+        return None
+    conversations = store.conversations()
+    if not conversations:
+        raise ConversationError("there is no conversation yet", "leave out --continue")
+    return max(conversations, key=lambda each: each.updated)
+
+
+def _model_of(conversation: Conversation) -> str | None:
+    """What to load for a conversation; None for the bundled model, also where its own is not on this machine."""
+    name = conversation.model
+    return None if name is None or name == BUNDLED_MODEL or not is_here(name) else source_of(name)

@@ -1,0 +1,101 @@
+"""What the chat reads from: the protocol, and a plain prompt for terminals that cannot be drawn on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+from ..interrupt import ChatInterrupts
+from ..output import can_draw, write_error
+
+PROMPT: Final = "> "
+CONTINUATION: Final = "  "
+
+
+class PromptReader(Protocol):
+    """Reads what the user types."""
+
+    @property
+    def end_key(self) -> str:
+        """The key that ends the input, for messages."""
+        ...
+
+    def read(self, default: str = "") -> str:
+        """Read a message.
+
+        Args:
+            default: text that is there to be edited, where that is possible.
+
+        Raises:
+            EOFError: the input ended.
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        ...
+
+    def ask(self, question: str) -> str:
+        """Read the answer to a question; errors as for `read`."""
+        ...
+
+
+@contextmanager
+def keys_kept_for_the_prompt() -> Iterator[None]:
+    """Between prompts that draw, do not echo keys; the next prompt reads them. Ctrl-C still interrupts.
+
+    Does nothing where the terminal has no such modes, or its prompts are plain.
+    """
+    if sys.platform != "win32" and can_draw():
+        import termios  # noqa: PLC0415
+
+        before = termios.tcgetattr(sys.stdin)
+        mode = termios.tcgetattr(sys.stdin)
+        mode[0] &= ~termios.ICRNL  # so that Enter arrives at the prompt as it was typed
+        mode[3] &= ~(termios.ECHO | termios.ICANON)
+        mode[3] |= termios.NOFLSH  # so that Ctrl-C drops neither keys nor what is being shown
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+    else:
+        yield
+
+
+class PlainReader:
+    """Reads lines with `input`; one that ends in a backslash continues in the next."""
+
+    end_key: Final = "Ctrl-Z then Enter" if sys.platform == "win32" else "Ctrl-D"
+
+    def __init__(self, interrupts: ChatInterrupts) -> None:
+        self._interrupts = interrupts
+        _enable_line_editing()
+
+    def read(self, default: str = "") -> str:  # noqa: ARG002  a plain line cannot be given text to edit
+        """Read a message; see `PromptReader`."""
+        line = self._line(PROMPT)
+        while line.endswith("\\"):
+            line = line.removesuffix("\\") + "\n" + self._line(CONTINUATION)
+        return line
+
+    def ask(self, question: str) -> str:
+        """Read the answer to a question; see `PromptReader`."""
+        return self._line(question)
+
+    def _line(self, prompt: str) -> str:
+        try:
+            with self._interrupts.raising():
+                return input(prompt)
+        except (EOFError, KeyboardInterrupt):
+            write_error("")  # the cursor is still behind the prompt
+            raise
+
+
+def _enable_line_editing() -> None:
+    """Enable arrow keys and line history in `input` where Python has them; nothing is written to disk."""
+    if sys.platform != "win32":
+        try:
+            import readline  # noqa: PLC0415
+        except ImportError:  # not in every build of Python
+            return
+        readline.set_history_length(1000)
