@@ -12,8 +12,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from edgerun import load
+from edgerun.edge.app.app_context import AppContext
+from edgerun.edge.app.background_answers import BackgroundAnswers
+from edgerun.edge.app.event_channel import EventChannel
+from edgerun.edge.conversations.records import Change, MessageState
+from edgerun.edge.conversations.store import ConversationStore
+from edgerun.edge.server.server_settings import ServerSettings
+from edgerun.edge.service.model_pool import ModelPool
 from support.app_server import PATIENCE_S, RunningApp, running_app
-from support.app_windows import Json, Window, messages_of, new_conversation, post, read, send, window
+from support.app_windows import Window, messages_of, new_conversation, post, read, send, window
 from support.waiting import wait_until
 
 
@@ -61,26 +69,30 @@ def test_an_answer_goes_on_while_no_window_is_open(endless_app: RunningApp, cook
         assert read(second.client, conversation)["writing"] == []
 
 
-def test_an_answer_can_be_stopped_as_soon_as_a_window_knows_of_it(
-    endless_app: RunningApp, cookies: httpx.Cookies
-) -> None:
-    with window(endless_app, cookies) as page, window(endless_app, cookies) as other:
-        conversation = new_conversation(page.client)
-        answer = None
-        for number in range(12):
-            seen = len(other.of("message"))
-            sending = threading.Thread(target=send, args=(page.client, conversation, f"hello {number}", answer))
-            sending.start()
+def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endless_bundle: Path) -> None:
+    with (
+        ConversationStore.open(tmp_path / "conversations.sqlite3") as store,
+        ModelPool([str(endless_bundle)], lambda path, progress: load(path, progress=progress, draft=None)) as pool,
+    ):
+        answers = BackgroundAnswers(AppContext(store, pool, EventChannel(), ServerSettings()))
+        stopping: list[threading.Thread] = []
 
-            def begun() -> list[Json]:
-                new = [event["message"] for event in other.of("message")[seen:]]  # noqa: B023  called in this round
-                return [message for message in new if message["role"] == "assistant"]
+        def stop(change: Change) -> None:
+            message = None if change.message_id is None else store.message(change.message_id)
+            if message is not None and message.state is MessageState.WRITING and not stopping:
+                stopping.append(threading.Thread(target=answers.stop, args=(message.id,)))
+                stopping[0].start()
+                # It has to wait for the answer's beginning; without that it would be through here.
+                stopping[0].join(0.2)
 
-            other.wait(begun, "the window is told")
-            answer = begun()[0]["id"]
-            post(other.client, f"/api/messages/{answer}/stop")
-            assert other.wait_for_end(answer)["state"] == "stopped"
-            sending.join()
+        store.listen(stop)
+        # Without the stop, the answer ends by its length.
+        question = store.add_message(store.create(sampling={"max_tokens": 500}).id, None, "user", "hello")
+        answer = answers.answer(question)
+        wait_until(lambda: store.message(answer.id).state is not MessageState.WRITING)
+        assert store.message(answer.id).state is MessageState.STOPPED
+        stopping[0].join()
+        answers.close()
 
 
 def test_two_windows_see_the_same(endless_app: RunningApp, cookies: httpx.Cookies) -> None:
