@@ -33,6 +33,9 @@ _LOG_IN: Final = "hf auth login, or the environment variable HF_TOKEN"
 _DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO})
 _LIBRARY: Final = "huggingface_hub"
 _REQUEST_S: Final = 30.0
+_CHUNK_BYTES: Final = 256 << 10
+"""Bytes between two reports of progress. The library's own 10 MB are ten seconds of a slow connection, during which a
+download could not be cancelled."""
 
 
 class ConnectionFailedError(HubError):
@@ -112,7 +115,12 @@ def download(listing: Listing, file: RepoFile, path: Path, progress: Callable[[i
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     url = hf_hub_url(listing.repo, file.path, revision=listing.commit, endpoint=endpoint())
-    with path.open("ab") as target, _library_errors_explained(HubId(listing.repo), file.path), _library_silenced():
+    with (
+        path.open("ab") as target,
+        _library_errors_explained(HubId(listing.repo), file.path),
+        _library_silenced(),
+        _small_chunks(),
+    ):
         headers = build_hf_headers(library_name="edge-run", library_version=__version__)
         # The offset for resuming counts uncompressed bytes.
         headers["Accept-Encoding"] = "identity"
@@ -203,6 +211,19 @@ def _library_silenced() -> Iterator[None]:
         constants.HF_HUB_DISABLE_TELEMETRY = telemetry_off
         if not decided:
             enable_progress_bars(bars)
+
+
+@contextmanager
+def _small_chunks() -> Iterator[None]:
+    """Let the library write a file in pieces of `_CHUNK_BYTES` during the block."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    usual = constants.DOWNLOAD_CHUNK_SIZE
+    constants.DOWNLOAD_CHUNK_SIZE = min(usual, _CHUNK_BYTES)
+    try:
+        yield
+    finally:
+        constants.DOWNLOAD_CHUNK_SIZE = usual
 
 
 @contextmanager

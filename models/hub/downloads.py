@@ -82,6 +82,7 @@ class PartialDownloads:
         empty_attempts = 0
         while True:
             before = _size(partial)
+            self._count(0)  # what the receiver of progress raises ends the download between two attempts too
             try:
                 hub_client.download(self.listing, file, partial, self._count)
             except hub_client.ConnectionFailedError:

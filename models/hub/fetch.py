@@ -90,11 +90,15 @@ def fetch_model(
     )
 
 
-def fetch_checkpoint(id_: HubId) -> Path:
+def fetch_checkpoint(id_: HubId, *, progress: DownloadProgress | None = None) -> Path:
     """Return the source of an export: a folder with safetensors, a GGUF file, or a folder with an ONNX graph.
 
     A variant names a GGUF file (`Q4_K_M`) or an ONNX graph. Without a variant safetensors are preferred, because they
     have the original precision.
+
+    Args:
+        id_: id of a repository.
+        progress: as for `fetch_model`.
 
     Raises:
         EdgeError: as for `fetch_model`.
@@ -104,12 +108,13 @@ def fetch_checkpoint(id_: HubId) -> Path:
     weights = _safetensors(listing)
     if id_.variant is None and weights:
         files = {name: name for name in (*weights, *_CHECKPOINT_FILES) if name in listing.files}
-        return _model_folder(store, listing, CHECKPOINT, "checkpoint", lambda _: files).path
+        return _model_folder(store, listing, CHECKPOINT, "checkpoint", lambda _: files, progress=progress).path
     gguf = _gguf_files(listing)
     if gguf and (id_.variant is not None or not _has_graphs(listing)):
         variant, path = _choose_gguf(id_, gguf)
-        return _model_folder(store, listing, path, variant, lambda _: {PurePosixPath(path).name: path}).path
-    return fetch_model(id_).path
+        wanted = {PurePosixPath(path).name: path}
+        return _model_folder(store, listing, path, variant, lambda _: wanted, progress=progress).path
+    return fetch_model(id_, progress=progress).path
 
 
 def _listing(id_: HubId, *, newest: bool) -> Listing:

@@ -273,6 +273,19 @@ class Store:
         """Return the total size of partial files in bytes."""
         return sum(path.stat().st_size for path in self.folder.glob("partial/*") if path.is_file())
 
+    def remove_unfinished(self) -> int:
+        """Remove what downloads left unfinished, and everything else if no model is downloaded; return bytes freed.
+
+        Raises:
+            HubError: as for `remove`.
+        """
+        if not self.all_downloaded():
+            return self.remove() if self.folder.is_dir() else 0
+        freed = self.unfinished_bytes()
+        with self._removing(), locked(self.folder / _LOCK_NAME, _REMOVAL_WAIT_S):
+            remove(self.folder / "partial")
+        return freed
+
     def remove(self, models: Iterable[DownloadedModel] | None = None) -> int:
         """Remove some model folders of the repository, or all its files; return the number of bytes freed.
 
@@ -282,7 +295,7 @@ class Store:
             HubError: the disk refused, or another process is downloading the repository.
         """
         before = self._size()
-        try:
+        with self._removing():
             if self.folder.is_symlink():
                 self.folder.unlink()
                 return 0
@@ -294,12 +307,18 @@ class Store:
                         remove(model.folder)
             if models is None:
                 remove(self.folder)
+        return before - self._size()
+
+    @contextmanager
+    def _removing(self) -> Iterator[None]:
+        """Convert errors of a removal to `HubError`."""
+        try:
+            yield
         except TimeoutError as error:
             raise HubError(f"{self.repo} is being downloaded by another process", "wait until it is done") from error
         except OSError as error:
             what = f"{error.filename or self.folder} cannot be removed: {error.strerror or error}"
             raise HubError(what, "check its permissions") from error
-        return before - self._size()
 
     def _size(self) -> int:
         paths = self.folder.rglob("*") if self.folder.is_dir() else ()
