@@ -8,6 +8,7 @@ from .check.parity import Parity
 from .destination import ExportResult
 from .gguf import is_gguf
 from .pipeline import export_checkpoint, export_model, find_source, may_be_quantized
+from .plan_frontier import FrontierPlan, measure_frontier
 from .recipe import (
     DEFAULT_CALIBRATION_TOKENS,
     FP32,
@@ -33,6 +34,7 @@ __all__ = [
     "ExportRecipe",
     "ExportRequest",
     "ExportResult",
+    "FrontierPlan",
     "Method",
     "MixedPrecisionRequest",
     "Parity",
@@ -43,6 +45,7 @@ __all__ = [
     "find_source",
     "is_gguf",
     "may_be_quantized",
+    "measure_frontier",
     "parse_budget",
     "supported_families",
     "upgrade_model",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
@@ -76,6 +77,7 @@ class ModelPool:
         kind: DeviceKind = DeviceKind.CPU,
     ) -> None:
         self.max_bytes: Final = max_bytes
+        self.kind: Final = kind
         self._offered: Final = OfferedModels(models, kind)
         self._open_model: Final = open_model
         self._idle_s: Final = idle_s
@@ -90,6 +92,10 @@ class ModelPool:
     def names(self) -> tuple[ModelEntry, ...]:
         """The models that are offered, the one that answers requests without a name first."""
         return self._offered.entries()
+
+    def offer_folder(self, folder: Path) -> None:
+        """Offer further models; see `OfferedModels.offer_folder`."""
+        self._offered.offer_folder(folder)
 
     def find(self, name: str | None) -> ModelEntry:
         """Return the model that a request names; the first one for None.
@@ -179,6 +185,13 @@ class ModelPool:
                 raise RequestError(what, "cancel or close them first", code=ErrorCode.BUSY, param="model")
             self._unload(model)
         return True
+
+    def sizes_of(self, name: str) -> tuple[int, int] | None:
+        """The context in tokens of a model in memory, and the bytes of its KV cache for each; None if it is not."""
+        with self._changed:
+            model = self._models.get(name)
+            engine = None if model is None else model.engine
+            return None if engine is None else (engine.context, engine.graph_io.cache_bytes_per_token)
 
     def status(self) -> tuple[ModelStatus, ...]:
         """The models that are in memory or being loaded, the least recently used first."""

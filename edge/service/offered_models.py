@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ...models.bundle import GRAPH_NAME
 from ...models.device_kind import DeviceKind
 from ...models.find import BUNDLED_MODEL, bundled_folder, find_model, is_on_hub
 from ...models.graph_files import find_graph
@@ -54,10 +55,24 @@ class OfferedModels:
     def __init__(self, given: Sequence[str], kind: DeviceKind = DeviceKind.CPU) -> None:
         self._kind: Final = kind
         self._given: Final = _given_entries(list(dict.fromkeys(given)), kind) if given else None
+        self._folder: Path | None = None
+
+    def offer_folder(self, folder: Path) -> None:
+        """Offer what is on this machine also beside given models, and the models in the subfolders of a folder.
+
+        Args:
+            folder: need not exist yet; the list follows what is in it.
+        """
+        self._folder = folder
 
     def entries(self) -> tuple[ModelEntry, ...]:
         """The models, the one that answers requests without a name first."""
-        return _local_entries() if self._given is None else self._given
+        given = self._given or ()
+        if self._given is not None and self._folder is None:
+            return given
+        local = [*_local_entries(), *(() if self._folder is None else _entries_of_folder(self._folder))]
+        found = {entry.id: entry for entry in (*reversed(local), *reversed(given))}
+        return tuple(dict.fromkeys(found[entry.id] for entry in (*given, *local)))
 
     def find(self, name: str | None) -> ModelEntry:
         """Return the model of a name; the first one for None.
@@ -151,6 +166,18 @@ def _local_entries() -> tuple[ModelEntry, ...]:
         newest = _newest(store, found)
         entries += [_downloaded_entry(model) for model in newest]
     return tuple(entries)
+
+
+def _entries_of_folder(folder: Path) -> tuple[ModelEntry, ...]:
+    """The model folders right below a folder, by their names; what was not written whole has a hidden name."""
+    try:
+        graphs = [each / GRAPH_NAME for each in sorted(folder.iterdir()) if not each.name.startswith(".")]
+        whole = [(graph, graph.stat()) for graph in graphs if graph.is_file()]
+    except OSError:  # there is no such folder
+        return ()
+    return tuple(
+        ModelEntry(graph.parent.name, str(graph.parent), created=int(status.st_mtime)) for graph, status in whole
+    )
 
 
 def _bundled_entry() -> ModelEntry | None:

@@ -185,13 +185,13 @@ def allocate(
         costs=tuple(spent + each.fixed for spent, each in zip(total_costs(choices, selection), costs, strict=True)),
         sensitivities=sensitivities,
         history=(*found.history, (found.history[-1][0] + 1, divergence(selection))),
-        frontier=_frontier(config, choices),
+        frontier=frontier_plans(config, choices),
         measured_ratio=leading.measured_ratio,
     )
 
 
-def _frontier(config: DecoderConfig, choices: tuple[LinearChoice, ...]) -> tuple[QuantPlan, ...]:
-    """Plans from the cheapest to the dearest, limited in the first measure alone."""
+def frontier_plans(config: DecoderConfig, choices: tuple[LinearChoice, ...]) -> tuple[QuantPlan, ...]:
+    """Plans by Lagrangian relaxation, from the cheapest to the dearest, limited in the first measure alone."""
     unlimited = (math.inf,) * (len(choices[0].options[0].costs) - 1)
     cheapest = total_costs(choices, cheapest_selection(KnapsackProblem(choices, (1.0, *unlimited))))[0]
     dearest = sum(choice.options[-1].costs[0] for choice in choices)

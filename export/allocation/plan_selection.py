@@ -21,6 +21,7 @@ from ...runtime.measure.bundle_timing import BundleTimer
 from ..bundle_content import SourceModel
 from ..calibration.calibration_text import CalibrationText
 from ..calibration.divergence import PlanEvaluator
+from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import QuantPlan, fused_linears
 from ..recipe import ExportRecipe, MixedPrecisionRequest
 from .allocate import Allocation, AllocationProblem, allocate, cost_limits
@@ -126,14 +127,25 @@ class PlanSearch:
         return measured_over_predicted(self.times, plan, [self._budget.width])
 
     def _divergence(self, share: float, plan: QuantPlan) -> float:
-        tokens = int(share * min(self._tokens(_PLAN_WORK), self._all_tokens))
+        tokens = int(share * min(plan_tokens(self._config), self._all_tokens))
         return self._evaluator.divergence(plan, max(_MIN_TOKENS, tokens)).mean_kl
 
     def _divergence_alone(self, linear: str, weight_format: WeightFormat) -> float:
-        return self._evaluator.divergence_alone(linear, weight_format, self._tokens(_SENSITIVITY_WORK))
+        return self._evaluator.divergence_alone(linear, weight_format, sensitivity_tokens(self._config))
 
-    def _tokens(self, work: float) -> int:
-        return max(_MIN_TOKENS, int(work / weight_count(self._config)))
+
+def sensitivity_tokens(config: DecoderConfig) -> int:
+    """Number of tokens on which a sensitivity of a model of this size is measured."""
+    return _tokens(config, _SENSITIVITY_WORK)
+
+
+def plan_tokens(config: DecoderConfig) -> int:
+    """Number of tokens on which a plan of a model of this size is measured."""
+    return _tokens(config, _PLAN_WORK)
+
+
+def _tokens(config: DecoderConfig, work: float) -> int:
+    return max(_MIN_TOKENS, int(work / weight_count(config)))
 
 
 def measured_over_predicted(times: LinearTimes, plan: QuantPlan, widths: Sequence[int]) -> float:

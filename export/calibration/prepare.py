@@ -74,7 +74,7 @@ def prepare(model: SourceModel, request: ExportRequest, folder: Path, progress: 
     text = calibration_text(checkpoint, recipe.calibration or CalibrationRequest(), folder, progress)
     correction_targets = None
     if recipe.calibrated:
-        calibrated = _calibrated_source(checkpoint, text, recipe, folder, progress)
+        calibrated = calibrated_source(checkpoint, text, recipe, folder, progress)
         correction_targets = calibrated.correction_target
         model = replace(checkpoint, source=calibrated)
     store = QuantizedLinearStore(model.source, config, folder / "linears", correction_targets)
@@ -140,10 +140,22 @@ def _quantize_all(config: DecoderConfig, plan: QuantPlan, store: QuantizedLinear
         progress(STAGE, number / len(linears))
 
 
-def _calibrated_source(
+def calibrated_source(
     model: SourceModel, text: CalibrationText, recipe: ExportRecipe, folder: Path, progress: Progress
 ) -> CalibratedSource:
-    """The checkpoint, quantized with the statistics of its linears' inputs, with AWQ scaling if the recipe has it."""
+    """The checkpoint, quantized with the statistics of its linears' inputs, with AWQ scaling if the recipe has it.
+
+    Args:
+        model: The checkpoint's model.
+        text: The calibration text.
+        recipe: A calibrated recipe.
+        folder: Work folder of this model and the settings of `settings_of`.
+        progress: Receives the stages.
+
+    Raises:
+        CheckpointError: A tensor cannot be read.
+        OSError: The disk refused a write.
+    """
     mixed = recipe.mixed_precision is not None
     second_moments = recipe.awq or mixed or Method.GPTQ in recipe.methods.values()
     statistics = collect_statistics(model, text, folder / "statistics", second_moments, progress)

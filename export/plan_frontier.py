@@ -1,0 +1,119 @@
+"""Plans from small to exact for one checkpoint, with bytes and measured KL.
+
+These are the plans for other budgets that a report shows beside the chosen one. Here they are found before anything is
+chosen: the sensitivities of all linears give the plans by Lagrangian relaxation, and each plan is measured on held-out
+text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ..errors import InputError
+from ..models.progress import Progress, silent
+from .allocation.allocate import SENSITIVITY_FILE, frontier_plans
+from .allocation.choices import linear_choices
+from .allocation.format_candidates import format_candidates, planned_linears
+from .allocation.plan_costs import ByteCosts, plan_cost, weight_count
+from .allocation.plan_file import write_plan
+from .allocation.plan_selection import plan_tokens, sensitivity_tokens
+from .allocation.quantized_weights import QuantizedLinearStore
+from .allocation.sensitivity import measure_sensitivities
+from .architectures.family import supported_families
+from .bundle_content import SourceModel
+from .calibration.calibration_text import calibration_text
+from .calibration.divergence import PlanEvaluator
+from .calibration.prepare import calibrated_source, settings_of
+from .calibration.work_folder import work_folder
+from .checkpoint.open import open_source
+from .gguf import is_gguf
+from .optimum_path import needs_optimum
+from .recipe import CalibrationRequest, ExportRequest
+from .upgrade import holds_graph
+
+_STAGE: Final = "measuring plans"
+
+
+@dataclass(frozen=True)
+class FrontierPlan:
+    """A quantization plan and what it costs."""
+
+    plan: str
+    """The text of a plan file, for `edge-run export --plan`."""
+    bytes_read: int
+    """Bytes that a pass over one token reads, which is about what the weights take in memory."""
+    bits_per_weight: float
+    """Those bytes in bits, divided by the number of weights."""
+    kl: float
+    """Mean KL(float32 model || quantized model) in nats on held-out text, each linear quantized independently."""
+
+
+def measure_frontier(request: ExportRequest, progress: Progress = silent) -> tuple[FrontierPlan, ...]:
+    """Find and measure the plans among which an export of a checkpoint can choose.
+
+    What is measured stays in the recipe's work folder, where an export of one of the plans uses it again.
+
+    Args:
+        request: an export with mixed precision; its budget or plan and its destination are not used.
+        progress: reports the stages.
+
+    Returns:
+        The plans in ascending order of bytes. A plan that reads no fewer bytes than one with less KL is left out.
+
+    Raises:
+        InputError: the source is not a checkpoint of a family that edge-run exports itself, or has experts, or there is
+            too little text.
+        CheckpointError: the checkpoint is damaged, incomplete or not supported.
+        DestinationError: the disk refused a write.
+    """
+    source, recipe = request.source, request.recipe
+    if holds_graph(source) or is_gguf(source) or needs_optimum(source):
+        raise InputError(
+            "mixed weights need a checkpoint of a family that edge-run exports itself",
+            f"these are {', '.join(supported_families())}",
+        )
+    mixed = recipe.mixed_precision
+    with open_source(source) as (config, checkpoint):
+        model = SourceModel(checkpoint, config, recipe.context_for(config))
+        with work_folder(source, settings_of(recipe, model.context), recipe.work_folder) as folder:
+            text = calibration_text(model, recipe.calibration or CalibrationRequest(), folder, progress)
+            calibrated = calibrated_source(model, text, recipe, folder, progress)
+            model = replace(model, source=calibrated)
+            store = QuantizedLinearStore(calibrated, config, folder / "linears", calibrated.correction_target)
+            searched = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
+            formats = format_candidates(
+                [recipe.methods],
+                mixed is not None and mixed.zero_points,
+                mixed is not None and mixed.powers_of_two,
+                mixed is not None and mixed.low_rank_correction,
+            )
+            sensitivities = measure_sensitivities(
+                list(planned_linears(config)),
+                formats,
+                lambda linear, each: searched.divergence_alone(linear, each, sensitivity_tokens(config)),
+                folder / SENSITIVITY_FILE,
+                progress,
+            )
+            searched.release()
+            costs = ByteCosts()
+            plans = frontier_plans(config, linear_choices(config, sensitivities, [costs]))
+            held_out = PlanEvaluator(model, text.held_out, store.weights, folder / "independent")
+            found = []
+            for number, plan in enumerate(plans, 1):
+                size = round(plan_cost(plan, costs, config))
+                kl = held_out.divergence(plan, plan_tokens(config)).mean_kl
+                named = {linear.name: plan[linear.name] for linear in planned_linears(config)}
+                found.append(FrontierPlan(write_plan(named), size, 8 * size / weight_count(config), kl))
+                progress(_STAGE, number / len(plans))
+            held_out.release()
+    return _pareto_optimal(found)
+
+
+def _pareto_optimal(plans: list[FrontierPlan]) -> tuple[FrontierPlan, ...]:
+    """The plans that no other one beats in bytes and KL, in ascending order of bytes."""
+    kept: list[FrontierPlan] = []
+    for plan in sorted(plans, key=lambda each: (each.bytes_read, each.kl)):
+        if not kept or plan.kl < kept[-1].kl:
+            kept.append(plan)
+    return tuple(kept)
