@@ -1,0 +1,45 @@
+/** What the pages about models have in common: their frame, and the choice of a model. */
+
+import { html } from "edgerun/preact";
+
+import { set, useStore } from "../store.js";
+import { strings } from "../strings.js";
+import { IconButton } from "./dialogs.js";
+
+const words = strings.models;
+const TABS = ["models", "export", "compare", "exactness"];
+const ADDRESSES = { models: "#/models", export: "#/models/export", compare: "#/compare", exactness: "#/exactness" };
+
+/**
+ * The frame of the pages about models: their header, and links to one another.
+ *
+ * @param {object} props
+ * @param {"models"|"export"|"compare"|"exactness"} props.current
+ */
+export function ModelPage({ current, children }) {
+  return html`<main class="page">
+    <header class="chat-header">
+      <${IconButton} icon="menu" className="drawer-open" label=${strings.sidebar.show} onClick=${() => set({ drawer: true })} />
+      <h1 tabindex="-1">${words.pages[current]}</h1>
+    </header>
+    <nav class="model-tabs" aria-label=${words.pagesLabel}>
+      ${TABS.map(
+        (tab) => html`<a key=${tab} href=${ADDRESSES[tab]} aria-current=${tab === current ? "page" : undefined}>${words.tabs[tab]}</a>`,
+      )}
+    </nav>
+    <div class="scroller">
+      <div class="column model-page">${children}</div>
+    </div>
+  </main>`;
+}
+
+/** A choice among the models; `label` is above it. */
+export function ModelSelect({ label, value, onChange, disabled = false }) {
+  const models = useStore((state) => state.models);
+  return html`<label class="field"
+    ><span>${label}</span>
+    <select value=${value} disabled=${disabled} onChange=${(event) => onChange(event.target.value)}>
+      ${models.map((model) => html`<option key=${model.id} value=${model.id}>${model.title}</option>`)}
+    </select>
+  </label>`;
+}
