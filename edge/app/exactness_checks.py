@@ -213,4 +213,3 @@ def _row(kind: str, count: ComparisonCounts) -> dict[str, Any]:
         "accepted": count.drafts.accepted,
         "recomputed": count.recomputed,
     }
-

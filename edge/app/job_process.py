@@ -142,4 +142,3 @@ def _keep_last(stream: Any, lines: list[str]) -> None:
         if text := line.strip():
             lines.append(text)
             del lines[:-_KEPT_LINES]
-

@@ -39,7 +39,7 @@ def main() -> int:
         messages.flush()
 
     # Not through sys.stdin: its lock would be held by the waiting thread when the interpreter ends.
-    with open(0, "rb", buffering=0, closefd=False) as standard_input:  # noqa: PTH123  a file descriptor
+    with open(0, "rb", buffering=0, closefd=False) as standard_input:
         request = json.loads(_first_line(standard_input.read))
         threading.Thread(target=_interrupt_at_end, args=(standard_input.read,), daemon=True).start()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +12,9 @@ from typing import Any, Final, Protocol
 
 from ...errors import EdgeError, InputError
 from ...models.bundle import Bundle
+from ...models.file_system import remove
 from ...models.find import BUNDLED_MODEL, is_on_hub
 from ...models.graph_files import find_graph
-from ...models.file_system import remove
 from ...models.hub.local_store import Store, read_downloaded
 from ...models.hub.model_id import parse_hub_id
 from ...models.json_file import is_finite, is_whole
@@ -32,7 +33,7 @@ _MAX_MODELS: Final = 200
 """Models whose speeds are kept; beyond it the ones measured longest ago are dropped."""
 _FLOAT32_BYTES: Final = 4
 _BUNDLED_ABOUT: Final = (
-    "A shell helper: it turns a request in English into one shell command, such as \"find large files here\". It is "
+    'A shell helper: it turns a request in English into one shell command, such as "find large files here". It is '
     "not a chat model, and answers small talk with nonsense. To chat, download one of the recommended models."
 )
 
@@ -239,9 +240,8 @@ def _cache_bytes(config: Mapping[str, Any]) -> int | None:
     head_size = config.get("head_dim")
     if head_size is None and is_whole(heads, 1) and is_whole(config.get("hidden_size"), 1):
         head_size = config["hidden_size"] // config["num_attention_heads"]
-    if not (is_whole(layers, 1) and is_whole(kv_heads, 1) and is_whole(head_size, 1)):
-        return None
-    return 2 * int(layers) * int(kv_heads) * int(head_size) * _FLOAT32_BYTES
+    sizes = [int(size) for size in (layers, kv_heads, head_size) if size is not None and is_whole(size, 1)]
+    return 2 * math.prod(sizes) * _FLOAT32_BYTES if len(sizes) == 3 else None
 
 
 def exported_folder() -> Path:
@@ -286,4 +286,3 @@ def _on_disk(entry: ModelEntry) -> Path:
 def _title(model: str) -> str:
     name, _, variant = model.rpartition("/")[2].partition(":")
     return f"{name} ({variant})" if variant else name
-

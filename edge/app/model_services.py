@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, Final
 
+from ...errors import ConversationError
+from ..conversations.records import Change, ChangeKind, MessageState, Role
 from .app_context import AppContext
 from .download_queue import DownloadQueue
 from .exactness_checks import ExactnessChecks
 from .export_jobs import ExportJobs
 from .model_catalog import ModelCatalog, exported_folder
 from .speed_comparison import SpeedComparisons
+
+_MAX_OBSERVED: Final = 200
 
 
 class ModelServices:
@@ -31,9 +36,11 @@ class ModelServices:
         self.comparisons: Final = SpeedComparisons(
             pool, lambda comparison: events.publish("comparison", comparison=comparison)
         )
-        self.exactness: Final = ExactnessChecks(
-            pool, store, lambda check: events.publish("exactness", check=check)
-        )
+        self.exactness: Final = ExactnessChecks(pool, store, lambda check: events.publish("exactness", check=check))
+
+        self._observed: Final[deque[tuple[str, Any]]] = deque(maxlen=_MAX_OBSERVED)
+        """Ids and times of the last answers whose speed was kept: a message may change again."""
+        self._stop_observing: Final = store.listen(self._observe)
 
     def models(self) -> list[dict[str, Any]]:
         """The models as JSON objects."""
@@ -45,6 +52,7 @@ class ModelServices:
         Raises:
             EdgeError: there is no such model, or it cannot be loaded.
         """
+
         def progress(stage: str, fraction: float) -> None:
             self.context.events.publish("models", loading=name, stage=stage, fraction=fraction)
 
@@ -68,23 +76,31 @@ class ModelServices:
         self.tell_models()
         return freed
 
-    def observe_answer(self, model: str, tokens: int, tokens_per_second: float | None) -> None:
-        """Keep the speed of an answer that has ended.
-
-        Args:
-            model: id of the model.
-            tokens: number of tokens of the answer.
-            tokens_per_second: its speed; None if that is not known.
-        """
-        if self.catalog.speeds.record(model, tokens, tokens_per_second):
-            self.tell_models()
-
     def tell_models(self) -> None:
         """Tell the windows that the list of models has changed."""
         self.context.events.publish("models")
 
+    def _observe(self, change: Change) -> None:
+        """Keep the speed of an answer that has ended."""
+        if change.kind is not ChangeKind.MESSAGE or change.message_id is None:
+            return
+        try:
+            message = self.context.store.message(change.message_id)
+        except ConversationError:  # deleted meanwhile
+            return
+        if message.role is not Role.ASSISTANT or message.state is MessageState.WRITING or not message.stats:
+            return
+        answer = message.id, message.stats.get("total_s")
+        if message.model is None or answer in self._observed:
+            return
+        self._observed.append(answer)
+        tokens, speed = message.stats.get("tokens"), message.stats.get("tokens_per_second")
+        if isinstance(tokens, int) and self.catalog.speeds.record(message.model, tokens, speed):
+            self.tell_models()
+
     def close(self) -> None:
         """End what works in the background: downloads and exports, the comparison and the check."""
+        self._stop_observing()
         self.comparisons.close()
         self.exactness.close()
         self.exports.close()

@@ -81,7 +81,7 @@ def _parsed(data: dict[str, Any]) -> Recommended:
 
 
 def recommend(free_bytes: int, kind: DeviceKind, here: Collection[str]) -> list[Recommendation]:
-    """Order the list for a machine: what fits comes first, the best answers first; then what does not, small ones first.
+    """Order the list for a machine: what fits, the best answers first; then what does not, small ones first.
 
     A model that takes more than half of the free memory fits, but comes after those that do not.
 
@@ -119,4 +119,3 @@ def _reason(model: Recommended, free_bytes: int) -> str:
     if model.memory_bytes > _SMALL_SHARE * free_bytes:
         return f"Fits, but takes most of it: needs {needed} of your {free} free."
     return f"Fits: needs {needed} of your {free} free."
-

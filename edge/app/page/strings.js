@@ -20,6 +20,22 @@ function percent(probability) {
 
 const seconds = (value) => (value < 10 ? `${value.toFixed(1)} s` : `${Math.round(value)} s`);
 
+function duration(value) {
+  if (value < 60) return `${Math.ceil(value)} s`;
+  if (value < 3600) return `${Math.ceil(value / 60)} min`;
+  return `${Math.floor(value / 3600)} h ${Math.ceil((value % 3600) / 60)} min`;
+}
+
+const parameters = (number) => (number < 1e9 ? `${Math.round(number / 1e6)} million` : `${(number / 1e9).toFixed(1)} billion`);
+
+function quality(kl) {
+  if (kl < 0.005) return "Practically the original";
+  if (kl < 0.05) return "Hardly different from the original";
+  if (kl < 0.15) return "Slightly worse than the original";
+  if (kl < 0.5) return "Clearly worse than the original";
+  return "Poor: expect nonsense at times";
+}
+
 export const strings = {
   common: {
     cancel: "Cancel",
@@ -61,6 +77,36 @@ export const strings = {
     stopFirst: "The model is still answering. Stop it with Esc, or wait until it has finished.",
     textLabel: "Message",
     tooLarge: (name, bytes, most) => `${name} has ${size(bytes)}, more than the ${size(most)} that can be taken`,
+  },
+  comparison: {
+    chatPrompt: "Write a Python function that reads a CSV file and returns the rows as dictionaries. Then show how to call it.",
+    counts: (side) =>
+      [
+        count(side.tokens, "token", "tokens"),
+        side.drafted > 0 && `${side.accepted.toLocaleString("en")} of ${count(side.drafted, "draft token", "draft tokens")} accepted`,
+        side.passes !== null && count(side.passes, "pass", "passes"),
+      ]
+        .filter(Boolean)
+        .join(" · "),
+    drafted: "With drafting",
+    from: "Prompt",
+    how: "How this is measured",
+    howAbout:
+      "One engine writes both answers, in alternation: whichever has used less time gets the processor to itself for the next tenth of a second. So both have the same time at every moment, and what else the machine does slows both. The rate counts the tokens after the first one; reading the prompt is left out. Drafters keep what they have learned from earlier answers, as they do in a chat, so a prompt that was answered before is drafted better than a new one.",
+    introduction:
+      "Drafting proposes several tokens at once and verifies them in one pass of the model: the same text in less time, where the proposals are good. Here both ways write the same answer side by side.",
+    length: "Longest answer",
+    loading: "Loading the model …",
+    model: "Model",
+    plain: "Without drafting",
+    prompt: "Prompt to answer",
+    rate: "tokens/s",
+    shellPrompt: "find all files larger than 100 MB that were changed in the last week and sort them by size",
+    start: "Compare",
+    stop: "Stop",
+    stopped: "Stopped.",
+    textOf: (name) => `Text ${name.toLowerCase()}`,
+    typed: "As typed below",
   },
   connection: {
     lost: {
@@ -112,6 +158,29 @@ export const strings = {
     systemHint: "What the model is told before the first message",
     title: "Settings of this conversation",
   },
+  downloads: {
+    amount: (download) =>
+      [
+        download.total > 0 ? `${size(download.received)} of ${size(download.total)}` : download.received > 0 && size(download.received),
+        download.bytes_per_second && `${size(Math.round(download.bytes_per_second))}/s`,
+        download.seconds_left != null && `${duration(download.seconds_left)} left`,
+      ]
+        .filter(Boolean)
+        .join(" · "),
+    another: "Another model of the hub",
+    anotherAbout:
+      "A repository with ONNX files, such as one of onnx-community. Without a variant, the one that suits this machine is taken. Checkpoints without ONNX files can be exported.",
+    arrived: (id) => `${id} was downloaded and can be used`,
+    cancel: "Cancel",
+    dismiss: (id) => `Take ${id} off the list of downloads`,
+    download: "Download",
+    hasFailed: (id, error) => `The download of ${id} failed: ${error}`,
+    pause: "Pause",
+    progressOf: (id) => `Progress of ${id}`,
+    resume: "Resume",
+    states: { queued: "waiting", downloading: "downloading", paused: "paused", done: "done", failed: "failed" },
+    title: "Downloads",
+  },
   errors: {
     unreachable: "The edge-run app does not answer; start it again.",
     unreadable: "The edge-run app has sent an answer that cannot be read.",
@@ -125,6 +194,83 @@ export const strings = {
     table: "Table",
     task: (done) => (done ? "done" : "to do"),
     tooLarge: "Shown as plain text, because it is too large or too deeply nested to be formatted.",
+  },
+  exactness: {
+    accepted: (row) => `${row.accepted.toLocaleString("en")} of ${row.drafted.toLocaleString("en")}`,
+    again: "Check again",
+    cancelled: "The check was cancelled.",
+    columns: ["How tokens are chosen", "Texts", "Identical", "Near ties", "Wrong", "Draft tokens accepted"],
+    counts: "Texts with drafting, compared with the same texts without",
+    introduction:
+      "Drafting must not change what a model writes. This checks it on this machine: the model answers prompts with drafts of every kind, good and bad ones, and each text is compared with the one that is written without drafts.",
+    limits: { 1: "Quick: one prompt of each kind", 3: "Usual: three prompts of each kind", 8: "Thorough: eight prompts of each kind" },
+    measured: (entry) =>
+      `Checked on ${new Date(entry.measured * 1000).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" })} with ${count(entry.prompts, "prompt", "prompts")} on ${entry.device}. Other hardware or another version of ONNX Runtime may differ.`,
+    model: "Model",
+    noise: "How much wide passes differ",
+    noiseAbout: "Largest difference of a logit between a pass over several tokens and passes over one token each.",
+    none: "This model has not been checked on this machine yet.",
+    running: "The exactness check",
+    stage: (check) => `${check.stage || "starting"}: ${Math.round(100 * check.fraction)} %`,
+    start: "Check",
+    thoroughness: "Thoroughness",
+    trees: (value) => `trees of draft tokens: ${value === 0 ? "none" : value.toPrecision(2)}`,
+    width: (width, value) => `${width} tokens: ${value === 0 ? "none" : value.toPrecision(2)}`,
+  },
+  exports: {
+    axis: "KL from the original",
+    better: "Closer to the original",
+    cancelLabel: (name) => `Cancel the export of ${name}`,
+    curve: "Plans by the memory of their weights and their distance from the original; the slider below chooses one",
+    dismiss: "Dismiss",
+    dismissLabel: (name) => `Take the export of ${name} off the list`,
+    exportPlan: "Export this one",
+    finished: (name) => `${name} was exported and can be used`,
+    folder: (path) => `Exported models are kept in ${path}.`,
+    hasFailed: (name, error) => `The export of ${name} failed: ${error}`,
+    how: "Weights",
+    introduction:
+      "An export turns a checkpoint of a model's makers into a model for edge-run, with weights of 2 to 8 bits. Fewer bits are smaller and faster, and further from the original. Measured first, each matrix gets the bits that it needs.",
+    jobAbout: (job) => (job.bits ? `${job.source}, all weights with ${job.bits} bits` : `${job.source}, a plan of mixed bits`),
+    jobs: "Exports",
+    kl: (value) => (value >= 0.01 ? String(value) : value.toExponential(0)),
+    larger: "larger",
+    measure: "Measure, then choose",
+    measured: (name) => `The plans for ${name} are measured: choose one`,
+    missing: (name) => `Exporting needs the package ${name}. Install it, and start the app again:`,
+    name: "Name of the model",
+    nameStandard: "as the source",
+    planAbout: (plan, plans) => {
+      const most = plans[plans.length - 1];
+      return `A pass reads ${size(plan.bytes_read)} of weights for each token, ${Math.round((100 * plan.bytes_read) / most.bytes_read)} % of the largest plan's. On most machines the speed of writing grows by the same factor.`;
+    },
+    planQuality: (plan) => `${quality(plan.kl)} (mean KL ${plan.kl < 0.001 ? plan.kl.toExponential(1) : plan.kl.toPrecision(2)})`,
+    planSize: (plan) => `${size(plan.bytes_read)}, ${plan.bits_per_weight.toFixed(1)} bits per weight.`,
+    planText: (plan) => `${size(plan.bytes_read)}, ${plan.bits_per_weight.toFixed(1)} bits per weight. ${quality(plan.kl)}`,
+    progressOf: (name) => `Progress of the export of ${name}`,
+    result: (result) =>
+      `${size(result.bytes)} on disk, ${result.bits_per_weight.toFixed(2)} bits per weight${result.kl === null ? "" : `. ${quality(result.kl)} (mean KL ${result.kl.toPrecision(2)})`}.`,
+    slider: "Size and quality",
+    smaller: "smaller",
+    source: "Checkpoint",
+    sourceAbout: "A folder on this machine with config.json and safetensors, or org/name on the hub, which is downloaded first.",
+    stage: (stage) => stage || "waiting for the process",
+    start: "Export",
+    states: {
+      queued: "waiting",
+      measuring: "measuring",
+      choosing: "choose a plan",
+      exporting: "exporting",
+      done: "done",
+      failed: "failed",
+      cancelled: "cancelled",
+    },
+    toModels: "Show the models",
+    ways: {
+      "": "Measured first, then a choice between size and quality; takes minutes to an hour",
+      8: "8 bits for all: large, practically the original; right away",
+      4: "4 bits for all: half of that, somewhat worse; right away",
+    },
   },
   message: {
     attachments: "Attached files",
@@ -180,6 +326,60 @@ export const strings = {
     nearlyFull: "Nearly full: soon the oldest turns are left out",
     numbers: (tokens, context) => `${tokens.toLocaleString("en")} / ${context.toLocaleString("en")}`,
     trims: (number) => `The oldest ${number === 1 ? "turn" : turns(number)} will be left out`,
+  },
+  models: {
+    about: (model) =>
+      `${parameters(model.parameters)} parameters · about ${size(model.disk_bytes)} to download · ${model.languages} · ${model.licence}`,
+    brief: (model) =>
+      [
+        `${size(model.memory_bytes)} of memory`,
+        model.tokens_per_second === null ? "speed not measured yet" : `${model.tokens_per_second.toFixed(1)} tokens/s`,
+        model.bundled && "shell helper",
+      ]
+        .filter(Boolean)
+        .join(" · "),
+    bundled: "bundled",
+    download: (bytes) => `Download ${size(bytes)}`,
+    downloadLabel: (title) => `Download ${title}`,
+    downloading: "Downloading …",
+    facts: (model) => [
+      ["On disk", size(model.disk_bytes)],
+      [
+        "Memory",
+        model.context && model.cache_bytes_per_token ? `${size(model.weight_bytes)} to ${size(model.memory_bytes)}` : size(model.weight_bytes),
+        model.context && model.cache_bytes_per_token
+          ? `Weights ${size(model.weight_bytes)}, and ${size(model.cache_bytes_per_token)} of KV cache for each of up to ${model.context.toLocaleString("en")} tokens`
+          : "The weights; the KV cache comes on top",
+      ],
+      ["Context", model.context ? count(model.context, "token", "tokens") : "unknown"],
+      ["Speed", model.tokens_per_second === null ? "not measured yet" : `${model.tokens_per_second.toFixed(1)} tokens/s`, "Median of the last answers on this machine"],
+    ],
+    getMore: "Get more models",
+    here: "on this machine",
+    inUse: "In use: stop its answers first",
+    load: "Load",
+    loadLabel: (title) => `Load ${title} into memory`,
+    loaded: "in memory",
+    loading: (event) => (event?.fraction > 0 ? `${event.stage}: ${Math.round(100 * event.fraction)} %` : "Loading …"),
+    more: (fitting, others) =>
+      [fitting && `${fitting} more that ${fitting === 1 ? "fits" : "fit"}`, others && `${others} too large for the memory that is free now`]
+        .filter(Boolean)
+        .join(", "),
+    none: "No model",
+    onThisMachine: "On this machine",
+    pages: { models: "Models", export: "Export a model", compare: "Compare speeds", exactness: "Exactness report" },
+    pagesLabel: "About models",
+    recommended: "Worth downloading for this machine",
+    recommendedAbout: (bytes) => `${size(bytes)} of memory are free now. Sizes are approximate; memory is counted for a conversation of 4,096 tokens.`,
+    remove: "Remove",
+    removeAbout: (model) => `Its files are deleted, which frees ${size(model.disk_bytes)}. Conversations with it are kept.`,
+    removeLabel: (title) => `Remove ${title} …`,
+    removeTitle: (title) => `Remove ${title}?`,
+    switcher: "Models",
+    switcherLabel: (name) => `Model: ${name}. Choose another`,
+    tabs: { models: "Models", export: "Export", compare: "Compare", exactness: "Exactness" },
+    unload: "Unload",
+    unloadLabel: (title) => `Unload ${title} from memory`,
   },
   notices: {
     conversationDeleted: (title) => `Deleted “${title}”`,

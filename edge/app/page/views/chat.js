@@ -4,18 +4,18 @@ import { html, useEffect, useLayoutEffect, useRef } from "edgerun/preact";
 
 import { useFollowScroll } from "../follow_scroll.js";
 import { Icon } from "../icons.js";
-import { memo, modelOf, pathOf, set, state, useStore } from "../store.js";
+import { memo, pathOf, set, state, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { Composer } from "./composer.js";
 import { IconButton } from "./dialogs.js";
 import { Message } from "./message.js";
+import { ModelSwitcher } from "./models.js";
 import { Welcome } from "./welcome.js";
 
 /** Messages at the end whose text is formatted at once. */
 const EAGER = 6;
 
 function Header({ conversation }) {
-  const model = useStore(() => modelOf(conversation));
   const title = conversation ? conversation.title || strings.sidebar.untitled : strings.chat.newTitle;
   useEffect(() => {
     document.title = conversation ? `${title} · edge-run` : "edge-run";
@@ -23,7 +23,7 @@ function Header({ conversation }) {
   return html`<header class="chat-header">
     <${IconButton} icon="menu" className="drawer-open" label=${strings.sidebar.show} onClick=${() => set({ drawer: true })} />
     <h1 title=${title}>${title}</h1>
-    <span class="model-name">${model?.title ?? conversation?.model ?? ""}</span>
+    <${ModelSwitcher} conversation=${conversation} />
     <${IconButton}
       icon="sliders"
       label=${strings.chat.settings}
