@@ -9,6 +9,7 @@ from .app_access import AppAccess
 from .app_context import AppContext
 from .background_answers import BackgroundAnswers
 from .change_events import ChangeEvents
+from .model_services import ModelServices
 
 
 class AppService:
@@ -24,6 +25,8 @@ class AppService:
         self.access: Final = access
         self.answers: Final = BackgroundAnswers(context)
         """Answers in conversations."""
+        self.models: Final = ModelServices(context)
+        """Downloads, exports, comparisons and exactness checks."""
         self._changes: Final = ChangeEvents(context, self.answers)
         self.requests: Final = AnswerService(context.pool, context.settings)
         """Requests of other programs to the OpenAI-compatible API."""
@@ -49,4 +52,5 @@ class AppService:
         self.answers.close()
         self.context.events.close()
         self._changes.close()
+        self.models.close()
         self.requests.close()

@@ -25,6 +25,7 @@ from .app_service import AppService
 from .conversation_endpoints import conversation_routes
 from .events_endpoint import EventsEndpoint
 from .message_endpoints import message_routes
+from .model_endpoints import model_routes
 from .page_files import PageFiles, PageHeaders, entrance_page, index_page, passage_page
 from .state_endpoints import state_routes
 
@@ -51,9 +52,10 @@ def chat_app(service: AppService) -> ASGIApp:
             Route(OPEN_PATH, entrance.enter, methods=["GET"]),
             Route(OPEN_PATH, entrance.new_token, methods=["POST"]),
             Route("/api/events", EventsEndpoint(context), methods=["GET"]),
-            *state_routes(context),
+            *state_routes(context, service.models),
             *conversation_routes(context, service.answers),
             *message_routes(context, service.answers),
+            *model_routes(service.models),
         ],
         middleware=[
             Middleware(PageHeaders),

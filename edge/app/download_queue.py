@@ -58,7 +58,7 @@ class _Download:
 
     key: str
     id: HubId
-    state: DownloadState = DownloadState.QUEUED
+    state: DownloadState = DownloadState.PAUSED
     received: int = 0
     total: int = 0
     error: str = ""
@@ -324,11 +324,11 @@ class DownloadQueue:
         for store in stores():
             if store.repo not in known and (received := store.unfinished_bytes()):
                 key = secrets.token_hex(8)
-                found.append(_Download(key, HubId(store.repo), DownloadState.PAUSED, received=received))
+                found.append(_Download(key, HubId(store.repo), received=received))
         return found[:_MAX_DOWNLOADS]
 
 
 def _restored_download(stored: Mapping[str, Any]) -> _Download:
     id_ = parse_hub_id(str(stored["id"]))
     received, total = int(stored["received"]), int(stored["total"])
-    return _Download(str(stored["key"]), id_, DownloadState.PAUSED, received=received, total=total)
+    return _Download(str(stored["key"]), id_, received=received, total=total)

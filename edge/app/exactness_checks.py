@@ -183,10 +183,11 @@ def explained(report: ExactnessReport) -> dict[str, Any]:
         )
     else:
         result = f"Identical up to near ties below {report.epsilon:.3g} logits."
+        seen = f"which happened in {ties} of {texts} texts" if ties else f"which happened in none of {texts} texts"
         meaning = (
             "Wide passes differ from narrow ones in the last bits, because activations have 8 bits. A text can only "
-            f"change where the two best tokens are that close, which happened in {ties} of {texts} texts. Both texts "
-            "are then equally good answers of the model. With the option exact they never differ."
+            f"change where the two best tokens are that close, {seen}. Either text is then as good an answer of the "
+            "model as the other. With the option exact they never differ."
         )
     rows = [_row(kind, count) for kind, count in counts.items()]
     return {

@@ -19,6 +19,9 @@ from ...models.json_file import read_json_object
 _FILE: Final = Path(__file__).with_name("recommended_models.json")
 _SMALL_SHARE: Final = 0.5
 """Share of the free memory up to which a model leaves enough for other programs."""
+_FAST_ON_CPU: Final = 2_000_000_000
+"""Bytes of weights up to which a CPU writes faster than people read: each token reads all of them, and the memory of a
+laptop gives 20 to 50 GB a second."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ def _parsed(data: dict[str, Any]) -> Recommended:
 def recommend(free_bytes: int, kind: DeviceKind, here: Collection[str]) -> list[Recommendation]:
     """Order the list for a machine: what fits, the best answers first; then what does not, small ones first.
 
-    A model that takes more than half of the free memory fits, but comes after those that do not.
+    A model that takes more than half of the free memory, or is slow on a CPU, fits, but comes after those that are
+    neither.
 
     Args:
         free_bytes: memory that programs can have now.
@@ -96,8 +100,8 @@ def recommend(free_bytes: int, kind: DeviceKind, here: Collection[str]) -> list[
         id_ = DownloadedModel.name(model.repo, variant)
         fits = model.minimum_free_bytes <= free_bytes
         downloaded = any(each == id_ or each.partition(":")[0] == model.repo for each in here)
-        found.append(Recommendation(model, id_, fits, downloaded, _reason(model, free_bytes)))
-    return sorted(found, key=lambda each: _rank(each, free_bytes))
+        found.append(Recommendation(model, id_, fits, downloaded, _reason(model, free_bytes, kind)))
+    return sorted(found, key=lambda each: _rank(each, free_bytes, kind))
 
 
 def free_memory() -> int:
@@ -105,17 +109,27 @@ def free_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _rank(each: Recommendation, free_bytes: int) -> tuple[bool, bool, int]:
+def _rank(each: Recommendation, free_bytes: int, kind: DeviceKind) -> tuple[bool, bool, int]:
     if not each.fits:
         return True, True, each.model.memory_bytes
-    return False, each.model.memory_bytes > _SMALL_SHARE * free_bytes, -each.model.quality
+    return False, _is_large(each.model, free_bytes) or _is_slow(each.model, kind), -each.model.quality
 
 
-def _reason(model: Recommended, free_bytes: int) -> str:
+def _is_large(model: Recommended, free_bytes: int) -> bool:
+    return model.memory_bytes > _SMALL_SHARE * free_bytes
+
+
+def _is_slow(model: Recommended, kind: DeviceKind) -> bool:
+    return kind is DeviceKind.CPU and model.disk_bytes > _FAST_ON_CPU
+
+
+def _reason(model: Recommended, free_bytes: int, kind: DeviceKind) -> str:
     needed, free = format_bytes(model.memory_bytes), format_bytes(free_bytes)
     if model.minimum_free_bytes > free_bytes:
         least = format_bytes(model.minimum_free_bytes)
         return f"Too large now: it wants {least} of free memory, and {free} are free."
-    if model.memory_bytes > _SMALL_SHARE * free_bytes:
+    if _is_large(model, free_bytes):
         return f"Fits, but takes most of it: needs {needed} of your {free} free."
+    if _is_slow(model, kind):
+        return f"Fits, but writes slowly without a graphics card: needs {needed} of your {free} free."
     return f"Fits: needs {needed} of your {free} free."

@@ -35,6 +35,7 @@ _SLICE_S: Final = 0.1
 _REPORT_S: Final = 0.1
 DEFAULT_TOKENS: Final = 256
 MAX_TOKENS: Final = 2048
+_FEW_TOKENS: Final = 48
 _EQUAL: Final = 0.03
 """Relative difference of two rates that is called none."""
 
@@ -165,6 +166,8 @@ class _Race:
             speed = f"With drafting this answer was written {ratio:.2f} times as fast."
         else:
             speed = f"Drafting slowed this answer down, to {ratio:.0%} of the speed without."
+        if min(self.plain.tokens, self.drafted.tokens) < _FEW_TOKENS:
+            speed += " It is short, so another one may come out differently."
         at = self._first_difference()
         if at is None:
             return f"{speed} Both texts are identical."

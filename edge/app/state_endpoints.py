@@ -16,6 +16,7 @@ from .api_endpoint import ApiCall, api_route
 from .app_context import AppContext
 from .app_settings import SettingsBody, change_settings, read_settings
 from .conversation_endpoints import checked_sampling
+from .model_services import ModelServices
 
 
 class PresetBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -27,9 +28,9 @@ class PresetBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Not read: the name is in the path."""
 
 
-def state_routes(context: AppContext) -> list[Route]:
+def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
     """The routes of the state and the settings."""
-    endpoints = _StateEndpoints(context)
+    endpoints = _StateEndpoints(context, models)
     table = (
         ("GET", "/api/state", endpoints.state),
         ("PATCH", "/api/settings", endpoints.change),
@@ -40,18 +41,18 @@ def state_routes(context: AppContext) -> list[Route]:
 
 
 class _StateEndpoints:
-    def __init__(self, context: AppContext) -> None:
+    def __init__(self, context: AppContext, models: ModelServices) -> None:
         self._context: Final = context
+        self._models: Final = models
         self._store: Final = context.store
 
     def state(self, _call: ApiCall) -> dict[str, Any]:
-        loaded = {status.id for status in self._context.pool.status() if status.loaded}
         return {
             "version": __version__,
             "settings": read_settings(self._store),
             "presets": [as_object(preset) for preset in self._store.presets()],
             "folders": self._store.folders(),
-            "models": [{"id": entry.id, "loaded": entry.id in loaded} for entry in self._context.pool.names()],
+            "models": self._models.models(),
             "default_model": self._context.default_model(),
             "machine": {
                 "system": platform.system(),

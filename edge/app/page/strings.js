@@ -26,7 +26,7 @@ function duration(value) {
   return `${Math.floor(value / 3600)} h ${Math.ceil((value % 3600) / 60)} min`;
 }
 
-const parameters = (number) => (number < 1e9 ? `${Math.round(number / 1e6)} million` : `${(number / 1e9).toFixed(1)} billion`);
+const parameters = (number) => (number < 0.95e9 ? `${Math.round(number / 1e6)} million` : `${(number / 1e9).toFixed(1)} billion`);
 
 function quality(kl) {
   if (kl < 0.005) return "Practically the original";
@@ -178,6 +178,7 @@ export const strings = {
     pause: "Pause",
     progressOf: (id) => `Progress of ${id}`,
     resume: "Resume",
+    stalled: "no data for a while; it goes on when the connection does",
     states: { queued: "waiting", downloading: "downloading", paused: "paused", done: "done", failed: "failed" },
     title: "Downloads",
   },
@@ -233,8 +234,8 @@ export const strings = {
       "An export turns a checkpoint of a model's makers into a model for edge-run, with weights of 2 to 8 bits. Fewer bits are smaller and faster, and further from the original. Measured first, each matrix gets the bits that it needs.",
     jobAbout: (job) => (job.bits ? `${job.source}, all weights with ${job.bits} bits` : `${job.source}, a plan of mixed bits`),
     jobs: "Exports",
-    kl: (value) => (value >= 0.01 ? String(value) : value.toExponential(0)),
-    larger: "larger",
+    kl: (value) => String(Number(value.toPrecision(1))),
+    larger: "Larger",
     measure: "Measure, then choose",
     measured: (name) => `The plans for ${name} are measured: choose one`,
     missing: (name) => `Exporting needs the package ${name}. Install it, and start the app again:`,
@@ -251,7 +252,7 @@ export const strings = {
     result: (result) =>
       `${size(result.bytes)} on disk, ${result.bits_per_weight.toFixed(2)} bits per weight${result.kl === null ? "" : `. ${quality(result.kl)} (mean KL ${result.kl.toPrecision(2)})`}.`,
     slider: "Size and quality",
-    smaller: "smaller",
+    smaller: "Smaller",
     source: "Checkpoint",
     sourceAbout: "A folder on this machine with config.json and safetensors, or org/name on the hub, which is downloaded first.",
     stage: (stage) => stage || "waiting for the process",
@@ -266,11 +267,11 @@ export const strings = {
       cancelled: "cancelled",
     },
     toModels: "Show the models",
-    ways: {
-      "": "Measured first, then a choice between size and quality; takes minutes to an hour",
-      8: "8 bits for all: large, practically the original; right away",
-      4: "4 bits for all: half of that, somewhat worse; right away",
-    },
+    ways: [
+      ["", "Measured first, then a choice between size and quality; takes minutes to an hour"],
+      ["8", "8 bits for all: large, practically the original; right away"],
+      ["4", "4 bits for all: half of that, somewhat worse; right away"],
+    ],
   },
   message: {
     attachments: "Attached files",

@@ -1,6 +1,6 @@
 /** Downloads from the hub: their list, and the field that begins another one. */
 
-import { html, useState } from "edgerun/preact";
+import { html, useEffect, useState } from "edgerun/preact";
 
 import { attempt } from "../store.js";
 import { strings } from "../strings.js";
@@ -17,15 +17,31 @@ export function useDownloads() {
   return got?.downloads ?? null;
 }
 
+const STALLED_MS = 4000;
+
+/** Whether a download has not said anything for some seconds. */
+function useStalled(download) {
+  const [stalled, setStalled] = useState(false);
+  useEffect(() => {
+    setStalled(false);
+    if (download.state !== "downloading") return undefined;
+    const timer = setTimeout(() => setStalled(true), STALLED_MS);
+    return () => clearTimeout(timer);
+  }, [download]);
+  return stalled;
+}
+
 function Progress({ download }) {
   const { received, total, state } = download;
+  const stalled = useStalled(download);
   const known = total > 0;
   const label = words.progressOf(download.id);
   return html`<div class="model-progress">
     ${known
       ? html`<progress max=${total} value=${received} aria-label=${label}></progress>`
       : html`<progress aria-label=${label} max="1" value=${state === "downloading" ? undefined : 0}></progress>`}
-    <span class="quiet">${words.amount(download)}</span>
+    <span class="quiet">${words.amount(stalled ? { ...download, bytes_per_second: null, seconds_left: null } : download)}</span>
+    ${stalled && html`<span class="quiet">${words.stalled}</span>`}
   </div>`;
 }
 

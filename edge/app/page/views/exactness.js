@@ -15,9 +15,9 @@ function Report({ entry }) {
   return html`<article class=${report.passed ? "report-card good" : "report-card poor"}>
     <h2>${report.result}</h2>
     <p>${report.meaning}</p>
+    <p class="quiet">${words.counts}</p>
     <div class="table-scroller" tabindex="0" role="region" aria-label=${words.counts}>
       <table class="model-table">
-        <caption>${words.counts}</caption>
         <thead>
           <tr>${words.columns.map((name) => html`<th key=${name} scope="col">${name}</th>`)}</tr>
         </thead>

@@ -131,7 +131,7 @@ function Form({ onAdded }) {
     </label>
     <fieldset class="choice">
       <legend>${words.how}</legend>
-      ${Object.entries(words.ways).map(
+      ${words.ways.map(
         ([value, label]) =>
           html`<label key=${value}><input type="radio" name="bits" value=${value} checked=${bits === value} onChange=${() => setBits(value)} />${label}</label>`,
       )}

@@ -73,6 +73,7 @@ export function replaced(items, item) {
   return known ? items.map((other) => (other.key === item.key ? item : other)) : [...items, item];
 }
 
+const EXPORTS = "#/models/export";
 const told = new Map();
 
 function tellOnce(key, state, text, kind) {
@@ -91,7 +92,7 @@ onEvent("download", ({ download }) => {
 onEvent("export", ({ job }) => {
   const words = strings.exports;
   if (job.state === "done") tellOnce(job.key, "done", words.finished(job.name));
-  else if (job.state === "choosing") tellOnce(job.key, "choosing", words.measured(job.name));
+  else if (job.state === "choosing") tellOnce(job.key, "choosing", location.hash !== EXPORTS && words.measured(job.name));
   else if (job.state === "failed") tellOnce(job.key, "failed", words.hasFailed(job.name, job.error), "error");
   else told.delete(job.key);
 });

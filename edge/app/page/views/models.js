@@ -210,7 +210,7 @@ export function ModelSwitcher({ conversation }) {
         wasOpen.current = false;
       }}
     >
-      <span>${name}</span><${Icon} name="down" />
+      <span>${name}</span><${Icon} name="right" />
     </button>
     ${open &&
     html`<div ref=${list} popover="auto" role="menu" class="menu model-menu" aria-label=${words.switcher} onKeyDown=${move}>

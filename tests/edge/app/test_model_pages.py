@@ -1,0 +1,213 @@
+"""The pages about models in a real browser: downloads, switcher, slider, comparison, exactness report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright", reason="needs a browser")
+
+from playwright.sync_api import Page, expect
+
+from support.app_server import RunningApp, running_app
+from support.browser import BrowserPage, browser_page
+from support.hub_fixture import own_hub
+from support.hub_server import HubServer, files_of
+from support.tiny_models import write_bundle, write_checkpoint
+from support.waiting import wait_until
+
+PATIENCE_MS = 120_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patience() -> Iterator[None]:
+    expect.set_options(timeout=PATIENCE_MS)
+    yield
+    expect.set_options(timeout=5_000)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="module")
+def hub(folder: Path) -> Iterator[HubServer]:
+    with own_hub(folder / "hf") as server:
+        files = files_of(write_bundle(folder / "made", hidden_size=256, intermediate_size=512))
+        server.repo("acme/Tiny-Chat", files)
+        server.repo("acme/Unwanted", files)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def app(folder: Path, hub: HubServer, tiny_bundle: Path) -> Iterator[RunningApp]:
+    with running_app(folder / "home", tiny_bundle, EDGERUN_CACHE=str(folder / "cache")) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def window(app: RunningApp) -> Iterator[BrowserPage]:
+    with browser_page(app.url) as window:
+        yield window
+
+
+@pytest.fixture
+def page(app: RunningApp, window: BrowserPage) -> Page:
+    window.page.goto(f"{app.base}/#/models")
+    return window.page
+
+
+def card(page: Page, name: str) -> Any:
+    return page.locator(f'[data-download="{name}"]')
+
+
+def begin(page: Page, hub: HubServer, name: str) -> Any:
+    """Begin a download that stops in the middle of its weights; returns its card."""
+    hub.faults.go_on.clear()
+    hub.faults.stall["model.onnx.data"] = 1_400_000
+    page.get_by_label("Another model of the hub").fill(name)
+    page.get_by_role("button", name="Download", exact=True).click()
+    found = card(page, name)
+    expect(found.get_by_role("progressbar")).to_have_attribute("value", re.compile(r"\d{7}"))
+    return found
+
+
+def go_on(hub: HubServer) -> None:
+    hub.faults.stall.clear()
+    hub.faults.go_on.set()
+
+
+def test_a_download_is_paused_and_goes_on_after_a_reload(page: Page, hub: HubServer) -> None:
+    begin(page, hub, "acme/Tiny-Chat").get_by_role("button", name="Pause").click()
+    expect(card(page, "acme/Tiny-Chat")).to_have_attribute("data-state", "paused")
+    page.reload()
+    paused = card(page, "acme/Tiny-Chat")
+    expect(paused).to_have_attribute("data-state", "paused")
+    expect(paused).to_contain_text("of 5.2 MB")
+    go_on(hub)
+    paused.get_by_role("button", name="Resume").click()
+    # Screen readers hear of it in the region of the notices.
+    notices = page.get_by_role("status").filter(has_text="was downloaded and can be used")
+    expect(notices).to_be_visible()
+    expect(page.locator('[data-model="acme/Tiny-Chat"]')).to_contain_text("not measured yet")
+
+
+def test_a_cancelled_download_disappears_with_its_files(page: Page, hub: HubServer, folder: Path) -> None:
+    begin(page, hub, "acme/Unwanted").get_by_role("button", name="Cancel").click()
+    expect(card(page, "acme/Unwanted")).to_have_count(0)
+    go_on(hub)
+    wait_until(lambda: not list((folder / "hf").rglob("partial/*")))
+    page.reload()
+    expect(page.locator('[data-model="shell-helper"]')).to_be_visible()
+    expect(card(page, "acme/Unwanted")).to_have_count(0)
+
+
+def test_models_are_loaded_and_removed_after_a_question(page: Page) -> None:
+    model = page.locator('[data-model="acme/Tiny-Chat"]')
+    model.get_by_role("button", name="Load Tiny-Chat into memory").click()
+    expect(model).to_contain_text("in memory")
+    model.get_by_role("button", name="Remove Tiny-Chat").click()
+    dialog = page.get_by_role("dialog", name="Remove Tiny-Chat?")
+    expect(dialog).to_contain_text("Conversations with it are kept.")
+    # Cancel has the focus.
+    page.keyboard.press("Enter")
+    expect(model).to_be_visible()
+    model.get_by_role("button", name="Remove Tiny-Chat").click()
+    dialog.get_by_role("button", name="Remove", exact=True).click()
+    expect(model).to_have_count(0)
+    expect(page.locator('[data-model="shell-helper"] button[aria-label^="Remove"]')).to_have_count(0)
+
+
+def test_the_list_says_why_a_model_suits(page: Page) -> None:
+    first = page.locator("[data-recommended]").first
+    expect(first).to_contain_text("free.")
+    expect(page.locator("[data-recommended]")).to_have_count(12)
+
+
+def test_the_switcher_changes_the_model_by_keyboard(page: Page) -> None:
+    page.get_by_role("button", name="New chat").click()
+    switcher = page.get_by_role("button", name="Model: bundle. Choose another")
+    switcher.focus()
+    page.keyboard.press("Enter")
+    menu = page.get_by_role("menu", name="Models")
+    expect(menu.get_by_role("menuitemradio", checked=True)).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(menu.get_by_role("menuitemradio").nth(1)).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(menu).to_have_count(0)
+    changed = page.get_by_role("button", name="Model: shell-helper. Choose another")
+    expect(changed).to_be_focused()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    expect(menu).to_have_count(0)
+    expect(changed).to_be_focused()
+
+
+def test_the_slider_chooses_a_measured_plan(page: Page, folder: Path) -> None:
+    source = write_checkpoint(folder / "checkpoint", num_hidden_layers=1)
+    page.get_by_role("link", name="Export").click()
+    page.get_by_label("Checkpoint").fill(str(source))
+    expect(page.get_by_role("button", name="Measure, then choose")).to_be_enabled()
+    # As the button does, but with so little calibration text that it takes seconds.
+    body = {"source": str(source), "name": "Sliced", "calibration_tokens": 1200}
+    page.evaluate("async (body) => (await import('/page/views/model_api.js')).startExport(body)", body)
+    job = page.locator('[data-export="Sliced"]')
+    slider = job.get_by_role("slider", name="Size and quality")
+    expect(slider).to_be_visible()
+    last = int(slider.get_attribute("max") or "0")
+    assert last >= 2
+    slider.focus()
+    page.keyboard.press("Home")
+    smallest = slider.get_attribute("aria-valuetext") or ""
+    expect(job.locator("circle.chosen")).to_have_count(1)
+    page.keyboard.press("ArrowRight")
+    expect(slider).to_have_value("1")
+    assert slider.get_attribute("aria-valuetext") != smallest
+    shown = job.locator(".plan-text strong").inner_text()
+    assert (slider.get_attribute("aria-valuetext") or "").startswith(shown)
+    # A point of the curve is a position of the slider.
+    job.locator("circle").nth(last).click()
+    expect(slider).to_have_value(str(last))
+    job.get_by_role("button", name="Export this one").click()
+    expect(job).to_have_attribute("data-state", "done")
+    page.get_by_role("link", name="Models").last.click()
+    expect(page.locator('[data-model="Sliced"]')).to_be_visible()
+
+
+def test_a_comparison_is_written_side_by_side(page: Page) -> None:
+    page.get_by_role("link", name="Compare").click()
+    page.locator(".model-form select").first.select_option("bundle")
+    page.get_by_label("Prompt to answer").fill("the theory of the thing")
+    page.locator(".model-form select").nth(2).select_option("64")
+    page.get_by_role("button", name="Compare").click()
+    summary = page.locator(".race-summary")
+    expect(summary).to_contain_text("Both texts are identical.")
+    texts = page.locator(".race-text")
+    assert texts.nth(0).inner_text() == texts.nth(1).inner_text() != ""
+
+
+def test_the_exactness_report_is_in_plain_words(page: Page) -> None:
+    page.get_by_role("link", name="Exactness").click()
+    page.locator(".model-form select").first.select_option("shell-helper")
+    expect(page.get_by_text("This model has not been checked on this machine yet.")).to_be_visible()
+    page.get_by_role("button", name="Check", exact=True).click()
+    report = page.get_by_role("article")
+    expect(report).to_contain_text("near ties")
+    expect(report.get_by_role("row")).to_have_count(4)
+    page.reload()
+    expect(page.get_by_role("button", name="Check again")).to_be_visible()
+
+
+@pytest.mark.parametrize("address", ["models", "models/export", "compare", "exactness"])
+def test_the_pages_fit_a_phone(page: Page, app: RunningApp, address: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(f"{app.base}/#/{address}")
+    expect(page.locator(".model-page")).to_be_visible()
+    page.locator(".model-page > *").first.wait_for()
+    assert page.evaluate("document.querySelector('.page .scroller').scrollWidth <= innerWidth")
+    page.set_viewport_size({"width": 1280, "height": 800})
