@@ -99,6 +99,19 @@ def test_any_mixture_of_options_goes_on(tiny_bundle_of: Callable[[str, str], Pat
         assert text.startswith(whole.text.rstrip("\ufffd"))
 
 
+def test_an_exact_answer_behind_a_start_is_that_of_plain_decoding(tiny_bundle_of: Callable[[str, str], Path]) -> None:
+    """Wide passes compute other logits there, so drafts could change the choice in near ties."""
+    with edgerun.load(tiny_bundle_of("qwen2", "int4"), threads=1, cache=False) as engine:
+        engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+        start = token_ids(engine.generate(MESSAGES, max_tokens=15, logprobs=0))
+        options = GenerateOptions(max_tokens=40, answer_start=start, exact=True, logprobs=0)
+        plain = engine.generate(MESSAGES, options, speculation=Speculation.OFF)
+        exact = engine.generate(MESSAGES, options)
+        assert exact.stats.drafted > 0
+        assert token_ids(exact) == token_ids(plain)
+        assert exact.text == plain.text
+
+
 def test_several_answers_go_on_with_their_own_seeds(engine: Engine) -> None:
     options = GenerateOptions(temperature=1.2, seed=5, n=3, logprobs=0)
     whole = engine.generate(PROMPT, options, max_tokens=20)

@@ -304,7 +304,6 @@ def test_an_answer_of_4000_tokens_is_rendered_once(page: Page) -> None:
     page.locator(".token-modes label").nth(1).click()
     rendered = page.evaluate("() => window.rendered")
     assert rendered["Tokens"] > 0
-    assert "Text" not in rendered
     assert "Pieces" not in rendered
 
 

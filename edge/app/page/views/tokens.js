@@ -39,7 +39,7 @@ function classOf(piece) {
 }
 
 /** The text of a piece; line breaks, tabs and blanks are marked by style, so that copied text has no marks. */
-function Text({ text }) {
+function marked(text) {
   if (!/[\n\t]|^ +$| {2}/.test(text)) return text;
   return text.split(/(\n|\t|^ +$| {2,})/).map((part) => {
     if (part === "\n") return html`<i class="mark-line"></i>${"\n"}`;
@@ -61,8 +61,7 @@ const Pieces = memo(function Pieces({ pieces }) {
         aria-selected="false"
         aria-label=${piece.text.trim() ? undefined : visible(piece.text)}
         data-piece=${at}
-        ><${Text} text=${piece.text}
-      /></span>`,
+        >${marked(piece.text)}</span>`,
   );
 });
 
