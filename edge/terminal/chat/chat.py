@@ -21,7 +21,7 @@ from ...conversations.records import Attachment, Conversation, MessageState, Rol
 from ...conversations.store import ConversationStore
 from ..explain import show_rounds
 from ..interrupt import ChatInterrupts
-from ..output import SafeConsole, can_draw, stats_line
+from ..output import SafeConsole, can_draw, stats_line, write_out
 from .answer_view import AnswerMarkdown, MarkdownView, RawView
 from .chat_conversation import ChatConversation
 from .chat_model import INTRODUCTION, NO_CHAT, ChatModel, is_bundled, is_here, is_small_talk, model_name_of, short_name
@@ -189,7 +189,7 @@ class Chat:
         if message.role is Role.USER:
             self.console.print(Text(PROMPT + text.replace("\n", f"\n{CONTINUATION}"), "bold"))
         elif self.raw:
-            self.console.print(text, soft_wrap=True)
+            write_out(f"{text}\n")
         else:
             self.console.print(AnswerMarkdown(text))
         if len(lines) > _SHOWN_LINES:
