@@ -39,6 +39,10 @@ _COMMANDS: Final = {
 """What each command does; the module and the function are named like the command."""
 _DEFAULT_COMMAND: Final = "run"
 _OTHER_NAMES: Final = {
+    "start": "app",
+    "web": "app",
+    "ui": "app",
+    "gui": "app",
     "chat": "run",
     "generate": "run",
     "list": "models",

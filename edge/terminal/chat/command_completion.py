@@ -8,7 +8,7 @@ from typing import Final
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
-from .commands import Command
+from .command import Command
 
 _MOST: Final = 50
 """Largest number of completions that are offered."""
