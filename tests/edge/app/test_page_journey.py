@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from playwright.sync_api import Browser, Locator, expect
 
 from support.browser import AppServer, browser, browser_page
 from support.chat_page import ChatPage, opened
+from support.hub_fixture import own_hub
+from support.hub_server import HubServer, files_of
 
 QUESTION = "find files larger than 100 MB"
 
@@ -110,6 +113,29 @@ def noon(chat: ChatPage) -> None:
     expect(chat.messages).to_have_count(6)
 
 
+def download(chat: ChatPage, hub: HubServer) -> None:
+    """A download is cancelled half-way, and begun again to its end."""
+    page = chat.page
+    page.get_by_role("link", name="Models").click()
+    card = page.locator('[data-download="acme/Tiny-Chat"]')
+
+    def begin() -> None:
+        page.get_by_label("Another model of the hub").fill("acme/Tiny-Chat")
+        page.get_by_role("button", name="Download", exact=True).click()
+
+    hub.faults.stall["model.onnx.data"] = 200_000
+    begin()
+    expect(card.get_by_role("progressbar")).to_have_attribute("max", re.compile(r"\d{4,}"))
+    card.get_by_role("button", name="Cancel").click()
+    expect(card).to_have_count(0)
+    hub.faults.stall.clear()
+    hub.faults.go_on.set()
+    begin()
+    expect(page.locator('[data-model="acme/Tiny-Chat"]')).to_be_visible()
+    chat.row("show the date").click()
+    expect(chat.messages).to_have_count(6)
+
+
 def afternoon(chat: ChatPage, other: ChatPage) -> None:
     """Two windows on one conversation; search; a conversation is deleted and comes back."""
     other.row("show the date").click()
@@ -146,13 +172,15 @@ def exported(chat: ChatPage, folder: Path) -> Path:
 
 
 @pytest.mark.nightly
-def test_a_day_with_the_app(tmp_path: Path, endless_bundle: Path) -> None:
+def test_a_day_with_the_app(tmp_path: Path, tiny_bundle: Path, endless_bundle: Path) -> None:
     home, models = tmp_path / "home", ("shell-helper", endless_bundle)
-    with browser() as chromium:
+    with own_hub(tmp_path / "hub") as hub, browser() as chromium:
+        hub.repo("acme/Tiny-Chat", files_of(tiny_bundle))
         with AppServer(home, models) as server, browser_page(server.open_url, within=chromium) as window:
             chat = ChatPage(window.page)
             morning(chat)
             noon(chat)
+            download(chat, hub)
             session = window.page.context.storage_state()
             with browser_page(server.base, within=chromium, storage_state=session) as second:
                 other = ChatPage(second.page)
