@@ -23,7 +23,7 @@ from ..server.error_objects import JsonResponse, RefusedError, UnreadBodyRespons
 from .app_access import OPEN_PATH, SESSION_LIFE_S, SessionGuard
 from .app_service import AppService
 from .conversation_endpoints import conversation_routes
-from .events_endpoint import EventsEndpoint
+from .event_channel import EventsEndpoint
 from .message_endpoints import message_routes
 from .model_endpoints import model_routes
 from .page_files import PageFiles, PageHeaders, entrance_page, index_page, passage_page
@@ -51,7 +51,7 @@ def chat_app(service: AppService) -> ASGIApp:
             Mount("/page", PageFiles()),
             Route(OPEN_PATH, entrance.enter, methods=["GET"]),
             Route(OPEN_PATH, entrance.new_token, methods=["POST"]),
-            Route("/api/events", EventsEndpoint(context), methods=["GET"]),
+            Route("/api/events", EventsEndpoint(context.events, context.settings.silence_s), methods=["GET"]),
             *state_routes(context, service.models),
             *conversation_routes(context, service.answers),
             *message_routes(context, service.answers),

@@ -1,4 +1,4 @@
-"""Events for the windows that show the page, each with a bounded queue of its own."""
+"""Events for the windows that show the page, each with a bounded queue and a channel of its own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from ..server.event_stream import event
+from starlette.types import Receive, Scope, Send
+
+from ..server.event_stream import EVENT_HEADERS, event
 
 MAX_EVENTS: Final = 4096
 """Largest number of events that wait for one window."""
 MAX_BYTES: Final = 8 << 20
 """Largest size of the events that wait for one window."""
+_COMMENT: Final = b": the channel is open\n\n"
 
 
 class EventChannel:
@@ -118,3 +121,50 @@ class EventListener:
         # The loop may have been closed meanwhile; then nobody waits.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._changed.set)
+
+
+class EventsEndpoint:
+    """`GET /api/events`: an ASGI application that sends events until the window goes away or the channel is closed.
+
+    Args:
+        channel: the events.
+        silence_s: seconds without an event after which a comment is sent, so that a window that is gone is noticed.
+    """
+
+    def __init__(self, channel: EventChannel, silence_s: float) -> None:
+        self._channel: Final = channel
+        self._silence_s: Final = silence_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events."""
+        del scope
+        with self._channel.listen() as listener:
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            # The window knows that it listens before it fetches what it shows.
+            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            sending = asyncio.create_task(self._send(listener, send))
+            watching = asyncio.create_task(_gone(receive))
+            try:
+                await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (sending, watching):
+                    task.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await task
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, listener: EventListener, send: Send) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    events = await listener.take()
+            except TimeoutError:
+                events = _COMMENT
+            if not events:
+                return
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
