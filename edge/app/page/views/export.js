@@ -9,8 +9,9 @@ import { ModelPage } from "./model_page.js";
 
 const words = strings.exports;
 const WIDTH = 640;
-const HEIGHT = 200;
-const LEFT = 58;
+const HEIGHT = 220;
+const LEFT = 76;
+const TOP = 30;
 const BOTTOM = 30;
 const FLOOR = 1e-4;
 
@@ -21,7 +22,7 @@ function places(plans) {
   const [smallest, largest] = [Math.min(...sizes), Math.max(...sizes)];
   const [lowest, highest] = [Math.floor(Math.min(...kls)), Math.ceil(Math.max(...kls))];
   const x = (size) => LEFT + ((size - smallest) / (largest - smallest || 1)) * (WIDTH - LEFT - 20) + 6;
-  const y = (kl) => 12 + ((highest - kl) / (highest - lowest || 1)) * (HEIGHT - BOTTOM - 24);
+  const y = (kl) => TOP + ((highest - kl) / (highest - lowest || 1)) * (HEIGHT - BOTTOM - TOP - 8);
   const points = plans.map((plan, index) => [x(sizes[index]), y(kls[index])]);
   const lines = [];
   for (let power = lowest; power <= highest; power += 1) lines.push([power, y(power)]);
@@ -43,7 +44,7 @@ function Curve({ plans, chosen, onChoose }) {
     )}
     <text x=${LEFT} y=${HEIGHT - 6}>${words.smaller}</text>
     <text x=${WIDTH - 4} y=${HEIGHT - 6} text-anchor="end">${words.larger}</text>
-    <text class="axis" x=${WIDTH - 4} y="12" text-anchor="end">${words.axis}</text>
+    <text x="0" y="16">${words.axis}</text>
   </svg>`;
 }
 
