@@ -24,12 +24,14 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert set(output_of(program)) <= LIGHT | {"__future__"}
 
 
-def test_answering_on_the_command_line_imports_no_decoder_of_request_bodies() -> None:
+def test_answering_on_the_command_line_imports_neither_a_decoder_of_request_bodies_nor_a_prompt() -> None:
     program = (
         "import sys; import edgerun.edge.cli.command_line, edgerun.edge.cli.run; "
         "import edgerun.runtime.engine; print(*sys.modules)"
     )
-    assert "msgspec" not in output_of(program)
+    imported = output_of(program)
+    assert "edgerun.edge.cli.run" in imported
+    assert not {"msgspec", "prompt_toolkit", "markdown_it", "edgerun.edge.terminal.chat"} & set(imported)
 
 
 def test_every_public_name_resolves_and_is_listed() -> None:

@@ -94,9 +94,14 @@ class TerminalScreen:
         self.wait_for(lambda: wanted in self.text)
         return self.text
 
+    @property
+    def at_prompt(self) -> bool:
+        """Whether there is an empty prompt of the chat on the last line but the status."""
+        return re.search(r"(^|\n)>\n+[^\n]* tokens[^\n]*$", self.text) is not None
+
     def until_prompt(self) -> str:
-        """Read the output until there is an empty prompt on the last line but the status; returns all lines."""
-        self.wait_for(lambda: re.search(r"(^|\n)>\n+[^\n]* tokens[^\n]*$", self.text) is not None)
+        """Read the output until there is an empty prompt of the chat; returns all lines."""
+        self.wait_for(lambda: self.at_prompt)
         return self.text
 
     def read_for(self, seconds: float) -> None:

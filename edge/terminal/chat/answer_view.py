@@ -48,8 +48,8 @@ class RawView:
         self._last = text[-1:] or self._last
 
     def close(self) -> None:
-        """End the line."""
-        if self._last != "\n":
+        """End the line, if there is one."""
+        if self._last not in {"", "\n"}:
             write_out("\n")
 
 

@@ -151,7 +151,10 @@ class Chat:
         options = self.options().changed({"answer_start": answer.content})
         fit = self._fit(self.store.branch(answer.id)[:-1], options)
         self.show_message(answer)
-        self._generate(fit, AnswerWriter(self.store, answer.id, answer.content, tokens=None), options)
+        writer = AnswerWriter(self.store, answer.id, answer.content, tokens=None)
+        self._generate(fit, writer, options)
+        if writer.content == answer.content:
+            self.note("nothing follows: the model ends its answer here")
 
     def options(self) -> GenerateOptions:
         """The options of an answer in this conversation."""
