@@ -24,6 +24,8 @@ QUESTION = "find files larger than 100 MB"
 def shown_texts(chat: ChatPage) -> list[str]:
     """The messages of the conversation that is shown, once none is being written."""
     expect(chat.page.locator('[data-message][data-state="writing"]')).to_have_count(0)
+    # Until the page knows its models, the bundled model's commands are Markdown and not code.
+    expect(chat.answers.first.locator(".md pre")).to_be_visible()
     return [text.strip() for text in chat.page.locator(".user-text, .message .md").all_inner_texts()]
 
 
