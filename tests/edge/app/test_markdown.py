@@ -44,8 +44,9 @@ def shown(window: BrowserPage, text: str, writing: bool = False) -> Locator:
 
 
 def made(window: BrowserPage, text: str, writing: bool = True) -> dict[str, Any]:
-    """How many components of each kind were rendered for a text."""
-    return dict(window.page.evaluate("([text, writing]) => window.show(text, writing)", [text, writing]))
+    """How many components of each kind were rendered for a text, Preact's own fragments aside."""
+    counts = window.page.evaluate("([text, writing]) => window.show(text, writing)", [text, writing])
+    return {name: count for name, count in counts.items() if name != "$"}
 
 
 def html(window: BrowserPage, text: str) -> str:
