@@ -1,0 +1,101 @@
+"""The app's pages and dialogs have no serious fault that axe-core finds, in both themes and at the width of a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page
+
+from edgerun.edge.conversations.store import ConversationStore
+from support.browser import AppServer, BrowserPage, browser_page
+from support.nightly import some_nightly
+
+ANSWER = """# A heading
+
+Text with *emphasis*, `code`, a [link](https://example.org) and a formula $x^2$.
+
+## A smaller heading
+
+- [x] done
+- [ ] to do
+
+> A quote
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+```python
+def double(x: int) -> int:  # a comment
+    return 2 * x or "nothing"
+```
+
+$$\\sum_{i=0}^n i$$
+
+![picture](https://example.org/a.png)
+"""
+LOOKS = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
+"""Colour schemes and widths."""
+
+
+def at(path: str) -> Callable[[Page], None]:
+    """The step that goes to a page."""
+    return lambda page: page.evaluate("path => { location.hash = path }", path)
+
+
+def pressing(keys: str) -> Callable[[Page], None]:
+    """The step that opens a dialog by keys that are pressed outside of the composer."""
+
+    def press(page: Page) -> None:
+        page.evaluate("() => document.activeElement.blur()")
+        page.keyboard.press(keys)
+
+    return press
+
+
+VIEWS: dict[str, tuple[Callable[[Page], None], str]] = {
+    "conversation": (lambda page: None, ".message.assistant .md .hljs-comment"),
+    "new chat": (at("#/"), ".welcome"),
+    "settings": (at("#/settings"), "main h1"),
+    "shortcuts": (pressing("?"), "[role=dialog], dialog[open]"),
+    "conversation settings": (pressing("Control+Shift+s"), "[role=dialog], dialog[open]"),
+    "search": (pressing("Control+k"), "[role=dialog], dialog[open]"),
+}
+"""How each view is opened, and what it shows then."""
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserPage]:
+    """A window of an app with one conversation, which is `window.conversation` of its scripts."""
+    home = tmp_path_factory.mktemp("home")
+    store = ConversationStore.open(home / "conversations.sqlite3")
+    conversation = store.create(title="A title", folder="A folder").id
+    question = store.add_message(conversation, None, "user", "question")
+    store.add_message(conversation, question.id, "assistant", ANSWER)
+    store.close()
+    with AppServer(home) as server, browser_page(server.open_url) as window:
+        window.page.evaluate("id => { window.conversation = id }", conversation)
+        yield window
+
+
+@pytest.mark.parametrize("name", some_nightly(VIEWS, 3))
+def test_axe_finds_no_serious_fault(window: BrowserPage, name: str) -> None:
+    page = window.page
+    found = []
+    for scheme, width in LOOKS:
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 844})
+        page.evaluate("() => { location.hash = '#/c/' + window.conversation }")
+        page.locator(".message.assistant .md .hljs-comment").wait_for()
+        step, shown = VIEWS[name]
+        step(page)
+        page.locator(shown).first.wait_for()
+        # Colours that are still changing would be measured in between.
+        page.evaluate("() => Promise.all(document.getAnimations().map((animation) => animation.finished))")
+        for fault in Axe().run(page).response["violations"]:
+            if fault["impact"] in {"serious", "critical"}:
+                found += [f"{scheme} {width}: {fault['id']} {node['html'][:150]}" for node in fault["nodes"]]
+        page.keyboard.press("Escape")
+    assert found == []
