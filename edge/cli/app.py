@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import platform
 import threading
 import webbrowser
 from contextlib import ExitStack
@@ -161,9 +161,9 @@ def _show(url: str, *, browser: bool, window: bool) -> None:
 
 def _has_display() -> bool:
     """Whether there is a desktop; without one, Python would start a text browser in this terminal."""
-    if sys.platform in {"win32", "darwin"}:
-        return True
-    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    return platform.system() in {"Windows", "Darwin"} or bool(
+        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
 
 
 def _check_window() -> None:
