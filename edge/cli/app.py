@@ -106,7 +106,7 @@ def app(
     )
     with ExitStack() as stack:
         if (running := join_running_app(stack, folder)) is not None:
-            with_models = ", with the models that it was started with" if models else ""
+            with_models = ", with the models that it was started with; end it first to give it others" if models else ""
             write_error(f"edge-run: the app runs already{with_models}")
             _show(running, browser=browser, window=window)
             return

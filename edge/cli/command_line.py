@@ -63,11 +63,11 @@ _OTHER_NAMES: Final = {
     "version": "--version",
 }
 """What other programs call these commands, and people try first."""
-_SIMILAR: Final = 0.7
-"""Similarity from which a word is taken for a mistyped command, from 0 to 1: one slip in five letters."""
+_SIMILAR: Final = 0.66
+"""Similarity from which a word is taken for a mistyped command, from 0 to 1: one slip in three letters."""
 _GLOBAL_OPTIONS: Final = ("-h", "--help", "--version")
 _HELP: Final = """
-Run language models on this machine: private, fast, no server.
+Run language models on this machine: private, fast, no server elsewhere.
 
 edge-run [MODEL] chats; with -p TEXT it answers once. MODEL is an .onnx file, a model folder, or org/name on the Hugging
 Face Hub. Without MODEL, the bundled model translates English requests into shell commands.

@@ -71,7 +71,7 @@ export function useFollowScroll(conversation, ready) {
 
   useLayoutEffect(() => {
     const element = scroller.current;
-    if (!element) return undefined;
+    if (!element || conversation === null) return undefined; // nothing to follow in a new chat
     let frame = 0;
     const scrolled = () => {
       const distance = element.scrollHeight - element.scrollTop - element.clientHeight;
@@ -108,6 +108,11 @@ export function useFollowScroll(conversation, ready) {
 
   useLayoutEffect(() => {
     if (!ready || !scroller.current) return;
+    if (conversation === null) {
+      follow(true);
+      scroller.current.scrollTop = 0;
+      return;
+    }
     const place = places.get(conversation);
     if (!place || !toOffset(place.id, place.offset)) toEnd();
   }, [conversation, ready]);

@@ -342,6 +342,7 @@ export const strings = {
     bundled: "bundled",
     download: (bytes) => `Download ${size(bytes)}`,
     downloadLabel: (title) => `Download ${title}`,
+    resumeLabel: (title) => `Resume the download of ${title}`,
     downloading: "Downloading …",
     facts: (model) => [
       ["On disk", size(model.disk_bytes)],
@@ -561,7 +562,7 @@ export const strings = {
   },
   welcome: {
     bundled:
-      "The model that comes along is a small shell helper: it turns a request in English into a shell command. It is not a chat model, and answers nothing else well. To chat, get a chat model first; it takes one click and a download.",
+      "The model that comes along is a small shell helper: it turns a request in English into a shell command, without regard to earlier ones. It is not a chat model, and answers nothing else well. To chat, get a chat model first; it takes one click and a download.",
     bundledShort: "The bundled model writes shell commands; it is not a chat model.",
     chatExamples: [
       "Explain what a hash table is, with a small example",

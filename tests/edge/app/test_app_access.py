@@ -159,7 +159,7 @@ def test_the_second_start_finds_the_first(app: RunningApp) -> None:
         rf"edge-run: the app runs already\nedge-run: open http://127\.0\.0\.1:{app.port}/open\?token=\S+\n", done.stderr
     )
     assert second_start(app, "another-model").stderr.startswith(
-        "edge-run: the app runs already, with the models that it was started with\n"
+        "edge-run: the app runs already, with the models that it was started with; end it first to give it others\n"
     )
     with app.client() as client:
         for key in ("", "Bearer wrong"):

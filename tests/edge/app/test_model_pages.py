@@ -107,6 +107,21 @@ def test_a_cancelled_download_disappears_with_its_files(page: Page, hub: HubServ
     expect(card(page, "acme/Unwanted")).to_have_count(0)
 
 
+def test_a_download_that_failed_is_resumed_where_it_was_begun(page: Page, hub: HubServer) -> None:
+    hub.faults.status["/"] = 503
+    worth = page.locator("[data-recommended]").first
+    worth.get_by_role("button", name=re.compile("^Download")).click()
+    again = worth.get_by_role("button", name=re.compile("^Resume the download of"))
+    expect(again).to_be_enabled()
+    expect(page.get_by_text("The download of")).to_have_count(0)  # its card says it
+    before = len(hub.seen)
+    again.click()
+    wait_until(lambda: len(hub.seen) > before)
+    hub.faults.status.clear()
+    page.locator("[data-download]").filter(has=page.locator(".fault")).get_by_role("button", name="Cancel").click()
+    expect(worth.get_by_role("button", name=re.compile("^Download"))).to_be_enabled()
+
+
 def test_models_are_loaded_and_removed_after_a_question(page: Page) -> None:
     model = page.locator('[data-model="acme/Tiny-Chat"]')
     model.get_by_role("button", name="Load Tiny-Chat into memory").click()

@@ -210,6 +210,16 @@ def test_nothing_is_lost_when_the_app_ends_and_starts_again(
             window.errors.clear()  # the browser reports every connection that failed
 
 
+def test_a_new_chat_on_a_phone_begins_at_its_top(bundled: OpenedApp) -> None:
+    with bundled.window(size=(390, 500)) as chat:
+        expect(chat.page.locator(".example").last).to_be_attached()
+        heading = chat.page.get_by_role("heading", name="Describe what the shell should do")
+        expect(heading).to_be_in_viewport(ratio=1)
+        chat.page.get_by_role("button", name="Understood").click()
+        expect(heading).to_be_in_viewport(ratio=1)
+        assert chat.page.get_by_role("button", name="Jump to the latest").count() == 0
+
+
 def test_the_sidebar_is_a_drawer_on_a_phone(bundled: OpenedApp) -> None:
     with bundled.window(size=(390, 844)) as chat:
         chat.ask("show the kernel version")

@@ -140,6 +140,7 @@ def test_streamed_json_reaches_a_pipe_while_the_answer_is_generated(tmp_path: Pa
     [
         *(("serv", "serve"), ("servr", "serve"), ("modles", "models"), ("Bench", "bench"), ("exprot", "export")),
         *(("chat", "run"), ("list", "models"), ("download", "pull"), ("help", "--help"), ("gui", "app")),
+        *(("aap", "app"), ("rnu", "run")),
     ],
 )
 def test_a_mistyped_command_gets_a_suggestion(

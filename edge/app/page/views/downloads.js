@@ -62,7 +62,7 @@ function Download({ download }) {
       </span>
     </div>
     ${download.state !== "done" && html`<${Progress} download=${download} />`}
-    ${download.error && html`<p class="fault">${download.error}</p>`}
+    ${download.error && html`<p class="fault" role="alert">${download.error}</p>`}
   </li>`;
 }
 

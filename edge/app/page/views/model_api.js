@@ -73,6 +73,7 @@ export function replaced(items, item) {
   return known ? items.map((other) => (other.key === item.key ? item : other)) : [...items, item];
 }
 
+const MODELS = "#/models";
 const EXPORTS = "#/models/export";
 const told = new Map();
 
@@ -86,7 +87,8 @@ function tellOnce(key, state, text, kind) {
 onEvent("download", ({ download }) => {
   const words = strings.downloads;
   if (download.state === "done") tellOnce(download.key, "done", words.arrived(download.model || download.id));
-  else if (download.state === "failed") tellOnce(download.key, "failed", words.hasFailed(download.id, download.error), "error");
+  else if (download.state === "failed")
+    tellOnce(download.key, "failed", location.hash !== MODELS && words.hasFailed(download.id, download.error), "error");
   else told.delete(download.key);
 });
 onEvent("export", ({ job }) => {

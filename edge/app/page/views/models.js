@@ -65,7 +65,9 @@ function Model({ model, loading, onRemove }) {
   </li>`;
 }
 
-function Recommended({ model, downloading }) {
+function Recommended({ model, state }) {
+  const downloading = state === "downloading" || state === "queued";
+  // A download that is in the list already is resumed.
   const download = () => attempt(() => startDownload(model.id));
   return html`<li class="model-card" data-recommended=${model.id}>
     <div class="model-card-head">
@@ -76,11 +78,11 @@ function Recommended({ model, downloading }) {
           : html`<button
               type="button"
               class=${model.fits ? "button small primary" : "button small"}
-              aria-label=${words.downloadLabel(model.title)}
+              aria-label=${state && !downloading ? words.resumeLabel(model.title) : words.downloadLabel(model.title)}
               disabled=${downloading}
               onClick=${download}
             >
-              ${downloading ? words.downloading : words.download(model.disk_bytes)}
+              ${downloading ? words.downloading : state ? strings.downloads.resume : words.download(model.disk_bytes)}
             </button>`}
       </span>
     </div>
@@ -95,9 +97,9 @@ function RecommendedList({ downloads }) {
   const models = useStore((state) => state.models);
   if (!got) return html`<p class="quiet" role="status">${strings.chat.loading}</p>`;
   const here = new Set(models.map((model) => model.id.split(":")[0]));
-  const under = new Set((downloads ?? []).filter((each) => each.state !== "done").map((each) => each.id));
+  const under = new Map((downloads ?? []).filter((each) => each.state !== "done").map((each) => [each.id, each.state]));
   const shown = got.recommended.map((model) => ({ ...model, downloaded: here.has(model.repo) }));
-  const card = (model) => html`<${Recommended} key=${model.id} model=${model} downloading=${under.has(model.id)} />`;
+  const card = (model) => html`<${Recommended} key=${model.id} model=${model} state=${under.get(model.id)} />`;
   const [fitting, others] = [shown.filter((model) => model.fits), shown.filter((model) => !model.fits)];
   return html`<section aria-labelledby="recommended-title">
     <h2 id="recommended-title">${words.recommended}</h2>

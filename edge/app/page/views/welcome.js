@@ -6,13 +6,13 @@ import { Icon } from "../icons.js";
 import { attempt, changeSettings, modelOf, set, useStore } from "../store.js";
 import { strings } from "../strings.js";
 
-function Introduction() {
+function Introduction({ bundled }) {
   return html`<section class="introduction" aria-label=${strings.welcome.introduction}>
     <p>${strings.welcome.what}</p>
     <p>${strings.welcome.local}</p>
-    <p>${strings.welcome.bundled}</p>
+    ${bundled && html`<p>${strings.welcome.bundled}</p>`}
     <div class="introduction-actions">
-      <a class="button primary" href="#/models"><${Icon} name="model" />${strings.welcome.getModel}</a>
+      ${bundled && html`<a class="button primary" href="#/models"><${Icon} name="model" />${strings.welcome.getModel}</a>`}
       <button type="button" class="button" onClick=${() => attempt(() => changeSettings({ introduced: true }))}>
         ${strings.welcome.understood}
       </button>
@@ -29,7 +29,7 @@ export function Welcome() {
   const examples = model?.bundled ? strings.welcome.shellExamples : strings.welcome.chatExamples;
   return html`<div class="welcome">
     <h2>${model?.bundled ? strings.welcome.greetingShell : strings.welcome.greeting}</h2>
-    ${!introduced && html`<${Introduction} />`}
+    ${!introduced && html`<${Introduction} bundled=${model?.bundled} />`}
     ${introduced && model?.bundled && html`<p class="quiet">${strings.welcome.bundledShort} <a href="#/models">${strings.welcome.getModel}</a></p>`}
     <ul class="examples" aria-label=${strings.welcome.examples}>
       ${examples.map(
