@@ -55,10 +55,16 @@ def pressing(keys: str) -> Callable[[Page], None]:
     return press
 
 
+HEADING = "h1:not(:text-is('A title'))"
+"""The heading of another page than the conversation's."""
 VIEWS: dict[str, tuple[Callable[[Page], None], str]] = {
     "conversation": (lambda page: None, ".message.assistant .md .hljs-comment"),
     "new chat": (at("#/"), ".welcome"),
-    "settings": (at("#/settings"), "main h1"),
+    "settings": (at("#/settings"), HEADING),
+    "models": (at("#/models"), HEADING),
+    "exports": (at("#/exports"), HEADING),
+    "comparison": (at("#/compare"), HEADING),
+    "exactness": (at("#/exactness"), HEADING),
     "shortcuts": (pressing("?"), "[role=dialog], dialog[open]"),
     "conversation settings": (pressing("Control+Shift+s"), "[role=dialog], dialog[open]"),
     "search": (pressing("Control+k"), "[role=dialog], dialog[open]"),
