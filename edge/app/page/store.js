@@ -234,6 +234,7 @@ export async function refreshAll() {
   await attempt(async () => {
     await Promise.all([refreshState(), refreshConversations(), shown && fetchConversation(shown)]);
     set({ connection: "open" });
+    fetchShown(); // the reader may have gone elsewhere meanwhile
   });
 }
 
@@ -259,12 +260,18 @@ export function start() {
 
 const PAGES = new Set(["models", "exports", "compare", "exactness", "settings"]);
 
+/** Fetches the conversation that is shown, if it is not there. What is shown first is fetched with all else. */
+function fetchShown() {
+  const { id } = state.route;
+  if (id && state.connection !== "opening" && !state.trees.has(id)) fetchConversation(id);
+}
+
 function readRoute() {
   const [, page, id] = location.hash.split("/");
   if (PAGES.has(page)) set({ route: { page, id: null }, drawer: false });
   else if (page === "c" && id) {
     set({ route: { page: "chat", id: decodeURIComponent(id) }, drawer: false });
-    if (!state.trees.has(state.route.id)) fetchConversation(state.route.id);
+    fetchShown();
   } else set({ route: { page: "chat", id: null }, drawer: false });
 }
 

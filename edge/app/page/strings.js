@@ -18,7 +18,10 @@ function percent(probability) {
   return `${value < 10 || value > 99 ? value.toFixed(1) : Math.round(value)}\u00a0%`;
 }
 
-const seconds = (value) => (value < 10 ? `${value.toFixed(1)} s` : `${Math.round(value)} s`);
+function seconds(value) {
+  if (value < 0.1) return `${Math.round(value * 1000)} ms`;
+  return value < 10 ? `${value.toFixed(1)} s` : `${Math.round(value)} s`;
+}
 
 function duration(value) {
   if (value < 60) return `${Math.ceil(value)} s`;
@@ -578,7 +581,7 @@ export const strings = {
       "Everything stays on this machine: what you write, what the model answers, and your files. Nothing is sent anywhere, and it works without a network.",
     shellExamples: [
       "find files larger than 100 MB",
-      "show the ten largest folders here",
+      "list the 10 biggest files",
       "count the lines in all Python files",
       "which process uses port 8080",
     ],

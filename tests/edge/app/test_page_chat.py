@@ -14,6 +14,7 @@ pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 from playwright.sync_api import Browser, expect
 
+from edgerun.edge.conversations.store import ConversationStore
 from support.browser import AppServer, browser
 from support.chat_page import ChatPage, OpenedApp, opened
 
@@ -67,9 +68,12 @@ def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Brow
         expect(introduction).to_contain_text("Everything stays on this machine")
         expect(introduction).to_contain_text("not a chat model")
         expect(introduction.get_by_role("link", name="Get a chat model")).to_have_attribute("href", "#/models")
-        chat.send(QUESTION)
+        chat.page.get_by_role("button", name=QUESTION).click()
+        expect(chat.composer).to_have_value(QUESTION)
+        expect(chat.composer).to_be_focused()
+        chat.composer.press("Enter")
         answer = chat.in_state("complete")
-        expect(answer).to_contain_text("find")
+        expect(answer.locator("pre")).to_contain_text("find")
         expect(answer.locator(".statistics")).to_have_text(
             re.compile(r"\d+ tokens? · [\d.]+ tokens/s · first token after")
         )
@@ -82,6 +86,19 @@ def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Brow
         chat.page.reload()
         expect(chat.page.get_by_role("list", name="Examples")).to_be_visible()
         expect(introduction).to_have_count(0)
+
+
+def test_commands_of_the_bundled_model_are_shown_as_they_are(tmp_path: Path, chromium: Browser) -> None:
+    command = "rm *.log *.tmp && echo `pwd` # _done_"
+    store = ConversationStore.open(tmp_path / "conversations.sqlite3")
+    conversation = store.create(title="Cleaning")
+    question = store.add_message(conversation.id, None, "user", "remove the logs")
+    store.add_message(conversation.id, question.id, "assistant", command, model="shell-helper")
+    store.close()
+    with AppServer(tmp_path) as server, opened(server, chromium) as app, app.window() as chat:
+        chat.row("Cleaning").click()
+        expect(chat.answers.locator("pre")).to_have_text(command)
+        expect(chat.answers.locator("em")).to_have_count(0)
 
 
 def test_an_answer_is_stopped_and_goes_on(long_answer: ChatPage) -> None:
