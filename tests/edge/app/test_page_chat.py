@@ -186,6 +186,7 @@ def test_drafts_are_kept_for_each_conversation(chat: ChatPage) -> None:
     expect(chat.page.locator(".attached")).to_contain_text("notes.txt")
     chat.page.goto(url)
     expect(chat.composer).to_have_value("half a tho")
+    expect(chat.messages).to_have_count(2)
     chat.ask("half a thought")
     expect(chat.composer).to_have_value("")
     chat.page.reload()
