@@ -13,12 +13,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 from support.app_server import RunningApp, running_app
 
 PATIENCE_S = 120.0
 """Limit of every wait, far above what it takes."""
+expect.set_options(timeout=PATIENCE_S * 1000)
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _ARGUMENTS = (
     # Containers run as root and have a small /dev/shm.

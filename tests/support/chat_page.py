@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from playwright.sync_api import Browser, Locator, Page, StorageState, expect
 
-from support.browser import PATIENCE_S, AppServer, browser_page
-
-expect.set_options(timeout=PATIENCE_S * 1000)
+from support.browser import AppServer, browser_page
 
 
 class ChatPage:

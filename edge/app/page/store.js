@@ -76,12 +76,18 @@ export async function refreshConversations() {
   const got = await api.getConversations();
   const writing = new Set(got.writing ?? state.writing);
   set({ conversations: got.conversations, writing });
-  if (state.deleted) await showDeleted(true);
+  if (state.deleted) await refreshDeleted();
 }
 
 /** Shows or hides the list of deleted conversations. */
 export async function showDeleted(shown) {
   set({ deleted: shown ? (await api.getConversations(true)).conversations : null });
+}
+
+/** Fetches the list of deleted conversations again. It may have been hidden when the response arrives. */
+async function refreshDeleted() {
+  const { conversations } = await api.getConversations(true);
+  if (state.deleted) set({ deleted: conversations });
 }
 
 const fetching = new Map();
@@ -158,7 +164,7 @@ const HANDLERS = {
   conversation_deleted({ id }) {
     const conversation = conversationOf(id);
     if (conversation) forgetConversation(conversation);
-    if (state.deleted) attempt(() => showDeleted(true));
+    if (state.deleted) attempt(refreshDeleted);
   },
   message({ message }) {
     const tree = state.trees.get(message.conversation);

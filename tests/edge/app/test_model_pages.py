@@ -20,15 +20,6 @@ from support.hub_server import HubServer, files_of
 from support.tiny_models import write_bundle, write_checkpoint
 from support.waiting import wait_until
 
-PATIENCE_MS = 120_000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patience() -> Iterator[None]:
-    expect.set_options(timeout=PATIENCE_MS)
-    yield
-    expect.set_options(timeout=5_000)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
