@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from ...errors import ConversationError
@@ -55,8 +56,15 @@ def as_markdown(conversation: Conversation, branch: Sequence[StoredMessage]) -> 
         parts += ["## System", _escaped(conversation.system)]
     for message in branch:
         heading = f"## {message.role.value.capitalize()}"
-        parts += [f"{heading} ({message.model})" if message.model else heading, _escaped(message_text(message))]
+        if message.model:
+            heading += f" ({_shown_model(message.model)})"
+        parts += [heading, _escaped(message_text(message))]
     return "\n\n".join(parts) + "\n"
+
+
+def _shown_model(model: str) -> str:
+    """The name of a model, without the folders of a path: such a text is given to others."""
+    return Path(model).name if Path(model).is_absolute() else model
 
 
 def read_markdown(text: str, name: str) -> MarkdownConversation:

@@ -190,6 +190,13 @@ def test_markdown_shows_the_branch_in_view(store: ConversationStore, tree: Conve
     assert store.export_markdown(copy.id) == store.export_markdown(tree.id)
 
 
+def test_markdown_does_not_say_where_a_model_lies(store: ConversationStore, tmp_path: Path) -> None:
+    conversation = store.create()
+    asked = store.add_message(conversation.id, None, Role.USER, "hello")
+    store.add_message(conversation.id, asked.id, Role.ASSISTANT, "hi", model=str(tmp_path / "my-model"))
+    assert "## Assistant (my-model)\n" in store.export_markdown(conversation.id)
+
+
 def test_markdown_of_other_editors(store: ConversationStore) -> None:
     copy = store.import_markdown("\ufeffnotes\r\n## user\r\nhello\r\n\r\n## ASSISTANT\r\nhi\r\n", "chat of today.md")
     assert copy.title == "chat of today"
