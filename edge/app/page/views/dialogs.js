@@ -104,13 +104,13 @@ function place(list, button) {
 }
 
 /**
- * A button that opens a menu.
+ * What opens a popover with entries, moves between them by key, and gives the focus back to its button.
  *
- * @param {object} props
- * @param {string} props.label of the button
- * @param {() => {label: string, icon?: string, run: () => void, danger?: boolean}[]} props.items
+ * @param {(list: HTMLElement, button: HTMLElement) => void} position sets where the list is shown
+ * @returns {{open: boolean, close: () => void, leave: () => void, button: object, list: object}} `close` ends the menu,
+ *   `leave` gives the focus back first; `button` and `list` are the properties of the two elements
  */
-export function Menu({ label, items, icon = "more", className = "" }) {
+export function useMenu(position) {
   const [open, setOpen] = useState(false);
   const button = useRef(null);
   const list = useRef(null);
@@ -120,8 +120,8 @@ export function Menu({ label, items, icon = "more", className = "" }) {
     if (!open) return undefined;
     const element = list.current;
     element.showPopover();
-    place(element, button.current);
-    element.querySelector("[role=menuitem]")?.focus();
+    position(element, button.current);
+    (element.querySelector("[aria-checked=true]") ?? element.querySelector("[role^=menuitem]"))?.focus();
     const toggled = (event) => {
       if (event.newState !== "closed") return;
       if (element.contains(document.activeElement) || document.activeElement === document.body) button.current?.focus();
@@ -132,7 +132,7 @@ export function Menu({ label, items, icon = "more", className = "" }) {
   }, [open]);
 
   const move = (event) => {
-    const entries = [...list.current.querySelectorAll("[role=menuitem]")];
+    const entries = [...list.current.querySelectorAll("[role^=menuitem]")];
     const at = entries.indexOf(document.activeElement);
     const next = { ArrowDown: at + 1, ArrowUp: at - 1 + entries.length, Home: 0, End: entries.length - 1 }[event.key];
     if (event.key === "Tab") list.current.hidePopover();
@@ -141,29 +141,47 @@ export function Menu({ label, items, icon = "more", className = "" }) {
     event.preventDefault();
     entries[next % entries.length].focus();
   };
-  const choose = (item) => {
-    button.current.focus(); // so that a dialog that the item opens gives the focus back to the button
-    setOpen(false);
-    item.run();
-  };
-  return html`<button
-      ref=${button}
-      type="button"
-      class=${`icon-button ${className}`}
-      aria-label=${label}
-      title=${label}
-      aria-haspopup="menu"
-      aria-expanded=${open}
-      onPointerDown=${() => (wasOpen.current = open)}
-      onClick=${() => {
+  const close = () => setOpen(false);
+  return {
+    open,
+    close,
+    leave: () => {
+      button.current.focus(); // so that a dialog that an entry opens gives the focus back to the button
+      close();
+    },
+    button: {
+      ref: button,
+      type: "button",
+      "aria-haspopup": "menu",
+      "aria-expanded": open,
+      onPointerDown: () => (wasOpen.current = open),
+      onClick: () => {
         setOpen(!wasOpen.current);
         wasOpen.current = false;
-      }}
-    >
+      },
+    },
+    list: { ref: list, popover: "auto", role: "menu", onKeyDown: move },
+  };
+}
+
+/**
+ * A button that opens a menu.
+ *
+ * @param {object} props
+ * @param {string} props.label of the button
+ * @param {() => {label: string, icon?: string, run: () => void, danger?: boolean}[]} props.items
+ */
+export function Menu({ label, items, icon = "more", className = "" }) {
+  const menu = useMenu(place);
+  const choose = (item) => {
+    menu.leave();
+    item.run();
+  };
+  return html`<button ...${menu.button} class=${`icon-button ${className}`} aria-label=${label} title=${label}>
       <${Icon} name=${icon} />
     </button>
-    ${open &&
-    html`<div ref=${list} popover="auto" role="menu" class="menu" aria-label=${label} onKeyDown=${move}>
+    ${menu.open &&
+    html`<div ...${menu.list} class="menu" aria-label=${label}>
       ${items().map(
         (item) =>
           html`<button

@@ -1,11 +1,11 @@
 /** The models on this machine, those worth downloading, and the switcher in a chat's header. */
 
-import { html, useEffect, useLayoutEffect, useRef, useState } from "edgerun/preact";
+import { html, useEffect, useState } from "edgerun/preact";
 
 import { Icon } from "../icons.js";
 import { attempt, changeConversation, modelOf, onEvent, refreshState, useStore } from "../store.js";
 import { strings } from "../strings.js";
-import { Dialog, IconButton } from "./dialogs.js";
+import { Dialog, IconButton, useMenu } from "./dialogs.js";
 import { DownloadField, DownloadList, useDownloads } from "./downloads.js";
 import { ExportPage } from "./export.js";
 import { getRecommended, loadModel, removeModel, startDownload, unloadModel, useFollowed } from "./model_api.js";
@@ -164,58 +164,22 @@ function placeBelow(list, button) {
 export function ModelSwitcher({ conversation }) {
   const models = useStore((state) => state.models);
   const current = useStore(() => modelOf(conversation));
-  const [open, setOpen] = useState(false);
-  const button = useRef(null);
-  const list = useRef(null);
-  const wasOpen = useRef(false);
-  useLayoutEffect(() => {
-    if (!open) return undefined;
-    const element = list.current;
-    element.showPopover();
-    placeBelow(element, button.current);
-    (element.querySelector("[aria-checked=true]") ?? element.querySelector("[role^=menuitem]"))?.focus();
-    const toggled = (event) => {
-      if (event.newState !== "closed") return;
-      if (element.contains(document.activeElement) || document.activeElement === document.body) button.current?.focus();
-      setOpen(false);
-    };
-    element.addEventListener("toggle", toggled);
-    return () => element.removeEventListener("toggle", toggled);
-  }, [open]);
-  const move = (event) => {
-    const entries = [...list.current.querySelectorAll("[role^=menuitem]")];
-    const index = entries.indexOf(document.activeElement);
-    const next = { ArrowDown: index + 1, ArrowUp: index - 1 + entries.length, Home: 0, End: entries.length - 1 }[event.key];
-    if (event.key === "Tab") list.current.hidePopover();
-    if (event.key === "Escape") event.stopPropagation();
-    if (next === undefined) return;
-    event.preventDefault();
-    entries[next % entries.length].focus();
-  };
+  const menu = useMenu(placeBelow);
   const choose = (model) => {
-    button.current.focus();
-    setOpen(false);
+    menu.leave();
     attempt(() => changeConversation(conversation?.id ?? null, { model: model.id }));
   };
   const name = current?.title ?? conversation?.model ?? words.none;
   return html`<button
-      ref=${button}
-      type="button"
+      ...${menu.button}
       class="model-switcher"
-      aria-haspopup="menu"
-      aria-expanded=${open}
       aria-label=${words.switcherLabel(name)}
       title=${words.switcherLabel(name)}
-      onPointerDown=${() => (wasOpen.current = open)}
-      onClick=${() => {
-        setOpen(!wasOpen.current);
-        wasOpen.current = false;
-      }}
     >
       <span>${name}</span><${Icon} name="right" />
     </button>
-    ${open &&
-    html`<div ref=${list} popover="auto" role="menu" class="menu model-menu" aria-label=${words.switcher} onKeyDown=${move}>
+    ${menu.open &&
+    html`<div ...${menu.list} class="menu model-menu" aria-label=${words.switcher}>
       ${models.map(
         (model) =>
           html`<button
@@ -233,7 +197,7 @@ export function ModelSwitcher({ conversation }) {
             >
           </button>`,
       )}
-      <a role="menuitem" tabindex="-1" href="#/models" onClick=${() => setOpen(false)}
+      <a role="menuitem" tabindex="-1" href="#/models" onClick=${menu.close}
         ><${Icon} name="plus" />${words.getMore}</a
       >
     </div>`}`;
